@@ -20,5 +20,6 @@
 - `commands/`, `cli`: the command `mm2-split`
 - `errors`: every error, with its exit code
 - `json_codec`: values as JSON and back, by their type hints
+- `text_enum`: enums whose text is their value
 - `provenance`: the maker of a capture: model, software, machine and options
 """

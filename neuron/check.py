@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.provenance import library_versions, numeric_environment
 from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text_enum import TextEnum
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.machine import Machine
 from neuron.ports.targets import find_target
@@ -44,7 +44,7 @@ _CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 _DEFAULT_CACHE = "var/tmp/neuron-compile-cache"
 
 
-class Level(str, Enum):
+class Level(TextEnum):
     """Importance of a finding, the highest last."""
 
     OK = "ok"
@@ -52,18 +52,13 @@ class Level(str, Enum):
     WARN = "warn"
     FAIL = "fail"
 
-    def __str__(self) -> str:
-        return self.value
-
 
 @dataclass(frozen=True, slots=True)
 class MachineFinding:
     """A finding about the machine.
 
     Args:
-        level: Its importance.
         subject: Its subject, in a word or two.
-        found: The state that was found.
         next_step: The next step for the user; empty if there is none.
     """
 
@@ -319,7 +314,7 @@ def _check_device_activations(machine: Machine, footprint: DeviceFootprint) -> I
     hbm = machine.hbm_bytes_per_core
     if hbm is None:
         return
-    # The memory that the host would take as the backend is the memory that the device takes.
+    # The footprint on the CPU holds the whole layer, as a device does.
     on_device = replace(footprint, backend=Backend.CPU)
     needed = on_device.layer_bytes + on_device.activation_bytes
     yield _fit_finding(
@@ -343,11 +338,9 @@ def _check_host_memory(footprint: DeviceFootprint, free: int) -> MachineFinding:
 
 
 def _fit_finding(subject: str, found: str, next_step: str, *, fits: bool) -> MachineFinding:
-    return (
-        MachineFinding(Level.OK, subject, found)
-        if fits
-        else MachineFinding(Level.FAIL, subject, found, next_step)
-    )
+    if fits:
+        return MachineFinding(Level.OK, subject, found)
+    return MachineFinding(Level.FAIL, subject, found, next_step)
 
 
 def _estimate_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> MachineFinding:

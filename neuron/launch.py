@@ -38,7 +38,6 @@ class _Rank:
     """A rank that was started.
 
     Args:
-        process: Its process.
         record: The status that the process writes.
     """
 
@@ -152,6 +151,7 @@ def _wait(ranks: Sequence[_Rank], store: Any) -> int:
         # All ranks of a layer wait for one that hangs, and are overdue with it.
         failed = min(failures, key=lambda number: (ranks[number].is_waiting, number), default=None)
         if failed:
+            # A rank other than 0 failed: rank 0 learns of it here, and reports it.
             RankFailure(rank=failed, text=failures[failed]).record(store)
             _has_ended(ranks[0].process, _GRACE_S)
         exit_code = ranks[0].exit_code

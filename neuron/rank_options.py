@@ -28,9 +28,6 @@ from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import Assignment, LayerExecutor
 from neuron.weight_trace.traced_port import TraceAssignment, follow_trace
 
-# The lead has checked the shards, and names only layers that are there.
-_NO_LAYERS = range(0)
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _OPTIONS = stack_options(
@@ -135,7 +132,8 @@ def _follow(runtime: Runtime) -> None:
             budget=MemoryBudget(assignment.budget_bytes),
         )
         with (
-            CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
+            # No shard need be here: the lead has checked them, and names only layers that are there.
+            CheckpointReader(assignment.folder, layers=range(0)) as reader,
             LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
         ):
             executor.follow()

@@ -32,7 +32,6 @@ class Deferred:
     """A weight that a function writes into its storage during loading.
 
     Args:
-        shape: Shape of the weight.
         fill: Writes it into a contiguous CPU tensor of that shape and the parameter's dtype.
     """
 
@@ -45,7 +44,6 @@ class Gathered:
     """A weight made of tensors of the checkpoint.
 
     Args:
-        shape: Shape of the weight.
         read: Reads the tensor of a name into its place; called from several threads.
         places: Splits the storage into places, by the name of the tensor.
     """
@@ -74,11 +72,7 @@ def unchanged(tensors: LayerTensors, name: str) -> torch.Tensor | Gathered:
 
 
 class Filling:
-    """Storage that threads are filling.
-
-    Args:
-        jobs: One for each tensor.
-    """
+    """Storage that threads are filling."""
 
     def __init__(self, jobs: Sequence[Future[None]]) -> None:
         self._jobs = jobs
@@ -99,11 +93,7 @@ class Filling:
 
 
 class ReadingPool(CorePool):
-    """Threads that read and dequantise, one tensor in each.
-
-    Args:
-        num_threads: Number of threads.
-    """
+    """Threads that read and dequantise, one tensor in each."""
 
     def __init__(self, num_threads: int) -> None:
         super().__init__("reading", num_threads)

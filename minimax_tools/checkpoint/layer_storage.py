@@ -27,7 +27,7 @@ from minimax_tools.model.weight_names import (
 
 _GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _HUB_MOE, _MODULE_MOE = "block_sparse_moe.", "mlp."
-# What a place holds whose tensor is kept as the checkpoint stores it.
+# Dtype of a place that takes FP8 codes as the checkpoint stores them.
 PACKED_DTYPE = torch.float8_e4m3fn
 
 
@@ -101,11 +101,11 @@ def packed_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device)
 class PackedMatrices:
     """Experts' matrices [E,R,C] as transformers' eager loop reads them: one at a time, by `[expert]`.
 
-    What an access gives is good until the next one: both share one buffer.
+    A matrix is valid until the next access: all share one buffer.
 
     Args:
-        parts: FP8 codes [E,r,C] and block scales of what lies one below the other.
-        dtype: Of what an access gives.
+        parts: FP8 codes [E,r,C] and block scales of the parts of each matrix, one below the other.
+        dtype: Dtype of the matrix that an access gives.
     """
 
     def __init__(self, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...], *, dtype: torch.dtype) -> None:
@@ -148,7 +148,7 @@ class _Dequantised(Mapping[str, torch.Tensor]):
 
 
 def _small_tensors(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Everything but the experts, by the hub's relative names."""
+    """Allocate all tensors but the experts', by the hub's relative names."""
     return {
         name: torch.empty(shape, dtype=torch.float32 if name in FLOAT32_NAMES else dtype, device=device)
         for name, shape in expected_layer_shapes(spec).items()

@@ -7,6 +7,7 @@ full-size layer (7 GB) never lies in memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from copy import copy
 
 import torch
 
@@ -100,9 +101,9 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             KeyError: There is no such tensor.
         """
         value = self._value(name)
-        return (
-            self._reader.index[layer_prefix(self.layer) + name].shape if value is None else tuple(value.shape)
-        )
+        if value is not None:
+            return tuple(value.shape)
+        return self._reader.index[layer_prefix(self.layer) + name].shape
 
     def is_stored(self, name: str) -> bool:
         """Decide whether a tensor comes from the checkpoint: nothing was set in its place."""
@@ -139,9 +140,9 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
 
     def copy(self) -> LayerTensors:
         """Return a second mapping over the same checkpoint; changes to one do not affect the other."""
-        return LayerTensors(
-            self._reader, layer=self.layer, dtype=self.dtype, stored=self._stored, present=self._present
-        )
+        twin = copy(self)
+        twin._present = dict(self._present)
+        return twin
 
     def __getitem__(self, name: str) -> torch.Tensor:
         value = self._value(name)
@@ -216,7 +217,11 @@ def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
             faults += _scale_faults(index, entry)
     faults += [f"{name}: no MiniMax-M2 layer has it" for name in sorted(found)]
     if faults:
-        raise _unfit(index, layer, faults)
+        raise CheckpointError(
+            f"layer {layer} of the checkpoint at {index.folder} is not the one config.json describes",
+            found=list_faults(faults),
+            next_step="Check that config.json belongs to these shards, and fetch what is missing.",
+        )
 
 
 def _scale_faults(index: TensorIndex, entry: TensorEntry) -> list[str]:
@@ -225,11 +230,3 @@ def _scale_faults(index: TensorIndex, entry: TensorEntry) -> list[str]:
     except CheckpointError as error:
         return [f"{error.what}: expected {error.expected}, found {error.found}"]
     return []
-
-
-def _unfit(index: TensorIndex, layer: int, faults: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"layer {layer} of the checkpoint at {index.folder} is not the one config.json describes",
-        found=list_faults(faults),
-        next_step="Check that config.json belongs to these shards, and fetch what is missing.",
-    )

@@ -21,11 +21,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class ReadAhead:
-    """Fetches requested layers one after the other, in one thread.
-
-    Args:
-        index: Index of the checkpoint.
-    """
+    """Fetches requested layers one after the other, in one thread."""
 
     def __init__(self, index: TensorIndex) -> None:
         self._index = index

@@ -38,7 +38,6 @@ class CheckpointReader:
     through buffers that each thread keeps: fresh memory for every matrix would cost more than the arithmetic.
 
     Args:
-        folder: The checkpoint folder.
         index: Its index. Default: read from the folder.
         layers: Decoder layers that will be read; shards of others may be missing (see `TensorIndex.from_folder`).
 

@@ -12,6 +12,7 @@ from typing import Any
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, list_faults
 
+INDEX_FILE = "model.safetensors.index.json"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -21,6 +22,7 @@ _PICKLED_FILE = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
 # Numbered shards, as in model-00001-of-00004.safetensors.
 _NUMBERED = re.compile(r"-of-([0-9]+)\.")
+_NUM_NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +72,6 @@ class WeightFiles:
 def _is_one_of_many(name: str) -> bool:
     match = _NUMBERED.search(name)
     return match is not None and int(match[1]) > 1
-
-
-_NUM_NAMES_SHOWN = 12
 
 
 def read_index_json(path: Path) -> dict[str, Any]:
@@ -149,9 +148,6 @@ def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
 def _is_plain(file: Any) -> bool:
     # A downloaded index must not lead out of the checkpoint.
     return isinstance(file, str) and file not in ("", ".", "..") and file == PurePosixPath(file).name
-
-
-INDEX_FILE = "model.safetensors.index.json"
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -15,19 +14,17 @@ from minimax_tools.errors import UsageError
 from minimax_tools.json_codec import decode_fields, encode
 from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site
 from minimax_tools.model.span import Span
+from minimax_tools.text_enum import TextEnum
 
 
-class Mode(str, Enum):
+class Mode(TextEnum):
     """Source of a layer's input."""
 
     ISOLATED = "isolated"  # the golden's own input, for each layer
     CHAINED = "chained"  # the output of the layer before
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Component(str, Enum):
+class Component(TextEnum):
     """A part of a layer that can run alone."""
 
     ATTENTION = "attention"
@@ -36,9 +33,6 @@ class Component(str, Enum):
     MOE = "moe"
     INPUT_NORM = "input_norm"
     POST_NORM = "post_norm"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +76,6 @@ class Run:
 
     Args:
         name: Name of the capture directory, unique for the host.
-        span: The layers that run.
-        mode: Isolated or chained.
         sites: Sites to keep of every layer, in execution order.
         model_sites: Sites to keep outside the layers.
         component: The only component that runs; None for whole layers.

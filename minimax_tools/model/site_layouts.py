@@ -234,34 +234,22 @@ def _refuse_other_shapes(pieces: Sequence[torch.Tensor], *, what: str) -> None:
 
 
 def _refuse_unequal(copies: dict[int, torch.Tensor], *, what: str) -> None:
-    """Raise if copies on several ranks differ in any bit.
-
-    Args:
-        copies: Copies by rank.
-        what: Target, layer and site.
-    """
+    """Raise if copies, by rank, differ in any bit."""
     ranks = list(copies)
     first = copies[ranks[0]]
     _refuse_other_shapes(list(copies.values()), what=what)
-    others = [rank for rank in ranks if not _is_equal(copies[rank], first)]
+    # Bytes are compared: a NaN equals itself.
+    others = [rank for rank in ranks if not torch.equal(_bytes_of(copies[rank]), _bytes_of(first))]
     if others:
+        named = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
         largest = max(float((copies[rank].double() - first.double()).abs().max()) for rank in others)
         raise TargetError(
             f"{what} is not the same on all ranks",
             expected=f"what rank {ranks[0]} has, bit for bit",
-            found=f"other values on {_name_ranks(others)}, the largest difference {largest:.3g}",
+            found=f"other values on {named}, the largest difference {largest:.3g}",
             next_step=_ASK_REDUCTION,
         )
 
 
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bytes: a NaN equals itself."""
-    return torch.equal(_bytes_of(one), _bytes_of(other))
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -6,13 +6,13 @@ Shapes use B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E exp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from types import MappingProxyType
 
 from minimax_tools.errors import UsageError
+from minimax_tools.text_enum import TextEnum
 
 
-class Site(str, Enum):
+class Site(TextEnum):
     """A point of a decoder layer, in execution order; the value is its name in files and reports."""
 
     INPUT = "input"  # [B,S,H]
@@ -34,9 +34,6 @@ class Site(str, Enum):
     MOE_DELTA = "moe_delta"  # [B,S,H], before the residual add
     OUTPUT = "output"  # [B,S,H]
 
-    def __str__(self) -> str:
-        return self.value
-
     @property
     def order(self) -> int:
         """Position in execution order."""
@@ -48,15 +45,12 @@ class Site(str, Enum):
         return self in (Site.Q_ROPE, Site.K_ROPE)
 
 
-class ModelSite(str, Enum):
+class ModelSite(TextEnum):
     """A point of the model outside its layers."""
 
     EMBEDDING = "embedding"  # [B,S,H]
     FINAL_NORM = "final_norm"  # [B,S,H]
     LOGITS = "logits"  # [B,S,vocab]
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def has_heads_dim(self) -> bool:

@@ -17,13 +17,12 @@ _FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
     {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "hidden_act": "silu"}
 )
 _MODEL_TYPE = "minimax_m2"
-_POSITIVE_FIELDS = (
+# Taken from config.json as they are.
+_COPIED_FIELDS = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "head_dim",
-    "rotary_dim",
     "num_local_experts",
     "num_experts_per_tok",
     "intermediate_size",
@@ -58,7 +57,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         faults = [
             f"{name} is {getattr(self, name)!r}"
-            for name in _POSITIVE_FIELDS
+            for name in (*_COPIED_FIELDS, "head_dim", "rotary_dim")
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
         ]
         faults = faults or self._contradictions()
@@ -113,19 +112,11 @@ class ModelSpec:
         try:
             head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             return cls(
-                hidden_size=config["hidden_size"],
-                num_hidden_layers=config["num_hidden_layers"],
-                num_attention_heads=config["num_attention_heads"],
-                num_key_value_heads=config["num_key_value_heads"],
+                **{name: config[name] for name in _COPIED_FIELDS},
                 head_dim=head_dim,
                 rotary_dim=_rotary_dim(config, head_dim),
                 rope_theta=_rope_theta(config),
                 rms_norm_eps=float(config["rms_norm_eps"]),
-                num_local_experts=config["num_local_experts"],
-                num_experts_per_tok=config["num_experts_per_tok"],
-                intermediate_size=config["intermediate_size"],
-                vocab_size=config["vocab_size"],
-                max_position_embeddings=config["max_position_embeddings"],
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
                 raw=MappingProxyType(dict(config)),
             )

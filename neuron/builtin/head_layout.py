@@ -22,11 +22,6 @@ class HeadLayout:
     """Heads of an attention, divided among ranks.
 
     Every rank has equally many. There, query head j reads kv head j // (query heads / kv heads).
-
-    Args:
-        num_heads: Number of query heads.
-        num_kv_heads: Number of heads of keys and values.
-        num_ranks: Number of ranks.
     """
 
     num_heads: int

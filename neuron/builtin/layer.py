@@ -17,6 +17,7 @@ from torch import nn
 
 from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
@@ -31,7 +32,7 @@ from minimax_tools.model.weight_names import (
     V_PROJ,
 )
 from minimax_tools.reference.layer import ReferenceLayer
-from neuron.builtin.head_layout import Head, HeadLayout
+from neuron.builtin.head_layout import HeadLayout
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe, ranks_of
 from neuron.builtin.rank_cut import RankCut
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
@@ -104,16 +105,16 @@ class DeviceAttention(nn.Module):
         cuts = {Q_PROJ: queries, Q_NORM: queries, K_PROJ: keys, K_NORM: keys, V_PROJ: keys, O_PROJ: columns}
         return {name: cut.weight(tensors, name) for name, cut in cuts.items()}
 
-    def site_layouts(self) -> dict[Site, str]:
+    def site_layouts(self) -> dict[Site, Sharded]:
         """Return the site layouts that join the ranks' parts; none on one rank, and none for sites whole on each."""
         if not self._ranks.are_several:
             return {}
         queries, keys = self._layout.all_query_heads(), self._layout.all_kv_heads()
         return {
-            **dict.fromkeys((Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT), _shard(-1, queries)),
-            **dict.fromkeys((Site.K_PROJ, Site.K_NORM, Site.V_PROJ), _shard(-1, keys)),
-            Site.Q_ROPE: _shard(1, queries),
-            Site.K_ROPE: _shard(1, keys),
+            **dict.fromkeys((Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT), Sharded(dim=-1, blocks=queries)),
+            **dict.fromkeys((Site.K_PROJ, Site.K_NORM, Site.V_PROJ), Sharded(dim=-1, blocks=keys)),
+            Site.Q_ROPE: Sharded(dim=1, blocks=queries),
+            Site.K_ROPE: Sharded(dim=1, blocks=keys),
         }
 
     def forward(
@@ -197,7 +198,6 @@ class DeviceLayer(nn.Module):
     and the residual addition.
 
     Args:
-        config: The model's quantities.
         layer_idx: The layer; it changes nothing.
         chunk_size_bytes: Largest size of the weights of one chunk of experts.
     """
@@ -271,11 +271,6 @@ def _linear(width_in: int, width_out: int) -> nn.Linear:
     """Build a linear layer without bias; loading fills its weight."""
     linear: nn.Linear = torch.nn.utils.skip_init(nn.Linear, width_in, width_out, bias=False)
     return linear.requires_grad_(False)
-
-
-def _shard(dim: int, heads: tuple[Head, ...]) -> str:
-    """Return the layout of a site whose blocks along a dim are heads."""
-    return f"@shard({dim}; {','.join('-' if head is None else str(head) for head in heads)})"
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,6 @@ class DeviceMoe(nn.Module):
     """Router and experts; on a lazy device each chunk runs as a separate graph.
 
     Args:
-        config: The model's quantities.
         chunk_size_bytes: Largest size of the weights of one chunk of experts.
     """
 

@@ -45,7 +45,6 @@ class _Outcome:
     """A finished run.
 
     Args:
-        capture: Its capture.
         report: Its graphs, profile and effects; None of a run that was loaded.
         generation: The tokens it generated; None if it generated none.
         comparison: Its verdict; None without a golden.

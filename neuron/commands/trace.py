@@ -89,7 +89,7 @@ def trace_command(
     Loading such a file executes its code, as with a port's own file.
     """
     spec = ModelSpec.from_folder(resolve_config(model))
-    Span(layer, layer + 1).within(spec.num_hidden_layers)
+    Span.single(layer).within(spec.num_hidden_layers)
     layers = range(layer, layer + 1)
     folder = resolve_model(model, layers=layers)
     request = TraceRequest(

@@ -81,7 +81,7 @@ def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
     """
     spec = ModelSpec.from_folder(resolve_config(options["model"]))
     layer: int = options["layer"]
-    Span(layer, layer + 1).within(spec.num_hidden_layers)
+    Span.single(layer).within(spec.num_hidden_layers)
     if options["target"].startswith(TRACED):
         raise UsageError(
             f"--target {options['target']} contains its weights: there is no conversion to trace",

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from enum import Enum
 
 import torch
 
 from minimax_tools.errors import BackendError, MissingExtraError
+from minimax_tools.text_enum import TextEnum
 
 _PJRT_DEVICE = "PJRT_DEVICE"
 
 
-class Backend(str, Enum):
+class Backend(TextEnum):
     """A device with the library that drives it."""
 
     NEURON = "neuron"  # torch-neuronx >= 2.13, native
     NEURON_XLA = "neuron-xla"  # torch-neuronx <= 2.9 over torch_xla
     XLA_CPU = "xla-cpu"  # torch_xla on PJRT CPU
     CPU = "cpu"  # plain torch
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def is_lazy(self) -> bool:
@@ -69,11 +66,11 @@ def choose_backend(name: str) -> Backend:
             found=f"torch {torch.__version__} without it",
             next_step="Use --backend neuron-xla on Trn1 and Inf2, or --backend cpu.",
         )
-    if backend is Backend.NEURON_XLA and not _has_xla_on_neuron():
+    if backend is Backend.NEURON_XLA and (obstacle := _why_no_xla_on_neuron()):
         raise BackendError(
             "the backend neuron-xla is not available here",
             expected="torch_xla with libneuronxla on a Trn1, Inf2 or Trn2 instance",
-            found=_why_no_xla_on_neuron(),
+            found=obstacle,
             next_step="Run there, in the Neuron SDK's virtual environment, or use --backend xla-cpu.",
         )
     if backend is Backend.XLA_CPU and importlib.util.find_spec("torch_xla") is None:
@@ -123,7 +120,7 @@ def _open_xla_device(backend: Backend, *, expected: str) -> torch.device:
 def _detect() -> Backend:
     if _has_native_neuron():
         return Backend.NEURON
-    if _has_xla_on_neuron():
+    if _why_no_xla_on_neuron() is None:
         return Backend.NEURON_XLA
     return Backend.CPU
 
@@ -132,10 +129,6 @@ def _has_native_neuron() -> bool:
     if torch._C._get_privateuse1_backend_name() != "neuron":
         return False
     return bool(torch.neuron.is_available())  # type: ignore[attr-defined]  # the native backend adds this module
-
-
-def _has_xla_on_neuron() -> bool:
-    return _why_no_xla_on_neuron() is None
 
 
 def _why_no_xla_on_neuron() -> str | None:
@@ -153,8 +146,6 @@ def _why_no_xla_on_neuron() -> str | None:
         import torch_xla
     except Exception as error:  # a placeholder raises what it likes
         return f"{type(error).__name__}: {error}"
-    return (
-        None
-        if getattr(torch_xla, "_found_libneuronxla", False)
-        else "a libneuronxla that torch_xla cannot use"
-    )
+    if not getattr(torch_xla, "_found_libneuronxla", False):
+        return "a libneuronxla that torch_xla cannot use"
+    return None

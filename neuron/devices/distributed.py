@@ -89,9 +89,6 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
 
     The process group must be open.
 
-    Args:
-        tp_degree: Size of the tensor-parallel group.
-
     Yields:
         The tensor-parallel group, to be probed; None without the package.
 

@@ -29,7 +29,6 @@ class CompileCounts:
     """Counts of graphs compiled and of fallbacks to the CPU; zero off XLA.
 
     Args:
-        compiles: Graphs compiled.
         fallbacks: Runs on the CPU, by operation.
         seconds: Time that compiling took.
     """
@@ -53,8 +52,6 @@ class Runtime:
     """An open backend; made by `open_runtime`.
 
     Args:
-        backend: The backend.
-        device: Its torch device.
         ranks: The processes that share a layer.
         messages: Messages between these.
         spmd: Devices of this process that share a layer; None for one device.

@@ -26,13 +26,7 @@ _AHEAD_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Staged:
-    """A weight whose host buffer is being filled.
-
-    Args:
-        weight: The weight.
-        host: Its buffer.
-        filling: The reading.
-    """
+    """A weight whose host buffer is being filled."""
 
     weight: Gathered
     host: torch.Tensor
@@ -58,9 +52,7 @@ class WeightLoader:
     """Loads weights onto one device.
 
     Args:
-        device: The device.
         wait: Waits until everything sent to the device has arrived.
-        pool: Reading threads.
     """
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:
@@ -68,12 +60,8 @@ class WeightLoader:
         self._wait = wait
         self._pool = pool
         self._buffers = _Buffers()
-        self._sending_s = 0.0
-
-    @property
-    def sending_s(self) -> float:
-        """Seconds spent so far on sending weights to the device."""
-        return self._sending_s
+        # Seconds spent so far on sending weights to the device.
+        self.sending_s = 0.0
 
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
@@ -198,7 +186,7 @@ class WeightLoader:
         moved = host.to(self._device)
         # The host buffer is filled again for another weight: the transfer must have ended.
         self._wait()
-        self._sending_s += time.perf_counter() - started
+        self.sending_s += time.perf_counter() - started
         return moved
 
 

@@ -35,7 +35,6 @@ class Exposure:
     """The sites of a port's module.
 
     Args:
-        taps: Tap of each site.
         declared: Sites that the port declares. There a tensor of another shape is a fault; at a site found by name
             it only means that the name misled.
         layouts: Layouts over ranks, as far as the port declares them.

@@ -62,7 +62,6 @@ class NxdiLayer(nn.Module):
     """A decoder layer on NxDI behind the target protocol.
 
     Args:
-        layer: The port's layer.
         layout: Layout of this rank's weights.
         neuron_config: NxDI's config, which says whether a pass is a prefill.
         is_cpu_mode: True if NxD was set to compute on the CPU.

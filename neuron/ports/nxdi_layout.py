@@ -55,9 +55,7 @@ class NxdiLayout:
     """A rank's part of a layer on NxDI.
 
     Args:
-        spec: The model.
         tp_degree: Number of ranks that divide the heads and the experts' intermediate size.
-        rank: This rank.
     """
 
     spec: ModelSpec

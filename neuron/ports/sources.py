@@ -28,7 +28,6 @@ class TargetSource:
 
     Args:
         place: Path or dotted name, as the user wrote it.
-        module: The module.
         imported: Names of the modules that it imported.
     """
 

@@ -121,13 +121,7 @@ class TracedProgram:
 
 
 class TracedLayer(nn.Module):
-    """A traced layer as a port's module; it has no parameters, because its weights are in the program.
-
-    Args:
-        path: The file.
-        traced: Its description.
-        program: Its program.
-    """
+    """A traced layer as a port's module; it has no parameters, because its weights are in the program."""
 
     def __init__(self, path: Path, traced: TracedProgram, program: Program) -> None:
         super().__init__()

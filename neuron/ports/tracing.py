@@ -88,11 +88,7 @@ class TraceRequest:
     """A layer to be traced.
 
     Args:
-        target: The implementation.
-        spec: The model.
-        layer: The layer.
         inputs: Token rows; the program takes their shape.
-        dtype: Dtype of weights and activations.
         backend: Backend of the program: the CPU, or Neuron over torch_xla.
         checks_capture: Compile the layer without its sites too, and compare.
     """
@@ -122,7 +118,6 @@ class Trace:
     """A layer that was traced.
 
     Args:
-        program: Description of the file.
         effect_of_sites: Largest difference of the output with and without sites, on one input; None if unchecked.
     """
 

@@ -29,7 +29,6 @@ class Status:
     Args:
         activity: As in "running layer 3 of target port.py:Layer"; empty while mm2 works between layers.
         is_in_port: True for code of the port; else mm2 works on a layer, or waits for other ranks.
-        last_activity: The activity before.
         limited_since_s: Start of the time that the limit counts, by the monotonic clock; None where there is no limit.
         limit_s: Longest such time, in seconds; 0 for no limit.
         exit_code: The exit code that mm2 itself chose; None before its end.

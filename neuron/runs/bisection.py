@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -29,7 +28,8 @@ from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.run import bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Probe
+from minimax_tools.results.probes import Bisection, Chain, Probe
+from minimax_tools.text_enum import TextEnum
 from neuron.devices.runtime import CompileCounts, Runtime
 from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import LayerExecutor
@@ -44,15 +44,15 @@ logger = logging.getLogger(__name__)
 Watch = Callable[[Span], AbstractContextManager[Progress]]
 
 
-class Extent(str, Enum):
+class Extent(TextEnum):
     """The end of a bisection."""
 
     FIRST = "first"  # to the first finding that proves the port wrong
     ALL = "all"  # on after every finding, to the last layer
     EXHAUSTIVE = "exhaustive"  # every layer alone
 
-    def __str__(self) -> str:
-        return self.value
+
+_SEARCHES = {Extent.FIRST: find_until_proof, Extent.ALL: find_all, Extent.EXHAUSTIVE: find_exhaustively}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,6 @@ class BisectRequest(PortSetup):
     Args:
         golden: Source of the chains' inputs, and their judge.
         span: The layers to search.
-        extent: Where to stop.
         chain_length: Most layers to run one after the other before they are judged.
         criteria: Limits for a layer that ran alone.
     """
@@ -146,7 +145,7 @@ def bisect_layers(
         LayerExecutor(request, runtime=runtime, reader=reader) as executor,
     ):
         prober = _Prober(request, executor=executor, judge=judge, journal=journal, watch=watch)
-        findings = tuple(_search(request, prober))
+        findings = tuple(_SEARCHES[request.extent](span, prober.run))
     bisection = Bisection(
         span=span,
         reference=str(golden.directory),
@@ -157,7 +156,7 @@ def bisect_layers(
         num_resumed=prober.num_resumed,
         sweep_visible=judge.sweep_visible(span),
     )
-    return bisection, prober.compile_report()
+    return bisection, CompileReport.of(prober.counts)
 
 
 class _Prober:
@@ -180,7 +179,7 @@ class _Prober:
         self.probes: list[Probe] = []
         self.num_resumed = 0
         # Before the first layer that ran, and after each.
-        self._counts: list[CompileCounts] = [executor.runtime.count_compiles()]
+        self.counts: list[CompileCounts] = [executor.runtime.count_compiles()]
 
     def run(self, span: Span) -> Probe:
         """Return the probe of `span`: its chains, up to the first that is wrong."""
@@ -194,10 +193,6 @@ class _Prober:
             self._journal.add(probe)
         self.probes.append(probe)
         return probe
-
-    def compile_report(self) -> CompileReport:
-        """Count the graphs of the first layer that ran and of all others, and the fallbacks to the CPU."""
-        return CompileReport.of(self._counts)
 
     def _run(self, span: Span) -> Probe:
         chains: list[Chain] = []
@@ -217,20 +212,11 @@ class _Prober:
         end: torch.Tensor | None = None
         for layer, output in run_chain(executor, self._request.golden, span, next_layer=next_layer):
             end = output
-            self._counts.append(executor.runtime.count_compiles())
+            self.counts.append(executor.runtime.count_compiles())
             progress.advance(layer, num_bytes=executor.reader.num_bytes_read - num_bytes)
             num_bytes = executor.reader.num_bytes_read
         assert end is not None, "a span is never empty"
         return self._judge.judge(span, end)
-
-
-def _search(request: BisectRequest, prober: _Prober) -> Iterator[BisectionFinding]:
-    if request.extent is Extent.EXHAUSTIVE:
-        yield from find_exhaustively(request.span, prober.run)
-    elif request.extent is Extent.ALL:
-        yield from find_all(request.span, prober.run)
-    else:
-        yield from find_until_proof(request.span, prober.run)
 
 
 def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:

@@ -29,10 +29,7 @@ class PortSetup:
     """A port on a model: all that its layers need to run.
 
     Args:
-        target: The port.
-        spec: The model's config.
         model_source: The model as the user named it.
-        dtype: Dtype of weights and activations.
         inputs: The token rows; their number decides the memory that a layer takes.
         prefetch: Whether the next layer is read from the disk while one runs; None to decide by the free memory.
         budget: Limit of anonymous memory.
@@ -74,10 +71,8 @@ class DeviceRequest(PortSetup):
 
     Args:
         folder: The checkpoint.
-        run: Layers, mode and sites.
         golden: Source of the layers' inputs; None for tokens or random numbers.
         random_input: Whether the first layer's input is random.
-        seed: Seed of the random input.
         checks_capture: Whether every layer runs once more with nothing recorded, to see if recording changes it.
         profiles: Whether time and memory of every layer are kept.
         max_new_tokens: Most tokens to generate after each row, in a run of the whole model.

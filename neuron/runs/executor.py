@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -42,8 +41,6 @@ class Assignment:
     Args:
         folder: The checkpoint.
         target: The port, as the user named it.
-        dtype: Dtype of weights and activations.
-        inputs: The token rows.
         budget_bytes: Limit of each rank's anonymous memory; None for no limit.
     """
 
@@ -60,13 +57,7 @@ class ReleaseRequest:
 
 
 class LayerExecutor:
-    """Runs a port's layers; one at a time is in memory. A context manager, whose threads end with the block.
-
-    Args:
-        setup: The port.
-        runtime: The device.
-        reader: The checkpoint.
-    """
+    """Runs a port's layers; one at a time is in memory. A context manager, whose threads end with the block."""
 
     def __init__(self, setup: PortSetup, *, runtime: Runtime, reader: CheckpointReader) -> None:
         self.setup = setup
@@ -92,9 +83,7 @@ class LayerExecutor:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # After an error the others may be in the middle of a layer, and receive nothing.
         if kind is None:
             self._send(None)

@@ -46,9 +46,6 @@ class DeviceFootprint:
     """The host memory that a device run takes.
 
     Args:
-        spec: The model's config.
-        dtype: Dtype of weights and activations.
-        inputs: The token rows.
         backend: The backend that computes. A NeuronCore holds its weights outside the host's memory.
         num_experts_at_once: Number of experts that mm2's own layer runs together. None for a port, whose tensors
             between the sites are unknown.
@@ -85,7 +82,7 @@ class DeviceFootprint:
         """The activations of one layer: its sites and, for mm2's own layer, the tensors between them."""
         sizes = [math.prod(site_shape(site, self.spec, self.inputs.batch_shape)) for site in Site]
         sites = sum(sizes) * _COPIES_OF_A_SITE * self.dtype.itemsize + max(sizes) * 2 * _FLOAT64_BYTES
-        return sites + self._scores_bytes + self._experts_bytes + _SPARE_BYTES
+        return sites + self._bytes_between_sites + _SPARE_BYTES
 
     @property
     def logits_bytes(self) -> int:
@@ -94,22 +91,18 @@ class DeviceFootprint:
         return num_values * (_COPIES_OF_A_SITE * self.dtype.itemsize + _FLOAT64_BYTES)
 
     @property
-    def _scores_bytes(self) -> int:
+    def _bytes_between_sites(self) -> int:
+        """Attention scores; of the experts that run together, the states between matrices and copies of these."""
         if self.num_experts_at_once is None or self.backend.is_neuron:
             return 0
         pairs = self.inputs.batch_size * self.inputs.sequence_length**2
-        return _COPIES_OF_SCORES * pairs * self.spec.num_attention_heads * _FLOAT32_BYTES
-
-    @property
-    def _experts_bytes(self) -> int:
-        """The experts that run together: the states between their matrices, and copies of the matrices."""
-        if self.num_experts_at_once is None or self.backend.is_neuron:
-            return 0
+        scores = _COPIES_OF_SCORES * pairs * self.spec.num_attention_heads * _FLOAT32_BYTES
         hidden, intermediate = self.spec.hidden_size, self.spec.intermediate_size
         states = (4 * intermediate + hidden) * self.dtype.itemsize + 2 * hidden * _FLOAT32_BYTES
         matrices = 3 * hidden * intermediate * self.dtype.itemsize
         copies = _XLA_COPIES_OF_EXPERTS if self.backend.is_lazy else 0
-        return self.num_experts_at_once * (self.inputs.input_ids.numel() * states + copies * matrices)
+        expert = self.inputs.input_ids.numel() * states + copies * matrices
+        return scores + self.num_experts_at_once * expert
 
 
 def device_footprint(setup: PortSetup, runtime: Runtime) -> DeviceFootprint:
@@ -156,9 +149,8 @@ class RunLimits:
 
     def has_room_for_another_layer(self) -> bool:
         """Decide whether the host can hold another layer's weights beside the activations of the one that runs."""
-        left = self.budget.left_bytes
-        free = int(available_bytes() * _SHARE) if left is None else left
-        return self.footprint.converted_bytes + self.footprint.activation_bytes <= free
+        needed = self.footprint.converted_bytes + self.footprint.activation_bytes
+        return needed <= free_bytes(self.budget)
 
     def allow_embedding(self) -> None:
         """Require room for the embedding's weights."""
@@ -172,6 +164,12 @@ class RunLimits:
         self.budget.require(
             copies * footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits"
         )
+
+
+def free_bytes(budget: MemoryBudget) -> int:
+    """Return the memory to plan with: what the budget leaves, or without one a share of the machine's free memory."""
+    left = budget.left_bytes
+    return int(available_bytes() * _SHARE) if left is None else left
 
 
 def choose_read_ahead(prefetch: bool | None, footprint: DeviceFootprint, index: TensorIndex) -> bool:

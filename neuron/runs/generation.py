@@ -15,7 +15,6 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs, num_positions_left
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.tokenizer import read_end_tokens
 from neuron.builtin.layer import KeyValues
 from neuron.runs.decoding import Cache
@@ -69,7 +68,7 @@ def generate_greedily(
     attention_mask = inputs.attention_mask
     positions = inputs.next_positions.clamp(max=spec.max_position_embeddings - 1)
     while len(tokens) < num_tokens and not all(
-        _has_ended(row, end_tokens) for row in torch.cat(tokens, dim=1)
+        end_tokens.intersection(row) for row in torch.cat(tokens, dim=1).tolist()
     ):
         attention_mask = torch.cat((attention_mask, torch.ones_like(positions)), dim=1)
         states = embed(tokens[-1])
@@ -86,17 +85,13 @@ def generate_greedily(
         # Rows that have ended run on beside the others, at a position that the model has.
         positions = (positions + 1).clamp(max=spec.max_position_embeddings - 1)
         tokens.append(_likeliest(read_logits(states)[:, -1]))
-    return [
-        _until_end(row[:left], end_tokens)
-        for row, left in zip(torch.cat(tokens, dim=1), _positions_left(inputs, spec), strict=True)
-    ]
-
-
-def _positions_left(inputs: Inputs, spec: ModelSpec) -> list[int]:
-    """Return how many tokens can follow each row."""
-    return [
+    num_left = [
         num_positions_left(positions[-1], spec.max_position_embeddings)
         for positions in inputs.row_positions()
+    ]
+    return [
+        _until_end(row[:left], end_tokens)
+        for row, left in zip(torch.cat(tokens, dim=1), num_left, strict=True)
     ]
 
 
@@ -116,10 +111,6 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
             next_step="Find the layer that makes them: mm2-test sweep --golden DIR.",
         )
     return logits.argmax(dim=-1, keepdim=True)
-
-
-def _has_ended(row: torch.Tensor, ended: frozenset[int]) -> bool:
-    return not ended.isdisjoint(row.tolist())
 
 
 def _until_end(row: torch.Tensor, ended: frozenset[int]) -> list[int]:

@@ -21,12 +21,7 @@ _NUM_NAMES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenInputs:
-    """The values that a run takes from a golden.
-
-    Args:
-        golden: The golden.
-        run: The run.
-    """
+    """The values that a run takes from a golden."""
 
     golden: Capture
     run: Run

@@ -11,7 +11,7 @@ from minimax_tools.checkpoint.filling import Gathered
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
+from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, head_name
 from neuron.builtin.layer import RMSNorm
 from neuron.devices.weights import Weight
 from neuron.runs.executor import LayerExecutor
@@ -46,18 +46,14 @@ def run_head(hidden_states: torch.Tensor, *, executor: LayerExecutor) -> Mapping
     spec, dtype = executor.setup.spec, executor.setup.dtype
     reader, runtime, loader = executor.reader, executor.runtime, executor.loader
     module = DeviceHead(spec, dtype=dtype)
-    names = {
-        "norm.weight": FINAL_NORM,
-        "lm_head.weight": EMBEDDING if spec.tie_word_embeddings else LM_HEAD,
+    names = {"norm.weight": FINAL_NORM, "lm_head.weight": head_name(spec)}
+    weights: dict[str, Weight] = {
+        name: Gathered.whole(stored, reader.index[stored].shape, reader.read_weight_into)
+        for name, stored in names.items()
     }
-    weights = {name: _stored(reader, stored) for name, stored in names.items()}
     loader.load(module, weights, what="the model's head")
     loader.release()
     with torch.no_grad():
         normed, logits = module(hidden_states.to(runtime.device, dtype))
     runtime.synchronise()
     return {ModelSite.FINAL_NORM: normed.to("cpu"), ModelSite.LOGITS: logits.to("cpu")}
-
-
-def _stored(reader: CheckpointReader, name: str) -> Weight:
-    return Gathered.whole(name, reader.index[name].shape, reader.read_weight_into)

@@ -27,9 +27,7 @@ class Journal:
     """The probes of one port on one golden; made by `open_journal`.
 
     Args:
-        directory: The bisection's folder.
         description: Model, golden, port and options.
-        probes: The finished probes.
     """
 
     def __init__(self, directory: Path, description: Description, probes: tuple[Probe, ...]) -> None:
@@ -70,11 +68,6 @@ def open_journal(directory: Path, description: Description, *, is_anew: bool) ->
     """Open the journal in `directory`, with the probes of earlier runs that have the same description.
 
     The folder is created where it is missing, and locked during the block.
-
-    Args:
-        directory: The bisection's folder.
-        description: Model, golden, port, inputs and options.
-        is_anew: Whether earlier probes are forgotten.
 
     Raises:
         CaptureError: Another process writes there, the directory holds something else, or cannot be written to.

@@ -72,9 +72,7 @@ class LayerRequest:
     """A request to run one layer once.
 
     Args:
-        layer: Its number.
-        layer_input: Its input, which is not changed.
-        sites: Sites to record.
+        layer_input: The layer's input, which is not changed.
         border: Golden values that replace what the port computes at these sites.
         keeps_past: Whether the keys and values of these rows are wanted.
         next_layer: The layer that runs next, to be read ahead.
@@ -98,7 +96,6 @@ class LayerRun:
         not_exposed: The sites asked for that the port does not expose.
         router_dtypes: Dtypes of the router gate and of the correction bias as loaded, where they are known.
         key_values: Rotated keys and values [B,K,S,D] of these rows; None where they were not wanted.
-        times: Where the time went.
     """
 
     output: torch.Tensor

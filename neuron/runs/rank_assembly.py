@@ -20,9 +20,7 @@ class RankAssembly:
     """A pass of a layer that ranks share. All ranks make the same calls in the same order.
 
     Args:
-        runtime: The ranks.
         exposure: The sites that the port exposes, and how their pieces make up the whole.
-        spec: The model's config.
         batch_shape: B and S.
         what: Target and layer, for errors.
     """

@@ -31,14 +31,7 @@ class _Prepared:
 
 
 class ResidentLayer:
-    """The layer of a port whose weights are in memory; never more than one.
-
-    Args:
-        setup: The port.
-        runtime: The device.
-        reader: The checkpoint.
-        limits: Limits of the host's memory.
-    """
+    """The layer of a port whose weights are in memory; never more than one."""
 
     def __init__(
         self, setup: PortSetup, *, runtime: Runtime, reader: CheckpointReader, limits: RunLimits

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
-from types import TracebackType
 from typing import Any
 
 from minimax_tools.errors import CaptureError
@@ -30,9 +29,6 @@ class RunProfile:
     """Time and memory of every layer of a run.
 
     Args:
-        backend: The backend that computed.
-        spec_digest: Digest of the model's config.
-        dtype: Dtype of weights and activations.
         num_ranks: Number of ranks that shared each layer.
         decode_rows: Number of decoded rows of each prompt.
         batch_size: Rows of the batch.
@@ -135,11 +131,7 @@ def _event(name: str, start_s: float, seconds: float, about: dict[str, Any]) -> 
 
 
 class Profiler:
-    """Measures time and memory of layers. A context manager: a thread samples the memory during its block.
-
-    Args:
-        runtime: The device.
-    """
+    """Measures time and memory of layers. A context manager: a thread samples the memory during its block."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -151,9 +143,7 @@ class Profiler:
         self._tracker.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._tracker.stop()
 
     def keep(self, layer: int, started_s: float, times: LayerTimes) -> None:

@@ -35,9 +35,7 @@ class CaptureEffect:
     """Effect of recording its sites on a layer's output.
 
     Args:
-        layer: The layer.
         num_changed: Number of output values with other bits when nothing is recorded.
-        num_values: Number of output values.
         max_abs_diff: The largest difference; NaN where only one of two values is NaN.
     """
 
@@ -64,9 +62,7 @@ class LayerProfile:
     """Time and memory of one layer of a run.
 
     Args:
-        layer: The layer.
         started_s: Its start, in seconds since that of the run.
-        times: Its time by phase.
         peak_host_bytes: Peak of this process's anonymous memory meanwhile.
         peak_device_bytes: Peak of the device's memory; None where it is unknown.
     """
@@ -83,7 +79,6 @@ class RunReport:
     """Facts about a finished run.
 
     Args:
-        compiles: Its graphs.
         effects: Effects of recording, by layer; None unless asked for.
         profile: Time and memory, by layer; None unless asked for.
         num_layers: Number of layers, those of an earlier attempt included, of which effects and profile know nothing.

@@ -41,9 +41,6 @@ class DeviceRun:
     """A run on a device, to be carried out once.
 
     Args:
-        request: The run.
-        runtime: The device.
-        reader: The checkpoint.
         progress: Shows every layer; None for no display.
 
     Raises:

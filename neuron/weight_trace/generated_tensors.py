@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import copy
 
 import torch
 
@@ -21,7 +20,6 @@ class LazyTensors(Mapping[str, torch.Tensor]):
     """Tensors by name, each made anew at every access.
 
     Args:
-        names: Names of the tensors.
         make: Makes the tensor of a name.
     """
 
@@ -49,10 +47,8 @@ class GeneratedTensors(LayerTensors):
 
     Args:
         spec: The model; it may be smaller than the checkpoint's.
-        layer: The layer.
         dtype: Dtype of all tensors except the router gate and the correction bias, which are float32.
         make: Makes the values of a tensor, of its shape, in any dtype.
-        reader: The checkpoint.
     """
 
     def __init__(
@@ -75,12 +71,6 @@ class GeneratedTensors(LayerTensors):
     def given_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape in which an access gives the tensor."""
         return self._shapes[name] if self.is_stored(name) else super().given_shape(name)
-
-    def copy(self) -> GeneratedTensors:
-        """Return a second mapping; setting or removing a tensor in one leaves the other unchanged."""
-        twin = copy(self)
-        twin._present = dict(self._present)
-        return twin
 
     def _value(self, name: str) -> torch.Tensor | None:
         value = super()._value(name)

@@ -29,13 +29,11 @@ class WeightInspection:
 
     Args:
         target: The port, as the user named it.
-        layer: The layer.
         spec: The traced model.
         is_smaller: True if it is smaller than the checkpoint's model.
         sample: The traced experts.
         num_ranks: Number of ranks that share the layer.
         layouts: Layouts of the first rank's tensors.
-        findings: Faults, suspects and notes.
         trial: Comparison of the port's output with the reference layer's.
         compared: Kinds of tensors whose loaded values were all compared with the checkpoint's; None where the
             checkpoint's own layer was not loaded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -90,7 +91,14 @@ def _find_missing(
     }
     whole = [source for source, lost in num_lost.items() if lost == source.size]
     if whole:
-        constants = _constants_like(whole, layouts)
+        # A constant port tensor of the shape of a missing one: that may belong there.
+        shapes = {source.shape for source in whole}
+        origins = [layout.origin for layout in layouts]
+        constants = [
+            origin
+            for origin in origins
+            if origin.num_constant == origin.numbers.numel() and origin.shape in shapes
+        ]
         yield WeightFinding(
             mistake=WeightMistake.MISSING,
             severity=Severity.WRONG,
@@ -107,17 +115,6 @@ def _find_missing(
                 kinds=(source.kind,),
                 text=f"missing: {lost} of {source.size} elements of {word_sources([source])} land nowhere",
             )
-
-
-def _constants_like(missing: Sequence[SourceTensor], layouts: Sequence[TensorLayout]) -> list[TensorOrigin]:
-    """Return constant port tensors of the shape of a missing one: it may belong there."""
-    shapes = {source.shape for source in missing}
-    origins = [layout.origin for layout in layouts]
-    return [
-        origin
-        for origin in origins
-        if origin.num_constant == origin.numbers.numel() and origin.shape in shapes
-    ]
 
 
 def _word_constant(origin: TensorOrigin) -> str:
@@ -270,9 +267,7 @@ def _word_computed(origin: TensorOrigin) -> str:
 
 
 def _word_bits(rounding: float) -> str:
-    bits = 1
-    while 2.0 ** -(bits + 1) > rounding:
-        bits += 1
+    bits = next(bits for bits in itertools.count(1) if 2.0 ** -(bits + 1) <= rounding)
     return "bfloat16" if bits in (8, 9) else f"about {bits} bits"
 
 

@@ -110,11 +110,7 @@ class LayoutSegment:
         )
 
     def words(self, num_lines: int) -> str:
-        """Return the segment as text.
-
-        Args:
-            num_lines: Number of lines in the matrix.
-        """
+        """Return the segment as text, for a matrix of `num_lines` lines."""
         unit = "columns" if self.is_transposed else "rows"
         lines = self.lines
         where = f"{unit} {lines.start}–{lines[-1]} " if len(lines) > 1 else f"{unit} {lines.start} "

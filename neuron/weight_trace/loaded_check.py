@@ -35,7 +35,7 @@ class LoadedPort:
 
     Args:
         port_tensors: Every tensor that it holds, by name.
-        before: Small ones, as the constructor left them.
+        before: Copies of the small ones, as the constructor left them.
         source: The layer in the checkpoint.
     """
 
@@ -49,7 +49,6 @@ class LoadedCheck:
     """Result of the check.
 
     Args:
-        findings: Faults.
         compared: Kinds of source tensors whose values were all compared.
     """
 

@@ -15,6 +15,7 @@ The last two run only where a port computes values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 
 import torch
 
@@ -59,7 +60,8 @@ class OriginTracer:
             TargetError: The port's conversion raised, or its result does not fit the module.
         """
         self._start()
-        for power in reversed(range(self._num_digits())):
+        num_digits = next(number for number in count(1) if BASE**number >= self._sources.size)
+        for power in reversed(range(num_digits)):
             for recorder, tensor in self._pass(_digit(power)):
                 recorder.take_digit(tensor)
         for recorder, tensor in self._pass(probe_values):
@@ -104,12 +106,6 @@ class OriginTracer:
             # Constants that differ from each other: the whole tensor is shown.
             return TensorPart.whole(twos)
         return part
-
-    def _num_digits(self) -> int:
-        count = 1
-        while BASE**count < self._sources.size:
-            count += 1
-        return count
 
     def _trace_computed(self) -> None:
         """Run the passes of signs and of kinds.

@@ -66,7 +66,6 @@ class Snapshot:
     """Values of a port tensor after one pass.
 
     Args:
-        shape: The tensor's shape.
         values: A copy of the tensor; where all elements are equal, one of them, of no dims.
     """
 

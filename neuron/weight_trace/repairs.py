@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 
@@ -101,7 +102,10 @@ def _transposes(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iter
     shapes = {source.kind: source.shape for source in sources.all if len(source.shape) == 2}
     for kind, shape in shapes.items():
         if kind in reshaped or shape[0] == shape[1]:
-            for change in (_transpose_and_reshape, _reshape_and_transpose):
+            for change in (
+                lambda tensor: tensor.T.reshape(tensor.shape),
+                lambda tensor: tensor.reshape(tensor.T.shape).T,
+            ):
                 yield Repair(
                     mistake=WeightMistake.TRANSPOSED,
                     kinds=(kind,),
@@ -146,7 +150,7 @@ def _row_orders(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iter
             mistake=WeightMistake.ORDER,
             kinds=(kind,),
             text=f"rows of {word_kinds([kind])} lie in another order",
-            change=_change_each(sources, [kind], partial(_put_back, rows=rows)),
+            change=_change_each(sources, [kind], itemgetter(rows.argsort())),
         )
 
 
@@ -182,18 +186,6 @@ def _scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator
                     text=text,
                     change=_change_each(sources, [kind], partial(_unscale, gain=gain, offset=offset)),
                 )
-
-
-def _transpose_and_reshape(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.T.reshape(tensor.shape)
-
-
-def _reshape_and_transpose(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(tensor.T.shape).T
-
-
-def _put_back(tensor: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
-    return tensor[rows.argsort()]
 
 
 def _reorder_heads(tensor: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:

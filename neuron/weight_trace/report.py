@@ -21,11 +21,12 @@ _MAX_SHOWN_ALIKE = 2
 
 def render_inspection(inspection: WeightInspection) -> str:
     """Return the inspection as text: verdict, findings, layouts, trial and loading."""
+    holder = "the port" if inspection.num_ranks == 1 else f"rank 0 of {inspection.num_ranks}"
     lines = [
         f"{str(inspection.verdict).upper()}: the weights of layer {inspection.layer} in {inspection.target}",
         *(f"  {_MARKS[finding.severity]:10}{finding.text}" for finding in inspection.findings),
         "",
-        f"What {_word_holder(inspection)} holds, traced on {_word_model(inspection)}:",
+        f"What {holder} holds, traced on {_word_model(inspection)}:",
         *(f"  {line}" for line in _word_layouts(inspection.layouts)),
         *_word_sample(inspection),
         "",
@@ -115,10 +116,6 @@ def _word_loaded(inspection: WeightInspection) -> str:
         f"{text}. Not compared are {word_kinds(left)}: "
         "found wrong above, or held by the port in parts, in copies, or as values computed from them."
     )
-
-
-def _word_holder(inspection: WeightInspection) -> str:
-    return "the port" if inspection.num_ranks == 1 else f"rank 0 of {inspection.num_ranks}"
 
 
 def _word_model(inspection: WeightInspection) -> str:

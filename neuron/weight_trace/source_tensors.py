@@ -23,7 +23,6 @@ class SourceTensor:
 
     Args:
         name: The hub's name, relative to the layer.
-        shape: The shape, of one or two dims.
         start: Number of the first element.
     """
 

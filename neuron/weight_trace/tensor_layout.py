@@ -31,10 +31,8 @@ class TensorLayout:
     """Layout of a port tensor.
 
     Args:
-        origin: Origins of its elements.
         matrices: Segments of each matrix; the dims before the last two count the matrices.
         experts: The expert of each matrix; empty where a matrix holds no expert, or several.
-        text: The layout as text.
     """
 
     origin: TensorOrigin
@@ -119,8 +117,6 @@ class _Grid:
 
     Args:
         source: Index of the source; below zero where there is none.
-        row: Row in the source.
-        column: Column in the source.
     """
 
     source: torch.Tensor

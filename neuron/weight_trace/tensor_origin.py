@@ -31,9 +31,6 @@ class TensorOrigin:
     """Origins of a port tensor's elements.
 
     Args:
-        name: The port tensor's name.
-        shape: Its shape.
-        dtype: Its dtype.
         numbers: Source numbers, int64, of the tensor's shape or of its traced part: `CONSTANT` for no source element,
             `COMPUTED` for several, `NOT_SAMPLED` for one of an expert that is not traced.
         gain: Factor of the landed elements; None where it differs between them.
@@ -101,8 +98,6 @@ class OriginRecorder:
     It keeps the values of the first two passes, in the tensor's own dtype, and a number and flags for each element.
 
     Args:
-        name: The port tensor's name.
-        part: Its traced part.
         ones: The tensor after the pass in which every source element is 1.
         twos: The tensor after the pass in which every source element is 2.
     """

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.machine.memory import MemoryBudget, available_bytes
+from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes
+from neuron.runs.footprint import free_bytes
 from neuron.weight_trace.source_tensors import SourceTensors
 
 # A layer up to this size is traced as it is, in seconds; MiniMax-M2's layers have 3.7 billion elements.
@@ -26,8 +27,6 @@ _WIDTH_UNIT = 8
 _BYTES_PER_ELEMENT = 64
 # Threads and libraries allocate this much when they are first used.
 _SPARE_BYTES = 64 << 20
-# Share of the machine's free memory that is planned with. The rest is for allocations that no shape tells.
-_FREE_SHARE = 0.9
 # Chosen first, with the last expert, which a miscount loses. 10 and 2 change places when names are sorted as text.
 _FIRST_CHOSEN = (0, 1, 10, 2)
 _MIN_EXPERTS = 2
@@ -43,10 +42,6 @@ def smaller_spec(spec: ModelSpec, *, num_ranks: int = 1) -> ModelSpec:
 
     The head width, the query heads per kv head, the layer numbers, and the ratio of hidden to intermediate size stay.
     All that ranks divide still divides. A model that is small enough is returned as it is.
-
-    Args:
-        spec: The model.
-        num_ranks: Number of ranks that share a layer.
     """
     if num_elements(spec) <= MAX_ELEMENTS:
         return spec
@@ -122,7 +117,7 @@ class ExpertSample:
         held = num_layers_held * layer_bytes(spec, dtype) + _SPARE_BYTES
         needed = held + (others + least * of_expert) * _BYTES_PER_ELEMENT
         budget.require(needed, "tracing a layer of the model's own size")
-        num_fitting = ((_free_bytes(budget) - held) // _BYTES_PER_ELEMENT - others) // of_expert
+        num_fitting = ((free_bytes(budget) - held) // _BYTES_PER_ELEMENT - others) // of_expert
         return cls(
             experts=_choose(max(least, min(num_fitting, spec.num_local_experts)), spec.num_local_experts),
             num_experts=spec.num_local_experts,
@@ -168,16 +163,11 @@ class TrialMemory:
         Raises:
             MemoryBudgetError: Neither fits.
         """
-        free, float32_bytes = _free_bytes(budget), layer_bytes(spec, torch.float32)
+        free, float32_bytes = free_bytes(budget), layer_bytes(spec, torch.float32)
         if num_layers_held * float32_bytes <= free:
             return cls(dtype=torch.float32, keeps_tensors=(num_layers_held + 1) * float32_bytes <= free)
         budget.require(num_layers_held * layer_bytes(spec, dtype), "running the port on generated weights")
         return cls(dtype=dtype, keeps_tensors=False)
-
-
-def _free_bytes(budget: MemoryBudget) -> int:
-    left = budget.left_bytes
-    return int(available_bytes() * _FREE_SHARE) if left is None else left
 
 
 def _choose(count: int, num_experts: int) -> tuple[int, ...]:

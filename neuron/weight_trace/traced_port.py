@@ -36,8 +36,6 @@ from neuron.weight_trace.trial import TrialInput, TrialPort
 
 # Larger tensors are not copied before loading. A larger one of zeros is then reported as zero, not as never bound.
 _MAX_COPIED = 1 << 20
-# The other ranks generate all values, and read none from the checkpoint.
-_NO_LAYERS = range(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,13 +43,7 @@ class TracedPort:
     """A rank's part of a port's layer.
 
     Args:
-        target: The port.
         spec: The traced model.
-        layer: The layer.
-        dtype: The run's dtype.
-        reader: The checkpoint.
-        ranks: The ranks that share the layer.
-        pool: Threads that read.
     """
 
     target: Target
@@ -64,9 +56,6 @@ class TracedPort:
 
     def trace(self, sample: ExpertSample) -> list[TensorOrigin]:
         """Return the origin of every port tensor.
-
-        Args:
-            sample: The traced experts.
 
         Raises:
             TargetError: The port cannot be built or loaded in the traced model.
@@ -143,8 +132,6 @@ class TraceAssignment:
     Args:
         folder: The checkpoint.
         target: The port, as the user named it.
-        layer: The layer.
-        dtype: The run's dtype.
         config: config.json of the traced model.
     """
 
@@ -168,12 +155,7 @@ Order = ExpertSample | torch.dtype | TrialOrder | None
 
 
 class SharedPort:
-    """A port on all ranks, as the lead uses it; on one rank there are no others.
-
-    Args:
-        port: The lead's own part.
-        runtime: The ranks.
-    """
+    """A port on all ranks, as the lead uses it; on one rank there are no others."""
 
     def __init__(self, port: TracedPort, runtime: Runtime) -> None:
         self.port = port
@@ -227,7 +209,8 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
         Mm2Error: As on the lead, whose inspection it ends.
     """
     with (
-        CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
+        # No shard need be here: this rank generates all values.
+        CheckpointReader(assignment.folder, layers=range(0)) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
         port = TracedPort(

@@ -69,7 +69,6 @@ class TrialOutcome:
         error: ‖port − reference‖ / ‖reference's delta‖; None where the port could not run.
         limit: Largest error at which the outputs agree.
         repairs: Repairs with which they agree, where they do not without.
-        repaired_error: The error with these repairs.
         kept_error: The error on weights that quantisation keeps; None where they were not tried.
         kept_as: The way of quantisation with that error, a key of `EXACT_VALUES`; None where none was tried.
         failure: Reason why the port could not run.

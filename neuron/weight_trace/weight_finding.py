@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+
+from minimax_tools.text_enum import TextEnum
 
 
-class WeightMistake(str, Enum):
+class WeightMistake(TextEnum):
     """Kind of fault in a weight."""
 
     MISSING = "missing"
@@ -21,19 +22,13 @@ class WeightMistake(str, Enum):
     ZERO = "zero"
     VALUES = "values"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Severity(str, Enum):
+class Severity(TextEnum):
     """Severity of a finding."""
 
     WRONG = "wrong"  # certain: the port fails
     SUSPECT = "suspect"  # a port may do it on purpose: the trial decides
     NOTE = "note"  # the port does it on purpose
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +36,7 @@ class WeightFinding:
     """A finding.
 
     Args:
-        mistake: The kind of fault.
-        severity: Whether it is one.
         kinds: Kinds of the source tensors concerned: `q_proj`, `w1`.
-        text: The finding as text.
         port_tensors: Names of the port's tensors concerned.
         contradicts_names: True where the port's own names say otherwise: then it is wrong even without a trial.
     """
