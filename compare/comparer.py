@@ -49,7 +49,6 @@ class JudgedRun:
     """A comparison and its evidence, which a diagnosis goes on from.
 
     Args:
-        comparison: The comparison.
         sides: Both captures and their common batch.
         inputs: The input of every layer that ran.
     """

@@ -31,8 +31,6 @@ class ComparedPart:
 
     Args:
         layer: The layer; None outside them.
-        results: Its sites.
-        blame: Sites to blame.
         recomputed: Some sites once more, judged on the port's own values of their inputs.
         captured_input: The layer's input; None outside the layers, and of a layer that did not run.
         is_inherited: Whether its input carries errors that nothing accounts for: it blames only where no part before
@@ -80,7 +78,7 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     if port_sides is not None:
         sides, layer_input = port_sides, replace(captured, error=None)
     judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
-    judged = judge.judge_all(sites)
+    judged: Mapping[Site, SiteResult] = {site: judge.judge(site) for site in sites}
     is_decided = layer_input.is_recorded or sides.is_classic
     results = judged if is_decided else leave_undecided(judged, sides.target)
     logger.info("Layer %d compared.", layer)

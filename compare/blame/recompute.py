@@ -39,8 +39,6 @@ class Recomputation:
 
     Args:
         sides: The captures; the golden is mm2's own.
-        golden: The golden.
-        layer: The layer.
         open_weights: Gives its weights; called once, when they are needed.
     """
 

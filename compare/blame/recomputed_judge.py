@@ -21,7 +21,6 @@ class Recomputed:
     """A site judged on the port's own values of its inputs.
 
     Args:
-        result: The judgement.
         rows: Rows that it was judged by; None of a choice of experts, and of what has another shape or dtype.
     """
 

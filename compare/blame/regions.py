@@ -33,7 +33,6 @@ class Region:
     """A named subset of the tokens or channels.
 
     Args:
-        words: Which, in words.
         items: They, bool [T] or [F].
         num_choices: Among how many such places it was found.
     """
@@ -203,7 +202,7 @@ def describe_regions(
     if channels is not None and bool(channels.any()):
         found = tightest(channels, channel_regions(channels, head_dim, channel_word))
         if found is not None:
-            sentences.append(_word(f"wrong {channel_word}s", channels, found.words, found.items))
+            sentences.append(_word(f"wrong {channel_word}s", channels, found))
         sentences += _describe_content(part, channels, head_dim)
     return tuple(sentences)
 
@@ -234,13 +233,13 @@ def _describe_tokens(
     ]
     found = tightest(wrong, (*single, *pairs))
     if found is not None:
-        yield _word(subject, wrong, found.words, found.items)
+        yield _word(subject, wrong, found)
 
 
-def _word(subject: str, wrong: torch.Tensor, words: str, items: torch.Tensor) -> str:
-    num_wrong, num_there = int(wrong.sum()), int(items.sum())
+def _word(subject: str, wrong: torch.Tensor, region: Region) -> str:
+    num_wrong, num_there = int(wrong.sum()), int(region.items.sum())
     share = f"all {num_there}" if num_wrong == num_there else f"{num_wrong} of the {num_there}"
-    return f"{subject}: {share} {words}; the {int((~items).sum())} others are right"
+    return f"{subject}: {share} {region.words}; the {int((~region.items).sum())} others are right"
 
 
 def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:

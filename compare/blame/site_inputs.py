@@ -24,9 +24,6 @@ class SiteInputs:
     """Inputs of one site, on both sides.
 
     Args:
-        site: The site.
-        golden: The golden's values.
-        port: The port's.
         usable: Tokens that can be computed from the port's, bool [T]: numbers, and experts that there are.
     """
 

@@ -39,7 +39,6 @@ class ChainJudge:
     """Judges outputs against a golden.
 
     Args:
-        golden: The golden.
         criteria: How to judge a layer that ran alone.
     """
 
@@ -79,7 +78,7 @@ class ChainJudge:
         return Chain(
             span=span,
             is_right=is_right,
-            excess=self._excess(result),
+            excess=_excess(result),
             visible=self._visible_alone(span.last, Site.OUTPUT, dtype=output.dtype),
             reason="" if is_right else result.reason,
         )
@@ -115,12 +114,6 @@ class ChainJudge:
         """Usual difference of right implementations of a layer, relative to its output, where no floor tells."""
         return _LAYER_ERROR_FLOAT32 if computes_in_float32(self._golden) else _LAYER_ERROR
 
-    def _excess(self, result: SiteResult) -> float:
-        """Return the error of a layer that ran alone, in units of the nearest limit."""
-        if result.nearest is not None:
-            return result.nearest.excess
-        return math.inf if result.status is SiteStatus.FAIL else 0.0
-
     def _visible_alone(self, layer: int, site: Site, *, dtype: torch.dtype) -> float:
         """Return the smallest noise that is seen at a site of a layer that runs alone, relative to its output.
 
@@ -130,7 +123,7 @@ class ChainJudge:
         massive = massive_channels(self._batch.rows(output, Site.OUTPUT))
         noise = output.masked_fill(massive, 0.0)
         result = self._judge_site(layer, site, (self._golden.read(layer, site) + noise).to(dtype))
-        visible = _invert(self._excess(result))
+        visible = _invert(_excess(result))
         if result.noise is None or result.nearest is None or not result.noise.is_estimated:
             return visible
         # Without a twin the golden's own error is taken off, which the noise must make up for first.
@@ -180,6 +173,13 @@ class _OneSite(CaptureSource):
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None
+
+
+def _excess(result: SiteResult) -> float:
+    """Return the error of a layer that ran alone, in units of the nearest limit."""
+    if result.nearest is not None:
+        return result.nearest.excess
+    return math.inf if result.status is SiteStatus.FAIL else 0.0
 
 
 def _invert(excess: float) -> float:

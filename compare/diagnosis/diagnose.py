@@ -54,9 +54,15 @@ def diagnose(
         UsageError: A mistake is not in the catalogue, or the run has no such layer.
     """
     entries = find_mistakes(mistakes, also=MODEL_CATALOGUE)
-    golden, weights = _require_golden(reference), CheckpointWeights(model=str(model))
+    if reference.known_description is None:
+        raise IncomparableError(
+            f"{reference.directory} does not say which model and tokens it is of",
+            expected="a golden of mm2's own",
+            next_step="Capture one: mm2-gpu extract-all --model DIR.",
+        )
+    weights = CheckpointWeights(model=str(model))
     run = judge_run(
-        golden,
+        reference,
         target,
         criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
         layer_pattern=f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*",
@@ -66,13 +72,15 @@ def diagnose(
     chosen = layers if layers is not None else _blamed_layers(comparison)
     has_model = layers is None or set(comparison.layers) <= set(layers)
     sites, site_notes = (
-        _diagnose_outside(run, golden, weights, find_model_mistakes(mistakes)) if has_model else ((), ())
+        _diagnose_outside(run, reference, weights, find_model_mistakes(mistakes)) if has_model else ((), ())
     )
     judgeable = tuple(layer for layer in chosen if _has_finite_input(run, layer))
     if chosen and not judgeable and all(site.is_right for site in sites):
         raise _not_held(chosen[0])
     diagnosed = tuple(
-        _diagnose_layers(run, golden, weights, judgeable, mistakes=entries, progress=progress or NoProgress())
+        _diagnose_layers(
+            run, reference, weights, judgeable, mistakes=entries, progress=progress or NoProgress()
+        )
     )
     blame = tuple(
         one
@@ -88,7 +96,7 @@ def diagnose(
         run.inputs[one.layer].is_inherited and one.unexplained > LIMITS.leaves for one in diagnosed
     )
     return Diagnosis(
-        reference=str(golden.directory),
+        reference=str(reference.directory),
         target=str(target.directory),
         is_failed=is_failing or bool(blame) or is_wrong_alone,
         layers=diagnosed,
@@ -195,16 +203,6 @@ def _chain_notes(run: JudgedRun, blamed: tuple[int, ...]) -> tuple[str, ...]:
         f"{word_layers(inherited)} ran on each other's outputs, and the comparison allows for the errors that they "
         "inherited: --layer-pattern 'layer_*' judges every layer on the port's own input",
     )
-
-
-def _require_golden(reference: CaptureSource) -> CaptureSource:
-    if reference.known_description is None:
-        raise IncomparableError(
-            f"{reference.directory} does not say which model and tokens it is of",
-            expected="a golden of mm2's own",
-            next_step="Capture one: mm2-gpu extract-all --model DIR.",
-        )
-    return reference
 
 
 def _not_held(layer: int) -> IncomparableError:

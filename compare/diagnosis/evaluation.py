@@ -52,8 +52,6 @@ class LayerInputs:
     """Inputs and weights of one layer.
 
     Args:
-        spec: The model.
-        weights: The layer's weights.
         attention_mask: int64 [B,S].
         position_ids: int64 [B,S].
         decode_start: First of the rows that are computed one at a time from the golden's keys and values; S for none.
@@ -126,16 +124,12 @@ class Evaluation:
         self.scene = scene
         self.tokens = tokens
         self.base = base or self
-        self.recipe = (change.recipe if change else None) or self.base_recipe
+        # Experts compute as in the base, unless the change says otherwise.
+        self.recipe: Recipe = (change and change.recipe) or (Recipe() if base is None else base.recipe)
         self._stages = {**stages, **(change.stages if change else {})}
         self._affected = _downstream(change.nodes) if change else frozenset()
         self._values = dict(values or {})
         self._everywhere: Evaluation | None = None
-
-    @property
-    def base_recipe(self) -> Recipe:
-        """Recipe of the experts without this change."""
-        return Recipe() if self.base is self else self.base.recipe
 
     @property
     def spec(self) -> ModelSpec:
@@ -239,6 +233,11 @@ STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
 )
 
 
+def scaled(site: Site, factor: float) -> Change:
+    """Build the change that multiplies a site by a factor."""
+    return Change(stages={site: lambda at: factor * STAGES[site](at)})
+
+
 def with_given(
     stages: Mapping[GraphNode, Stage], given: Mapping[Site, torch.Tensor]
 ) -> dict[GraphNode, Stage]:
@@ -258,9 +257,8 @@ def _constant(value: torch.Tensor) -> Stage:
 
 
 def _downstream(nodes: frozenset[GraphNode]) -> frozenset[GraphNode]:
-    reached = set(nodes)
-    while True:
-        more = {node for node, inputs in NODE_INPUTS.items() if reached.intersection(inputs)} - reached
-        if not more:
-            return frozenset(reached)
-        reached |= more
+    reached, size = set(nodes), 0
+    while len(reached) > size:
+        size = len(reached)
+        reached |= {node for node, inputs in NODE_INPUTS.items() if reached.intersection(inputs)}
+    return frozenset(reached)

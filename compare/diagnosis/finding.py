@@ -70,28 +70,32 @@ class MistakeFinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerDiagnosis:
-    """Findings in one layer.
+class PartDiagnosis:
+    """Findings in one layer, or at one site outside the layers.
 
     Args:
-        layer: The layer.
-        sites: The sites that judged.
-        unexplained: ρ of the port against the layer without a mistake, at the worst of those sites.
+        unexplained: ρ of the port without a mistake: of a layer at the worst of its sites, of a site on the port's own
+            input to it.
+        is_blamed: Whether the comparison blames it.
         named: The mistakes that explain it, best first; those behind the first resemble it.
         nearest: What comes nearest where nothing explains it, best first.
         num_hypotheses: How many were tried.
-        is_blamed: Whether the comparison blames a site of it.
-        notes: What to know beside.
     """
+
+    unexplained: float
+    is_blamed: bool = True
+    named: tuple[MistakeFinding, ...] = ()
+    nearest: tuple[MistakeFinding, ...] = ()
+    num_hypotheses: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDiagnosis(PartDiagnosis):
+    """Findings in one layer, and the sites that judged it."""
 
     layer: int
     sites: tuple[Site, ...]
-    unexplained: float
-    named: tuple[MistakeFinding, ...]
-    nearest: tuple[MistakeFinding, ...]
-    num_hypotheses: int
-    is_blamed: bool = True
-    notes: tuple[str, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -122,26 +126,10 @@ class LayerDiagnosis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteDiagnosis:
-    """Findings at one site outside the layers, judged on the port's own input to it.
-
-    Args:
-        site: The site.
-        unexplained: ρ of the port against what a right one computes from that input.
-        is_blamed: Whether the comparison blames it.
-        named: The mistakes that explain it, best first; those behind the first resemble it.
-        nearest: What comes nearest where nothing explains it, best first.
-        num_hypotheses: How many were tried.
-        notes: What to know beside.
-    """
+class SiteDiagnosis(PartDiagnosis):
+    """Findings at one site outside the layers."""
 
     site: ModelSite
-    unexplained: float
-    is_blamed: bool
-    named: tuple[MistakeFinding, ...] = ()
-    nearest: tuple[MistakeFinding, ...] = ()
-    num_hypotheses: int = 0
-    notes: tuple[str, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -155,13 +143,10 @@ class Diagnosis:
     """A whole diagnosis.
 
     Args:
-        reference: The golden's directory.
-        target: The device run's directory.
         is_failed: Whether the comparison of the chosen layers fails.
         layers: What was found of each layer that was looked at, ascending.
         sites: The same of each site outside the layers.
         unexplained: What the comparison blames and no named mistake explains.
-        notes: What to know beside.
     """
 
     reference: str

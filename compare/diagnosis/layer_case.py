@@ -35,10 +35,7 @@ class LayerCase:
 
     Args:
         reference: The golden, with the layer's input.
-        target: The device run.
         is_inherited: Whether the run's input of the layer is another layer's output, and not the golden's.
-        weights: The layer's weights.
-        layer: The layer.
         suspects: The sites that are to blame; empty where none is known.
 
     Raises:

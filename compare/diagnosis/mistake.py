@@ -81,7 +81,6 @@ class Hypothesis:
     """A mistake, or two that happened together, with their parameters.
 
     Args:
-        mistakes: The mistakes.
         parameters: Those of each.
         change: What they change, taken together.
     """

@@ -55,18 +55,18 @@ LIMITS = NamingLimits()
 
 def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
     """Decide whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
+    is_clear = score.unexplained >= limits.clear
     if score.hypothesis.is_rounding and score.unexplained <= limits.faint_below:
         return (
             score.z >= limits.faint_z
             and abs(score.amplitude - 1.0) <= limits.rounding_amplitude
-            and score.explains
-            >= (limits.rounding_share if score.unexplained >= limits.clear else limits.faint_share)
+            and score.explains >= (limits.rounding_share if is_clear else limits.faint_share)
         )
     # Where a large part of the stream is wrong, BF16 costs more than in the golden.
     most = min(max(limits.leaves, limits.leaves_of_large * score.unexplained), limits.most_leaves)
     if not score.leaves <= most or not score.explains > 0.0:
         return False
-    if score.unexplained >= limits.clear:
+    if is_clear:
         return 1.0 - (score.leaves**2 - 1.0) / (score.unexplained**2 - 1.0) >= limits.excess
     return (
         score.z >= limits.faint_z

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
-from compare.diagnosis.finding import Diagnosis, MistakeFinding, SiteDiagnosis
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, group_layers
 from compare.diagnosis.mistake import Mistake, Value, word_mistake
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
@@ -26,35 +26,26 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "diagnosis": to_json(diagnosis.findings),
         "layers": [
-            {
-                "layer": layer.layer,
-                "sites": to_json(layer.sites),
-                "unexplained": to_json(layer.unexplained),
-                "is_explained": bool(layer.named),
-                "is_right": layer.is_right,
-                "nearest": to_json(layer.nearest),
-                "num_hypotheses": layer.num_hypotheses,
-                "notes": list(layer.notes),
-            }
+            {"layer": layer.layer, "sites": to_json(layer.sites), **_part_record(layer)}
             for layer in diagnosis.layers
         ],
-        "sites": [
-            {
-                "site": str(site.site),
-                "unexplained": to_json(site.unexplained),
-                "is_explained": bool(site.named),
-                "is_right": site.is_right,
-                "nearest": to_json(site.nearest),
-                "num_hypotheses": site.num_hypotheses,
-                "notes": list(site.notes),
-            }
-            for site in diagnosis.sites
-        ],
+        "sites": [{"site": str(site.site), **_part_record(site)} for site in diagnosis.sites],
         "unexplained_blame": to_json(diagnosis.unexplained),
         "reference": diagnosis.reference,
         "target": diagnosis.target,
         "is_failed": diagnosis.is_failed,
         "notes": list(diagnosis.notes),
+    }
+
+
+def _part_record(part: LayerDiagnosis | SiteDiagnosis) -> dict[str, Any]:
+    return {
+        "unexplained": to_json(part.unexplained),
+        "is_explained": bool(part.named),
+        "is_right": part.is_right,
+        "nearest": to_json(part.nearest),
+        "num_hypotheses": part.num_hypotheses,
+        "notes": list(part.notes),
     }
 
 
@@ -215,17 +206,17 @@ def draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
     if site.named:
         first, *others = site.named
         canvas.line(
-            f"{site.site} matches {_word_finding(first)}: leaves ρ {word_figure(first.leaves)} of {before}",
+            f"{site.site} matches {_word([first])}: leaves ρ {word_figure(first.leaves)} of {before}",
             style="bold",
         )
         draw_mistake(canvas, [first])
         if others:
-            words = (f"{_word_finding(one)}, which leaves ρ {word_figure(one.leaves)}" for one in others)
+            words = (f"{_word([one])}, which leaves ρ {word_figure(one.leaves)}" for one in others)
             canvas.paragraph(f"Cannot be told from: {'; '.join(words)}.")
     else:
         canvas.line(f"{site.site}: no known mistake explains it (ρ {before})", style="bold")
         for near in site.nearest:
-            canvas.paragraph(f"nearest: {_word_finding(near)} leaves ρ {word_figure(near.leaves)}")
+            canvas.paragraph(f"nearest: {_word([near])} leaves ρ {word_figure(near.leaves)}")
     canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on the port's own input")
     for note in site.notes:
         canvas.item(note)
@@ -247,7 +238,3 @@ def draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:
         canvas.paragraph(
             f"Blamed and not explained: {word_place(blame.layer, blame.sites)} ({blame.reason})", indent=0
         )
-
-
-def _word_finding(finding: MistakeFinding) -> str:
-    return word_mistake(finding.mistake, finding.parameters)

@@ -44,9 +44,9 @@ class SearchOutcome:
     """
 
     null: Score
-    named: tuple[Score, ...]
-    nearest: tuple[Score, ...]
-    num_tried: int
+    named: tuple[Score, ...] = ()
+    nearest: tuple[Score, ...] = ()
+    num_tried: int = 0
 
 
 def search_layer(
@@ -63,8 +63,9 @@ def search_layer(
         suspects: The sites that are to blame; empty where none is known.
         expected: Mistakes that explained other layers of this run, with the parameters that were fitted there.
     """
+    null = trial.null()
     if not bool(trial.is_usable.any()):
-        return SearchOutcome(null=trial.null(), named=(), nearest=(), num_tried=0)
+        return SearchOutcome(null=null)
     first, screen = (_screen(trial, most) for most in (_FIRST_TOKENS, _SCREENING_TOKENS))
     num_tried = 0
     seen: list[Score] = []
@@ -79,21 +80,21 @@ def search_layer(
         finals = _finish(trial, screen, tried)
         named = name_mistakes(finals)
         if named and (not is_expected or is_proof(named[0])):
-            return SearchOutcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
+            return SearchOutcome(null=null, named=named, num_tried=num_tried)
     faint = _search_faint(trial, screen, [score.hypothesis for score in (*tried, *finals)])
     named = name_mistakes(faint)
-    if named:
-        return SearchOutcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
     # Below that a pair cannot be told from a single mistake.
-    pairs = _pairs(seen) if trial.null().leaves >= LIMITS.clear else []
+    pairs = [] if named or null.leaves < LIMITS.clear else _pairs(seen)
     if pairs:
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(first.base.tokens))
-        in_pairs = _finish(trial, screen, _sift(first, screen, first.judge(pairs)))
-        named = name_mistakes(in_pairs)
-        if named:
-            return SearchOutcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried + len(pairs))
-    nearest = tuple(sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST])
-    return SearchOutcome(null=trial.null(), named=(), nearest=nearest, num_tried=num_tried + len(pairs))
+        named = name_mistakes(_finish(trial, screen, _sift(first, screen, first.judge(pairs))))
+    nearest = sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST]
+    return SearchOutcome(
+        null=null,
+        named=named,
+        nearest=() if named else tuple(nearest),
+        num_tried=num_tried + len(pairs),
+    )
 
 
 def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -93,11 +93,11 @@ class Trial:
 
     def at(self, places: torch.Tensor) -> Trial:
         """Return the trial of some of the tokens."""
-        return Trial(
+        return replace(
+            self,
             base=self.base.at(places),
             on_golden_values=None if self.on_golden_values is None else self.on_golden_values.at(places),
             yardsticks={site: yardstick.at(places) for site, yardstick in self.yardsticks.items()},
-            logit_noise=self.logit_noise,
             is_decoded=self.is_decoded[places],
             is_usable=self.is_usable[places],
         )

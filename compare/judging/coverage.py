@@ -68,8 +68,6 @@ def leave_undecided(
     """Leave failures undecided in a part whose input was not captured, but for NaN and other shapes.
 
     A result that stays as it was is the same object.
-
-    What stays as it was is the same object.
     """
     if not target.may_omit_inputs:
         return dict(results)

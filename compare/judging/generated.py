@@ -115,12 +115,15 @@ def _compare_row(
     is_drawn: bool,
 ) -> GeneratedRow:
     num_compared = min(len(golden.generated_ids), len(port.generated_ids))
+    alike = GeneratedRow(
+        row=row,
+        num_compared=num_compared,
+        num_alike=num_alike,
+        status=SiteStatus.NOT_JUDGED if is_drawn or not num_compared else SiteStatus.PASS,
+        reason="the golden drew its tokens" if is_drawn else "",
+    )
     if num_alike == num_compared:
-        status = SiteStatus.NOT_JUDGED if is_drawn or not num_compared else SiteStatus.PASS
-        reason = "the golden drew its tokens" if is_drawn else ""
-        return GeneratedRow(
-            row=row, num_compared=num_compared, num_alike=num_alike, status=status, reason=reason
-        )
+        return alike
     wanted, found = golden.generated_ids[num_alike], port.generated_ids[num_alike]
     margin, is_kept = _margin(golden, num_alike, found)
     if is_drawn or margin is None or reach is None:
@@ -139,16 +142,8 @@ def _compare_row(
         reason = (
             f"the golden kept only tokens less than {margin:.3g} below its own, noise reaches {reach:.3g}"
         )
-    return GeneratedRow(
-        row=row,
-        num_compared=num_compared,
-        num_alike=num_alike,
-        status=status,
-        reason=reason,
-        reference=wanted,
-        target=found,
-        margin=margin,
-        reach=reach,
+    return replace(
+        alike, status=status, reason=reason, reference=wanted, target=found, margin=margin, reach=reach
     )
 
 

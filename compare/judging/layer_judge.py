@@ -5,7 +5,6 @@ T real tokens of the batch, F channels of a site, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -36,7 +35,6 @@ class LayerJudge:
     """Judges one layer of a target against its golden.
 
     Args:
-        sides: The captures.
         layer: The layer; both sides hold it.
         layer_input: The input of the target's layer.
 
@@ -89,10 +87,6 @@ class LayerJudge:
             and Site.ROUTER_EXPERTS not in shown
             and any(site in shown for site in _PAST_A_FLIP)
         )
-
-    def judge_all(self, sites: tuple[Site, ...]) -> Mapping[Site, SiteResult]:
-        """Judge every declared site, in the order given."""
-        return {site: self.judge(site) for site in sites}
 
     def judge(self, site: Site) -> SiteResult:
         """Judge one declared site; a site that cannot be judged has a status that says so."""

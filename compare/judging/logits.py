@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -24,17 +23,6 @@ TOP = (1, 5, 10)
 REACH = 8.0
 _BLOCK_ROWS = 16
 _MOST_NAMED = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Block:
-    """Figures of some tokens, [t] each."""
-
-    divergence: torch.Tensor
-    overlaps: torch.Tensor
-    golden: torch.Tensor
-    port: torch.Tensor
-    margin: torch.Tensor
 
 
 def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
@@ -60,17 +48,14 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
         rows: Both sides' logits.
         usual_error: As for `logit_noise`.
     """
-    blocks = list(_blocks(rows.reference, rows.target))
-    divergence = torch.cat([block.divergence for block in blocks])
-    golden, port, margin = (
-        torch.cat([getattr(block, name) for block in blocks]) for name in ("golden", "port", "margin")
+    divergence, overlap, golden, port, margin = (
+        torch.cat(blocks) for blocks in zip(*_blocks(rows.reference, rows.target), strict=True)
     )
     noise = logit_noise(rows, usual_error=usual_error)
     disagrees = golden != port
     explained = disagrees & (margin <= REACH * noise)
     unexplained = (disagrees & ~explained).nonzero()[:, 0]
     unexplained = unexplained[margin[unexplained].argsort(descending=True, stable=True)]
-    overlaps = torch.cat([block.overlaps for block in blocks]).mean(dim=0).tolist()
     worst = int(divergence.argmax())
     row, position = rows.places[worst].tolist()
     return LogitsResult(
@@ -81,7 +66,7 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
         worst_token=(row, position),
         kl_mean_foreseen=float(noise.square().mean()),
         kl_p95_foreseen=float(torch.quantile(noise.square(), 0.95)),
-        overlaps=dict(zip(TOP, overlaps, strict=True)),
+        overlaps=dict(zip(TOP, overlap.mean(dim=0).tolist(), strict=True)),
         num_disagreeing=int(disagrees.sum()),
         num_explained=int(explained.sum()),
         worst_choices=tuple(
@@ -98,7 +83,8 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
     )
 
 
-def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[_Block]:
+def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield divergence [t], overlaps at the `TOP` [t,3], both choices [t] and their margin [t] of some tokens."""
     for start in range(0, reference.shape[0], _BLOCK_ROWS):
         golden, port = (side[start : start + _BLOCK_ROWS].double() for side in (reference, target))
         log_golden, log_port = golden.log_softmax(dim=-1), port.log_softmax(dim=-1)
@@ -107,14 +93,9 @@ def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[_Block]:
         top_golden, top_port = (side.topk(size, dim=-1).indices for side in (golden, port))
         best = golden.gather(-1, top_golden[:, :1]) - golden.gather(-1, top_port[:, :1])
         # The first of equals is what a greedy choice takes, which topk does not promise.
-        golden_choice, port_choice = golden.argmax(dim=-1), port.argmax(dim=-1)
-        yield _Block(
-            divergence=divergence,
-            overlaps=torch.stack([_overlap(top_golden[:, :k], top_port[:, :k]) for k in TOP], dim=-1),
-            golden=golden_choice,
-            port=port_choice,
-            margin=best[:, 0],
-        )
+        choices = golden.argmax(dim=-1), port.argmax(dim=-1)
+        overlaps = [_overlap(top_golden[:, :k], top_port[:, :k]) for k in TOP]
+        yield divergence, torch.stack(overlaps, dim=-1), *choices, best[:, 0]
 
 
 def _overlap(golden: torch.Tensor, port: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,6 @@ class ModelJudge:
     """Judges a target's sites outside the layers.
 
     Args:
-        sides: The captures.
         last_layer: The layer before the head.
     """
 

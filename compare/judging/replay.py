@@ -32,7 +32,6 @@ class Replay:
 
     Args:
         sides: The captures, and the weights where they are known.
-        layer: The layer.
         experts: The golden's and the port's experts, [T,k] each.
     """
 

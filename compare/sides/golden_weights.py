@@ -27,7 +27,6 @@ class GoldenWeights:
     """Weights of one layer.
 
     Args:
-        spec: The model.
         tensors: By the hub's relative names, in the dtype that the golden computed in. Each is read when it is asked
             for, and may be asked for by several threads.
     """
@@ -41,7 +40,6 @@ class HeadWeights:
     """Weights behind the last layer, in the dtype that the golden computed in.
 
     Args:
-        spec: The model.
         norm: [H], of the final norm.
         lm_head: [vocab,H].
     """

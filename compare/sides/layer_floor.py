@@ -37,9 +37,7 @@ class LayerFloor:
     """The floor statistics of one layer.
 
     Args:
-        reference: The golden.
         batch: Which rows are real.
-        layer: The layer.
     """
 
     def __init__(self, reference: CaptureSource, batch: Batch, *, layer: int) -> None:

@@ -36,7 +36,6 @@ class PortInputGolden(Capture):
     Args:
         golden: The golden; other layers are read from it.
         target: The device run, which holds the layer's input, finite on real rows.
-        layer: The layer.
         weights: Its weights, in the dtype that the golden computed in.
     """
 

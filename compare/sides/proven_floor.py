@@ -52,15 +52,13 @@ def refuse_other_floor(
         )
     # A golden's NaN is refused where its values are judged.
     is_finite = measured.whole.isfinite()
-    found, expected = measured.whole.sqrt()[is_finite], stored.double()[is_finite]
-    if not _agree(found, expected):
-        raise _damaged(
-            golden,
-            f"{_place(site, layer)} and its float32 twin are not as far apart as {error_name(site)} of the floor says",
-            layer,
-            expected=expected,
-            found=found,
-        )
+    _refuse_unlike(
+        golden,
+        f"{_place(site, layer)} and its float32 twin are not as far apart as {error_name(site)} of the floor says",
+        layer,
+        expected=stored.double()[is_finite],
+        found=measured.whole.sqrt()[is_finite],
+    )
 
 
 def refuse_torn_floor(
@@ -87,17 +85,15 @@ def refuse_torn_floor(
     """
     if stored is None:
         return
-    found, expected = parts.whole.sqrt(), stored.double()
-    if not _agree(found, expected):
-        of_variant = f" of variant {variant}" if variant else ""
-        raise _damaged(
-            golden,
-            f"{ordinary_error_name(site)} and {massive_error_name(site)}{of_variant} do not add up to "
-            f"{error_name(site)} at {_place(site, layer)}",
-            layer,
-            expected=expected,
-            found=found,
-        )
+    of_variant = f" of variant {variant}" if variant else ""
+    _refuse_unlike(
+        golden,
+        f"{ordinary_error_name(site)} and {massive_error_name(site)}{of_variant} do not add up to "
+        f"{error_name(site)} at {_place(site, layer)}",
+        layer,
+        expected=stored.double(),
+        found=parts.whole.sqrt(),
+    )
 
 
 def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: Squares) -> None:
@@ -115,12 +111,11 @@ def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: 
     entry = golden.entry(layer, site)
     if entry is None or computes_in_float32(golden) or not entry.statistics.l2 or bool(parts.whole.any()):
         return
-    raise CaptureError(
-        f"the golden {golden.directory} was damaged or changed after it was made: layer_{layer}.floor.safetensors says "
-        f"that BF16 cost nothing at {site} of layer {layer}",
+    raise _changed(
+        golden,
+        f"layer_{layer}.floor.safetensors says that BF16 cost nothing at {site} of layer {layer}",
         expected="a distance above 0 at some token",
         found="0 at all of them",
-        next_step=_AGAIN,
     )
 
 
@@ -148,12 +143,12 @@ def refuse_other_router_noise(
     is_possible = (stored <= largest + _SCORE_SLACK) & (stored >= smallest - _SCORE_SLACK)
     if not bool(is_possible.all()):
         token = int((~is_possible).nonzero()[0])
-        raise CaptureError(
-            f"the golden {golden.directory} was damaged or changed after it was made: layer_{layer}.floor.safetensors "
-            f"says another noise on the router's scores of layer {layer} than router_logits and their float32 twin",
+        raise _changed(
+            golden,
+            f"layer_{layer}.floor.safetensors says another noise on the router's scores of layer {layer} than "
+            "router_logits and their float32 twin",
             expected=f"from {float(smallest[token]):.3g} to {float(errors[token].max()):.3g} at token {token}",
             found=f"{float(stored[token]):.3g}",
-            next_step=_AGAIN,
         )
 
 
@@ -183,28 +178,34 @@ def refuse_other_choice(
     wrong = is_other & (margin > 2 * errors.amax(dim=-1) + _SCORE_SLACK)
     if bool(wrong.any()):
         token = int(wrong.nonzero()[0])
-        raise CaptureError(
-            f"the golden {golden.directory} was damaged or changed after it was made: its router_experts of layer "
-            f"{layer} (layer_{layer}.safetensors, layer_{layer}.fp32.safetensors) do not follow from its logits",
+        raise _changed(
+            golden,
+            f"its router_experts of layer {layer} (layer_{layer}.safetensors, layer_{layer}.fp32.safetensors) do not "
+            "follow from its logits",
             expected=f"experts {sorted(chosen[token].tolist())} at token {token}",
             found=str(sorted(experts[token].tolist())),
-            next_step=_AGAIN,
         )
 
 
-def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=TINY_FLOAT32)
-
-
-def _damaged(
+def _refuse_unlike(
     golden: CaptureSource, what: str, layer: int | None, *, expected: torch.Tensor, found: torch.Tensor
-) -> CaptureError:
-    group = _group(layer)
+) -> None:
+    """Refuse distances per token [T] that are not the expected ones."""
+    if not torch.allclose(found, expected, rtol=_TOLERANCE, atol=TINY_FLOAT32):
+        group = _group(layer)
+        raise _changed(
+            golden,
+            f"{what} ({group}.safetensors, {group}.fp32.safetensors, {group}.floor.safetensors)",
+            expected=f"a norm of {float(expected.norm()):.6g} over all tokens",
+            found=f"{float(found.norm()):.6g}",
+        )
+
+
+def _changed(golden: CaptureSource, what: str, *, expected: str, found: str) -> CaptureError:
     return CaptureError(
-        f"the golden {golden.directory} was damaged or changed after it was made: {what} "
-        f"({group}.safetensors, {group}.fp32.safetensors, {group}.floor.safetensors)",
-        expected=f"a norm of {float(expected.norm()):.6g} over all tokens",
-        found=f"{float(found.norm()):.6g}",
+        f"the golden {golden.directory} was damaged or changed after it was made: {what}",
+        expected=expected,
+        found=found,
         next_step=_AGAIN,
     )
 

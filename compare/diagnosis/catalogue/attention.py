@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from compare.diagnosis.catalogue.splits import rank_of, share
-from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
-from compare.diagnosis.mistake import Mistake, each, once, values_of
+from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, scaled
+from compare.diagnosis.mistake import Mistake, each, once_if, values_of
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
-from minimax_tools.reference.float32_stages import STAGES, attend, product_stage
+from minimax_tools.reference.float32_stages import attend, product_stage
 
 
 def _attending(**options: Any) -> Change:
@@ -46,25 +46,17 @@ def _interleaved(order: str) -> Change:
 
 def _cut_per_group() -> Change:
     """Cut rows as [Q | K | V] that lie per kv group as [its queries | its key | its value]."""
+    sites = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ)
 
-    def fused(at: Evaluation) -> tuple[torch.Tensor, ...]:
+    def cut(at: Evaluation, *, place: int) -> torch.Tensor:
         spec = at.spec
-        parts = [
-            at.base[site].unflatten(-1, (spec.num_key_value_heads, -1))
-            for site in (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ)
-        ]
+        parts = [at.base[site].unflatten(-1, (spec.num_key_value_heads, -1)) for site in sites]
         rows = torch.cat(parts, dim=-1).flatten(2)
         widths = (spec.query_width, spec.key_value_width, spec.key_value_width)
-        cut: tuple[torch.Tensor, ...] = rows.split(widths, dim=-1)
-        return cut
+        part: torch.Tensor = rows.split(widths, dim=-1)[place]
+        return part
 
-    return Change(
-        stages={
-            Site.Q_PROJ: lambda at: fused(at)[0],
-            Site.K_PROJ: lambda at: fused(at)[1],
-            Site.V_PROJ: lambda at: fused(at)[2],
-        }
-    )
+    return Change(stages={site: partial(cut, place=place) for place, site in enumerate(sites)})
 
 
 def _one_rank(tp_degree: int, rank: int) -> Change:
@@ -73,10 +65,6 @@ def _one_rank(tp_degree: int, rank: int) -> Change:
         return at[Site.ATTN_CONTEXT][:, part] @ at.weight(weight_names.O_PROJ)[:, part].T
 
     return Change(stages={Site.ATTN_DELTA: stage})
-
-
-def _has_padding(scene: LayerInputs) -> bool:
-    return not bool(scene.attention_mask.all())
 
 
 def _windows(scene: LayerInputs) -> tuple[int, ...]:
@@ -101,18 +89,13 @@ def _scales(scene: LayerInputs) -> tuple[float, ...]:
     )
 
 
-def _projection_scaled(tensor: str, factor: float) -> Change:
-    right = STAGES[Site(tensor)]
-    return Change(stages={Site(tensor): lambda at: factor * right(at)})
-
-
 ATTENTION_MISTAKES = (
     Mistake(
         name="kv_repeat_tiled",
         what="Kv heads are tiled over the query heads, not repeated for neighbours.",
         look_at="repeat_kv: repeat_interleave, not repeat",
         build=lambda: _attending(is_tiled=True),
-        candidates=lambda scene: once(scene) if scene.spec.num_key_value_heads > 1 else (),
+        candidates=once_if(lambda scene: scene.spec.num_key_value_heads > 1),
         sources=("onnx#7274", "axlearn#842"),
     ),
     Mistake(
@@ -137,13 +120,13 @@ ATTENTION_MISTAKES = (
         what="The fused rows lie per kv group, and are cut as all queries, all keys, all values.",
         look_at="how a fused projection is laid out per kv group, and how it is cut",
         build=_cut_per_group,
-        candidates=lambda scene: once(scene) if scene.spec.num_key_value_heads > 1 else (),
+        candidates=once_if(lambda scene: scene.spec.num_key_value_heads > 1),
     ),
     Mistake(
         name="projection_scaled",
         what="All of q_proj, k_proj or v_proj is off by a factor; behind q and k their norms hide it.",
         look_at="the scales of this tensor, and how a fused projection combines three of them",
-        build=_projection_scaled,
+        build=lambda tensor, factor: scaled(Site(tensor), factor),
         candidates=lambda scene: tuple(
             {"tensor": tensor, "factor": factor}
             for tensor in ("q_proj", "k_proj", "v_proj")
@@ -170,7 +153,7 @@ ATTENTION_MISTAKES = (
         what="Tokens see padding before them.",
         look_at="whether the attention mask reaches the scores",
         build=lambda: _attending(hides_padding=False),
-        candidates=lambda scene: once(scene) if _has_padding(scene) else (),
+        candidates=once_if(lambda scene: not bool(scene.attention_mask.all())),
     ),
     Mistake(
         name="sliding_window",

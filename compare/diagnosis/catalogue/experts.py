@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch.nn import functional
 
 from compare.diagnosis.catalogue.low_bits import bfloat16
 from compare.diagnosis.catalogue.splits import rank_of, share
-from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, scaled
 from compare.diagnosis.expert_pass import Mix, Recipe
-from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
+from compare.diagnosis.mistake import Mistake, Parameters, each, once_if, values_of
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import swiglu
 
 
 def _mixing(mix: Mix) -> Change:
@@ -47,7 +49,7 @@ def _width_part(tp_degree: int, rank: int) -> Change:
     def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         part = share(gate.shape[-1], tp_degree, rank)
         mixed = torch.zeros_like(gate)
-        mixed[:, part] = functional.silu(gate[:, part]) * up[:, part]
+        mixed[:, part] = swiglu(gate[:, part], up[:, part])
         return mixed
 
     return _mixing(mix)
@@ -99,17 +101,7 @@ def _accumulated(at: Evaluation) -> torch.Tensor:
     order = at[Site.ROUTER_EXPERTS].argsort(dim=-1)
     weighed = at[ExpertValue.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]
     weighed = weighed.gather(1, order[..., None].expand_as(weighed))
-    total = torch.zeros_like(weighed[:, 0])
-    for position in range(weighed.shape[1]):
-        total = bfloat16(total + weighed[:, position])
-    return total
-
-
-def _scaled(factor: float) -> Change:
-    def stage(at: Evaluation) -> torch.Tensor:
-        return factor * (at[ExpertValue.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]).sum(1)
-
-    return Change(stages={Site.MOE_DELTA: stage})
+    return reduce(lambda total, of_expert: bfloat16(total + of_expert), weighed.unbind(1), torch.zeros(()))
 
 
 def _offsets(scene: LayerInputs) -> tuple[int, ...]:
@@ -125,12 +117,6 @@ def _capacities(scene: LayerInputs) -> tuple[Parameters, ...]:
         for factor in (1.0, 1.25, 1.5, 2.0, 0.5)
     )
 
-
-def _capacity(factor: float, counted: str = "all") -> Change:
-    return _combined(_within_capacity(factor, counted))
-
-
-_ZEROS: Stage = lambda at: torch.zeros_like(at[Site.POST_NORM])  # noqa: E731 - a stage as data
 
 EXPERT_MISTAKES = (
     Mistake(
@@ -189,7 +175,7 @@ EXPERT_MISTAKES = (
         name="experts_zero",
         what="The experts add nothing.",
         look_at="whether the experts' weights are bound",
-        build=lambda: Change(stages={Site.MOE_DELTA: _ZEROS}),
+        build=lambda: Change(stages={Site.MOE_DELTA: lambda at: torch.zeros_like(at[Site.POST_NORM])}),
     ),
     Mistake(
         name="experts_local_only",
@@ -219,20 +205,20 @@ EXPERT_MISTAKES = (
         what="The experts are stacked in the order of their numbers as text: 0, 1, 10, 11.",
         look_at="the sort of the tensors' names before they are stacked",
         build=lambda: _numbered(_text_order),
-        candidates=lambda scene: ({},) if scene.spec.num_local_experts > 10 else (),
+        candidates=once_if(lambda scene: scene.spec.num_local_experts > 10),
     ),
     Mistake(
         name="expert_capacity",
         what="Tokens beyond an expert's capacity are dropped.",
         look_at="capacity_factor",
-        build=_capacity,
+        build=lambda factor, counted="all": _combined(_within_capacity(factor, counted)),
         candidates=_capacities,
     ),
     Mistake(
         name="moe_delta_scaled",
         what="What the experts add is off by a factor, such as the number of ranks that add it.",
         look_at="how often the experts' output is reduced over ranks",
-        build=_scaled,
+        build=lambda factor: scaled(Site.MOE_DELTA, factor),
         candidates=values_of("factor", 2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 64.0, 1.05),
         fitted="factor",
     ),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 import torch
 
 from compare.diagnosis.catalogue.low_bits import fp8_groups
 from compare.diagnosis.evaluation import Change, ExpertValue, GraphNode, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.layer_weights import Decode, LayerWeights, read_codes, spread_scales
-from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each
+from compare.diagnosis.mistake import Mistake, each, once_if
 from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import EXPERT_MATRICES, expert_weight
@@ -22,20 +20,18 @@ TENSORS = (*_SITES, *EXPERT_MATRICES)
 
 def _decoded(decode: Decode, *tensors: str) -> Change:
     """Read these tensors' codes and scales in another way."""
-    stages: dict[GraphNode, Stage] = {
-        _SITES[tensor]: _product(_SITES[tensor], decode) for tensor in tensors if tensor in _SITES
-    }
+
+    def product(source: Site, name: str) -> Stage:
+        return lambda at: at[source] @ at.weights.decoded(name, decode).T
+
+    sites = [_SITES[tensor] for tensor in tensors if tensor in _SITES]
+    stages: dict[GraphNode, Stage] = {site: product(*PROJECTIONS[site]) for site in sites}
     matrices = tuple(tensor for tensor in tensors if tensor in EXPERT_MATRICES)
 
     def read(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor:
         return weights.decoded(expert_weight(expert, matrix), decode)
 
     return Change(stages=stages, recipe=Recipe(read=read, changed=matrices) if matrices else None)
-
-
-def _product(site: Site, decode: Decode) -> Stage:
-    source, name = PROJECTIONS[site]
-    return lambda at: at[source] @ at.weights.decoded(name, decode).T
 
 
 def _without_scale(codes: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -99,9 +95,8 @@ def _of_tensor(
     )
 
 
-def _all_once(parameters: Parameters) -> Candidates:
-    """Offer the parameters once, where all matrices are stored in FP8."""
-    return lambda scene: (parameters,) if len(_stored(scene)) == len(TENSORS) else ()
+def _is_all_fp8(scene: LayerInputs) -> bool:
+    return len(_stored(scene)) == len(TENSORS)
 
 
 FP8_MISTAKES = (
@@ -122,14 +117,14 @@ FP8_MISTAKES = (
         what="The FP8 codes are clipped at another format's largest number.",
         look_at="the range of the device's FP8 type: 240 against 448",
         build=lambda limit: _decoded(_clipped(limit), *TENSORS),
-        candidates=_all_once(MappingProxyType({"limit": 240})),
+        candidates=each("limit", lambda scene: (240,) if _is_all_fp8(scene) else ()),
     ),
     Mistake(
         name="fp8_scale_power_of_two",
         what="The scales are rounded up to powers of two after quantising.",
         look_at="the scale format (ue8m0)",
         build=lambda: _decoded(_power_of_two, *TENSORS),
-        candidates=_all_once(MappingProxyType({})),
+        candidates=once_if(_is_all_fp8),
         sources=("transformers#46763",),
     ),
     _of_tensor(

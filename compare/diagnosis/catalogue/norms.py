@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from compare.diagnosis.catalogue.splits import degrees
-from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import (
@@ -74,11 +74,15 @@ def _slice_twice(parts: int, part: int) -> _Norm:
     return norm
 
 
-def _per_rank(tp_degree: int) -> Change:
-    def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _in_parts(min(tp_degree, weight.numel() // at.spec.head_dim))(at, states, weight)
+def _num_parts(at: Evaluation, weight: torch.Tensor, tp_degree: int) -> int:
+    """Count the parts that heads are normed in: ranks that share a head hold the same part."""
+    return min(tp_degree, weight.numel() // at.spec.head_dim)
 
-    return _norms(norm, *_HEADS)
+
+def _per_rank(tp_degree: int) -> Change:
+    return _norms(
+        lambda at, states, weight: _in_parts(_num_parts(at, weight, tp_degree))(at, states, weight), *_HEADS
+    )
 
 
 def _averaged(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -88,7 +92,7 @@ def _averaged(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> tor
 
 def _first_slice(tp_degree: int) -> Change:
     def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        parts = min(tp_degree, weight.numel() // at.spec.head_dim)
+        parts = _num_parts(at, weight, tp_degree)
         return _normed(at, states, weight.chunk(parts)[0].repeat(parts))
 
     return _norms(norm, *_HEADS)
@@ -105,13 +109,12 @@ def _low_precision(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -
 
 
 def _after_rope() -> Change:
-    stages: dict[GraphNode, Stage] = {}
-    for rope, norm, source in (
-        (Site.Q_ROPE, Site.Q_NORM, Site.Q_PROJ),
-        (Site.K_ROPE, Site.K_NORM, Site.K_PROJ),
-    ):
-        stages[rope] = _normed_after_rope(source, NORMS[norm][1])
-    return Change(stages=stages)
+    return Change(
+        stages={
+            Site.Q_ROPE: _normed_after_rope(*NORMS[Site.Q_NORM]),
+            Site.K_ROPE: _normed_after_rope(*NORMS[Site.K_NORM]),
+        }
+    )
 
 
 def _normed_after_rope(source: Site, name: str) -> Stage:
@@ -141,10 +144,6 @@ def _width_parts(scene: LayerInputs) -> tuple[int, ...]:
 def _other_eps(scene: LayerInputs) -> tuple[float, ...]:
     candidates = (1e-5, 1e-12, 1e-8, 1e-4, 1e-3, 1e-2)
     return tuple(eps for eps in candidates if eps != scene.spec.rms_norm_eps)
-
-
-def _missing_norms() -> Change:
-    return Change(stages={Site.Q_NORM: lambda at: at[Site.Q_PROJ], Site.K_NORM: lambda at: at[Site.K_PROJ]})
 
 
 _FACTORS = (8**-0.5, 8**0.5, 4**-0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.0)
@@ -212,7 +211,7 @@ NORM_MISTAKES = (
         name="qk_norm_missing",
         what="Queries and keys are not normed.",
         look_at="whether this path (a fused kernel, token generation) calls q_norm and k_norm",
-        build=_missing_norms,
+        build=lambda: _norms(lambda _, states, __: states, *_HEADS),
         sources=("MiMo fork 428c446",),
     ),
     Mistake(

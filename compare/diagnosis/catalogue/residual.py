@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation
+from compare.diagnosis.evaluation import Change, Evaluation, scaled
 from compare.diagnosis.mistake import Mistake, values_of
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
-from minimax_tools.reference.float32_stages import STAGES, normalise
-
-
-def _scaled(factor: float) -> Change:
-    return Change(stages={Site.ATTN_DELTA: lambda at: STAGES[Site.ATTN_DELTA](at) * factor})
+from minimax_tools.reference.float32_stages import normalise
 
 
 def _post_norm_of_input(at: Evaluation) -> torch.Tensor:
@@ -33,7 +29,7 @@ RESIDUAL_MISTAKES = (
         name="attention_delta_scaled",
         what="What attention adds is off by a factor, such as the number of ranks that add it.",
         look_at="how often o_proj's output is reduced over ranks",
-        build=_scaled,
+        build=lambda factor: scaled(Site.ATTN_DELTA, factor),
         candidates=values_of("factor", 2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 32.0, 64.0, 0.9),
         fitted="factor",
     ),

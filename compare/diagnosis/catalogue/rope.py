@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -32,18 +33,14 @@ def _positions(at: Evaluation) -> torch.Tensor:
     return at.position_ids[:, :, None].float()
 
 
-def _width(rotary_dim: int) -> Change:
-    return _with_angles(lambda at: _positions(at) * frequencies(rotary_dim, at.spec.rope_theta))
+def _frequencies(**changed: Any) -> Change:
+    """Turn by other frequencies; `changed` are arguments of `frequencies`."""
 
+    def angles(at: Evaluation) -> torch.Tensor:
+        right: dict[str, Any] = {"rotary_dim": at.spec.rotary_dim, "theta": at.spec.rope_theta}
+        return _positions(at) * frequencies(**(right | changed))
 
-def _theta(theta: float) -> Change:
-    return _with_angles(lambda at: _positions(at) * frequencies(at.spec.rotary_dim, theta))
-
-
-def _ladder(width: int) -> Change:
-    return _with_angles(
-        lambda at: _positions(at) * frequencies(at.spec.rotary_dim, at.spec.rope_theta, width)
-    )
+    return _with_angles(angles)
 
 
 def _interleaved(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
@@ -113,7 +110,7 @@ ROPE_MISTAKES = (
         name="rope_width",
         what="Another width than rotary_dim is rotated, with the frequencies of that width.",
         look_at="whether rotary_dim reaches the rotary embedding, and not head_dim",
-        build=_width,
+        build=_frequencies,
         candidates=each("rotary_dim", _other_widths),
         sources=("transformers#48241", "transformers#48486"),
     ),
@@ -121,7 +118,7 @@ ROPE_MISTAKES = (
         name="rope_theta",
         what="The base of the frequencies is another one than rope_theta.",
         look_at="the default of rope_theta",
-        build=_theta,
+        build=_frequencies,
         candidates=each("theta", _other_thetas),
         fitted="theta",
         sources=("SpecForge#265",),
@@ -163,7 +160,7 @@ ROPE_MISTAKES = (
         name="rope_frequency_width",
         what="The exponents of the frequencies are divided by another width than rotary_dim.",
         look_at="the divisor in inv_freq",
-        build=_ladder,
+        build=_frequencies,
         candidates=each("width", _other_ladders),
     ),
     Mistake(

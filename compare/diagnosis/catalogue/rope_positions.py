@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
-from compare.diagnosis.mistake import Candidates, Mistake, Parameters, Value
+from compare.diagnosis.mistake import Candidates, Mistake, Value, each, once_if
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import frequencies, rotate_halves, split_heads
 
@@ -57,23 +57,13 @@ def _counted(positions: torch.Tensor) -> torch.Tensor:
 
 def _that_differ(name: str, values: tuple[Value, ...], build: Callable[..., _Wrong]) -> Candidates:
     """Build candidates of one parameter: values with which some real token turns by another position."""
-
-    def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
-        return tuple(
-            MappingProxyType({name: value}) for value in values if _shows(scene, build(**{name: value}))
-        )
-
-    return candidates
+    return each(name, lambda scene: [value for value in values if _shows(scene, build(value))])
 
 
 def _shows(scene: LayerInputs, wrong: _Wrong) -> bool:
     # An integer beside BF16 would be rounded too.
     differs = wrong(scene.position_ids).double() != scene.position_ids
     return bool((differs & scene.attention_mask.bool()).any())
-
-
-def _where_rows_begin_elsewhere(scene: LayerInputs) -> tuple[Parameters, ...]:
-    return (MappingProxyType({}),) if _shows(scene, _counted) else ()
 
 
 ROPE_POSITION_MISTAKES = (
@@ -103,6 +93,6 @@ ROPE_POSITION_MISTAKES = (
         what="Rows of the batch are counted from 0, padding included; position_ids are not used.",
         look_at="where the layer takes its positions from: torch.arange, or position_ids",
         build=lambda: _positions(_counted),
-        candidates=_where_rows_begin_elsewhere,
+        candidates=once_if(lambda scene: _shows(scene, _counted)),
     ),
 )

@@ -40,7 +40,6 @@ class SiteCase:
     """A site outside the layers, with both sides' values.
 
     Args:
-        site: The site.
         scene: What the port computed it from.
         port: What the port gave, float32 [T,F].
         right: What a right port gives there, float32 [T,F].
@@ -84,8 +83,6 @@ class ModelCases:
     """Opens sites outside the layers.
 
     Args:
-        golden: The golden.
-        target: The device run.
         batch: The tokens that they have in common.
         last_layer: The layer before the head.
         weights: Any layer's; what lies outside the layers is read from the same checkpoint.
@@ -115,7 +112,7 @@ class ModelCases:
         mismatch = find_mismatch(golden, port)
         if mismatch is not None:
             return mismatch
-        has_norm = self._holds(self._target, ModelSite.FINAL_NORM)
+        has_norm = ModelSite.FINAL_NORM in self._target.model_sites()
         scenes = [self._scene(side, has_norm=has_norm) for side in (self._golden, self._target)]
         if any(_lacks_input(scene, site) for scene in scenes):
             return "its input is not held"
@@ -142,9 +139,6 @@ class ModelCases:
             notes=(lost,) if num_lost else (),
         )
 
-    def _holds(self, side: CaptureSource, site: ModelSite) -> bool:
-        return site in side.model_sites()
-
     def _values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
         """Return a site's real rows, float32 [T,F]."""
         rows = self._batch.rows(tensor, site)
@@ -167,7 +161,7 @@ class ModelCases:
             all_ids=ids,
             states=self._states(side),
         )
-        if has_norm and self._holds(side, ModelSite.FINAL_NORM):
+        if has_norm and ModelSite.FINAL_NORM in side.model_sites():
             normed = self._values(side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM)
         elif scene.states is not None:
             normed = scene.rounded(norm_states(scene))

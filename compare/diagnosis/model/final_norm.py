@@ -68,8 +68,8 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_of_a_layer",
         what="The final norm has the weight of a layer's norm.",
         look_at="the name that the final norm's weight is loaded from",
-        predict=lambda scene, _, weight: _normed(scene, dict(scene.weights.layer_norms())[weight]),
-        candidates=each("weight", lambda scene: dict(scene.weights.layer_norms())),
+        predict=lambda scene, _, weight: _normed(scene, scene.weights.layer_norms[weight]),
+        candidates=each("weight", lambda scene: scene.weights.layer_norms),
     ),
     _mistake(
         name="final_norm_per_rank",

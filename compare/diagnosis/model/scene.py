@@ -20,7 +20,6 @@ class ModelScene:
     """Input of one side to a site outside the layers.
 
     Args:
-        spec: The model.
         weights: Its tensors outside the layers.
         columns: Columns of the vocabulary that are judged, ascending: int64 [C].
         token_ids: The tokens, int64 [T].

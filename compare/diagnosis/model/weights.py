@@ -5,7 +5,7 @@ V the vocabulary, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -23,7 +23,6 @@ class ModelWeights:
 
     Args:
         reader: The checkpoint.
-        spec: The model.
         dtype: What the golden computes in: values are rounded to it.
     """
 
@@ -54,10 +53,12 @@ class ModelWeights:
         """Weight of the final norm, float32 [H]."""
         return self._reader.read_weight(weight_names.FINAL_NORM, self._dtype).float()
 
-    def layer_norms(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and weight, float32 [H], of the norms of every layer that the folder holds."""
-        for layer in range(self._spec.num_hidden_layers):
-            for name in _LAYER_NORMS:
-                full = weight_names.layer_prefix(layer) + name
-                if full in self._reader.index.entries:
-                    yield f"{layer}.{name.split('.')[0]}", self._reader.read_weight(full, self._dtype).float()
+    @cached_property
+    def layer_norms(self) -> Mapping[str, torch.Tensor]:
+        """Weights, float32 [H], of the norms of every layer that the folder holds, by layer and norm."""
+        return {
+            f"{layer}.{name.split('.')[0]}": self._reader.read_weight(full, self._dtype).float()
+            for layer in range(self._spec.num_hidden_layers)
+            for name in _LAYER_NORMS
+            if (full := weight_names.layer_prefix(layer) + name) in self._reader.index.entries
+        }
