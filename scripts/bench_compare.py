@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,8 +72,8 @@ def measure_speed(scale: str) -> Iterator[Figure]:
     ways: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
         "ours": sums_without_median,
         "seed": seed_figures,
-        "ours_with_medians": lambda mine, theirs: compare_tensors(mine, theirs, rtol=RTOL, atol=ATOL),
-        "seed_with_medians": lambda mine, theirs: (seed_figures(mine, theirs), seed_medians(mine, theirs)),
+        "ours_with_medians": partial(compare_tensors, rtol=RTOL, atol=ATOL),
+        "seed_with_medians": lambda *pair: (seed_figures(*pair), seed_medians(*pair)),
     }
     polygraphy = find_polygraphy()
     if polygraphy is not None:
@@ -122,26 +123,26 @@ def read_pairs(reference: Capture, target: Capture) -> Iterator[Pair]:
 
 def sums_without_median(reference: torch.Tensor, target: torch.Tensor) -> object:
     """Compute the sums behind mm2's figures of a pair, without the median."""
-    mine, theirs = reference.reshape(-1), target.reshape(-1)
-    centres, tolerance = sample_centres(mine, theirs), Tolerance(rtol=RTOL, atol=ATOL)
-    return sum_pair(mine, theirs, begin=lambda: PairSums(tolerance, centres))
+    reference, target = reference.reshape(-1), target.reshape(-1)
+    centres, tolerance = sample_centres(reference, target), Tolerance(rtol=RTOL, atol=ATOL)
+    return sum_pair(reference, target, begin=lambda: PairSums(tolerance, centres))
 
 
 def seed_figures(reference: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
     """Compute the figures of the seeds' script, in float32 over whole tensors, without its two medians."""
-    mine, theirs = reference.float(), target.float()
-    distance = (mine - theirs).abs()
-    relative = distance / (mine.abs() + 1e-8)
+    reference, target = reference.float(), target.float()
+    distance = (reference - target).abs()
+    relative = distance / (reference.abs() + 1e-8)
     figures: dict[str, Any] = {
         "distance": (float(distance.max()), float(distance.mean()), float(distance.std())),
         "relative": (float(relative.max()), float(relative.mean())),
     }
-    for name, side in (("reference", mine), ("target", theirs)):
+    for name, side in (("reference", reference), ("target", target)):
         figures[name] = (float(side.mean()), float(side.std()), float(side.min()), float(side.max()))
         figures[f"{name} is finite"] = not (bool(side.isnan().any()) or bool(side.isinf().any()))
-    figures["all close"] = torch.allclose(mine, theirs, rtol=RTOL, atol=ATOL)
-    figures["close"] = float(torch.isclose(mine, theirs, rtol=RTOL, atol=ATOL).float().mean())
-    flat, other = mine.flatten(), theirs.flatten()
+    figures["all close"] = torch.allclose(reference, target, rtol=RTOL, atol=ATOL)
+    figures["close"] = float(torch.isclose(reference, target, rtol=RTOL, atol=ATOL).float().mean())
+    flat, other = reference.flatten(), target.flatten()
     figures["cosine"] = float(torch.nn.functional.cosine_similarity(flat[None], other[None]))
     flat, other = flat - flat.mean(), other - other.mean()
     figures["pearson"] = float((flat * other).sum() / (flat.norm() * other.norm() + 1e-8))
@@ -150,9 +151,9 @@ def seed_figures(reference: torch.Tensor, target: torch.Tensor) -> dict[str, Any
 
 def seed_medians(reference: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
     """Compute the medians of the seeds' script, of absolute and of relative differences."""
-    mine = reference.float()
-    distance = (mine - target.float()).abs()
-    return float(distance.median()), float((distance / (mine.abs() + 1e-8)).median())
+    reference = reference.float()
+    distance = (reference - target.float()).abs()
+    return float(distance.median()), float((distance / (reference.abs() + 1e-8)).median())
 
 
 def find_polygraphy() -> Callable[[torch.Tensor, torch.Tensor], object] | None:

@@ -56,6 +56,10 @@ class Demo:
         """Return the folder of a device capture."""
         return self.captures / "neuron" / name
 
+    def sides(self, name: str) -> tuple[str | Path, ...]:
+        """Return the options that name the golden and a device capture."""
+        return "--gpu-path", self.golden, "--neuron-path", self.device_run(name)
+
 
 def main() -> int:
     """Run the demo; return 0 if every step ended as it should."""
@@ -119,12 +123,11 @@ def _sweep(demo: Demo, *, target: str, name: str) -> int:
 
 def _diagnose(demo: Demo) -> bool:
     """Print the diagnosis; return whether it names the mistake."""
-    words = ["mm2-diagnose", "--model", str(demo.model), "--gpu-path", str(demo.golden)]
-    words += ["--neuron-path", str(demo.device_run("swapped")), "--quiet"]
-    print("$ " + " ".join(words), flush=True)
-    result = subprocess.run([_command(words[0]), *words[1:]], stdout=subprocess.PIPE, text=True, check=False)
-    print(result.stdout, end="")
-    return f"Layer {FAULTY_LAYER} matches {FAULTY_NAME}" in result.stdout
+    words = ("mm2-diagnose", "--model", demo.model, *demo.sides("swapped"), "--quiet")
+    _show(*words)
+    printed = _read(*words, allowed=None)
+    print(printed, end="")
+    return f"Layer {FAULTY_LAYER} matches {FAULTY_NAME}" in printed
 
 
 def _tell_what_others_would_say(demo: Demo) -> bool:
@@ -168,34 +171,14 @@ def _continue_real_text(demo: Demo) -> bool:
 
 def _json(*arguments: object) -> dict[str, Any]:
     """Show a command, run it, and return what it prints with --json."""
-    name, *rest = (str(argument) for argument in arguments)
-    print("$ " + shlex.join((name, *rest)), flush=True)
-    result = subprocess.run(
-        [_command(name), *rest, "--json", "--quiet"], stdout=subprocess.PIPE, text=True, check=False
-    )
-    if result.returncode not in (0, 1):
-        sys.exit(f"{name} ended with {result.returncode}")
-    record: dict[str, Any] = json.loads(result.stdout)
+    _show(*arguments)
+    record: dict[str, Any] = json.loads(_read(*arguments, "--json", "--quiet", allowed=(0, 1)))
     return record
 
 
 def _comparison(demo: Demo, name: str, criteria: str) -> dict[str, Any]:
-    result = subprocess.run(
-        [
-            *(
-                _command("mm2-compare"),
-                "--gpu-path",
-                str(demo.golden),
-                "--neuron-path",
-                str(demo.device_run(name)),
-            ),
-            *("--criteria", criteria, "--json", "--quiet"),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    record: dict[str, Any] = json.loads(result.stdout)
+    words = ("mm2-compare", *demo.sides(name), "--criteria", criteria, "--json", "--quiet")
+    record: dict[str, Any] = json.loads(_read(*words, allowed=None))
     return record
 
 
@@ -220,12 +203,25 @@ def _say(text: str) -> None:
 
 def _run(*arguments: object, allowed: tuple[int, ...] = (0,)) -> int:
     """Show a command, run it, and return its exit code."""
-    name, *rest = (str(argument) for argument in arguments)
-    print("$ " + " ".join((name, *rest)), flush=True)
+    _show(*arguments)
+    name, *rest = map(str, arguments)
     code = subprocess.run([_command(name), *rest], check=False).returncode
     if code not in allowed:
         sys.exit(f"{name} ended with {code}")
     return code
+
+
+def _read(*arguments: object, allowed: tuple[int, ...] | None) -> str:
+    """Run a command, and return its output; None allows any exit code."""
+    name, *rest = map(str, arguments)
+    result = subprocess.run([_command(name), *rest], stdout=subprocess.PIPE, text=True, check=False)
+    if allowed is not None and result.returncode not in allowed:
+        sys.exit(f"{name} ended with {result.returncode}")
+    return result.stdout
+
+
+def _show(*arguments: object) -> None:
+    print("$ " + shlex.join(map(str, arguments)), flush=True)
 
 
 def _command(name: str) -> str:

@@ -125,7 +125,7 @@ class Case(PlantedCase):
 
     @property
     def blamed_sites(self) -> set[str]:
-        """All sites that are blamed."""
+        """Sites that are blamed, of all sets."""
         return {site for sites in self.blamed for site in sites}
 
     @property

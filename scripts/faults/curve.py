@@ -65,14 +65,14 @@ def trace_operating_curve(
 def give_curve_figures(points: Sequence[OperatingPoint]) -> Iterator[Figure]:
     """Yield the curve as figures, up to three for each factor."""
     for point in points:
+        name = f"curve_{point.factor:g}"
         if point.num_mistakes:
-            share = 100 * point.num_detected / point.num_mistakes
-            yield Figure.plain(f"curve_{point.factor:g}_detected_%", share)
+            yield Figure.plain(f"{name}_detected_%", 100 * point.num_detected / point.num_mistakes)
         if point.num_boxes:
             share = 100 * point.num_boxes_detected / point.num_boxes
-            yield Figure.plain(f"curve_{point.factor:g}_black_box_detected_%", share)
+            yield Figure.plain(f"{name}_black_box_detected_%", share)
         if point.num_clean:
-            yield Figure.plain(f"curve_{point.factor:g}_false_alarms", point.num_alarms)
+            yield Figure.plain(f"{name}_false_alarms", point.num_alarms)
 
 
 def render_curve(cases: Sequence[Case], factors: Sequence[float] = FACTORS) -> str:

@@ -110,7 +110,7 @@ class OldestForgotten(Arithmetic):
         return super().visible(mask, num_rows) & ~is_gone[:, None, None, :]
 
 
-class StepBehind(Arithmetic):
+class StepAhead(Arithmetic):
     """A step counts its own position one too high."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
@@ -126,8 +126,8 @@ class ChannelsRolled(Arithmetic):
         tensors[O_PROJ] = torch.cat((weight[:start], weight[start:].roll(1, dims=0)))
 
 
-class CacheNoise(Arithmetic):
-    """A transfer of keys loses their last bits."""
+class KeysSlightlyLarge(Arithmetic):
+    """The weights of the keys are larger by one step of BF16."""
 
     def edit(self, tensors: LayerTensors) -> None:
         tensors[K_PROJ] = tensors[K_PROJ] * (1 + 2**-7)
@@ -153,8 +153,8 @@ PLANTS = (
     _plant("last_head_reads_first", (Site.ATTN_CONTEXT,), LastHeadReadsFirst, decodes=True),
     _plant("scores_capped", (Site.ATTN_CONTEXT,), SoftCapped),
     _plant("oldest_forgotten", (Site.ATTN_CONTEXT,), OldestForgotten, prefills=False, decodes=True),
-    _plant("step_ahead", _ROPE, StepBehind, decodes=True),
+    _plant("step_ahead", _ROPE, StepAhead, decodes=True),
     _plant("channels_rolled", (Site.ATTN_DELTA,), ChannelsRolled),
-    _plant("keys_slightly_large", (Site.K_PROJ,), CacheNoise),
+    _plant("keys_slightly_large", (Site.K_PROJ,), KeysSlightlyLarge),
     _plant("residual_garbage", (Site.ATTN_RESIDUAL,), ResidualGarbage),
 )

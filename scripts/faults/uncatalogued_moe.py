@@ -112,8 +112,8 @@ class MoeTruncated(Arithmetic):
         return moe * (1 - 2**-8)
 
 
-class BiasAddedPerExpert(Arithmetic):
-    """A constant is added once per expert."""
+class ConstantAdded(Arithmetic):
+    """A constant is added to each channel."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         constant = torch.linspace(0, 41, moe.shape[-1], device=moe.device).cos()
@@ -139,8 +139,8 @@ class InfInOneRow(Arithmetic):
         return torch.where(is_hit, torch.inf, moe)
 
 
-class ResidualTwice(Arithmetic):
-    """Half of the ranks add the residual a second time, in one quarter of the channels."""
+class QuarterReducedTwice(Arithmetic):
+    """The sum of the experts is added a second time in one quarter of the channels."""
 
     def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         quarter = torch.arange(moe.shape[-1], device=moe.device) < moe.shape[-1] // 4
@@ -162,8 +162,8 @@ PLANTS = (
     _plant("expert_negated", _MOE, ExpertNegated),
     _plant("remainder_dropped", _MOE, RemainderDropped),
     _plant("moe_slightly_small", _MOE, MoeTruncated, akin=("moe_delta_scaled", "router_weights_scaled")),
-    _plant("constant_added", _MOE, BiasAddedPerExpert),
+    _plant("constant_added", _MOE, ConstantAdded),
     _plant("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
     _plant("inf_in_one_row", _MOE, InfInOneRow),
-    _plant("quarter_reduced_twice", (Site.OUTPUT,), ResidualTwice),
+    _plant("quarter_reduced_twice", (Site.OUTPUT,), QuarterReducedTwice),
 )

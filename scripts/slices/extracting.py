@@ -22,16 +22,14 @@ from figures import Figure
 from page_cache import warm_cache
 
 from minimax_tools.machine.new_folder import sync_path
-from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
-from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.folder import write_slice
-from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
+from slices.running import divide_in_two
 
 # 2.1 GB in FP8, of which the slice is nine tenths; the toy has 15 MB, too little for a meaningful ratio.
 _MODELS = {
@@ -95,15 +93,7 @@ def _make_checkpoint(folder: Path, model: SyntheticModel, shard_size_bytes: int,
     synthesize(
         folder / "model", model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=shard_size_bytes, seed=0
     )
-    source = open_source(str(folder / "model"))
-    plan = source.divide(
-        planner="manual",
-        nodes=[
-            Node(name=_NODE, memory_bytes=1 << 40, layers=Span(0, num_layers)),
-            Node(name="b", memory_bytes=1 << 40, layers=Span(num_layers, model.num_hidden_layers)),
-        ],
-        workload=Workload(context_length=1024),
-    )
+    plan = divide_in_two(folder / "model", model, num_layers, Workload(context_length=1024))
     plan.write(folder / "plan.json")
     return folder / "plan.json"
 

@@ -58,6 +58,7 @@ _LENGTHS = {"full": (96, 61, 96, 80, 72, 96, 64, 90), "toy": (24, 15, 24, 9, 20,
 _ROUNDS = {"full": 5, "toy": 1}
 # Share of the layers on the first rank: of 6, 7 and 8 of 12 layers the quickest.
 _FIRST_SHARE = 7 / 12
+_TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 _SCRIPTS = Path(__file__).parents[1]
 
 
@@ -67,14 +68,15 @@ def measure(scale: str) -> Iterator[Figure]:
         folder, plan_file, output = (Path(scratch) / name for name in ("model", "plan.json", "capture"))
         model = _MODELS[scale]
         synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=100_000_000, seed=0)
-        plan = _make_plan(folder, model)
+        num_first = round(model.num_hidden_layers * _FIRST_SHARE)
+        plan = divide_in_two(folder, model, num_first, Workload(context_length=96, batch_size=8))
         plan.write(plan_file)
         warm_cache(tuple(folder.glob("*.safetensors")))
         lengths = ",".join(map(str, _LENGTHS[scale]))
         ratios, seconds = [], []
         for _ in range(_ROUNDS[scale]):
             one = _time([sys.executable], folder, output, lengths)
-            two = _time([*_launcher(), "--nproc-per-node", "2"], folder, output, lengths, str(plan_file))
+            two = _time(_TWO_RANKS, folder, output, lengths, str(plan_file))
             ratios.append(two / one)
             seconds.append((one, two))
         yield Figure.exactly("bytes_read_over_slice", _read_over_slice(plan, output), 1.0)
@@ -83,18 +85,11 @@ def measure(scale: str) -> Iterator[Figure]:
         yield Figure.plain("two_ranks_s", median(two for _, two in seconds))
 
 
-def _make_plan(folder: Path, model: SyntheticModel) -> PartitionPlan:
-    source, middle = open_source(str(folder)), round(model.num_hidden_layers * _FIRST_SHARE)
-    spans = {"a": Span(0, middle), "b": Span(middle, model.num_hidden_layers)}
-    return source.divide(
-        planner="manual",
-        nodes=[Node(name=name, memory_bytes=2**40, layers=span) for name, span in spans.items()],
-        workload=Workload(context_length=96, batch_size=8),
-    )
-
-
-def _launcher() -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+def divide_in_two(folder: Path, model: SyntheticModel, num_first: int, workload: Workload) -> PartitionPlan:
+    """Plan node `a` with the first `num_first` layers of a checkpoint, and node `b` with the others."""
+    spans = {"a": Span(0, num_first), "b": Span(num_first, model.num_hidden_layers)}
+    nodes = [Node(name=name, memory_bytes=2**40, layers=span) for name, span in spans.items()]
+    return open_source(str(folder)).divide(planner="manual", nodes=nodes, workload=workload)
 
 
 def _time(launcher: list[str], folder: Path, output: Path, *arguments: str) -> float:

@@ -23,7 +23,7 @@ from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.command_line.progress import NoProgress
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.ranks.rank_group import RankGroup, open_ranks
+from minimax_tools.ranks.rank_group import open_ranks
 from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.text.prompts import InputRequest, build_inputs
 
@@ -38,8 +38,7 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[place.rank % len(cores)]})
     if plan_file is None:
-        streaming = Streaming(device=_CPU)
-        with open_golden(_request(Path(model), lengths, streaming)) as golden:
+        with open_golden(_request(Path(model), lengths, Streaming(device=_CPU))) as golden:
             start = time.perf_counter()
             golden.capture(Path(output), extra={})
         _tell(start)
@@ -50,7 +49,9 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
         ranks.join(_CPU)
         streaming = Streaming(device=_CPU, prefetch=False, part=plan.used[place.rank], holds_part=True)
         with open_golden(_request(Path(model), lengths, streaming)) as golden:
-            _meet(ranks)
+            ranks.publish(f"here/{ranks.rank}", True)
+            for rank in range(ranks.num_ranks):
+                ranks.wait_for(f"here/{rank}")
             start = time.perf_counter()
             capture_by_ranks(golden, ranks, plan, Path(output), progress=NoProgress())
     if place.rank == 0:
@@ -61,12 +62,6 @@ def _request(folder: Path, lengths: str, streaming: Streaming) -> GoldenRequest:
     rows = InputRequest(seq_lens=tuple(map(int, lengths.split(","))))
     inputs = build_inputs(rows, folder=folder, spec=ModelSpec.from_folder(folder))
     return request_golden(folder, inputs, noise_floor="full", streaming=streaming)
-
-
-def _meet(ranks: RankGroup) -> None:
-    ranks.publish(f"here/{ranks.rank}", True)
-    for rank in range(ranks.num_ranks):
-        ranks.wait_for(f"here/{rank}")
 
 
 def _tell(start: float) -> None:

@@ -22,6 +22,7 @@ from faults.pairs import pair_plants
 from faults.plan import plan_quickly
 from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
+from faults.rivals import RULES
 from faults.runs import plan_plants
 from faults.scene import Scene, SceneRequest, open_scene
 from faults.tally import clean_cases, give_figures, misses, upper_bound
@@ -61,20 +62,7 @@ CASE = Case(
     black_box_verdict="fail",
     excess={"moe_delta": 80.0, "output": 30.0},
     black_box_excess=30.0,
-    rivals=dict.fromkeys(
-        (
-            "seeds",
-            "msprobe",
-            "msprobe_both",
-            "polygraphy",
-            "sglang",
-            "vllm_neuron",
-            "vllm_neuron_dense",
-            "tenstorrent",
-            "aws_equivalence",
-        ),
-        ("output",),
-    ),
+    rivals=dict.fromkeys(RULES, ("output",)),
 )
 RIGHT = replace(
     CASE,
