@@ -21,20 +21,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _NUM_FAULTS_SHOWN = 12
-# As in pyproject.toml; the packages by name, because mm2 itself is not on the package index.
+# As in pyproject.toml. Packages, not extras of mm2, because mm2 is not on the package index.
 EXTRA_REQUIREMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"golden": ("accelerate>=1.0", "transformers>=5.23"), "xla": ("torch==2.9.*", "torch_xla==2.9.*")}
 )
 
 
 class Mm2Error(Exception):
-    """An error with the three parts that a reader needs.
+    """An error with a message of three parts.
 
     Args:
-        what: What went wrong, and where.
-        expected: What was expected, where that says more than `what` does.
-        found: What was there instead.
-        next_step: What the reader should do now.
+        what: Failure, and its place.
+        expected: Expected state, if it adds to `what`.
+        found: State that was found instead.
+        next_step: Advice to the reader.
     """
 
     exit_code = 3
@@ -66,13 +66,13 @@ class Mm2Error(Exception):
 
 
 class UsageError(Mm2Error):
-    """The command line or the call was wrong."""
+    """The command line or the call is wrong."""
 
     exit_code = 2
 
 
 class CannotRunError(Mm2Error):
-    """The request was fine, but it could not be carried out."""
+    """The request is right, but cannot be carried out."""
 
 
 class CheckpointError(CannotRunError):
@@ -92,11 +92,11 @@ class GoldenRefusedError(CannotRunError):
 
 
 class TargetError(CannotRunError):
-    """The port under test could not be found, built, loaded or run."""
+    """The port under test cannot be found, built, loaded or run."""
 
 
 class BackendError(CannotRunError):
-    """The device backend asked for is not available here."""
+    """The device backend is not available here."""
 
 
 class MissingExtraError(CannotRunError):
@@ -110,12 +110,12 @@ class MissingExtraError(CannotRunError):
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs what `extra` needs."""
+    """Return the pip command that installs the packages of `extra`."""
     return "pip install " + " ".join(f"'{requirement}'" for requirement in EXTRA_REQUIREMENTS[extra])
 
 
 def list_faults(faults: list[str]) -> str:
-    """Faults as one text for an error's `found`: as many as a reader can take in, and how many more there are."""
+    """Join faults into one text for an error's `found`: the first 12, and the number of the others."""
     shown = faults[:_NUM_FAULTS_SHOWN]
     if len(faults) > len(shown):
         shown.append(f"and {len(faults) - len(shown)} more")

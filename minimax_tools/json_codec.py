@@ -2,9 +2,13 @@
 
     encode(value) -> what json.dumps takes            decode(Kind, record) -> a Kind
 
-A dataclass is an object with one key for each field, an enum its value, a `torch.dtype` its name,
-a range its two ends. A class whose JSON is
-not its fields has the methods `to_json` and `from_json`, which `encode` and `decode` call wherever it stands.
+| value | JSON |
+|---|---|
+| dataclass | object with one key for each field |
+| enum | its value |
+| `torch.dtype` | its name |
+| range | its two ends |
+| class with the methods `to_json` and `from_json` | their result |
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ _FORM = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 class DecodeError(ValueError):
-    """A record that is not of the form asked for; the message names each place and what was expected there."""
+    """A record of another form than expected; the message names each place and the expected form."""
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON takes it: dicts, lists, text, numbers, booleans and None."""
+    """Return a value as json.dumps takes it: dicts, lists, text, numbers, booleans and None."""
     return _CONVERTER.unstructure(value)
 
 
@@ -60,7 +64,7 @@ def decode_fields(kind: type[T], record: Mapping[str, Any]) -> T:
 
 
 def omit_default(kind: type[T], *fields: str) -> None:
-    """Leave fields of a dataclass out of its JSON where they hold their default."""
+    """Leave fields of a dataclass out of its JSON if they hold their default."""
     overrides: Any = {name: cattrs.override(omit_if_default=True) for name in fields}
     _CONVERTER.register_unstructure_hook(
         kind, cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER, **overrides)
@@ -74,11 +78,11 @@ def _describe(error: BaseException, _: type | None) -> str:
 def _exactly(kind: type) -> Any:
     def structure(record: Any, wanted: type) -> Any:
         if wanted is not kind:
-            # cattrs asks here for subclasses too: an enum of text.
+            # cattrs calls this for subclasses too, such as an enum of text.
             return wanted(record)
         if kind is float and type(record) is int:
             return float(record)
-        # A bool is an int to Python, and none to JSON.
+        # A bool is an int in Python, but not in JSON.
         if type(record) is not kind:
             raise TypeError(f"expected {_FORM[kind]}, found {record!r}")
         return record

@@ -1,4 +1,4 @@
-"""Provenance: what made a capture, in enough detail to refuse a comparison or a resume that would mislead."""
+"""Provenance of a capture, detailed enough to refuse a misleading comparison or resumption."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Provenance:
 
     Args:
         model: Fingerprint of the checkpoint's weights.
-        model_source: The folder or hub id, as it was given.
+        model_source: Folder or hub id, as it was given.
         backend: Name of the backend that computed, such as `cuda`, `neuron-xla`, `xla-cpu`, `cpu`.
-        device: The device in words.
-        dtypes: Dtype of `weights`, `router_gate` and `correction_bias` as they computed.
-        target: Identity of the implementation that ran: `transformers`, `builtin`, or a target's name.
-        target_digest: sha256 of the target's source; empty for what ships with a library.
-        options: Choices that change numbers: attention and experts implementation and the like.
+        device: Description of the device.
+        dtypes: Dtype of `weights`, `router_gate` and `correction_bias` in the computation.
+        target: Implementation that ran: `transformers`, `builtin`, or a target's name.
+        target_digest: sha256 of the target's source; empty for implementations of a library.
+        options: Choices that change numbers, such as the attention and experts implementation.
         versions: Library versions.
-        environment: Variables that change numbers, where set.
+        environment: Environment variables that change numbers, if set.
     """
 
     model: ModelFingerprint
@@ -72,7 +72,7 @@ class Provenance:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of Python and of the installed libraries that compute; absent ones are left out."""
+    """Return the versions of Python and of the installed libraries that compute."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -83,5 +83,5 @@ def library_versions() -> dict[str, str]:
 
 
 def numeric_environment() -> dict[str, str]:
-    """Return the environment variables that change numbers, where they are set."""
+    """Return the environment variables that change numbers, if set."""
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}

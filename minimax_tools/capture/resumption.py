@@ -14,7 +14,7 @@ from minimax_tools.capture.parts import merge_parts
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.folder_lock import LOCK_NAME
-from minimax_tools.machine.replacement import is_temporary
+from minimax_tools.machine.whole_file import is_temporary
 from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.folder_lock import locked_directory
-from minimax_tools.machine.replacement import remove_temporaries, replacing
+from minimax_tools.machine.whole_file import remove_temporaries, replacing
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 

@@ -1,5 +1,10 @@
-"""Files of a Hugging Face hub's repository, as a checkpoint needs them.
+"""Files of a Hugging Face hub's repository, fetched and verified.
 
-access (which hub, and how) → faults (what went wrong, in words) → attempts (again, and when) → transfer (one file,
-resumed and verified) → snapshot (one commit's files in the cache). `minimax_tools.hub.checkpoint_folder` is the door.
+- `checkpoint_folder`: the folder of a checkpoint, local or fetched; other rooms begin here
+- `snapshot`: one commit's files in the cache
+- `headers`: safetensors headers of shards that are not here
+- `ranges`: byte ranges of single files
+- `transfer`: one file, resumed and verified
+- `faults`: failures, new attempts, errors for the user
+- `access`: the hub, a commit, a file, and their place in the cache
 """

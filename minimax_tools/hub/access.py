@@ -1,4 +1,4 @@
-"""HubAccess: which hub is asked, what it is told, where its files are kept, and how patiently."""
+"""Access to a hub, and the place of a commit's files there and in the cache."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class HubAccess:
     """Access to a hub: endpoint, token, cache and patience.
 
     Args:
-        endpoint: Its address, without a slash at the end.
-        cache_dir: The cache, in the layout that all programs over huggingface_hub share.
-        token: The user's token; None for what huggingface_hub finds (`HF_TOKEN`, a saved login).
-        is_offline: Nothing is asked of the hub: what is cached is used.
-        timeout_s: Longest silence of the hub that is waited for.
-        num_attempts: Failures in a row, with nothing received between them, that end a transfer.
-        first_delay_s: Wait after the first failure; doubled after each.
-        num_workers: Files that are fetched at once.
+        endpoint: Address of the hub, without a slash at the end.
+        cache_dir: Cache, in the layout of huggingface_hub.
+        token: Token of the user; None for the token that huggingface_hub finds (`HF_TOKEN`, a saved login).
+        is_offline: Whether only the cache is used, and no request is sent.
+        timeout_s: Longest silence of the hub, in seconds.
+        num_attempts: Number of failures in a row, with nothing received between them, that end a transfer.
+        first_delay_s: Wait after the first failure, in seconds; doubled after each.
+        num_workers: Number of files that are fetched at once.
     """
 
     endpoint: str
@@ -61,6 +61,61 @@ class HubAccess:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFile:
+    """A file of a hub model.
+
+    Args:
+        name: Path in the repository.
+        size_bytes: Size; None if the hub does not tell it.
+        content_hash: sha256 of a large file, git's sha1 of a small one; None if the hub does not tell it.
+    """
+
+    name: str
+    size_bytes: int | None
+    content_hash: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubCommit:
+    """A commit of a hub model, and its place in the cache.
+
+    Args:
+        model: `owner/name`.
+        revision: Branch, tag or commit that was asked for.
+        commit: Commit of that revision; the revision itself while it is not known.
+        access: Access to the hub.
+    """
+
+    model: str
+    revision: str
+    commit: str
+    access: HubAccess
+
+    @property
+    def cache(self) -> Path:
+        """Folder of this model in the cache."""
+        return self.access.cache_dir / f"models--{self.model.replace('/', '--')}"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the snapshot: the commit's cached files, under their names."""
+        return self.cache / "snapshots" / self.commit
+
+    def blob(self, content_hash: str) -> Path:
+        """Return the path in the cache for content with this hash."""
+        return self.cache / "blobs" / content_hash
+
+    def part(self, content_hash: str) -> Path:
+        """Return the path for content with this hash while it arrives."""
+        return self.blob(content_hash).with_name(f"{content_hash}.incomplete")
+
+    def holds(self, file: HubFile) -> bool:
+        """Decide whether the snapshot has the file, with the right size."""
+        path = self.folder / file.name
+        return path.is_file() and file.size_bytes in (None, path.stat().st_size)
+
+
 def hub_tools() -> Any:
-    """huggingface_hub.utils: its session, headers, lock and bars, whose types differ from version to version."""
+    """Return the module huggingface_hub.utils, untyped because its types differ between versions."""
     return importlib.import_module("huggingface_hub.utils")

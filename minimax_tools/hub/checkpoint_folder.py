@@ -1,7 +1,7 @@
-"""The folder of a checkpoint: a local one, or a model id that is fetched from the Hugging Face hub.
+"""The folder of a checkpoint: a local one, or that of a hub model, which is fetched.
 
-An id is `owner/name` or `owner/name@revision`. Of a sharded model only the shards that hold what is asked for are
-fetched. A folder wins over an id that reads the same.
+A hub id is `owner/name` or `owner/name@revision`. Only shards with wanted layers are fetched. A folder wins over a hub
+id of the same name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from minimax_tools.model.weight_names import layer_of
 Result = TypeVar("Result")
 
 CONFIG_FILE = "config.json"
-# Read by tokenizers and by whoever loads the model; pictures and remote code stay where they are.
+# Files for tokenizers and loaders; pictures and remote code are not fetched.
 DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")
-# Best first: a repository that has safetensors is read from those alone.
+# In order of preference: a repository with safetensors is read from those alone.
 _SHARD_SUFFIXES = (".safetensors", ".bin")
 _INDEX_FILES = {".safetensors": INDEX_FILE, ".bin": "pytorch_model.bin.index.json"}
 _NUMBERED = re.compile(r".*-of-\d+\.\w+")
@@ -31,16 +31,16 @@ _DEFAULT_REVISION = "main"
 
 
 def resolve_model(model: str, *, layers: range | None = None, access: HubAccess | None = None) -> Path:
-    """Return the folder of a checkpoint, fetched where `model` is a hub's id.
+    """Return the folder of a checkpoint; a hub model is fetched.
 
     Args:
         model: A folder, `owner/name` or `owner/name@revision`.
-        layers: The decoder layers that will be read; only their shards are fetched, and those of the embedding,
-            the final norm and lm_head. None: all shards.
-        access: The hub; None for the one that the environment names.
+        layers: Decoder layers that will be read. Only their shards are fetched, and those of embedding, final norm
+            and lm_head. None for all shards.
+        access: Access to the hub; None for that of the environment.
 
     Raises:
-        CheckpointError: There is no such folder, or the hub did not give the model.
+        CheckpointError: The folder is missing, or the hub did not give the model.
     """
     return _locate(
         model, access, folder=lambda folder: folder, snapshot=lambda snapshot: _fetch_model(snapshot, layers)
@@ -48,7 +48,7 @@ def resolve_model(model: str, *, layers: range | None = None, access: HubAccess 
 
 
 def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
-    """Return the folder of a checkpoint as `resolve_model` does; its shards may not be there yet.
+    """Return the folder of a checkpoint as `resolve_model` does, without fetching shards.
 
     Raises:
         CheckpointError: As for `resolve_model`.
@@ -62,22 +62,22 @@ def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
 
 
 def is_on_hub(model: str) -> bool:
-    """Decide whether a model is named by a hub's id: an existing folder of that name wins."""
+    """Decide whether `model` is a hub id: an existing folder of that name wins."""
     return not model or not Path(model).expanduser().is_dir()
 
 
 def work_on_hub(
     model: str, work: Callable[[HubSnapshot], Result], *, access: HubAccess | None = None
 ) -> Result:
-    """Return the result of `work` on the snapshot of a hub's model, its description fetched.
+    """Fetch the description of a hub model, and return the result of `work` on its snapshot.
 
     Raises:
         UsageError: The model is a folder.
-        CheckpointError: As for `resolve_model`; and what `work` raises.
+        CheckpointError: As for `resolve_model`, or `work` raised it.
     """
 
     def refuse(folder: Path) -> Result:
-        raise UsageError(f"{folder} is a folder, and no hub's model", next_step="Give a hub id: owner/name.")
+        raise UsageError(f"{folder} is a folder, not a hub model", next_step="Give a hub id: owner/name.")
 
     def describe_and_work(snapshot: HubSnapshot) -> Result:
         _fetch_description(snapshot)
@@ -87,7 +87,7 @@ def work_on_hub(
 
 
 def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...]:
-    """Names of the model's files relative to it, sorted; offline, of those that the cache holds.
+    """Return the sorted names of the model's files; offline, of its cached files.
 
     Raises:
         CheckpointError: As for `resolve_model`.
@@ -103,10 +103,10 @@ def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...
 
 
 def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = None) -> dict[str, Path]:
-    """Paths of the named files, by name; of a hub's model those are fetched that are not here.
+    """Return the paths of the named files, by name; missing files of a hub model are fetched.
 
     Raises:
-        CheckpointError: As for `resolve_model`; or the model lacks a file.
+        CheckpointError: As for `resolve_model`, or the model lacks a file.
     """
     wanted = tuple(names)
     return _locate(
@@ -125,7 +125,7 @@ def _locate(
     snapshot: Callable[[HubSnapshot], Result],
 ) -> Result:
     path = Path(model).expanduser()
-    # An empty text would be the working directory.
+    # An empty text would mean the working directory.
     if model and path.is_dir():
         return folder(path)
     match = _HUB_ID.fullmatch(model)
@@ -161,13 +161,13 @@ def _fetch_model(snapshot: HubSnapshot, layers: range | None) -> Path:
 
 
 def _fetch_description(snapshot: HubSnapshot) -> None:
-    """Config, index and tokenizer: all that tells about the weights without holding them."""
+    """Fetch config, index and tokenizer."""
     names = {name for name in snapshot.files if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)}
     snapshot.fetch(names | {CONFIG_FILE})
 
 
 def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
-    """Return the shards to fetch; files that no index names belong to another format or use."""
+    """Return the shards to fetch. Files that no index names belong to another format or use."""
     for suffix in _SHARD_SUFFIXES:
         index_file = _INDEX_FILES[suffix]
         shards = {name for name in snapshot.files if "/" not in name and name.endswith(suffix)}
@@ -179,7 +179,7 @@ def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
                 if layers is None or layer_of(name) in (None, *layers)
             }
         if shards and not snapshot.is_listed and any(map(_NUMBERED.fullmatch, shards)):
-            # Without the index nobody knows which of them the cache lacks.
+            # Without the index it is unknown which shards the cache lacks.
             return {*shards, index_file}
         if shards:
             return shards
@@ -188,6 +188,6 @@ def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
             f"the hub's model {snapshot.commit.model} holds no weights",
             expected="safetensors shards",
             found=f"{len(snapshot.files)} other files",
-            next_step="Check the id; weights in GGUF and the like are of no use here.",
+            next_step="Check the id. Other weight formats, such as GGUF, are not read.",
         )
     return {INDEX_FILE}

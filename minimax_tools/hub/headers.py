@@ -1,4 +1,4 @@
-"""The headers of a hub's safetensors shards, read by byte ranges: every tensor's place before one is downloaded."""
+"""Headers of a hub model's safetensors shards, read by byte ranges before any tensor is fetched."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from minimax_tools.checkpoint.weight_files import (
     weight_map_of,
 )
 from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.access import HubFile
 from minimax_tools.hub.checkpoint_folder import find_shards
 from minimax_tools.hub.ranges import HubRanges, NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
-from minimax_tools.hub.transfer import HubFile
 
-# The most that safetensors itself reads: what a header says of its own length is not to be trusted.
+# Limit of safetensors itself: the length that a header states may be wrong.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
-    """Read every tensor's entry of a hub's model by name; two short ranges of each missing shard are fetched.
+    """Read the tensor entries of a hub model by name; of each missing shard two short ranges are fetched.
 
     Args:
-        snapshot: Its description is here already.
+        snapshot: Snapshot with config and index already here.
 
     Raises:
-        NoRangesError: The server sends whole files only, or the weights are no safetensors.
-        NotCachedError: Shards are not here, and the hub is not asked.
-        CheckpointError: They could not be fetched, or contradict each other or the index.
+        NoRangesError: The server sends whole files only, or the weights are not safetensors.
+        NotCachedError: Shards are missing, and the hub is not asked.
+        CheckpointError: Headers could not be fetched, or contradict each other or the index.
     """
     shards = find_shards(snapshot, None)
     if any(not shard.endswith(SAFETENSORS_SUFFIX) for shard in shards):
         raise NoRangesError(
-            f"the tensors of {snapshot.commit.model} cannot be listed from afar",
+            f"the tensors of {snapshot.commit.model} cannot be listed by byte ranges",
             found="PyTorch's .bin files, which have no header",
             next_step="Fetch the model.",
         )
     headers = read_shard_headers(snapshot, shards)
+    entries = {entry.name: entry for header in headers.values() for entry in header}
     weight_map = weight_map_of(
         (entry for header in headers.values() for entry in header), folder=snapshot.folder
     )
@@ -57,17 +58,16 @@ def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
         faults = contradictions(read_weight_map(snapshot.folder / INDEX_FILE), headers)
         if faults:
             raise faulty_checkpoint(snapshot.folder, faults)
-    entries = {entry.name: entry for header in headers.values() for entry in header}
     return MappingProxyType({name: entries[name] for name in sorted(weight_map)})
 
 
 def read_shard_headers(snapshot: HubSnapshot, shards: Iterable[str]) -> Mapping[str, tuple[TensorEntry, ...]]:
-    """Read the tensors of some shards of a hub's model, by shard; byte ranges serve for shards that are not here.
+    """Read the tensor entries of shards of a hub model, by shard; missing shards are read by byte ranges.
 
     Raises:
         NoRangesError: The server sends whole files only.
-        NotCachedError: A shard is not here, and the hub is not asked.
-        CheckpointError: They could not be fetched, or are damaged.
+        NotCachedError: A shard is missing, and the hub is not asked.
+        CheckpointError: Headers could not be fetched, or are damaged.
     """
     absent, headers = [], {}
     for shard in sorted(shards):

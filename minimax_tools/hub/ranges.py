@@ -1,6 +1,6 @@
-"""HubRanges: parts of one commit's files, by range requests, where the server allows them.
+"""Byte ranges of one commit's files, from servers that allow range requests.
 
-A hub tells hashes of whole files only: of a part, length and place are checked, and that the file is still that long.
+A hub has hashes of whole files only. Of a range, the length, the place and the size of the file are checked.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.hub.attempts import Attempts, FetchStoppedError
-from minimax_tools.hub.faults import BrokenTransferError, translate
-from minimax_tools.hub.transfer import HubCommit, HubFile, open_body
+from minimax_tools.hub.access import HubCommit, HubFile
+from minimax_tools.hub.faults import Attempts, BrokenTransferError, FetchStoppedError, translate
+from minimax_tools.hub.transfer import open_body
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 class NoRangesError(CheckpointError):
-    """The server sends whole files only."""
+    """A server that sends whole files only."""
 
 
 class HubRanges:
-    """Reads byte ranges of files of one commit; safe to use from several threads.
+    """Byte ranges of files of one commit; safe to use from several threads.
 
     Args:
-        commit: What to read from.
-        stop: Set to end all that is under way.
+        commit: Commit to read from.
+        stop: Event that ends all reads.
     """
 
     def __init__(self, commit: HubCommit, *, stop: threading.Event) -> None:
@@ -35,7 +35,7 @@ class HubRanges:
         self._stop = stop
 
     def read(self, file: HubFile, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of a file, the latter not included.
+        """Read bytes `start` to `stop` of a file, `stop` not included.
 
         Raises:
             NoRangesError: The server sends whole files only.
@@ -45,7 +45,7 @@ class HubRanges:
         return b"".join(self.stream(file, start, stop))
 
     def stream(self, file: HubFile, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the bytes piece by piece; a transfer that breaks off goes on where it was.
+        """Yield the bytes piece by piece; a broken transfer goes on where it was.
 
         Raises:
             NoRangesError: The server sends whole files only.
@@ -65,27 +65,20 @@ class HubRanges:
                 pieces.close()
 
     def _next(self, pieces: Iterator[bytes], attempts: Attempts, file: HubFile) -> bytes | None:
-        """Return the next piece; None where there is none, or another attempt is due."""
+        """Return the next piece; None at the end, or when another attempt is due."""
         try:
             return next(pieces, None)
         except Exception as error:
-            self._fail(attempts, error, file)
+            try:
+                attempts.fail(error)
+            except FetchStoppedError:
+                raise
+            except Exception as last:
+                raise translate(last, self._commit, file=file.name) from last
         return None
 
-    def _fail(self, attempts: Attempts, error: Exception, file: HubFile) -> None:
-        """Wait until another attempt is due, or raise what the user should see."""
-        try:
-            attempts.fail(error)
-        except FetchStoppedError:
-            raise
-        except Exception as last:
-            commit = self._commit
-            raise translate(
-                last, model=commit.model, revision=commit.revision, access=commit.access, file=file.name
-            ) from last
-
     def _stream_once(self, file: HubFile, start: int, stop: int) -> Generator[bytes, None, None]:
-        """Yield one answer's bytes, no more than were asked for."""
+        """Yield the bytes of one response, no more than were asked for."""
         missing = stop - start
         with open_body(self._commit, file.name, byte_range=f"bytes={start}-{stop - 1}") as (answer, pieces):
             self._require_part(answer, file, start)

@@ -1,4 +1,4 @@
-"""HubSnapshot: one commit of a hub's model as it can be had now, from the hub or only from the cache."""
+"""A snapshot of a hub model: one commit and its files, as the hub lists them or the cache holds them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.hub.access import HubAccess, hub_tools
-from minimax_tools.hub.attempts import Attempts
-from minimax_tools.hub.faults import is_transient, translate
-from minimax_tools.hub.transfer import HubCommit, HubFile, HubTransfer
+from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, hub_tools
+from minimax_tools.hub.faults import Attempts, is_transient, translate
+from minimax_tools.hub.transfer import HubTransfer
 from minimax_tools.machine.size import word_size
 from minimax_tools.machine.whole_file import whole_file
 
@@ -29,17 +28,17 @@ _NUM_NAMES_SHOWN = 6
 
 
 class NotCachedError(CheckpointError):
-    """Files that only the hub has are needed, and the hub is not asked."""
+    """Files that are not in the cache, while the hub is not asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSnapshot:
-    """A commit, and the files it is known to have.
+    """A commit and its known files.
 
     Args:
         commit: The commit.
-        files: By name: all that the hub lists, or, where the hub is not asked, all that the cache holds.
-        is_listed: Whether the hub listed them.
+        files: Files by name: those that the hub lists or, if it is not asked, those in the cache.
+        is_listed: Whether the hub listed the files.
     """
 
     commit: HubCommit
@@ -48,14 +47,14 @@ class HubSnapshot:
 
     @property
     def folder(self) -> Path:
-        """Folder in which the fetched files lie under their names."""
+        """Folder of the fetched files, under their names."""
         return self.commit.folder
 
     def fetch(self, names: Iterable[str]) -> dict[str, Path]:
-        """Return the files' paths by name, fetched where the cache lacks them.
+        """Return the files' paths by name; files that the cache lacks are fetched.
 
         Raises:
-            NotCachedError: The cache lacks some, and the hub is not asked.
+            NotCachedError: The cache lacks files, and the hub is not asked.
             CheckpointError: The model has no such file, the disk is too small, or a transfer failed for good.
         """
         wanted = sorted(set(names))
@@ -69,7 +68,7 @@ class HubSnapshot:
         return {name: self.folder / name for name in wanted}
 
     def lacking(self, missing: Sequence[str]) -> CheckpointError:
-        """Build the error for files that are needed and cannot be had: nobody has them, or the hub alone."""
+        """Build the error for files that the model lacks, or that are not cached while the hub is not asked."""
         shown = ", ".join(missing[:_NUM_NAMES_SHOWN])
         more = f" and {len(missing) - _NUM_NAMES_SHOWN} more" if len(missing) > _NUM_NAMES_SHOWN else ""
         if self.is_listed:
@@ -129,7 +128,7 @@ class HubSnapshot:
         self._remember_revision()
 
     def _remember_revision(self) -> None:
-        """Note which commit the revision stands for: what is offline later has nobody else to tell it."""
+        """Store the commit of the revision in the cache, for runs without the hub."""
         if self.commit.revision == self.commit.commit:
             return
         note = self.commit.cache / "refs" / self.commit.revision
@@ -141,33 +140,34 @@ class HubSnapshot:
 def with_snapshot(
     model: str, revision: str, *, access: HubAccess, work: Callable[[HubSnapshot], Result]
 ) -> Result:
-    """Return the result of `work` on the model's snapshot; on the cache's, where the hub cannot or need not be asked.
+    """Return the result of `work` on the model's snapshot, taken from the cache if the hub does not answer.
 
     Raises:
-        CheckpointError: What `work` raises; or the hub cannot be reached, or has no such model or revision,
-            or does not let this token in.
+        CheckpointError: `work` raised it. Or the hub cannot be reached, has no such model or revision, or refuses
+            the token.
     """
-    cached = _cached_snapshot(model, revision, access)
+    asked = HubCommit(model=model, revision=revision, commit=revision, access=access)
+    cached = _cached_snapshot(asked)
     if access.is_offline:
-        return work(cached or _empty_snapshot(model, revision, access))
+        return work(cached or HubSnapshot(commit=asked, files={}, is_listed=False))
     if cached is None:
-        return work(_listed_snapshot(model, revision, access))
+        return work(_listed_snapshot(asked))
     try:
-        snapshot = _read_listing(model, revision, access)
+        snapshot = _read_listing(asked)
     except Exception as error:
         if not is_transient(error):
-            raise translate(error, model=model, revision=revision, access=access) from error
+            raise translate(error, asked) from error
         return _work_unreached(cached, error, work)
     return work(snapshot)
 
 
 def _work_unreached(cached: HubSnapshot, error: Exception, work: Callable[[HubSnapshot], Result]) -> Result:
-    """Return the result of `work` on what is cached, or, where that does not suffice, with more patience."""
+    """Return the result of `work` on the cache; if that lacks files, try the hub several times."""
     commit = cached.commit
     try:
         result = work(cached)
     except NotCachedError:
-        return work(_listed_snapshot(commit.model, commit.revision, commit.access))
+        return work(_listed_snapshot(commit))
     logger.warning(
         "%s does not answer (%s): using the cached commit %s of %s.",
         commit.access.endpoint,
@@ -178,19 +178,20 @@ def _work_unreached(cached: HubSnapshot, error: Exception, work: Callable[[HubSn
     return result
 
 
-def _listed_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapshot:
-    attempts = Attempts(access, what=model, stop=threading.Event())
+def _listed_snapshot(asked: HubCommit) -> HubSnapshot:
+    attempts = Attempts(asked.access, what=asked.model, stop=threading.Event())
     try:
-        return attempts.run(lambda: _read_listing(model, revision, access))
+        return attempts.run(lambda: _read_listing(asked))
     except Exception as error:
-        raise translate(error, model=model, revision=revision, access=access) from error
+        raise translate(error, asked) from error
 
 
-def _read_listing(model: str, revision: str, access: HubAccess) -> HubSnapshot:
+def _read_listing(asked: HubCommit) -> HubSnapshot:
     from huggingface_hub import HfApi
 
+    access = asked.access
     api = HfApi(endpoint=access.endpoint, token=access.token)
-    info = api.model_info(model, revision=revision, files_metadata=True, timeout=access.timeout_s)
+    info = api.model_info(asked.model, revision=asked.revision, files_metadata=True, timeout=access.timeout_s)
     if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
         raise ValueError(f"a listing without a commit: {info.sha!r}")
     files = (
@@ -201,21 +202,22 @@ def _read_listing(model: str, revision: str, access: HubAccess) -> HubSnapshot:
         )
         for sibling in info.siblings or ()
     )
-    commit = HubCommit(model=model, revision=revision, commit=info.sha, access=access)
     return HubSnapshot(
-        commit=commit, files={file.name: file for file in files if _is_inside(file.name)}, is_listed=True
+        commit=replace(asked, commit=info.sha),
+        files={file.name: file for file in files if _is_inside(file.name)},
+        is_listed=True,
     )
 
 
-def _cached_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapshot | None:
-    """Return the revision as the cache knows it; None where it is unknown there."""
-    commit = HubCommit(model=model, revision=revision, commit=revision, access=access)
-    if _COMMIT.fullmatch(revision) is None:
+def _cached_snapshot(asked: HubCommit) -> HubSnapshot | None:
+    """Return the revision with the files in the cache; None if the cache lacks the revision."""
+    commit = asked
+    if _COMMIT.fullmatch(asked.revision) is None:
         try:
-            noted = (commit.cache / "refs" / revision).read_text(encoding="utf-8").strip()
+            noted = (asked.cache / "refs" / asked.revision).read_text(encoding="utf-8").strip()
         except OSError:
             return None
-        commit = HubCommit(model=model, revision=revision, commit=noted, access=access)
+        commit = replace(asked, commit=noted)
     if not commit.folder.is_dir():
         return None
     names = (
@@ -225,13 +227,8 @@ def _cached_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapsho
     return HubSnapshot(commit=commit, files=files, is_listed=False)
 
 
-def _empty_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapshot:
-    commit = HubCommit(model=model, revision=revision, commit=revision, access=access)
-    return HubSnapshot(commit=commit, files={}, is_listed=False)
-
-
 def _is_inside(name: str) -> bool:
-    """Decide whether a name stays in the snapshot's folder, whatever the hub says."""
+    """Decide whether a name from the hub stays inside the snapshot's folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\\" not in name
 
@@ -252,14 +249,14 @@ def run_all(
 
 
 def _progress_bar(model: str, total_bytes: int) -> Any:
-    """huggingface_hub's bar on stderr, where mm2's own progress is shown and stderr is a terminal."""
+    """Make huggingface_hub's progress bar; it shows if mm2's progress does, and stderr is a terminal."""
     from huggingface_hub import constants
 
     tools = hub_tools()
     is_quiet = not logger.isEnabledFor(logging.INFO)
-    # Set by the user, the variable wins, and huggingface_hub warns of those who try.
+    # If the user sets the variable, it decides: huggingface_hub warns of attempts to change it.
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        # Bars of the library's own transfers follow.
+        # For the bars of huggingface_hub's own transfers.
         (tools.disable_progress_bars if is_quiet else tools.enable_progress_bars)()
     return tools.tqdm(
         total=total_bytes, desc=model, unit="B", unit_scale=True, disable=True if is_quiet else None

@@ -1,8 +1,8 @@
 """Transfers of single files of one commit into the cache, resumed by range and verified by hash.
 
-huggingface_hub does the talking, the cache and the xet protocol. Two things it does not do in all its versions. From
-2.0 on it drops the received part of a file when the connection breaks. No version compares hashes. So a file that
-arrives over plain HTTP is written beside the cache's blobs, verified, and only then made one.
+huggingface_hub does the requests, the cache and the xet protocol. It lacks two things. From 2.0 on it drops the
+received part of a file when the connection breaks, and no version compares hashes. So a file that comes over plain
+HTTP is written beside the cache's blobs, verified, and then becomes a blob.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.hub.access import HubAccess, hub_tools
-from minimax_tools.hub.attempts import Attempts, FetchStoppedError
-from minimax_tools.hub.faults import BrokenTransferError, translate
+from minimax_tools.hub.access import HubCommit, HubFile, hub_tools
+from minimax_tools.hub.faults import Attempts, BrokenTransferError, FetchStoppedError, translate
 
 logger = logging.getLogger(__name__)
 
@@ -29,68 +27,13 @@ _CHUNK_BYTES = 1 << 16
 _HASHED_AT_ONCE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubFile:
-    """A file of a hub's model.
-
-    Args:
-        name: Its path in the repository.
-        size_bytes: None where the hub does not say.
-        content_hash: sha256 of a large file, git's sha1 of a small one; None where the hub does not say.
-    """
-
-    name: str
-    size_bytes: int | None
-    content_hash: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubCommit:
-    """A commit of a hub's model, and its place in the cache.
-
-    Args:
-        model: `owner/name`.
-        revision: Branch, tag or commit that was asked for.
-        commit: The commit it stands for.
-        access: The hub.
-    """
-
-    model: str
-    revision: str
-    commit: str
-    access: HubAccess
-
-    @property
-    def cache(self) -> Path:
-        """The cache's folder of this model."""
-        return self.access.cache_dir / f"models--{self.model.replace('/', '--')}"
-
-    @property
-    def folder(self) -> Path:
-        """The snapshot: the commit's files that are here, under their names."""
-        return self.cache / "snapshots" / self.commit
-
-    def blob(self, content_hash: str) -> Path:
-        """Return the cache's path for content of a hash."""
-        return self.cache / "blobs" / content_hash
-
-    def part(self, content_hash: str) -> Path:
-        """Return the path for content of a hash while it is arriving."""
-        return self.blob(content_hash).with_name(f"{content_hash}.incomplete")
-
-    def holds(self, file: HubFile) -> bool:
-        """Decide whether the snapshot has the file, in its right size."""
-        path = self.folder / file.name
-        return path.is_file() and file.size_bytes in (None, path.stat().st_size)
-
-
 class HubTransfer:
-    """Fetches files of one commit; safe to use from several threads.
+    """Transfers of files of one commit; safe to use from several threads.
 
     Args:
-        commit: What to fetch from.
-        stop: Set to end all that is under way.
-        on_bytes: Told of every piece that comes, in bytes; less than 0 where what had come is thrown away.
+        commit: Commit to fetch from.
+        stop: Event that ends all transfers.
+        on_bytes: Called with the bytes of every received piece; negative when received bytes are dropped.
     """
 
     def __init__(
@@ -102,10 +45,10 @@ class HubTransfer:
         self._on_bytes = on_bytes
 
     def fetch(self, file: HubFile) -> Path:
-        """Return the file's path in the snapshot, fetched anew if it is absent or has another size.
+        """Return the file's path in the snapshot, fetched if it is absent or has another size.
 
         Raises:
-            CheckpointError: It could not be fetched or stored, or is corrupted twice.
+            CheckpointError: The file could not be fetched or stored, or came corrupted twice.
             FetchStoppedError: `stop` was set.
         """
         if self._commit.holds(file):
@@ -127,13 +70,7 @@ class HubTransfer:
         except FetchStoppedError:
             raise
         except Exception as error:
-            raise translate(
-                error,
-                model=self._commit.model,
-                revision=self._commit.revision,
-                access=self._access,
-                file=file.name,
-            ) from error
+            raise translate(error, self._commit, file=file.name) from error
 
     def _read_metadata(self, file: HubFile) -> Any:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -150,12 +87,12 @@ class HubTransfer:
         )
 
     def _link(self, file: HubFile) -> Path:
-        """huggingface_hub's own download, which finds the blob and links it, or fetches by xet."""
+        """Link the blob into the snapshot, or fetch the file by xet: huggingface_hub's own download does both."""
         from huggingface_hub import hf_hub_download
 
         pointer = self._commit.folder / file.name
         if pointer.exists() and not self._commit.holds(file):
-            # A copy of another size would be taken as it is.
+            # huggingface_hub would take a copy of another size as it is.
             pointer.unlink(missing_ok=True)
         path = self._patiently(
             file,
@@ -172,7 +109,7 @@ class HubTransfer:
         return Path(path)
 
     def _fetch_by_xet(self, file: HubFile) -> Path | None:
-        """Return the file in the snapshot, or None where plain HTTP has to do."""
+        """Return the file in the snapshot, or None if plain HTTP is needed."""
         try:
             path = self._link(file)
             found = _measure(path, file)
@@ -188,9 +125,9 @@ class HubTransfer:
         return path
 
     def _fetch_blob(self, file: HubFile, blob: Path) -> None:
-        """Make the cache's blob of the file, unless it is there."""
+        """Fetch the file as a blob of the cache, unless it is there."""
         blob.parent.mkdir(parents=True, exist_ok=True)
-        # The lock and the part are those of huggingface_hub before 2.0: two programs share the work.
+        # Lock and part have the names of huggingface_hub before 2.0, so two programs share the work.
         lock = self._access.cache_dir / ".locks" / self._commit.cache.name / f"{blob.name}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
         with hub_tools().WeakFileLock(lock):
@@ -220,7 +157,7 @@ class HubTransfer:
         )
 
     def _receive(self, file: HubFile, part: Path) -> None:
-        """Bring the part to its full size, from where it is."""
+        """Receive what the part still lacks."""
         attempts = self._attempts(file)
         if file.size_bytes is None or _size(part) > file.size_bytes:
             part.unlink(missing_ok=True)
@@ -267,21 +204,21 @@ class HubTransfer:
 def open_body(
     commit: HubCommit, name: str, *, byte_range: str | None = None
 ) -> Iterator[tuple[Any, Iterator[bytes]]]:
-    """Open the answer to a request for a file, its body piece by piece as it arrives.
+    """Request a file, and yield the response and its body, piece by piece as it arrives.
 
-    It goes through huggingface_hub's session: of requests before 1.0, of httpx since.
+    huggingface_hub's session is of requests before 1.0, and of httpx since.
 
     Args:
-        commit: Whose file it is.
-        name: The file.
-        byte_range: The header `Range`, as in `bytes=0-7`; None for all of it.
+        commit: Commit of the file.
+        name: Name of the file.
+        byte_range: Header `Range`, as in `bytes=0-7`; None for the whole file.
     """
     from huggingface_hub import hf_hub_url
 
     tools, access = hub_tools(), commit.access
     headers = {
         **tools.build_hf_headers(token=access.token),
-        # Compressed, the bytes of a range would be others than those of the file.
+        # A compressed body has other bytes than the file.
         "Accept-Encoding": "identity",
         **({"Range": byte_range} if byte_range else {}),
     }
@@ -305,7 +242,7 @@ def _speaks_xet() -> bool:
 
 
 def _measure(path: Path, file: HubFile) -> str | None:
-    """Describe what is wrong with the file at `path`; None if nothing is."""
+    """Describe the wrong size or hash of the file at `path`; None if both are right."""
     size_bytes = path.stat().st_size
     if file.size_bytes not in (None, size_bytes):
         return f"{size_bytes} bytes"
@@ -313,7 +250,7 @@ def _measure(path: Path, file: HubFile) -> str | None:
         logger.warning("%s is not verified: the hub gives no hash for it.", file.name)
         return None
     is_git = _GIT_SHA1.fullmatch(file.content_hash) is not None
-    # As git hashes a file: this sha1 is a name, not a safeguard.
+    # git's hash of a file.
     digest = (
         hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False) if is_git else hashlib.sha256()
     )

@@ -1,4 +1,4 @@
-"""Memory limits that a container puts on this process: Linux's cgroups, both versions."""
+"""Memory limits of a container: Linux's cgroups, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
-    """Places of limits and usage in one version of cgroups."""
+    """File names of limits and usage in one version of cgroups."""
 
     folder: str
     limits: tuple[str, ...]
@@ -32,12 +32,12 @@ _V2 = _Version(
 
 
 def cgroup_headroom_bytes(*, root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process's cgroup and those above it still allow; None where none limits it.
+    """Return the bytes that this process's cgroup and its parents still allow; None without a limit.
 
     The page cache counts as free: the kernel drops it before it refuses memory.
 
     Args:
-        root: Where `proc` and `sys` lie.
+        root: Folder of `proc` and `sys`.
     """
     headrooms = [
         headroom
@@ -62,7 +62,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[_Version, str]]:
 
 
 def _upward(mount: Path, group: str) -> Iterator[Path]:
-    """Return the group's folder and those above it; in a container the path may not exist, but the mount does."""
+    """Yield the group's folder and its parents up to the mount. In a container only the mount may exist."""
     folder = mount / group.strip("/")
     yield folder
     while folder != mount:
@@ -88,7 +88,7 @@ def _cached_bytes(folder: Path, version: _Version) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """Read a limit or an amount in bytes; None where the file is missing or says `max`."""
+    """Read a number of bytes; None if the file is missing or says `max`."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""compiled: a plain loop over arrays that numba makes machine code of, the first time it is called.
+"""Loops over arrays that numba compiles at their first call.
 
-The loop runs without Python's lock, so that threads run it side by side. numba keeps the machine code for other
-processes in `__pycache__` beside the source or, where that cannot be written, in the user's cache folder.
+A compiled loop runs without Python's lock, so threads run it in parallel. numba keeps the machine code for other
+processes in `__pycache__` beside the source. If that folder is read-only, it uses the user's cache folder.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import ParamSpec, TypeVar, cast
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# numba compiles for one thread at a time: others wait here instead of compiling it again.
+# Other threads wait here instead of compiling the same loop again.
 _LOCK = threading.Lock()
 
 
 def compiled(
     signature: str, *, sums_in_any_order: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function of arrays and numbers compiled at its first call.
+    """Decorate a function of arrays and numbers, so that its first call compiles it.
 
     Args:
-        signature: The types of its arguments in numba's words, such as `(float64[::1], float64)`; it takes no others.
-        sums_in_any_order: Whether sums and products may be regrouped, and so be taken in several lanes at once. Nothing
-            else may change: NaN and Inf are what they are.
+        signature: Types of its arguments in numba's notation, such as `(float64[::1], float64)`; it takes no others.
+        sums_in_any_order: Whether sums and products may be regrouped, for vector instructions. NaN and Inf keep their
+            meaning.
     """
     liberties = frozenset({"reassoc"} if sums_in_any_order else ())
 
@@ -47,7 +47,7 @@ def compiled(
 
 
 def _compile(function: Callable[P, R], signature: str, liberties: frozenset[str]) -> Callable[P, R]:
-    # Half a second, which commands that compare nothing need not wait.
+    # The import takes half a second, which commands that compare nothing save.
     import numba
 
     compile_kept, compile_anew = (
@@ -57,6 +57,5 @@ def _compile(function: Callable[P, R], signature: str, liberties: frozenset[str]
     try:
         return cast("Callable[P, R]", compile_kept(function))
     except Exception:
-        # Nowhere to keep it, a full disk, a damaged file: numba has no one error for these. One in the function
-        # itself comes again below.
+        # The cache cannot be used: numba has many errors for that. An error of the function itself comes again below.
         return cast("Callable[P, R]", compile_anew(function))

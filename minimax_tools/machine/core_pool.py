@@ -1,4 +1,4 @@
-"""CorePool: threads, as many as torch computes with, in each of which torch computes alone."""
+"""A pool of threads, one for each core, in each of which torch computes with one thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class CorePool(ThreadPoolExecutor):
-    """Work that comes in many independent pieces, one piece on each core.
+    """Threads for many independent pieces of work, one piece on each core.
 
     Args:
-        name: What its threads are called.
-        num_threads: How many; None for as many as torch computes with here.
+        name: Name of the threads.
+        num_threads: Number of threads; None for as many as torch computes with here.
     """
 
     def __init__(self, name: str, num_threads: int | None = None) -> None:
@@ -24,10 +24,10 @@ class CorePool(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads; see `concurrent.futures`."""
         super().shutdown(wait, cancel_futures=cancel_futures)
-        # What one thread sets, torch takes for every thread that begins later.
+        # torch takes the last number that was set for all threads that begin later.
         torch.set_num_threads(self._num_computing)
 
 
 def _compute_alone() -> None:
-    """Keep torch to one thread: the pool already has one for each core."""
+    """Keep torch to one thread; the pool has one for each core."""
     torch.set_num_threads(1)

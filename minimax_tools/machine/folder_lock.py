@@ -1,4 +1,4 @@
-"""The lock of a capture directory: a file that is there, and locked, while a run writes, and says which run."""
+"""The lock of a capture directory: a locked file that names the run that writes there."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LOCK_NAME = ".lock"
 
 @contextlib.contextmanager
 def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
-    """Make `directory` where it is missing and keep every other run out of it while the block lasts.
+    """Make `directory` if it is missing, and keep other runs out of it in the block.
 
     Args:
         directory: The capture directory.
-        owner: What names the run to processes that write along with it (see `read_owner`).
+        owner: Name of the run, for processes that write along with it (see `read_owner`).
 
     Raises:
-        CaptureError: Another run is in it, or it cannot be made or written to.
+        CaptureError: Another run holds the lock, or the directory cannot be made or written to.
     """
     _make_folder(directory)
     path = directory / LOCK_NAME
@@ -35,7 +35,7 @@ def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
                 if _is_same_file(file.fileno(), path):
                     _write_owner(file, owner)
                     break
-                # Its last owner removed it between the two steps above: the lock holds nobody off.
+                # The last owner removed the file between the two steps above: this lock protects nothing.
         except BlockingIOError:
             raise CaptureError(
                 f"the output directory {directory} is in use by another run",
@@ -54,7 +54,7 @@ def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
 
 
 def read_owner(directory: Path) -> str | None:
-    """Return the run that writes in `directory`, or the killed one that wrote there last; None without a trace."""
+    """Return the run that writes in `directory`, or a killed run that wrote there last; None without one."""
     try:
         return (directory / LOCK_NAME).read_text(encoding="utf-8")
     except OSError:
@@ -62,7 +62,7 @@ def read_owner(directory: Path) -> str | None:
 
 
 def _write_owner(file: TextIO, owner: str) -> None:
-    # Only who holds the lock may say so: the file was opened without a change to it.
+    # Written only now, with the lock held: opening the file changed nothing in it.
     file.truncate(0)
     file.write(owner)
     file.flush()

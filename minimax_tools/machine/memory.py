@@ -1,10 +1,10 @@
-"""Memory of this process: what it holds now, what it held at most, and what it may hold.
+"""Memory of this process: a record of what it holds and held, and a budget for what it may hold.
 
-Three kinds are kept apart, since they mean different things:
-
-- anonymous: what the process allocated and wrote to. Only freeing gives it back; budgets count this kind.
-- file-backed: pages of mapped files. The system drops and reads them again as it likes.
-- device: what torch holds on each CUDA device.
+| kind | memory |
+|---|---|
+| anonymous | allocated and written to; budgets count this kind |
+| file-backed | pages of mapped files, which the system drops and reads again as it likes |
+| device | tensors of torch on each CUDA device |
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 import torch
@@ -44,14 +43,14 @@ __all__ = [
 
 
 class MemoryBudgetError(CannotRunError):
-    """A step that would take the process above its memory budget; nothing was allocated for it yet.
+    """A step that would break the memory budget; nothing was allocated for it yet.
 
     Args:
-        purpose: What the memory is for, as in "reading layer 7".
-        needed_bytes: How much more it takes.
-        in_use_bytes: The process's anonymous memory now.
-        promised_bytes: What is reserved and not filled yet.
-        limit_bytes: The budget.
+        purpose: Purpose of the memory, as in "reading layer 7".
+        needed_bytes: Bytes that the step needs.
+        in_use_bytes: Anonymous memory of the process now.
+        promised_bytes: Bytes that are reserved and not filled yet.
+        limit_bytes: Limit of the budget.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class MemoryBudgetError(CannotRunError):
 
 
 def available_bytes(*, root: Path = Path("/")) -> int:
-    """Return the bytes that this process can still take without swapping: the machine's, or its cgroup's if less.
+    """Return the bytes that this process can still take without swapping, within the machine and its cgroup.
 
     Args:
-        root: Where `proc` and `sys` lie.
+        root: Folder of `proc` and `sys`.
     """
     available = psutil.virtual_memory().available
     headroom = cgroup_headroom_bytes(root=root)
@@ -90,7 +89,7 @@ def available_bytes(*, root: Path = Path("/")) -> int:
 
 
 class MemoryTracker:
-    """Records this process's memory: labelled snapshots, and the peaks between them.
+    """A record of this process's memory: labelled snapshots, and the peaks between them.
 
         with MemoryTracker() as tracker:
             tracker.snapshot("start")
@@ -98,12 +97,11 @@ class MemoryTracker:
             tracker.snapshot("loaded")
         print(tracker.summary())
 
-    It prints nothing: texts and values go to the caller. While it is started, a thread samples the host's memory, so
-    that a peak between two snapshots counts. A peak shorter than `interval_s`, or within one call that holds Python's
-    lock, may be missed. Without `start`, only the snapshots count.
+    A thread samples the host's memory between `start` and `stop`, so that peaks between snapshots count. Peaks shorter
+    than `interval_s`, or within a call that holds Python's lock, may be missed. Without `start` only snapshots count.
 
     Args:
-        interval_s: Seconds between samples; at a hundred a second they take one or two percent of a core.
+        interval_s: Seconds between samples. A hundred samples a second take one or two percent of a core.
     """
 
     def __init__(self, *, interval_s: float = 0.01) -> None:
@@ -123,16 +121,11 @@ class MemoryTracker:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
-        """Begin to sample; does nothing where it samples already. Resets torch's peak counters of every device."""
+        """Begin to sample, unless sampling already. Torch's peak counters of all devices are reset."""
         if self._sampler is not None:
             return
         if torch.cuda.is_initialized():
@@ -146,7 +139,7 @@ class MemoryTracker:
         self._sampler.start()
 
     def stop(self) -> None:
-        """Take a last sample and sample no more; snapshots and texts stay."""
+        """Take a last sample and end sampling; snapshots stay."""
         if self._sampler is None:
             return
         self._stopped.set()
@@ -155,7 +148,7 @@ class MemoryTracker:
         self._see(MemoryUsage.current())
 
     def snapshot(self, label: str) -> MemorySnapshot:
-        """Read the memory now, and remember it under `label`."""
+        """Read the memory now, and keep the reading under `label`."""
         usage = MemoryUsage.current()
         self._see(usage)
         with self._lock:
@@ -168,13 +161,13 @@ class MemoryTracker:
 
     @property
     def peak(self) -> MemoryPeak:
-        """The highest so far; after `stop`, what came later does not count unless a snapshot saw it."""
+        """The peak so far. After `stop` only snapshots raise it."""
         if self._sampler is not None or not self._was_sampled:
             self._see(MemoryUsage.current())
         return self._peak
 
     def get_current_usage(self) -> dict[str, int]:
-        """Return the memory now, in bytes: the process in all, its kinds, its devices, and what it could still take."""
+        """Return the memory now, in bytes: in all, by kind, on devices, and still available."""
         usage = MemoryUsage.current()
         return {
             "ram_bytes": usage.resident_bytes,
@@ -212,10 +205,10 @@ class MemoryTracker:
 
 
 class MemoryBudget:
-    """A limit on this process's anonymous memory, imports included, that is asked before memory is taken.
+    """A limit on this process's anonymous memory, imports included, to check before memory is taken.
 
-    Memory that was allocated but never written to is not resident, and no reading shows it. Who allocates first
-    and fills later, or beside other threads, reserves it: a reservation counts until it is filled or released.
+    Allocated memory shows in no reading until it is written to. So reserve memory that is filled later, or by several
+    threads. A reservation counts until it is filled or released:
 
         with budget.reserve(layer_bytes, "reading layer 7") as reservation:
             storage = [torch.empty(...), ...]
@@ -223,10 +216,10 @@ class MemoryBudget:
                 fill(tensor)
                 reservation.touched(tensor.nbytes)
 
-    Memory that is reused, being resident already, needs neither. Any thread may call.
+    Memory that is reused needs no check: it is resident already. Any thread may call.
 
     Args:
-        limit_bytes: The most anonymous memory the process may hold, swapped out or not; None for no limit.
+        limit_bytes: Limit on the process's anonymous memory, swapped out or not; None for no limit.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -234,7 +227,7 @@ class MemoryBudget:
             raise ValueError(f"a memory budget must be positive, not {limit_bytes}")
         self.limit_bytes = limit_bytes
         self._promised_bytes = 0
-        # Entered again where collecting garbage releases a reservation.
+        # Reentrant: collecting garbage may release a reservation.
         self._lock = threading.RLock()
 
     @classmethod
@@ -244,33 +237,33 @@ class MemoryBudget:
 
     @property
     def left_bytes(self) -> int | None:
-        """Return the bytes that could be reserved now; None where there is no limit."""
+        """Bytes that could be reserved now; None without a limit."""
         if self.limit_bytes is None:
             return None
         with self._lock:
             return max(self.limit_bytes - _unreclaimable_bytes() - self._promised_bytes, 0)
 
     def require(self, num_bytes: int, purpose: str) -> None:
-        """Check that `num_bytes` more fit, for memory that is allocated and filled at once.
+        """Raise unless `num_bytes` more fit, for memory that is allocated and filled at once.
 
         Args:
-            num_bytes: How much more is about to be taken.
-            purpose: What for, as in "reading layer 7": it begins the error's sentence.
+            num_bytes: Bytes about to be taken.
+            purpose: Purpose of the memory, as in "reading layer 7"; begins the error's sentence.
 
         Raises:
-            MemoryBudgetError: They do not fit.
+            MemoryBudgetError: The bytes do not fit.
         """
         with self._lock:
             self._verify(num_bytes, purpose)
 
     def reserve(self, num_bytes: int, purpose: str) -> Reservation:
-        """Hold `num_bytes` for memory that is about to be filled, whoever else asks meanwhile.
+        """Reserve `num_bytes` for memory that is about to be filled.
 
         Returns:
-            What ends by `release`, or with the block that it opens.
+            The reservation, which ends by `release`, or with its `with` block.
 
         Raises:
-            MemoryBudgetError: They do not fit.
+            MemoryBudgetError: The bytes do not fit.
         """
         with self._lock:
             self._verify(num_bytes, purpose)
@@ -279,14 +272,14 @@ class MemoryBudget:
 
     def _verify(self, num_bytes: int, purpose: str) -> None:
         if num_bytes < 0:
-            raise ValueError(f"{purpose}: a need of {num_bytes} bytes is none")
+            raise ValueError(f"{purpose}: {num_bytes} bytes cannot be reserved")
         left_bytes = self.left_bytes
         if left_bytes is None or num_bytes <= left_bytes:
             return
-        # What was freed may still stand against the process: garbage, and pages that the allocator keeps.
+        # Freed memory may still count: garbage, and pages that the allocator keeps.
         give_back_freed_memory()
         in_use_bytes = _unreclaimable_bytes()
-        assert self.limit_bytes is not None, "no limit leaves nothing to verify"
+        assert self.limit_bytes is not None, "there is a limit here"
         if in_use_bytes + self._promised_bytes + num_bytes > self.limit_bytes:
             raise MemoryBudgetError(
                 purpose,
@@ -302,7 +295,7 @@ class MemoryBudget:
 
 
 class Reservation:
-    """Memory that a budget holds for someone who has not filled it yet; `MemoryBudget.reserve` makes it."""
+    """Memory that is reserved and not filled yet; `MemoryBudget.reserve` makes it."""
 
     def __init__(self, num_bytes: int, *, take_back: Callable[[int], None]) -> None:
         self._left_bytes = num_bytes
@@ -312,23 +305,18 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def touched(self, num_bytes: int) -> None:
-        """Say that `num_bytes` more are filled: from now on readings show them, and they would count twice."""
+        """Give back `num_bytes` that are filled: readings show them from now on."""
         with self._lock:
             done = min(num_bytes, self._left_bytes)
             self._left_bytes -= done
         self._take_back(done)
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """End the reservation."""
         self.touched(self._left_bytes)
 
 
@@ -338,16 +326,16 @@ def _unreclaimable_bytes() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Collect garbage, and give the system the pages that the allocator keeps of what was freed."""
+    """Collect garbage, and return freed pages to the system."""
     gc.collect()
     give_back_freed_pages()
 
 
 def give_back_freed_pages() -> None:
-    """Give the system the pages that the allocator keeps of what was freed: less than a millisecond, mostly."""
+    """Return freed pages, which the allocator keeps, to the system; mostly in less than a millisecond."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        # Only glibc has it.
+        # Only glibc has malloc_trim.
         if trim is not None:
             trim(0)
 

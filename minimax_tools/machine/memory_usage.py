@@ -1,4 +1,4 @@
-"""Memory of a process: a reading, a labelled one, the highest of many, and their wording."""
+"""Readings of this process's memory: single, labelled, the peak of many, and their wording."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _LABEL_CELLS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsage:
-    """Memory that this process holds at one moment, in bytes.
+    """Memory of this process at one moment, in bytes.
 
-    On Linux the numbers are the kernel's own. Elsewhere the system does not tell the kinds apart: then
-    `are_kinds_known` is False, `anonymous_bytes` is all resident memory, and so too high rather than too low.
+    Linux tells the kinds apart. On other systems `are_kinds_known` is False, and `anonymous_bytes` is all resident
+    memory: too high rather than too low.
 
     Args:
-        anonymous_bytes: Memory that was allocated and written to, without what is swapped out.
+        anonymous_bytes: Memory that was allocated and written to, swapped pages not counted.
         file_bytes: Resident pages of mapped files.
         shared_bytes: Resident shared memory, as of tensors that several processes share.
         swapped_bytes: Anonymous memory that is swapped out.
-        most_resident_bytes: The most that was resident at once since the process began; None if unknown.
-        device_bytes: What torch holds in tensors by CUDA device, as `cuda:0`; empty until this process uses CUDA.
-        most_device_bytes: The most that was, since the process began or torch's counters were reset.
-        are_kinds_known: Whether the first three are told apart.
+        most_resident_bytes: Peak of resident memory since the process began; None if unknown.
+        device_bytes: Bytes of torch's tensors by CUDA device, as `cuda:0`; empty until this process uses CUDA.
+        most_device_bytes: Peak of `device_bytes` since the process began or torch's counters were reset.
+        are_kinds_known: Whether the first three kinds are told apart.
     """
 
     anonymous_bytes: int
@@ -51,7 +51,7 @@ class MemoryUsage:
     @classmethod
     def current(cls) -> MemoryUsage:
         """Read this process's memory, on the host and on every device."""
-        # Asking a device for its memory would set CUDA up, which takes hundreds of megabytes.
+        # A reading would initialise CUDA, which takes hundreds of megabytes.
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
         return replace(
             cls.on_host(),
@@ -72,7 +72,7 @@ class MemoryUsage:
         """Read the text of Linux's `/proc/PID/status`.
 
         Raises:
-            KeyError: It does not tell the kinds apart: some sandboxes stand in for Linux with less.
+            KeyError: The text does not tell the kinds apart, as in some sandboxes.
         """
         found = {key: int(number) * 1024 for key, number in _STATUS_LINE.findall(status)}
         return cls(
@@ -85,7 +85,7 @@ class MemoryUsage:
 
     @classmethod
     def undivided(cls) -> MemoryUsage:
-        """Read this process's resident memory as a whole, on systems without /proc."""
+        """Read all resident memory as one kind, on systems without /proc."""
         return cls(anonymous_bytes=psutil.Process().memory_info().rss, are_kinds_known=False)
 
     @property
@@ -95,16 +95,16 @@ class MemoryUsage:
 
     @property
     def all_devices_bytes(self) -> int:
-        """The devices' sum."""
+        """Bytes on all devices."""
         return sum(self.device_bytes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
-    """The most that a process held while a `MemoryTracker` watched: each number at its own moment, in bytes.
+    """Peaks of a process's memory, in bytes, each at its own moment.
 
-    `resident_bytes` and `device_bytes` are exact where they were the highest so far, since the kernel and torch
-    keep count; the other two are the highest that a sample saw.
+    The kernel and torch count the peaks of `resident_bytes` and `device_bytes`, so new peaks are exact. The other two
+    are the highest samples.
     """
 
     anonymous_bytes: int = 0
@@ -117,11 +117,11 @@ class MemoryPeak:
 
     @property
     def all_devices_bytes(self) -> int:
-        """The sum of the devices' peaks, which need not have come at one moment."""
+        """Sum of the devices' peaks, which may lie at different moments."""
         return sum(self.device_bytes.values())
 
     def raised_by(self, usage: MemoryUsage, *, since: MemoryUsage) -> MemoryPeak:
-        """Return the highest of this peak, of `usage`, and of its counters after `since`."""
+        """Return this peak raised by a reading, and by its counters where they rose after `since`."""
         return MemoryPeak(
             anonymous_bytes=max(self.anonymous_bytes, usage.anonymous_bytes),
             file_bytes=max(self.file_bytes, usage.file_bytes),
@@ -147,9 +147,9 @@ class MemorySnapshot:
     """A labelled reading.
 
     Args:
-        label: What had just happened.
-        usage: The reading.
-        peak_anonymous_bytes: The most anonymous memory that was seen since the snapshot before, or the start.
+        label: Name of the moment.
+        usage: Reading at that moment.
+        peak_anonymous_bytes: Peak of anonymous memory since the snapshot before, or the start.
     """
 
     label: str
@@ -158,7 +158,7 @@ class MemorySnapshot:
 
 
 def word_change(label: str, before: MemoryUsage, after: MemoryUsage) -> str:
-    """`after` under its label, and by how much it differs from `before`, in a few lines."""
+    """Describe the reading `after`, and its change from `before`, in a few lines."""
     lines = [
         f"Memory: {label}",
         f"  RAM: {_change(before.resident_bytes, after.resident_bytes)}",
@@ -173,7 +173,7 @@ def word_change(label: str, before: MemoryUsage, after: MemoryUsage) -> str:
 
 
 def word_summary(peak: MemoryPeak, snapshots: Sequence[MemorySnapshot], *, notes: Sequence[str]) -> str:
-    """Describe the peaks, their caveats, and each snapshot on a line."""
+    """Describe the peaks, and each snapshot on a line; `notes` tell what was not seen."""
     devices = "".join(f", {device} {_gb(num_bytes)}" for device, num_bytes in peak.device_bytes.items())
     lines = [
         "=== Memory Usage Summary ===",
@@ -191,7 +191,7 @@ def word_summary(peak: MemoryPeak, snapshots: Sequence[MemorySnapshot], *, notes
 
 def _timeline_line(snapshot: MemorySnapshot, *, cells: int) -> str:
     usage = snapshot.usage
-    # By cells, since a Chinese character takes two.
+    # By terminal cells: a Chinese character takes two.
     label = snapshot.label + " " * (cells - cell_len(snapshot.label))
     columns = {"RAM": usage.resident_bytes, "GPU": usage.all_devices_bytes}
     if usage.are_kinds_known:
@@ -209,5 +209,5 @@ def _gb(num_bytes: int) -> str:
 
 
 def _if_risen(counted: int | None, before: int | None) -> int:
-    """Return a counter's maximum where it rose since an earlier reading; else the maximum is older."""
+    """Return a peak counter if it rose since an earlier reading, else 0: the peak is older."""
     return counted if counted is not None and counted > (before or 0) else 0

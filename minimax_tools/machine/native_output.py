@@ -1,4 +1,4 @@
-"""Output that is no result: what libraries and ports write to standard output, kept from where results belong."""
+"""Standard output kept free of what libraries and ports print, because results go there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 
 @contextmanager
 def native_output_dropped() -> Iterator[None]:
-    """Drop what reaches standard output in the block: gloo greets its peers there; its errors are exceptions."""
+    """Drop standard output in the block. gloo prints greetings there; its errors are exceptions."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -24,7 +24,7 @@ def native_output_dropped() -> Iterator[None]:
 
 @contextmanager
 def output_set_aside() -> Iterator[None]:
-    """Send to standard error what reaches standard output in the block: a port prints, a compiler tells of itself."""
+    """Redirect standard output to standard error in the block, for what ports and compilers print."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

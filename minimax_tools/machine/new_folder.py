@@ -1,4 +1,4 @@
-"""A folder that is written whole or not at all: to a temporary sibling first, which takes its name at the end."""
+"""Folders that are written whole or not at all: to a temporary sibling first, which takes their name at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from minimax_tools.errors import CheckpointError, UsageError
 
-# The disk, a quota or a limit on files is used up.
+# The disk, a quota or a limit on the file size is used up.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -22,18 +22,18 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
     """Yield an empty folder, which becomes `output` if the block ends well and is removed if not.
 
-    Until then it is `.NAME.partial-…` beside it. What a killed process left under such a name is removed first.
+    Until then its name is `.NAME.partial-…`. Such folders of killed processes are removed first.
 
     Args:
-        output: A folder that does not exist yet or is empty.
-        size_bytes: What will be written to it.
-        remedy: What to do where there is no room for it.
+        output: A folder that is absent or empty.
+        size_bytes: Bytes that will be written to it.
+        remedy: Next step of the error if the disk is too small.
 
     Raises:
-        UsageError: `output` holds something.
-        CheckpointError: There is no room, or the folder cannot be written.
+        UsageError: `output` is not empty.
+        CheckpointError: The disk is too small, or the folder cannot be written.
     """
-    # Where it is a link to an empty folder, that folder is replaced.
+    # If it is a link to an empty folder, that folder is replaced.
     output = output.resolve()
     refuse_occupied(output)
     partial = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -57,7 +57,7 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
 
 
 def refuse_occupied(output: Path) -> None:
-    """Check that a folder may be written there.
+    """Raise unless `output` is absent or an empty folder.
 
     Raises:
         UsageError: Something is there.
@@ -71,7 +71,7 @@ def refuse_occupied(output: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """See that a file's data, or a folder's entries, are on the disk.
+    """Flush a file's data, or a folder's entries, to the disk.
 
     Raises:
         OSError: They cannot be written.
@@ -85,10 +85,10 @@ def sync_path(path: Path) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Lock a folder while the block lasts: the system lets go of it even where this process is killed.
+    """Lock a folder in the block; the system releases the lock even if this process is killed.
 
     Raises:
-        BlockingIOError: Another process holds it.
+        BlockingIOError: Another process holds the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -104,7 +104,7 @@ def _remove_abandoned(output: Path) -> None:
             with held(partial):
                 shutil.rmtree(partial)
         except OSError:
-            # Somebody writes it, or may remove it: nothing that is in the way here.
+            # Another process writes or removes it: it is not in the way here.
             continue
 
 

@@ -1,4 +1,4 @@
-"""Sizes of memory and files, read and worded: `12GB` is 12 · 10⁹ bytes, `12GiB` is 12 · 2³⁰."""
+"""Sizes in bytes, read from and written as text: `12GB` is 12 · 10⁹ bytes, `12GiB` is 12 · 2³⁰."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def parse_size(text: str) -> int:
     """Return the whole bytes of a size such as `12GB`, `40 GiB` or `1.5TB`, in any case.
 
     Raises:
-        ValueError: `text` is no number with a unit. A bare number is refused: nobody can tell what 12 counts.
+        ValueError: `text` is not a number with a unit. A bare number is refused: its unit would be a guess.
     """
     size = _SIZE.fullmatch(text.strip())
     if size is None:
         raise ValueError(
-            f"{text!r} is no size: expected a number and a unit, for example 500MB, 2GB or 64MiB"
+            f"{text!r} is not a size: expected a number and a unit, for example 500MB, 2GB or 64MiB"
         )
     return int(Fraction(size[1]) * _UNITS[size[2].upper()])
 
 
 def word_size(num_bytes: int) -> str:
-    """Bytes in words, in the largest decimal unit that leaves at least one of it: `12.3 GB`, `999 B`."""
+    """Write bytes as text, in the largest decimal unit that gives at least 1: `12.3 GB`, `999 B`."""
     value, unit = float(num_bytes), _DECIMAL[0]
     for unit in _DECIMAL:
-        # Judged as it will be printed: 999.96 MB is 1.0 GB, not 1000.0 MB.
+        # Rounded as it is printed: 999.96 MB is 1.0 GB, not 1000.0 MB.
         if abs(round(value, 1)) < 1000 or unit == _DECIMAL[-1]:
             break
         value /= 1000

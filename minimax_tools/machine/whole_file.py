@@ -1,13 +1,24 @@
-"""A text file that is there whole or not at all: it is written beside its place, and takes it at the end."""
+"""Files that are written whole or not at all: to a temporary sibling first, which takes their name at the end."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from safetensors import SafetensorError
+
+from minimax_tools.errors import CaptureError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_TEMPORARY = re.compile(r"\..+\.(safetensors|json)(\.[0-9a-f]{8})?\.tmp")
 
 
 @contextmanager
@@ -19,9 +30,9 @@ def whole_file(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
         newline: As for `open`.
 
     Raises:
-        OSError: It cannot be written; what was at `path` is there still.
+        OSError: The file cannot be written; a file that was at `path` is still there.
     """
-    # Two threads of two processes may write the same file.
+    # Threads of several processes may write the same file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline=newline) as file:
@@ -29,3 +40,62 @@ def whole_file(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of a capture's file, which takes its place once the block has ended well.
+
+    Raises:
+        CaptureError: The disk is full, or cannot be written to.
+    """
+    # The random part keeps apart two runs that write the same file, one of them left over.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        yield temporary
+        # safetensors writes files that only their owner may read; captures travel between people.
+        temporary.chmod(mode)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Remove the files that a killed run was writing in `directory`."""
+    for path in directory.iterdir():
+        if is_temporary(path):
+            path.unlink()
+
+
+def is_temporary(path: Path) -> bool:
+    """Decide whether a file is a temporary one of `replacing`, which a killed run leaves behind."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def _unwritable(path: Path, error: Exception) -> CaptureError:
+    if _errno(error) not in _FULL:
+        return CaptureError(
+            f"cannot write {path}",
+            found=str(error),
+            next_step="Mend the disk or its permissions, or choose another --output-dir.",
+        )
+    free = shutil.disk_usage(path.parent).free
+    return CaptureError(
+        f"no space left to write {path}",
+        found=f"{free / 1e6:.1f} MB free",
+        next_step="Free some space and run the same command again: it resumes after the stored layers. "
+        "Or choose another --output-dir, or capture less (--sites layer, --noise-floor stats).",
+    )
+
+
+def _errno(error: Exception) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    # safetensors gives the number in its text only.
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return int(number[1]) if number else None

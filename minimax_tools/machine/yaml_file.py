@@ -1,4 +1,4 @@
-"""A YAML file that a user wrote, read as plain values; a key that stands twice is a mistake, not the last one's say."""
+"""A YAML file that a user wrote, read as plain values. A repeated key is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_yaml(path: Path) -> Any:
     """Read the value of a YAML file: dicts, lists, strings, numbers, booleans and None.
 
     Raises:
-        UsageError: The file cannot be read, is no YAML, or names a key twice.
+        UsageError: The file cannot be read, is not YAML, or names a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _find_twice(node: Any, *, seen: set[int]) -> Any:
-    """Return the first key that a mapping repeats; None where there is none."""
+    """Return the first key that a mapping repeats; None without one."""
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return None
     seen.add(id(node))

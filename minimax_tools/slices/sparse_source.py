@@ -20,11 +20,10 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CheckpointError
-from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.access import HubAccess, HubFile
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
 from minimax_tools.hub.ranges import HubRanges
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
-from minimax_tools.hub.transfer import HubFile
 from minimax_tools.machine.new_folder import held
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan

@@ -1,9 +1,13 @@
-"""A causal language model taken apart into bottom, trunk and top, each loaded, run and kept by itself.
+"""A causal language model split into bottom, trunk and top, each loaded, run and saved by itself.
 
-- `factory`: `ModelFactory`, which makes all three from a checkpoint's folder or a hub's id
-- `components`: `SplitModel`, one of them, as a module that runs
-- `parts` and `devices`: which layers belong to which, and where each goes
-- `part_loading`: from a checkpoint, by itself or out of the whole model; `shards`: the files it needs
-- `part_folder`: saved and loaded again; `tensor_file`: the file of its tensors; `seed_file`: older `.pt` files
-- `narration`: what a verbose run tells
+- `factory`: all three components from a checkpoint's folder or a hub id (`ModelFactory`)
+- `components`: a component as a module that runs (`SplitModel`)
+- `parts`: the decoder layers and the device of each component
+- `part_loading`: components from a checkpoint, one by itself or all out of the whole model
+- `part_folder`: the folder of a saved component; `seed_file`: `.pt` files of older tools
+- `shard_loader`: the shards and tensors that a component needs (`ShardLoader`)
+- `causal_part`: a component as transformers' model with stand-ins; `causal_model`: the whole model and its config
+- `anatomy`: the modules before, in and after the layers, found by running the model
+- `module_names` and `binding`: which stored tensor fills which parameter
+- `module_tree`: tensor names of an architecture, read from its tree of modules
 """

@@ -1,7 +1,7 @@
-"""Anatomy: a causal language model's layers, and what is called before and after them, found by running it.
+"""Anatomy of a causal language model: its layers, and the modules called before and after them.
 
-Every module that belongs to a part is replaced by a stand-in, and the model runs: hidden states must come out bit
-for bit as they went in, and the order of the calls tells what comes before the layers and what after.
+The model runs with a stand-in for every module that belongs to a part. Hidden states must come out bit for bit as they
+went in. The order of the calls tells which modules come before the layers and which after.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,23 +18,22 @@ from minimax_tools.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-from typing import Any
 
 _LAYER = "a layer"
 
 
 class PassThrough(nn.Module):
-    """Stands where a layer belongs to another part: gives back the hidden states it is given.
+    """Stand-in for a layer of another part: returns its hidden states unchanged.
 
     Args:
-        layer: The layer that it stands for.
-        in_tuple: Whether the model's loop expects them as the first of a tuple.
+        layer: Layer that it stands for.
+        in_tuple: Whether the model's loop expects a layer to return a tuple.
     """
 
     def __init__(self, layer: nn.Module, *, in_tuple: bool) -> None:
         super().__init__()
         self._in_tuple = in_tuple
-        # A model's own loop may ask a layer for its kind.
+        # The model's loop may read such attributes, as the kind of attention.
         for name, value in vars(layer).items():
             if isinstance(value, (str, int)) and not name.startswith("_"):
                 setattr(self, name, value)
@@ -42,23 +41,23 @@ class PassThrough(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """[B,S,H] to the same."""
+        """Return `hidden_states` [B,S,H]."""
         return (hidden_states, None) if self._in_tuple else hidden_states
 
 
 class AddsNothing(nn.Module):
-    """Stands where position embeddings belong to another part."""
+    """Stand-in for the position embeddings of another part."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """A number that leaves every other as it is when it is added; +0.0 would make 0.0 of -0.0."""
+        """Return -0.0, which changes no number when it is added; +0.0 would turn -0.0 into 0.0."""
         return torch.tensor(-0.0)
 
 
 class Elsewhere(nn.Module):
-    """Stands where a module belongs to another part and nobody calls it."""
+    """Stand-in for a module of another part that is never called."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Refuse.
+        """Raise, always.
 
         Raises:
             RuntimeError: Always.
@@ -68,16 +67,16 @@ class Elsewhere(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """A model's own modules, by where they lie.
+    """Modules of a model by their place: layers, modules around the layers, head.
 
     Args:
-        model: The model that they were taken from.
-        decoder: What runs the layers.
-        stack: Its list of them, by which it calls them.
-        layers: The layers.
-        around: The decoder's other modules that hold tensors or drop some out, by name.
-        embedding: The name of the token embedding among them.
-        head: What the model applies after its decoder, by name.
+        model: Model that they belong to.
+        decoder: Module that runs the layers.
+        stack: List of layers that the decoder iterates over.
+        layers: Layers, as they were before stand-ins took their place.
+        around: Other modules of the decoder that hold tensors or apply dropout, by name.
+        embedding: Name of the token embedding in `around`.
+        head: Modules that the model applies after its decoder, by name.
     """
 
     model: PreTrainedModel
@@ -90,10 +89,10 @@ class Anatomy:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Anatomy:
-        """Find the parts of a model; nothing in it changes.
+        """Find the modules of a model, which stays as it is.
 
         Raises:
-            CheckpointError: It has no list of its layers with a token embedding beside it.
+            CheckpointError: The model lacks a list of its layers with a token embedding beside it.
         """
         decoder = model.get_decoder()
         children = dict(decoder.named_children())
@@ -103,7 +102,7 @@ class Anatomy:
             if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers
         ]
         if len(stacks) != 1:
-            raise _indivisible(model, expected="one list of its layers", found=f"{len(stacks)} of them")
+            raise _indivisible(model, expected="one list of its layers", found=f"{len(stacks)} lists")
         around = {
             name: child
             for name, child in children.items()
@@ -127,22 +126,22 @@ class Anatomy:
         """Put stand-ins everywhere, and check that hidden states come out bit for bit as they went in.
 
         Returns:
-            The names of what the decoder calls before its layers, and of what it calls after them.
+            Names of the modules that the decoder calls before its layers, and after them.
 
         Raises:
-            CheckpointError: Hidden states change outside the layers, or something is called among them.
+            CheckpointError: Hidden states change outside the layers, or another module is called between layers.
         """
         self._empty(in_tuple=False)
         compute_buffers(self.model, torch.device("cpu"))
         try:
             return self._trace(dtype)
         except CheckpointError:
-            # Some loops take a layer's output out of a tuple.
+            # In some models a layer returns a tuple.
             self._empty(in_tuple=True)
             return self._trace(dtype)
 
     def put_back(self, layers: range, names: tuple[str, ...]) -> None:
-        """Restore these layers, and what lies around the layers under these names."""
+        """Restore these layers, and the modules around the layers that have these names."""
         for number in layers:
             self.stack[number] = self.layers[number]
         for name in names:
@@ -180,24 +179,24 @@ class Anatomy:
         return self._around_layers([name for name in calls if name == _LAYER or name in self.around])
 
     def _around_layers(self, calls: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names in `around` of what was called before the layers, and after them."""
+        """Return the names in `around` that were called before the layers, and after them."""
         start = calls.index(_LAYER) if _LAYER in calls else len(calls)
         stop = start + len(self.layers)
-        # Where hidden states are given, the token embedding is not called.
+        # The trace starts from hidden states, so the token embedding is not called.
         before, after = {self.embedding, *calls[:start]}, set(calls[stop:])
         strays = set(self.around) - before - after
         if calls[start:stop] != [_LAYER] * len(self.layers) or before & after or strays:
             raise _indivisible(
                 self.model,
                 expected="every module to be called before its layers or after them",
-                found=", ".join(sorted(strays | before & after)) or "calls among them",
+                found=", ".join(sorted(strays | before & after)) or "calls between layers",
             )
         return tuple(sorted(before)), tuple(sorted(after))
 
 
 @contextlib.contextmanager
 def _recording_calls(decoder: nn.Module, stack: nn.ModuleList) -> Iterator[list[str]]:
-    """The names of the decoder's modules as it calls them while the block lasts; a layer is `_LAYER`."""
+    """Record the names of the decoder's modules as it calls them in the block; a layer is `_LAYER`."""
     calls: list[str] = []
 
     def record(name: str) -> Callable[..., None]:
@@ -214,7 +213,7 @@ def _recording_calls(decoder: nn.Module, stack: nn.ModuleList) -> Iterator[list[
 
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Put buffers that no checkpoint holds on `device`, with the values that transformers gives them."""
+    """Compute the buffers that no checkpoint holds, as transformers does, and put them on `device`."""
     modules = {name.rpartition(".")[0] for name, buffer in model.named_non_persistent_buffers()}
     for name in modules:
         module = model.get_submodule(name)

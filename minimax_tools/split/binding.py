@@ -1,4 +1,4 @@
-"""Binding: which tensor of a checkpoint fills which parameter of a module, planned before any data is read."""
+"""Plan of which stored tensor fills which parameter of a module, made before any data is read."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from minimax_tools.split.module_names import SCALE_ENDING, ModuleNames, Paramete
 
 
 class TensorFacts(Protocol):
-    """What a plan needs to know of a stored tensor."""
+    """Dtype and shape of a stored tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its stored dtype."""
+        """Stored dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Stored shape."""
 
 
 class TensorSource(Protocol):
-    """What fills tensors: a reader of a checkpoint, or a mapping of tensors (see `MappedTensors`)."""
+    """A source of stored tensors, such as a reader of a checkpoint."""
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, of the stored shape and dtype."""
+        """Fill `out`, which has the stored shape and dtype."""
 
     def read_weight_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, of the stored shape and any float dtype, FP8 already times its scales."""
+        """Fill `out`, which has the stored shape and any float dtype; FP8 is dequantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """The plan: every slot, and the stored tensor that fills each of its places."""
+    """A plan: the slots, and the stored tensor that fills each of their places."""
 
     slots: Mapping[str, Slot] = field(repr=False)
     sources: Mapping[ParameterPlace, str] = field(repr=False)
 
     @property
     def size_bytes(self) -> int:
-        """What all slots take once they are filled."""
+        """Bytes of all slots, once they are filled."""
         return sum(slot.size_bytes for slot in self.slots.values())
 
     @property
     def num_tensors(self) -> int:
-        """How many stored tensors are read, scales not counted."""
+        """Number of stored tensors that are read, scales not counted."""
         return len(self.sources)
 
     def fill(
@@ -64,19 +64,22 @@ class Binding:
         device: torch.device,
         report: Callable[[int], None] = lambda num_bytes: None,
     ) -> dict[str, torch.Tensor]:
-        """The slots' tensors on `device`, each allocated once and filled place by place by as many threads as cores.
+        """Allocate every slot on `device`, and fill it place by place with one thread per core.
 
-        Beside them at most one stored tensor for each thread is in memory.
+        Besides the slots, each thread holds at most one stored tensor in memory.
 
         Args:
-            source: What was planned on; it is asked from several threads.
-            device: Where the tensors go.
-            report: Told the bytes of every place as it is filled, by any thread.
+            source: Source of the planned tensors; several threads call it.
+            device: Device of the slots.
+            report: Called from any thread with the bytes of each place that was filled.
+
+        Returns:
+            The filled tensors by slot name.
 
         Raises:
             CheckpointError: A tensor cannot be read.
         """
-        # Untouched memory is no memory yet: it is taken as the threads fill it.
+        # torch.empty takes no memory yet: pages are taken as the threads fill them.
         filled = {
             slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=device)
             for slot in self.slots.values()
@@ -95,7 +98,7 @@ class Binding:
                 for _ in pool.map(fill_one, self.sources):
                     pass
             finally:
-                # An error ends the work that waits.
+                # After an error the waiting places are not filled.
                 pool.shutdown(cancel_futures=True)
         return filled
 
@@ -111,16 +114,15 @@ def plan_binding(
     """Match a component's slots with a checkpoint's tensors, by their headers alone.
 
     Args:
-        slots: What has to be filled, by name.
-        stored: Every tensor of the checkpoint (or of the shards at hand) by its full name, in the order in
-            which they are to be read.
-        names: How the model's names relate to the checkpoint's.
-        layers: The component's layers: a tensor of theirs that the model has no place for is a fault.
-        where: What the checkpoint is called in messages.
+        slots: Slots to fill, by name.
+        stored: Tensors of the checkpoint (or of the open shards) by full name, in the order of reading.
+        names: Relation of the model's names to the checkpoint's.
+        layers: Layers of the component. A stored tensor of these layers that the model lacks is a fault.
+        where: Place of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: Listing every fault at once: a slot that nothing fills or two tensors would fill, a
-            shape or dtype that does not fit, FP8 without its scales, a tensor left over.
+        CheckpointError: A slot has no tensor or two, a shape or dtype does not fit, FP8 lacks its scales, or a
+            tensor is left over. The message lists all faults.
     """
     found: dict[ParameterPlace, str] = {}
     faults: list[str] = []
@@ -148,27 +150,12 @@ def plan_binding(
 
 
 def unfit_checkpoint(where: Path, faults: list[str]) -> CheckpointError:
-    """The error that lists in what the tensors at `where` differ from the model that its config.json describes."""
+    """Build the error for tensors at `where` that do not fit their config.json."""
     return CheckpointError(
         f"the tensors at {where} are not the model that its config.json describes",
         found=list_faults(faults),
-        next_step="Check that config.json belongs to these files, and fetch what is missing.",
+        next_step="Check that config.json belongs to these files, and fetch the missing files.",
     )
-
-
-class MappedTensors:
-    """Tensors that are in memory already, read as a checkpoint is."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy the tensor to `out`."""
-        out.copy_(self._tensors[name])
-
-    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy the tensor to `out`, cast to its dtype."""
-        out.copy_(self._tensors[name])
 
 
 def _fill_slot(

@@ -1,6 +1,6 @@
-"""transformers' causal language models of any architecture: their config, and the whole model loaded its own way.
+"""Configs of transformers' causal language models, and the whole model as transformers loads it.
 
-`transformers` is imported inside the functions: this file imports on a host without it.
+`transformers` is imported inside the functions, because a host may lack it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     CausalConfig: TypeAlias = PreTrainedConfig
     CausalModel: TypeAlias = PreTrainedModel
 
-# What reading a checkpoint's files can raise on its way through transformers.
+# Errors that transformers raises on damaged or unknown files.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """What a model computes with; None stands for transformers' own choice.
+    """Dtype and kernels of a model; None means transformers' choice.
 
     Args:
-        dtype: Of weights and activations; a MiniMax-M2's router stays float32.
-        attn: transformers' attention implementation.
-        experts: transformers' experts implementation.
+        dtype: Dtype of weights and activations; the router of a MiniMax-M2 stays float32.
+        attn: Attention implementation of transformers.
+        experts: Experts implementation of transformers.
     """
 
     dtype: torch.dtype
@@ -44,17 +44,17 @@ class Implementation:
     experts: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of transformers' `from_config` and `from_pretrained`."""
+        """Return the arguments for transformers' `from_config` and `from_pretrained`."""
         given = {"attn_implementation": self.attn, "experts_implementation": self.experts}
         return {"dtype": self.dtype, **{name: value for name, value in given.items() if value is not None}}
 
 
 def read_causal_config(folder: Path) -> PreTrainedConfig:
-    """transformers' config of a checkpoint's folder.
+    """Read the config of a checkpoint's folder with transformers.
 
     Raises:
-        CheckpointError: config.json is missing, or transformers does not know what it describes, or the weights
-            are quantised in a way that mm2 does not undo.
+        CheckpointError: config.json is missing, transformers does not know the model, or the weights are quantised
+            in a way that mm2 cannot dequantise.
     """
     from transformers import AutoConfig
 
@@ -64,7 +64,7 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(
             f"{folder / 'config.json'} cannot be used",
             found=f"{type(error).__name__}: {error}",
-            next_step="Check the path; a model that needs code of its own repository is not run here.",
+            next_step="Check the path. Models that need code from their repository are not run.",
         ) from error
     method = _quantization(config).get("quant_method", "fp8")
     if method != "fp8":
@@ -78,14 +78,14 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
 
 
 def make_causal_config(values: Mapping[str, Any], *, where: Path) -> PreTrainedConfig:
-    """transformers' config with the values of a config.json that lies elsewhere.
+    """Make transformers' config from the values of a config.json.
 
     Args:
-        values: The keys of config.json.
-        where: What the source is called in messages.
+        values: Keys and values of config.json.
+        where: Source of the values, for messages.
 
     Raises:
-        CheckpointError: transformers does not know what they describe.
+        CheckpointError: transformers does not know the model.
     """
     from transformers import AutoConfig
 
@@ -100,23 +100,23 @@ def make_causal_config(values: Mapping[str, Any], *, where: Path) -> PreTrainedC
 
 
 def is_quantised(config: PreTrainedConfig) -> bool:
-    """Whether the checkpoint's weights are FP8."""
+    """Decide whether the checkpoint's weights are FP8."""
     return bool(_quantization(config))
 
 
 def load_whole(
     folder: Path, config: PreTrainedConfig, *, implementation: Implementation, show_progress: bool
 ) -> PreTrainedModel:
-    """The whole model on the CPU as transformers loads it, FP8 dequantised.
+    """Load the whole model on the CPU with transformers, FP8 dequantised.
 
     Args:
-        folder: The checkpoint.
-        config: Its config; it is not changed.
-        implementation: What the model computes with.
-        show_progress: Whether transformers' own progress bar appears.
+        folder: Folder of the checkpoint.
+        config: Config of the checkpoint; it is not changed.
+        implementation: Dtype and kernels of the model.
+        show_progress: Whether transformers shows its progress bar.
 
     Raises:
-        CheckpointError: transformers cannot load it, or would have to make up a weight, or leaves one over.
+        CheckpointError: transformers cannot load the model, or a weight is missing or left over.
     """
     from transformers import AutoModelForCausalLM
 
@@ -150,7 +150,7 @@ def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _dequantising(config: PreTrainedConfig) -> dict[str, Any]:
-    """On a GPU of capability 8.9 or more an FP8 checkpoint would otherwise run FP8 matmuls."""
+    """Return the argument that dequantises FP8: GPUs of capability 8.9 or more would run FP8 matmuls."""
     stored = _quantization(config)
     if not stored:
         return {}

@@ -11,22 +11,22 @@ import torch
 from torch import nn
 
 from minimax_tools.machine.size import word_size
-from minimax_tools.split.devices import DeviceName
-from minimax_tools.split.part_folder import LoadedPart, read_part, write_part
-from minimax_tools.split.parts import Part
+from minimax_tools.split.causal_part import LoadedPart
+from minimax_tools.split.part_folder import read_part, write_part
+from minimax_tools.split.parts import DeviceName, Part
 from minimax_tools.split.seed_file import read_seed_file
 
 
 class SplitModel(nn.Module):
-    """One component of a split model; the three, called one after the other, are the whole model.
+    """A component of a split model. All three, called one after the other, are the whole model.
 
         hidden_states = bottom(input_ids, attention_mask)
         hidden_states = trunk(hidden_states, attention_mask)
         logits = top(hidden_states, attention_mask)
 
-    The logits are bit for bit those of transformers' whole model of the same dtype and implementations. Each takes
-    the whole mask and all positions; what it is given is moved to where it is. `model` is transformers' own, with
-    stand-ins where another component computes.
+    The logits are bit for bit those of transformers' whole model with the same dtype and implementations. Each
+    component takes the whole mask and all positions, and moves its inputs to its own device. `model` is transformers'
+    model, with stand-ins for the modules of other components.
     """
 
     def __init__(self, loaded: LoadedPart) -> None:
@@ -44,15 +44,16 @@ class SplitModel(nn.Module):
         """Run the component's layers.
 
         Args:
-            inputs: Token ids [B,S] for bottom; else the hidden states [B,S,H] that the component before gave.
-            attention_mask: [B,S], 1 for tokens and 0 for padding; all ones where absent.
-            position_ids: [B,S] or [1,S]; counted from 0 where absent, padding included.
+            inputs: Token ids [B,S] for bottom, else hidden states [B,S,H] of the component before.
+            attention_mask: [B,S], 1 for tokens and 0 for padding. Default: all ones.
+            position_ids: [B,S] or [1,S]. Default: counted from 0, padding included.
 
         Returns:
             Hidden states [B,S,H], or logits [B,S,V] from top, on the component's device.
 
         Raises:
-            ValueError: `inputs` is not what this component takes, or the mask or positions do not fit it.
+            ValueError: `inputs` has another dtype or shape than this component takes, or the mask or positions do not
+                fit it.
         """
         self._check(inputs, attention_mask, position_ids)
         moved = {
@@ -70,7 +71,7 @@ class SplitModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the component is."""
+        """Device of the component."""
         return next(self.model.parameters()).device
 
     @property
@@ -81,14 +82,14 @@ class SplitModel(nn.Module):
 
     @property
     def size_bytes(self) -> int:
-        """What its parameters and buffers take."""
+        """Bytes of the parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     def save(self, path: str | Path) -> None:
         """Save the component to the folder `path`: safetensors, config.json and component.json.
 
         Raises:
-            UsageError: Something other than a component lies there.
+            UsageError: The folder holds something other than a component.
             CheckpointError: The disk is full, or cannot be written to.
         """
         loaded = LoadedPart(model=self.model, part=self.part, implementation=self._implementation)
@@ -98,10 +99,10 @@ class SplitModel(nn.Module):
     def load(cls, path: str | Path, device: DeviceName = "cpu") -> SplitModel:
         """Load a component from the folder that `save` wrote, or from an older `.pt` file.
 
-        Nothing in a `.pt` file is called. Where `bottom.pt` does not exist but the folder `bottom` does, it is that.
+        Nothing in a `.pt` file is called. If `bottom.pt` does not exist, the folder `bottom` is loaded.
 
         Raises:
-            CheckpointError: Nothing is there, or it is damaged or no component.
+            CheckpointError: The path is missing, damaged, or not a component.
             MissingExtraError: transformers is missing.
         """
         place = Path(path).expanduser()

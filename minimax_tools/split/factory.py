@@ -1,9 +1,10 @@
-"""ModelFactory: bottom, trunk and top of a causal language model, from a folder or a hub's id."""
+"""A factory of split models: bottom, trunk and top, from a checkpoint's folder or a hub id."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,15 @@ from minimax_tools.machine.memory import MemoryBudget, MemoryTracker
 from minimax_tools.machine.size import parse_size
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, is_quantised, read_causal_config
+from minimax_tools.split.causal_part import LoadedPart
 from minimax_tools.split.components import SplitModel
-from minimax_tools.split.devices import DeviceName, choose_devices
-from minimax_tools.split.part_folder import LoadedPart, refuse_foreign
-from minimax_tools.split.part_loading import load_part, load_parts_of_whole
-from minimax_tools.split.parts import Part, Role, plan_parts
+from minimax_tools.split.part_folder import refuse_foreign
+from minimax_tools.split.part_loading import Weights, first_dtype, load_part, load_parts_of_whole
+from minimax_tools.split.parts import DeviceName, Part, Role, choose_devices, plan_parts
 from minimax_tools.split.shard_loader import ShardLoader
-from minimax_tools.split.shards import Weights, first_dtype
 
 if TYPE_CHECKING:
     from minimax_tools.split.causal_model import CausalConfig
-import sys
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ModelFactory:
-    """Makes split models."""
+    """A factory of split models."""
 
     @staticmethod
     def create_split_models(
@@ -55,32 +54,32 @@ class ModelFactory:
         experts_implementation: str | None = None,
         memory_budget: int | str | None = None,
     ) -> tuple[SplitModel, SplitModel, SplitModel]:
-        """Bottom, trunk and top of a model, ready for inference.
+        """Load bottom, trunk and top of a model, ready for inference.
 
         Args:
-            model_type: What config.json calls the architecture; another one is refused.
-            model_name_or_path: A checkpoint's folder, or a hub's id.
-            split_point_1: The first layer of the trunk: bottom has the embedding and the layers before.
-            split_point_2: The first layer of top, which has the rest, the final norm and the head.
-            device: Where they all go.
-            device_map: In place of `device`: `auto` (see `auto_device_map`), or a device for each of bottom,
-                trunk and top.
-            low_memory: Load the components one after the other, each from the shards it needs alone, straight
-                into its own memory. A model that is not sharded is loaded whole either way.
-            verbose: Tell on stderr what is loaded, how fast, and the memory after each component.
-            storage_path: Where `auto_save` saves: the folders bottom, trunk and top in it.
+            model_type: Architecture, which must be that of config.json.
+            model_name_or_path: Folder or hub id of the checkpoint.
+            split_point_1: First layer of trunk. Bottom has the embedding and the layers before it.
+            split_point_2: First layer of top, which also has the final norm and the head.
+            device: Device of all components.
+            device_map: `auto` (see `auto_device_map`), or a device for each of bottom, trunk and top. It takes the
+                place of `device`.
+            low_memory: Load the components one after the other, each from its own shards, straight into its own
+                memory. A model in one file is loaded whole.
+            verbose: Report on stderr what is loaded, how fast, and the memory after each component.
+            storage_path: Folder for `auto_save`, which makes the folders bottom, trunk and top in it.
             auto_save: Save each component as soon as it is loaded.
-            dtype: Of weights and activations; else the config's, the checkpoint's where the config has none, and
-                BF16 for FP8.
-            attn_implementation: transformers' attention implementation; else its own choice.
-            experts_implementation: transformers' experts implementation; else its own choice.
-            memory_budget: The most anonymous memory that the process may hold, in bytes or as `12GB`.
+            dtype: Dtype of weights and activations. Default: that of the config, else of the checkpoint; BF16 for
+                FP8.
+            attn_implementation: Attention implementation of transformers. Default: transformers' choice.
+            experts_implementation: Experts implementation of transformers. Default: transformers' choice.
+            memory_budget: Limit on the process's anonymous memory, in bytes or as `12GB`.
 
         Raises:
             UsageError: An argument is wrong, or contradicts config.json.
-            CheckpointError: The checkpoint is missing, damaged or not what config.json says, or cannot be split.
+            CheckpointError: The checkpoint is missing or damaged, contradicts config.json, or cannot be split.
             BackendError: A device is not on this machine.
-            MemoryBudgetError: What comes next would break the budget.
+            MemoryBudgetError: The next step would break the budget.
             MissingExtraError: transformers is missing.
         """
         require_golden_extra("a split model")
@@ -117,7 +116,7 @@ class _Request:
 
     @property
     def folders(self) -> Mapping[Role, Path]:
-        """Where each component is saved; empty where none is."""
+        """Folder of each component; empty unless components are saved."""
         return {} if self.storage is None else {role: self.storage / str(role) for role in Role}
 
 
@@ -129,7 +128,7 @@ def _load(
     implementation: Implementation,
 ) -> Iterator[LoadedPart]:
     is_sharded = ShardLoader.is_sharded_model(request.model)
-    # transformers would unpickle .bin files.
+    # transformers would unpickle .bin files, which may run code.
     if weights.are_pickled or (request.low_memory and is_sharded):
         for part in parts:
             yield load_part(
@@ -189,7 +188,7 @@ def _read_config(model: str, model_type: str) -> CausalConfig:
 
 
 def _choose_dtype(config: CausalConfig, weights: Weights) -> torch.dtype:
-    """As transformers would."""
+    """Choose the dtype as transformers does."""
     if is_quantised(config):
         return torch.bfloat16
     dtype = config.dtype
@@ -217,13 +216,10 @@ def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
         raise UsageError(f"memory_budget is {memory_budget!r}", found=str(error)) from error
 
 
-_PACKAGE = "minimax_tools"
-
-
 @contextlib.contextmanager
 def narrating(verbose: bool) -> Iterator[None]:
-    """While the block lasts, show the package's log messages on stderr; not again where they are shown already."""
-    logger = logging.getLogger(_PACKAGE)
+    """Show the package's log messages on stderr in the block, unless a handler shows them already."""
+    logger = logging.getLogger("minimax_tools")
     if not verbose or (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
         yield
         return
@@ -231,7 +227,7 @@ def narrating(verbose: bool) -> Iterator[None]:
     before = (logger.level, logger.propagate, list(logger.handlers))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
-    # Whoever listens further up would show every line again.
+    # A handler further up would show every line again.
     logger.propagate = False
     try:
         yield

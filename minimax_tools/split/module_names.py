@@ -1,8 +1,11 @@
-"""ModuleNames: how the names of a checkpoint relate to a module's, and where each tensor belongs.
+"""Names of a checkpoint's tensors matched with the names of a module's parameters.
 
-They differ in three ways: in the prefix (`h.0.…` for `transformer.h.0.…`), in what a block is called
-(`block_sparse_moe` for `mlp`), and in the experts, which the checkpoint keeps one by one and the module in
-grouped storage: `gate_up_proj` [E,2·I,H], gate rows first, and `down_proj` [E,H,I].
+| difference | checkpoint | module |
+|---|---|---|
+| prefix | `h.0.…` | `transformer.h.0.…` |
+| block | `block_sparse_moe` | `mlp` |
+| experts | one matrix each | grouped: `gate_up_proj` [E,2·I,H], gate rows first, and `down_proj` [E,H,I] |
+
 E experts, I intermediate, H hidden.
 """
 
@@ -17,7 +20,7 @@ import torch
 
 SCALE_ENDING = "_scale_inv"
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
-# Where the rows of an expert's matrix go: the grouped tensor, and which half of its rows.
+# Place of an expert's matrix: the grouped tensor, and the half of its rows.
 _GATE, _UP, _DOWN = ("gate_up_proj", "gate"), ("gate_up_proj", "up"), ("down_proj", None)
 _MATRICES: Mapping[str, tuple[str, str | None]] = MappingProxyType(
     {"w1": _GATE, "gate_proj": _GATE, "w3": _UP, "up_proj": _UP, "w2": _DOWN, "down_proj": _DOWN}
@@ -26,7 +29,7 @@ _MATRICES: Mapping[str, tuple[str, str | None]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A parameter or persistent buffer of a module, still without data."""
+    """A parameter or persistent buffer of a module, without data."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +37,7 @@ class Slot:
 
     @property
     def size_bytes(self) -> int:
-        """What it will take."""
+        """Bytes of the filled slot."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -43,12 +46,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlace:
-    """Where a stored tensor goes: a whole slot, or an expert's rows in a grouped one.
+    """Place of a stored tensor: a whole slot, or an expert's rows in a grouped slot.
 
     Args:
         slot: Name of the slot.
-        expert: The expert, first dim of a grouped slot; None for a whole slot.
-        half: `gate` or `up`: the first or the second half of the expert's rows; None for all of them.
+        expert: Index of the expert in a grouped slot; None for a whole slot.
+        half: `gate` for the first half of the expert's rows, `up` for the second; None for all rows.
     """
 
     slot: str
@@ -56,14 +59,14 @@ class ParameterPlace:
     half: str | None = None
 
     def shape_in(self, slot: Slot) -> tuple[int, ...]:
-        """The shape of what belongs here."""
+        """Return the shape of the tensor that belongs here."""
         if self.expert is None:
             return slot.shape
         rows = slot.shape[1] if self.half is None else slot.shape[1] // 2
         return (rows, *slot.shape[2:])
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
-        """The part of the slot's tensor that is this place."""
+        """Return this place's part of the slot's tensor."""
         if self.expert is None:
             return storage
         matrix = storage[self.expert]
@@ -80,14 +83,14 @@ class ParameterPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """What the names of a checkpoint are matched with.
+    """Names of a model that stored names are matched with.
 
     Args:
-        known: Every parameter and persistent buffer of the whole model, also those of other components.
-        prefix: The base model's prefix, which some checkpoints leave out and others add.
-        layers: The path of the list of decoder layers, prefix included.
-        tied: Slots that may take another's tensor where their own is absent.
-        ignored: Patterns of stored names that the model has no use for.
+        known: Parameters and persistent buffers of the whole model, other components included.
+        prefix: Prefix of the base model, which some checkpoints leave out and others add.
+        layers: Path of the list of decoder layers, prefix included.
+        tied: Slot whose tensor may fill another slot that has none stored, by that other slot.
+        ignored: Patterns of stored names that the model does not use.
     """
 
     known: frozenset[str]
@@ -97,7 +100,7 @@ class ModuleNames:
     ignored: tuple[str, ...] = ()
 
     def place_of(self, stored_name: str) -> ParameterPlace | None:
-        """Where a tensor of that name goes; None where the model has no place for it."""
+        """Return the place of a stored tensor; None if the model lacks one."""
         for name in self._spellings(stored_name):
             if name in self.known:
                 return ParameterPlace(slot=name)
@@ -110,7 +113,7 @@ class ModuleNames:
         return None
 
     def layer_of(self, stored_name: str) -> int | None:
-        """The decoder layer that a stored tensor belongs to; None for none."""
+        """Return the decoder layer of a stored tensor; None outside the layers."""
         for name in self._spellings(stored_name):
             number, dot, _ = name.removeprefix(f"{self.layers}.").partition(".")
             if name.startswith(f"{self.layers}.") and dot and number.isdecimal():
@@ -118,7 +121,7 @@ class ModuleNames:
         return None
 
     def shift_layer(self, stored_name: str, shift: int) -> str:
-        """The name of the same tensor in the layer that comes `shift` after; unchanged outside the layers."""
+        """Return the stored name with its layer number raised by `shift`; names outside the layers stay."""
         layer = self.layer_of(stored_name)
         path = self.layers.removeprefix(f"{self.prefix}.")
         return (
@@ -130,7 +133,7 @@ class ModuleNames:
     def select(
         self, stored_names: Collection[str], slots: Mapping[str, Slot], *, layers: range
     ) -> frozenset[str]:
-        """The stored names that `plan_binding` must see to fill `slots` and to find what is left over."""
+        """Select the stored names that `plan_binding` needs to fill `slots` and to find tensors left over."""
         weights = {name: name.removesuffix(SCALE_ENDING) for name in stored_names}
         places = {name: self.place_of(weight) for name, weight in weights.items()}
         present = {place.slot for place in places.values() if place is not None}
@@ -143,7 +146,7 @@ class ModuleNames:
         )
 
     def is_ignored(self, stored_name: str) -> bool:
-        """Whether the model declares that it has no use for that tensor."""
+        """Decide whether the model declares that it does not use that tensor."""
         return any(re.search(pattern, stored_name) for pattern in self.ignored)
 
     def _spellings(self, name: str) -> Iterator[str]:

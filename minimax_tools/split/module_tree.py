@@ -1,7 +1,7 @@
-"""The Architecture of any causal language model that transformers knows, read from its tree of modules.
+"""Tensor names of any causal language model that transformers knows, read from its tree of modules.
 
-The tree is built without memory for weights. Its names are turned back into those of the hub, and the paths
-that a checkpoint of the base model alone has are added.
+The tree is built without memory for weights. Each path is given as the tree has it, as the hub's files have it, and as
+files of the base model alone have it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """How a checkpoint of the model that the folder's config.json describes names its tensors.
+    """Read the tensor names of the model that the folder's config.json describes.
+
+    Code that lies beside a checkpoint is never run.
 
     Raises:
-        CheckpointError: There is no config.json, transformers knows no causal language model of that kind
-            (code that lies beside a checkpoint is never run), or its tree is no stack of decoder layers
-            between embeddings and one final norm.
+        CheckpointError: config.json is missing, transformers does not know the model, or its tree is not a stack
+            of decoder layers between embeddings and a final norm.
         MissingExtraError: transformers is not installed.
     """
     require_golden_extra("reading a model's tree of modules")
@@ -48,7 +49,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def describe_tree(model: PreTrainedModel) -> Architecture:
-    """The architecture of a model of transformers, on whatever device its parameters are.
+    """Describe the tensor names of a transformers model, on any device, also meta.
 
     Raises:
         CheckpointError: As for `read_architecture`.
@@ -59,7 +60,7 @@ def describe_tree(model: PreTrainedModel) -> Architecture:
     embedding = paths.get(model.get_input_embeddings())
     head = paths.get(model.get_output_embeddings())
     if config.is_encoder_decoder or embedding is None or head is None or num_layers is None:
-        raise _unfit(model, "it is no decoder with an embedding of token ids and a head")
+        raise _unfit(model, "a model that is not a decoder with a token embedding and a head")
     trunk = embedding.rpartition(".")[0]
     lists = [
         name
@@ -67,12 +68,12 @@ def describe_tree(model: PreTrainedModel) -> Architecture:
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
     ]
     if len(lists) != 1:
-        raise _unfit(model, f"{trunk or 'it'} has {len(lists)} lists of {num_layers} layers")
+        raise _unfit(model, f"{len(lists)} lists of {num_layers} layers in {trunk or 'the model'}")
     roles: dict[str, list[str]] = {"embedding": [], "norm": []}
     for name, role in _roles(model, trunk, left_out={lists[0], embedding.rpartition(".")[2]}):
         roles[role].append(_join(trunk, name))
     if not roles["norm"]:
-        raise _unfit(model, "there is no norm behind its layers")
+        raise _unfit(model, "no norm after its layers")
     return Architecture(
         model_type=str(config.model_type),
         layers=_spellings(model, (_join(trunk, lists[0]),), inside="0"),
@@ -87,10 +88,10 @@ def describe_tree(model: PreTrainedModel) -> Architecture:
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
     import transformers
 
-    # The class that wrote the checkpoint names its tensors; one that sees pictures too is no AutoModelForCausalLM.
+    # The class in config.json named the tensors; for vision models it is not the AutoModelForCausalLM class.
     for name in config.architectures or ():
         kind = getattr(transformers, str(name), None)
-        # A config may name anything; only models are built of it.
+        # A config may name any object of transformers; only models are built.
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
             model: PreTrainedModel = kind(config)
             return model
@@ -99,7 +100,7 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _roles(model: PreTrainedModel, trunk: str, *, left_out: set[str]) -> Iterator[tuple[str, str]]:
-    """Each stored child of the trunk beside the layers, and whether it is an embedding or the final norm."""
+    """Yield each child of the trunk that holds tensors, layers aside, as an embedding or the final norm."""
     children: list[tuple[str, Any]] = list(model.get_submodule(trunk).named_children())
     if trunk == "":
         head = model.get_output_embeddings()
@@ -112,11 +113,11 @@ def _roles(model: PreTrainedModel, trunk: str, *, left_out: set[str]) -> Iterato
         elif "norm" in type(module).__name__.lower():
             yield name, "norm"
         else:
-            raise _unfit(model, f"{_join(trunk, name)} is neither an embedding nor a norm")
+            raise _unfit(model, f"{_join(trunk, name)}, neither an embedding nor a norm")
 
 
 def _spellings(model: PreTrainedModel, paths: tuple[str, ...], *, inside: str = "") -> tuple[str, ...]:
-    """Each path as the tree has it, as the hub's files have it, and as the base model's own files have it."""
+    """Return each path as in the tree, as in the hub's files, and as in files of the base model alone."""
     found: dict[str, None] = {}
     for path in paths:
         for spelling in (path, _hub_path(model, path, inside)):
@@ -128,7 +129,7 @@ def _spellings(model: PreTrainedModel, paths: tuple[str, ...], *, inside: str = 
 def _hub_path(model: PreTrainedModel, path: str, inside: str) -> str:
     from transformers.core_model_loading import revert_weight_conversion
 
-    # A norm's or an embedding's tensor, which is at most renamed on loading; the tail stays as it is.
+    # The smallest tensor (of a norm or an embedding) is at most renamed on loading; its tail stays.
     root = _join(path, inside)
     tensors = dict(model.get_submodule(root).state_dict())
     tail = min(tensors, key=lambda name: (tensors[name].dim(), name))
@@ -143,7 +144,7 @@ def _join(*parts: str) -> str:
 
 def _unfit(model: PreTrainedModel, found: str) -> CheckpointError:
     return CheckpointError(
-        f"the tree of {type(model).__name__} cannot be told apart into embeddings, layers, final norm and head",
+        f"the tree of {type(model).__name__} cannot be divided into embeddings, layers, final norm and head",
         expected="a list of decoder layers beside the embedding and the final norm",
         found=found,
         next_step="Give the Architecture itself.",

@@ -1,49 +1,40 @@
-"""A component's folder: its tensors, the model's config.json, and component.json, which says what it is.
+"""Folder of a saved component: its tensors, the model's config.json, and component.json, which describes it.
 
-It is written to a temporary sibling and renamed, so what bears its name is whole.
+A folder is written to a temporary sibling and renamed, so it is whole or absent.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from minimax_tools.checkpoint.header import DTYPE_NAMES, TensorEntry, encode_header
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CheckpointError, Mm2Error, UsageError
+from minimax_tools.errors import CheckpointError, Mm2Error, UsageError, list_faults
+from minimax_tools.machine.new_folder import sync_path
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import library_versions
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, read_causal_config
-from minimax_tools.split.causal_part import ModelPart, build_part
+from minimax_tools.split.causal_part import LoadedPart, ModelPart, build_part
+from minimax_tools.split.module_names import Slot
 from minimax_tools.split.parts import Part, Role
-
-if TYPE_CHECKING:
-    from minimax_tools.split.causal_model import CausalModel
-import struct
-import zlib
-
-from minimax_tools.checkpoint.header import DTYPES, TensorEntry
-
-logger = logging.getLogger(__name__)
 
 DESCRIPTION_FILE = "component.json"
 TENSORS_FILE = "model.safetensors"
 _FORMAT = "mm2 split component"
 _VERSION = 1
-_ALIGNMENT = 8
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Write the tensors in the order of their names, and see that they are on the disk.
+    """Write tensors in the order of their names, and flush them to the disk.
 
     Returns:
         The crc32 of each tensor's bytes, by name.
@@ -52,29 +43,20 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         OSError: The disk is full, or cannot be written to.
         ValueError: A tensor has a dtype that safetensors does not know.
     """
-    names = sorted(tensors)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name in names:
-        tensor = tensors[name]
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors does not know")
-        end = position + tensor.nbytes
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    slots = [
+        Slot(name=name, shape=tuple(tensors[name].shape), dtype=tensors[name].dtype)
+        for name in sorted(tensors)
+    ]
+    for slot in slots:
+        if slot.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{slot.name} is {slot.dtype}, which safetensors does not know")
     checksums = {}
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            view = _bytes(tensors[name].detach().to("cpu").contiguous())
+        file.write(encode_header(slots))
+        for slot in slots:
+            view = _bytes(tensors[slot.name].detach().to("cpu").contiguous())
             file.write(view)
-            checksums[name] = zlib.crc32(view)
+            checksums[slot.name] = zlib.crc32(view)
         file.flush()
         os.fsync(file.fileno())
     return checksums
@@ -83,10 +65,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def read_tensor(
     reader: CheckpointReader, entry: TensorEntry, *, crc32: int, device: torch.device
 ) -> torch.Tensor:
-    """The tensor on `device`, in its stored dtype.
+    """Read a tensor to `device`, in its stored dtype.
 
     Raises:
-        CheckpointError: It cannot be read, or its bytes are not those that were written.
+        CheckpointError: The tensor cannot be read, or its bytes have another checksum.
     """
     tensor = reader.read(entry.name)
     found = zlib.crc32(_bytes(tensor))
@@ -105,26 +87,11 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedPart:
-    """A component with its data.
-
-    Args:
-        model: transformers' model, stand-ins where other components compute.
-        part: Which component it is.
-        implementation: What it computes with.
-    """
-
-    model: CausalModel
-    part: Part
-    implementation: Implementation
-
-
 def write_part(folder: Path, loaded: LoadedPart) -> None:
-    """Save a component, in place of one that was saved there before.
+    """Save a component; a component that lies there already is replaced.
 
     Raises:
-        UsageError: Something else lies there.
+        UsageError: The folder holds something else.
         CheckpointError: The disk is full, or cannot be written to.
     """
     refuse_foreign(folder)
@@ -142,7 +109,7 @@ def write_part(folder: Path, loaded: LoadedPart) -> None:
         raise CheckpointError(
             f"cannot save {loaded.part} to {folder}",
             found=str(error),
-            next_step="Mend that, or choose another folder.",
+            next_step="Make room or mend the permissions, or choose another folder.",
         ) from error
 
 
@@ -156,25 +123,19 @@ def read_part(folder: Path, *, device: torch.device) -> LoadedPart:
     require_golden_extra("a split model")
     description = _read_description(folder)
     part, implementation = _parse(folder, description)
-    model_part = build_part(
-        read_causal_config(folder),
-        layers=part.layers,
-        with_embedding=part.has_embedding,
-        with_head=part.has_head,
-        implementation=implementation,
-    )
+    model_part = build_part(read_causal_config(folder), part, implementation)
     tensors = _read_tensors(folder, model_part, description["tensors"], device=device)
-    return LoadedPart(model=model_part.take(tensors, device=device), part=part, implementation=implementation)
+    return model_part.take(tensors, device=device)
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Check that a component may be saved there.
+    """Raise if a component cannot be saved to `folder`.
 
     Raises:
-        UsageError: Something else lies there.
+        UsageError: The folder holds something else.
     """
-    is_ours = (folder / DESCRIPTION_FILE).is_file()
-    if folder.exists() and not is_ours and (not folder.is_dir() or any(folder.iterdir())):
+    is_component = (folder / DESCRIPTION_FILE).is_file()
+    if folder.exists() and not is_component and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"{folder} holds something else",
             expected="a new or empty folder, or one that holds a component",
@@ -231,7 +192,7 @@ def _parse(folder: Path, description: Mapping[str, Any]) -> tuple[Part, Implemen
         )
         dtype = getattr(torch, description["dtype"])
         if not isinstance(dtype, torch.dtype) or not isinstance(description["tensors"], dict):
-            raise TypeError("dtype or tensors is not what it should be")
+            raise TypeError("dtype is not a torch dtype, or tensors is not an object")
         implementation = Implementation(
             dtype=dtype,
             attn=description["attn_implementation"],
@@ -262,8 +223,8 @@ def _read_tensors(
         faults += [f"{name}: no checksum" for name in slots if not isinstance(checksums.get(name), int)]
         if faults:
             raise CheckpointError(
-                f"the component at {folder} is not what its config.json and {DESCRIPTION_FILE} describe",
-                found="; ".join(faults[:12]),
+                f"the component at {folder} does not match its config.json and {DESCRIPTION_FILE}",
+                found=list_faults(faults),
                 next_step="Copy the folder again, or save the component anew.",
             )
         return {
@@ -275,7 +236,7 @@ def _replace(folder: Path, temporary: Path) -> None:
     if not folder.exists():
         temporary.rename(folder)
         return
-    # A folder that is not empty cannot be replaced in one step.
+    # A folder with content cannot be replaced in one step.
     former = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(former, ignore_errors=True)
     folder.rename(former)
@@ -285,12 +246,4 @@ def _replace(folder: Path, temporary: Path) -> None:
         former.rename(folder)
         raise
     shutil.rmtree(former, ignore_errors=True)
-    _sync(folder.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(folder.parent)

@@ -1,7 +1,7 @@
-"""Components loaded from a checkpoint: one by itself, or all three out of the whole model.
+"""Loading of components from a checkpoint: one by itself, or all three out of the whole model.
 
-By itself a component takes its own memory and that of the few tensors on their way; nothing is held twice. Out of
-the whole model they take over the memory that transformers filled.
+A component by itself needs its own memory and that of the few tensors that are being read. Out of the whole model the
+components take over the memory that transformers filled.
 """
 
 from __future__ import annotations
@@ -10,25 +10,107 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader
+from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, contradictions, faulty_checkpoint
+from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.size import word_size
 from minimax_tools.split.binding import Binding, plan_binding
 from minimax_tools.split.causal_model import Implementation, load_whole
-from minimax_tools.split.causal_part import ModelPart, build_part
-from minimax_tools.split.module_names import Slot
-from minimax_tools.split.part_folder import LoadedPart
+from minimax_tools.split.causal_part import LoadedPart, ModelPart, build_part
+from minimax_tools.split.module_names import ModuleNames, Slot
 from minimax_tools.split.parts import Part, Role
-from minimax_tools.split.shards import Weights, by_place
+from minimax_tools.split.shard_loader import ShardLoader
+from minimax_tools.torch_files.header import read_shard_header
+from minimax_tools.torch_files.reader import PickledReader
 
 if TYPE_CHECKING:
     from minimax_tools.split.causal_model import CausalConfig
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Index of a checkpoint: its tensors, each with its shard.
+
+    Args:
+        model: Folder or hub id of the checkpoint.
+        weight_map: Shard name by tensor name.
+    """
+
+    model: str
+    weight_map: Mapping[str, str] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: str) -> Weights:
+        """Read the index of a checkpoint; no shard of a hub model is fetched.
+
+        Raises:
+            CheckpointError: There is no such model, or its index is damaged.
+        """
+        return cls(model=model, weight_map=MappingProxyType(ShardLoader.load_index_json(model)["weight_map"]))
+
+    @property
+    def are_pickled(self) -> bool:
+        """True if the shards are PyTorch's `.bin` files."""
+        return not all(name.endswith(SAFETENSORS_SUFFIX) for name in self.weight_map.values())
+
+    def open(self, names: ModuleNames, slots: Mapping[str, Slot], *, layers: range) -> CheckpointReader:
+        """Open the shards that hold the tensors of `slots`, fetched from the hub if they are not here.
+
+        Raises:
+            CheckpointError: A shard is missing, damaged or not what the index says, or cannot be fetched.
+        """
+        needed = names.select(self.weight_map, slots, layers=layers)
+        return self._open_shards({self.weight_map[name] for name in needed})
+
+    def open_first(self) -> CheckpointReader:
+        """Open the first shard."""
+        return self._open_shards({min(self.weight_map.values())})
+
+    def _open_shards(self, shards: set[str]) -> CheckpointReader:
+        total = len(set(self.weight_map.values()))
+        logger.info("Shards: %d of %d needed", len(shards), total)
+        paths = ShardLoader.download_shards_if_needed(self.model, shards)
+        headers = {name: read_shard_header(path) for name, path in paths.items()}
+        if not headers:
+            raise CheckpointError(f"{self.model} holds no tensor of these layers")
+        folder = next(iter(paths.values())).parent
+        faults = contradictions(self.weight_map, headers)
+        if faults:
+            raise faulty_checkpoint(folder, faults)
+        entries = {entry.name: entry for header in headers.values() for entry in header}
+        index = TensorIndex(folder=folder, entries=MappingProxyType(dict(sorted(entries.items()))))
+        reader = PickledReader if self.are_pickled else CheckpointReader
+        return reader(folder, index=index)
+
+
+def in_disk_order(index: TensorIndex) -> dict[str, TensorEntry]:
+    """Return the entries of an index by name, in the order in which they lie on disk."""
+    entries = sorted(index.entries.values(), key=lambda entry: (entry.file, entry.offset, entry.name))
+    return {entry.name: entry for entry in entries}
+
+
+def first_dtype(reader: CheckpointReader) -> torch.dtype:
+    """Return the dtype of the first weight that is not FP8.
+
+    Raises:
+        CheckpointError: The checkpoint has no such weight.
+    """
+    for entry in in_disk_order(reader.index).values():
+        if entry.dtype in WEIGHT_DTYPES and entry.dtype != torch.float8_e4m3fn:
+            return entry.dtype
+    raise CheckpointError(f"the dtype of {reader.folder} is unknown", next_step="Give dtype.")
 
 
 def load_part(
@@ -40,17 +122,17 @@ def load_part(
     device: torch.device,
     budget: MemoryBudget,
 ) -> LoadedPart:
-    """A component from the shards that it needs, straight into its own memory.
+    """Load a component from the shards that it needs, straight into its own memory.
 
     Raises:
-        CheckpointError: Listing every tensor that is missing, has another shape or is left over; or a shard cannot
-            be had or read; or the model cannot be split.
+        CheckpointError: A shard cannot be fetched or read, or the model cannot be split. Or tensors are missing,
+            have another shape or are left over: the message lists them all.
         MemoryBudgetError: The component does not fit the budget; nothing was allocated.
     """
     logger.info("Loading component: %s", part)
-    model_part = _build(config, part, implementation)
-    tensors = _read(weights, model_part, model_part.slots(), part, device=device, budget=budget)
-    return LoadedPart(model=model_part.take(tensors, device=device), part=part, implementation=implementation)
+    model_part = build_part(config, part, implementation)
+    tensors = _read(weights, model_part, model_part.slots(), device=device, budget=budget)
+    return model_part.take(tensors, device=device)
 
 
 def load_parts_of_whole(
@@ -63,25 +145,24 @@ def load_parts_of_whole(
     devices: Mapping[Role, torch.device],
     budget: MemoryBudget,
 ) -> Iterator[LoadedPart]:
-    """The components of a model that transformers loads whole, one after the other.
+    """Load the whole model with transformers, and yield its components one after the other.
 
-    They share no memory with each other. What transformers rounds against the checkpoint (a MiniMax-M2's router)
-    is read again.
+    Components share no memory. Tensors that transformers rounds (the router of a MiniMax-M2) are read again.
 
     Args:
-        weights: The checkpoint.
-        folder: Its folder, every shard in it.
-        config: Its config.
-        parts: The components.
-        implementation: What they compute with.
-        devices: Where they go.
-        budget: What may be allocated.
+        weights: Index of the checkpoint.
+        folder: Folder with all shards.
+        config: Config of the checkpoint.
+        parts: Components to load.
+        implementation: Dtype and kernels of the components.
+        devices: Device of each component.
+        budget: Limit on the memory to allocate.
 
     Raises:
         CheckpointError: As for `load_part`.
         MemoryBudgetError: The whole model does not fit the budget.
     """
-    built = [_build(config, part, implementation) for part in parts]
+    built = [build_part(config, part, implementation) for part in parts]
     _require_whole(built, budget)
     logger.info("Loading the whole model: %s", folder)
     whole = load_whole(
@@ -90,45 +171,33 @@ def load_parts_of_whole(
     state = whole.state_dict()
     del whole
     taken: set[int] = set()
-    for part, model_part in zip(parts, built, strict=True):
-        logger.info("Taking component out of the whole model: %s", part)
-        device, slots = devices[part.role], model_part.slots()
+    for model_part in built:
+        logger.info("Taking component out of the whole model: %s", model_part.part)
+        device, slots = devices[model_part.part.role], model_part.slots()
         tensors = {
-            name: _own(state[name], taken, device=device)
+            name: _unshared(state[name], taken, device=device)
             for name, slot in slots.items()
             if state[name].dtype == slot.dtype
         }
         rounded = {name: slot for name, slot in slots.items() if name not in tensors}
-        tensors |= _read(weights, model_part, rounded, part, device=device, budget=budget) if rounded else {}
+        tensors |= _read(weights, model_part, rounded, device=device, budget=budget) if rounded else {}
         for name in slots:
             del state[name]
-        model = model_part.take(tensors, device=device)
-        del tensors
-        yield LoadedPart(model=model, part=part, implementation=implementation)
-
-
-def _build(config: CausalConfig, part: Part, implementation: Implementation) -> ModelPart:
-    return build_part(
-        config,
-        layers=part.layers,
-        with_embedding=part.has_embedding,
-        with_head=part.has_head,
-        implementation=implementation,
-    )
+        yield model_part.take(tensors, device=device)
 
 
 def _read(
     weights: Weights,
     model_part: ModelPart,
     slots: Mapping[str, Slot],
-    part: Part,
     *,
     device: torch.device,
     budget: MemoryBudget,
 ) -> dict[str, torch.Tensor]:
-    with weights.open(model_part.names, slots, layers=part.layers) as reader:
-        stored = by_place(reader.index)
-        binding = plan_binding(slots, stored, model_part.names, layers=part.layers, where=reader.folder)
+    part, names = model_part.part, model_part.names
+    with weights.open(names, slots, layers=part.layers) as reader:
+        stored = in_disk_order(reader.index)
+        binding = plan_binding(slots, stored, names, layers=part.layers, where=reader.folder)
         held_bytes = binding.size_bytes if device.type == "cpu" else 0
         passing_bytes = max(stored[name].size_bytes for name in binding.sources.values())
         purpose = f"loading {part}"
@@ -142,8 +211,8 @@ def _read(
     return tensors
 
 
-def _own(tensor: torch.Tensor, taken: set[int], *, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`, in memory that no other component has."""
+def _unshared(tensor: torch.Tensor, taken: set[int], *, device: torch.device) -> torch.Tensor:
+    """Return the tensor on `device`, in memory that no other component has."""
     moved = tensor.to(device)
     address = moved.data_ptr()
     if address in taken and moved.numel():
@@ -154,7 +223,7 @@ def _own(tensor: torch.Tensor, taken: set[int], *, device: torch.device) -> torc
 
 def _require_whole(built: list[ModelPart], budget: MemoryBudget) -> None:
     slots = [slot for model_part in built for slot in model_part.slots().values()]
-    # transformers fuses experts beside those it has.
+    # transformers holds a layer's experts twice while it fuses them.
     largest = max(slot.size_bytes for slot in slots)
     budget.require(sum(slot.size_bytes for slot in slots) + largest, "loading the whole model")
 

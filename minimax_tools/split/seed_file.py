@@ -1,8 +1,11 @@
-"""Components in `.pt` files, as older tools saved them: decoded tensor by tensor, nothing in them is called.
+"""Components in `.pt` files of older tools, decoded tensor by tensor; nothing in a file is called.
 
-Two kinds are read: a dict of state dict, config and what the component is; and a bare state dict with
-`<name>_metadata.json` beside it. Their layers may be numbered from the component's first, and the prefix of the
-base model is often left out.
+Two kinds are read:
+
+- a dict with the state dict, the config, and the component's name and layers
+- a state dict alone, with `<name>_metadata.json` beside it
+
+Layers may be numbered from the component's first one. The prefix of the base model is often left out.
 """
 
 from __future__ import annotations
@@ -22,11 +25,10 @@ from minimax_tools.model.span import Span
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.binding import TensorSource, plan_binding
 from minimax_tools.split.causal_model import Implementation, make_causal_config
-from minimax_tools.split.causal_part import build_part
+from minimax_tools.split.causal_part import LoadedPart, build_part
 from minimax_tools.split.module_names import ModuleNames
-from minimax_tools.split.part_folder import LoadedPart
+from minimax_tools.split.part_loading import first_dtype, in_disk_order
 from minimax_tools.split.parts import Part, Role
-from minimax_tools.split.shards import by_place, first_dtype
 from minimax_tools.torch_files.inert import InertRecord
 from minimax_tools.torch_files.reader import PickledReader
 from minimax_tools.torch_files.torch_file import read_structure, refusing
@@ -36,7 +38,7 @@ _ROLE_KEYS = ("component", "component_type", "part", "role")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What a file says of its component."""
+    """Name, layers and config of a component, as its file tells."""
 
     role: Role
     span: Span
@@ -44,11 +46,11 @@ class _Facts:
 
 
 def read_seed_file(path: Path, *, device: torch.device) -> LoadedPart:
-    """Load a component from a `.pt` file; weights keep the dtype that the file has them in.
+    """Load a component from a `.pt` file; weights keep their stored dtype.
 
     Raises:
-        CheckpointError: The file is damaged, or does not say which component it is of which model, or its tensors
-            are not that component's.
+        CheckpointError: The file is damaged, or does not name its component and model, or its tensors do not fit
+            that component.
         MissingExtraError: transformers is missing.
     """
     require_golden_extra("a split model")
@@ -57,14 +59,8 @@ def read_seed_file(path: Path, *, device: torch.device) -> LoadedPart:
     with PickledReader(path) as reader:
         implementation = Implementation(dtype=first_dtype(reader))
         part = _part(path, facts, num_hidden_layers=config.num_hidden_layers)
-        model_part = build_part(
-            config,
-            layers=part.layers,
-            with_embedding=part.has_embedding,
-            with_head=part.has_head,
-            implementation=implementation,
-        )
-        stored = by_place(reader.index)
+        model_part = build_part(config, part, implementation)
+        stored = in_disk_order(reader.index)
         renamed = _renumber(stored, model_part.names, part)
         binding = plan_binding(
             model_part.slots(),
@@ -75,11 +71,11 @@ def read_seed_file(path: Path, *, device: torch.device) -> LoadedPart:
         )
         source = _Renamed(reader, {new: name for name, new in renamed.items()})
         tensors = binding.fill(source, device=device)
-    return LoadedPart(model=model_part.take(tensors, device=device), part=part, implementation=implementation)
+    return model_part.take(tensors, device=device)
 
 
 class _Renamed:
-    """A source under other names."""
+    """A tensor source whose tensors have other names."""
 
     def __init__(self, source: TensorSource, stored_names: Mapping[str, str]) -> None:
         self._source = source
@@ -93,7 +89,7 @@ class _Renamed:
 
 
 def _renumber(stored: Mapping[str, TensorEntry], names: ModuleNames, part: Part) -> dict[str, str]:
-    """The names with the whole model's layer numbers, by their own; unchanged where they have those already."""
+    """Return each stored name with the layer number of the whole model, by the stored name."""
     numbers = {names.layer_of(name) for name in stored} - {None}
     shift = part.span.start if numbers == set(range(len(part.span))) else 0
     return {name: names.shift_layer(name, shift) for name in stored}
@@ -121,10 +117,10 @@ def _read_facts(path: Path) -> _Facts:
         )
     except (KeyError, StopIteration, TypeError, ValueError, Mm2Error) as error:
         raise CheckpointError(
-            f"{path} does not say which component of which model it is",
+            f"{path} does not name its component and model",
             expected=f"component, start_layer, end_layer and config, in it or in {metadata.name} beside it",
             found=f"{type(error).__name__}: {error}",
-            next_step="Split the model again: its checkpoint has all that is needed.",
+            next_step="Split the model again from its checkpoint.",
         ) from error
 
 
@@ -137,7 +133,7 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
 
 
 def _config(value: Any) -> Mapping[str, Any]:
-    # An object of transformers is known here only by the attributes that the file gives it.
+    # A pickled config object is inert: only its attributes are known.
     config = value.state if isinstance(value, InertRecord) else value
     if not isinstance(config, Mapping):
         raise TypeError(f"config is {value!r:.80}")
@@ -155,5 +151,5 @@ def _is_plain(value: Any) -> bool:
 
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r:.80} is no layer's number")
+        raise TypeError(f"{value!r:.80} is not a layer number")
     return value

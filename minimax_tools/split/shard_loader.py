@@ -1,4 +1,4 @@
-"""ShardLoader: of a checkpoint in a folder or on the hub, the shards that are needed, and of these the tensors."""
+"""A loader of parts of checkpoints: the shards and tensors that a component needs, from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ COMPONENTS = ("bottom", "trunk", "top")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitComponent:
-    """What a part of a split model consists of.
+    """Layers and other modules of a component.
 
     Args:
         name: bottom, trunk or top.
-        layers: Its decoder layers; may be none.
-        include_embedding: Whether it begins with the embeddings.
-        include_final_norm: Whether it has the norm behind the last layer.
-        include_lm_head: Whether it ends in the logits; a head that is not stored is the token embedding.
+        layers: Decoder layers; may be empty.
+        include_embedding: Whether the embeddings belong to the component.
+        include_final_norm: Whether the norm after the last layer belongs to it.
+        include_lm_head: Whether the head belongs to it. A tied head is the token embedding.
 
     Raises:
-        ValueError: The name is another one, or `layers` is no ascending run of layers.
+        ValueError: The name is unknown, or `layers` is not an ascending run of layers.
     """
 
     name: str
@@ -58,10 +58,10 @@ class SplitComponent:
             raise ValueError(f"the layers of {self.name} are {self.layers}, expected 0 <= first <= end")
 
     def select(self, names: Collection[str], model_type: str | Architecture) -> frozenset[str]:
-        """Those of a checkpoint's tensors that belong to the component; a weight's scales come with it.
+        """Select the tensors of the component among a checkpoint's names; FP8 scales come with their weight.
 
         Raises:
-            CheckpointError: Listing what the checkpoint lacks: a layer, or an embedding, norm or head.
+            CheckpointError: The checkpoint lacks a layer, or the embedding, norm or head.
             UsageError: `model_type` is not known.
         """
         chosen, found_layers = set(), set()
@@ -100,40 +100,39 @@ class SplitComponent:
 
 
 class ShardLoader:
-    """Loads parts of checkpoints: safetensors where there are any, else `.bin`; sharded or in one file.
+    """Loader of parts of checkpoints: safetensors if there are any, else `.bin`; sharded or in one file.
 
-    A checkpoint is a folder or a hub's id (`access` says which hub, else the environment does). Only files that
-    are needed are fetched, and of them only tensors that are wanted are read. What cannot be found out (no
-    network, no such folder) is an error, never an answer.
+    A checkpoint is a folder or a hub id. `access` names the hub; the environment does so by default. Only needed
+    files are fetched, and only wanted tensors are read. A missing network or folder is an error, never an answer.
 
-    | to know | call |
+    | to get | call |
     |---|---|
-    | whether the weights are spread over files | `is_sharded_model` |
-    | which tensor is where | `load_index_json` |
-    | which tensors, which files a part needs | `get_names_for_component`, `get_required_shards_for_component` |
+    | whether the weights lie in several files | `is_sharded_model` |
+    | the file of each tensor | `load_index_json` |
+    | tensors and files of a component | `get_names_for_component`, `get_required_shards_for_component` |
     | the files | `download_shards_if_needed` |
     | the tensors | `load_shard_partial` |
     """
 
     @staticmethod
     def is_sharded_model(model_path: str | Path, *, access: HubAccess | None = None) -> bool:
-        """Whether the model has an index of shards, or its weights lie in more than one file.
+        """Decide whether the model has an index of shards, or weights in more than one file.
 
         Raises:
-            CheckpointError: There is no such folder, the hub does not answer, or there are no weights.
+            CheckpointError: The folder is missing, the hub does not answer, or the model has no weights.
         """
         return _find_weights(model_path, access).is_sharded
 
     @staticmethod
     def load_index_json(model_path: str | Path, *, access: HubAccess | None = None) -> dict[str, Any]:
-        """The index: `weight_map` maps each tensor to its file, `metadata` is a dict.
+        """Return the index: `weight_map` maps each tensor to its file, `metadata` is a dict.
 
-        Without an index file it is made from the headers of the files. With one, it is checked against the
-        headers of the shards that are here; others may be absent, and none is fetched for that.
+        An index file is checked against the headers of the shards that are here; shards may be absent. If there is
+        no index file, all files are fetched and their headers give the index.
 
         Raises:
-            CheckpointError: As for `is_sharded_model`; or listing every fault at once: the index file or a shard
-                is damaged, they contradict each other, or a tensor lies in two files.
+            CheckpointError: As for `is_sharded_model`. Or the index file or a shard is damaged, they contradict
+                each other, or a tensor lies in two files: the message lists all faults.
         """
         files = _find_weights(model_path, access)
         if files.index_file is None:
@@ -161,7 +160,7 @@ class ShardLoader:
         include_final_norm: bool = False,
         include_lm_head: bool = False,
     ) -> set[str]:
-        """Names of the files that hold a component's tensors; see `get_names_for_component`."""
+        """Return the names of the files that hold a component's tensors; see `get_names_for_component`."""
         names = ShardLoader.get_names_for_component(
             index_json,
             component,
@@ -184,21 +183,21 @@ class ShardLoader:
         include_final_norm: bool = False,
         include_lm_head: bool = False,
     ) -> set[str]:
-        """Names of the tensors that a component consists of, block scales included.
+        """Return the names of a component's tensors, block scales included.
 
         Args:
-            index_json: What `load_index_json` gave.
-            component: bottom, trunk or top; what it has is said by the other arguments.
+            index_json: Index from `load_index_json`.
+            component: bottom, trunk or top; the other arguments say what belongs to it.
             layer_range: First layer, and the layer after the last.
-            model_type: As config.json says, or the `Architecture` of a model that is not known by heart.
-            include_embedding: With the embeddings, of positions too.
-            include_final_norm: With the norm behind the last layer.
-            include_lm_head: With the head; where none is stored it is tied, and the token embedding comes.
+            model_type: Model type of config.json, or the `Architecture` of an unknown model type.
+            include_embedding: Whether the embeddings are included, of positions too.
+            include_final_norm: Whether the norm after the last layer is included.
+            include_lm_head: Whether the head is included. For a tied head the token embedding is included.
 
         Raises:
-            CheckpointError: The checkpoint has nothing of a layer or part that was asked for.
-            UsageError: `model_type` is not known.
-            ValueError: Another component, or a range that ends before it starts.
+            CheckpointError: The checkpoint has no tensor of a layer or module that was asked for.
+            UsageError: `model_type` is unknown.
+            ValueError: The component is unknown, or the range ends before it starts.
         """
         chosen = SplitComponent(
             name=component,
@@ -213,10 +212,10 @@ class ShardLoader:
     def download_shards_if_needed(
         model_path: str | Path, shard_files: Iterable[str], *, access: HubAccess | None = None
     ) -> dict[str, Path]:
-        """The paths of a model's shards by name; those of the hub are fetched where they are not here yet.
+        """Return the paths of a model's shards by name; missing shards are fetched from the hub.
 
         Raises:
-            CheckpointError: Shards are missing from the folder, all of them named; or the hub did not give one.
+            CheckpointError: The folder lacks shards (the message names them all), or the hub did not give one.
         """
         return fetch_files(str(model_path), sorted(shard_files), access=access)
 
@@ -224,13 +223,13 @@ class ShardLoader:
     def load_shard_partial(
         shard_path: str | Path, filter_fn: Callable[[str], bool]
     ) -> dict[str, torch.Tensor]:
-        """Those tensors of one file whose names `filter_fn` accepts, on the CPU and in their stored dtypes.
+        """Read the tensors of one file whose names `filter_fn` accepts, on the CPU and in their stored dtypes.
 
-        Only the header and the bytes of these tensors are read; the file is not mapped. Names that `.bin` files
-        give to one tensor share one again.
+        Only the header and the bytes of these tensors are read; the file is not mapped. Several names of one tensor
+        in a `.bin` file share their memory again.
 
         Raises:
-            CheckpointError: The file is missing or damaged, or of another kind.
+            CheckpointError: The file is missing, damaged or of another format.
         """
         path = Path(shard_path)
         wanted = {entry.name: entry for entry in read_shard_header(path) if filter_fn(entry.name)}
@@ -248,7 +247,7 @@ def _find_weights(model_path: str | Path, access: HubAccess | None) -> WeightFil
             f"no weights at {str(model_path)!r}",
             expected="safetensors, or pytorch_model.bin",
             found=", ".join(names[:8]) or "no files",
-            next_step="Give a folder or a hub's id that holds a checkpoint.",
+            next_step="Give a folder or hub id of a checkpoint.",
         )
     return files
 
@@ -272,7 +271,7 @@ def _read_once(reader: CheckpointReader, entries: Mapping[str, TensorEntry]) -> 
     tensors: dict[str, torch.Tensor] = {}
     first_names: dict[Any, str] = {}
     for name, entry in entries.items():
-        # Safetensors never share: what lies in one place there has no bytes at all.
+        # Safetensors never share data: only empty tensors lie at one place.
         place = (entry.file, entry.stored) if isinstance(entry, PickledEntry) else name
         first = first_names.setdefault(place, name)
         tensors[name] = reader.read(name) if first == name else tensors[first]
@@ -285,6 +284,6 @@ def _weight_map(index_json: Mapping[str, Any]) -> Mapping[str, str]:
         raise CheckpointError(
             "the index has no weight_map",
             found=", ".join(map(str, index_json)) or "nothing",
-            next_step="Give what ShardLoader.load_index_json returned.",
+            next_step="Give the index that ShardLoader.load_index_json returned.",
         )
     return weight_map

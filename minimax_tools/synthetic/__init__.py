@@ -1,8 +1,11 @@
-"""Checkpoints that have learnt: text to train on, the training, and changes that keep what a model computes.
+"""Checkpoints that mm2 makes: of random numbers, or trained on text.
 
-- `corpus`: text that is on every machine, in passages; `token_stream`: its token ids, drawn from by a seed
-- `training`: AdamW, and the router's bias moved by load; `massive_channels`: what a wide model is given to train with
-- `evaluation`: held-out text, and how experts differ
-- `learned_weights`: trained tensors as BF16 or block FP8; `learned`: the checkpoint with its held-out prompts
-- `equivalent`: changes that keep what a model computes; `rewriting`: a checkpoint written again with them
+- `checkpoint`: a checkpoint of any size, written by seed
+- `toy_model` and `toy_tokenizer`: its config and its tokenizer
+- `random_weights`: its tensors; `random_numbers`: numbers that are the same on every host
+- `learned`: a checkpoint that was trained on text
+- `corpus`: text to train on, and its token ids
+- `trainee` and `training`: the model that is trained, and the training
+- `held_out`: text that the model never saw, and the choice of experts
+- `equivalent`: changes that keep what a model computes
 """

@@ -1,7 +1,6 @@
 """Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with numbers by seed.
 
-A shard is written front to back, one tensor in memory at a time, into a temporary folder that is renamed
-at the end.
+Shards are written with one tensor in memory at a time, into a temporary folder that is renamed at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch
 
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths, scale_shape
 from minimax_tools.checkpoint.header import encode_header
+from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.new_folder import new_folder
 from minimax_tools.model import weight_names
@@ -32,12 +32,11 @@ FP8 = torch.float8_e4m3fn
 
 _HUB_SHARD_BYTES = 1_840_000_000
 _LEAST_SHARDS = 4
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticTensor:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,20 +44,20 @@ class SyntheticTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its data."""
+        """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorMaker(Protocol):
-    """Makes the tensors of a model by their full names."""
+    """Maker of a model's tensors by their full names."""
 
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU."""
+        """Make the tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticCheckpoint:
-    """What was written; `size_bytes` counts the tensors' data."""
+    """A written checkpoint; `size_bytes` counts the tensors' data."""
 
     folder: Path
     num_tensors: int
@@ -74,15 +73,15 @@ def synthesize(
     The same arguments give the same bytes; FP8, BF16 and float32 copies of one seed are one model.
 
     Args:
-        output: A folder that does not exist yet or is empty.
-        model: The quantities.
-        dtype: float8_e4m3fn, bfloat16 or float32. Router gate and correction bias are float32 always.
-        shard_size_bytes: Most data a shard holds, except that a tensor is never split; None asks for four
-            shards or more, of the hub's size at most.
-        seed: Seed of every number.
+        output: A folder that is absent or empty.
+        model: Quantities of the model.
+        dtype: float8_e4m3fn, bfloat16 or float32. Router gate and correction bias are always float32.
+        shard_size_bytes: Limit on a shard's data; a tensor is never split. None for four or more shards, at most
+            as large as the hub's.
+        seed: Seed of all numbers.
 
     Raises:
-        UsageError: `output` holds something, or the quantities cannot be stored so.
+        UsageError: `output` is not empty, or the quantities cannot be stored in `dtype`.
         CheckpointError: The checkpoint does not fit the file system, or cannot be written.
     """
     plan = plan_tensors(model, dtype=dtype)
@@ -104,9 +103,9 @@ def write_shards(
     """Write the planned tensors to safetensors shards with their index; return the number of shards.
 
     Args:
-        folder: Where they go.
-        plan: The tensors in the order of writing.
-        weights: Makes each.
+        folder: Folder of the shards.
+        plan: Tensors in the order of writing.
+        weights: Maker of the tensors.
         shard_size_bytes: As in `synthesize`.
     """
     size_bytes = sum(tensor.size_bytes for tensor in plan)
@@ -117,15 +116,15 @@ def write_shards(
         _write_shard(folder / file_name, shard, weights)
         _log.info("%s: %d tensors", file_name, len(shard))
     weight_map = {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard}
-    write_json(folder / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
     return len(shards)
 
 
 def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[SyntheticTensor, ...]:
-    """Every tensor of the checkpoint in the hub's order, which is the alphabet's.
+    """List the tensors of the checkpoint in alphabetical order, as on the hub.
 
     Raises:
-        UsageError: A width does not fit FP8's blocks, or `dtype` is none of the three.
+        UsageError: A width does not fit FP8's blocks, or `dtype` is not one of the three.
     """
     if dtype not in (FP8, torch.bfloat16, torch.float32):
         raise UsageError(
@@ -161,7 +160,7 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[Syntheti
 
 
 def write_tensor(file: BinaryIO, tensor: SyntheticTensor, weights: TensorMaker) -> None:
-    """Append a tensor's data, made part by part."""
+    """Make a tensor's data part by part, and append them to a file."""
     start = file.tell()
     for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
         file.write(part.contiguous().view(torch.uint8).numpy().data)
@@ -202,5 +201,5 @@ def _write_shard(path: Path, shard: list[SyntheticTensor], weights: TensorMaker)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a value as indented JSON that ends in a new line."""
+    """Write a value as indented JSON, with a newline at the end."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Text to train on: named corpora that are on every machine with Python, and files of the user's own.
+"""Text to train on: named corpora that are on every machine with Python, and files of the user.
 
-A paragraph that occurs twice is kept once. The rest is cut into passages of about 4 kB at line ends, and every
-twentieth passage is held out: never trained on.
+Repeated paragraphs are kept once. The text is cut at line ends into passages of about 4 kB. Every twentieth passage is
+held out: never trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LICENCE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A text with the name it came under."""
+    """A text with its name."""
 
     name: str
     text: str
@@ -37,7 +37,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Text of one name: passages to train on, and passages held out."""
+    """Passages to train on, and passages held out."""
 
     name: str
     training: tuple[str, ...]
@@ -45,7 +45,7 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Digest of the passages to train on: the corpora depend on the machine's Python."""
+        """Digest of the training passages, because the corpora depend on the machine's Python."""
         digest = hashlib.sha256()
         for passage in self.training:
             digest.update(passage.encode() + b"\0")
@@ -53,7 +53,7 @@ class Corpus:
 
     @property
     def training_bytes(self) -> int:
-        """Size of the passages to train on, in UTF-8."""
+        """Bytes of the training passages, in UTF-8."""
         return sum(len(passage.encode()) for passage in self.training)
 
 
@@ -61,7 +61,7 @@ def read_corpus(texts: tuple[str, ...]) -> Corpus:
     """Read the corpora or files `texts`, one after another, as one corpus.
 
     Args:
-        texts: Names out of `CORPORA`, or paths of UTF-8 files.
+        texts: Names in `CORPORA`, or paths of UTF-8 files.
 
     Raises:
         UsageError: A name is neither, a file cannot be read, or there is too little text.
@@ -74,7 +74,7 @@ def read_corpus(texts: tuple[str, ...]) -> Corpus:
             expected=f"more than {_PASSAGE_BYTES} bytes: a part of it is held out",
             found=f"{sum(len(passage.encode()) for passage in passages)} bytes",
         )
-    # A short text gives its last passage.
+    # Of a short text the last passage is held out.
     held_out = {i for i in range(len(passages)) if i % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1}
     held_out = held_out or {len(passages) - 1}
     return Corpus(
@@ -99,7 +99,7 @@ def _documents(text: str) -> Iterator[Document]:
 
 
 def _new_paragraphs(documents: list[Document]) -> Iterator[str]:
-    """Paragraphs of the documents, each once."""
+    """Yield the paragraphs of the documents, each once."""
     seen: set[str] = set()
     for document in documents:
         for paragraph in document.text.split("\n\n"):
@@ -110,7 +110,7 @@ def _new_paragraphs(documents: list[Document]) -> Iterator[str]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Passages of whole lines, each at least 4 kB but the last."""
+    """Yield passages of whole lines, of at least 4 kB except for the last."""
     lines: list[str] = []
     size_bytes = 0
     for line in text.splitlines(keepends=True):
@@ -128,14 +128,14 @@ def _standard_library() -> Path:
 
 
 def _sources(*packages: str) -> Iterator[Document]:
-    """Sources of packages of the standard library, sorted by name."""
+    """Yield the sources of packages of the standard library, sorted by name."""
     for package in packages:
         for path in sorted((_standard_library() / package).glob("*.py")):
             yield Document(name=f"{package}/{path.name}", text=path.read_text(encoding="utf-8"))
 
 
 def _prose() -> Iterator[Document]:
-    """Python's manual as `help()` shows it, then the docstrings of the standard library's modules."""
+    """Yield Python's manual as `help()` shows it, then the docstrings of the standard library's modules."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
@@ -148,13 +148,13 @@ def _docstrings(path: Path) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         text = ast.get_docstring(node) if isinstance(node, documented) else None
-        # One line says little that its function's name does not.
+        # A docstring of one line repeats the function's name.
         if text and "\n" in text:
             yield text
 
 
 def _licences() -> Iterator[Document]:
-    """Licences of Python itself and of every installed distribution, each text once."""
+    """Yield the licences of Python and of all installed distributions, each text once."""
     seen: set[str] = set()
     own = _standard_library() / "LICENSE.txt"
     found = [own] if own.is_file() else []
@@ -180,11 +180,11 @@ CORPORA: Mapping[str, Callable[[], Iterator[Document]]] = MappingProxyType(
 
 
 class TokenStream:
-    """Passages one after another as token ids, each ended by the tokenizer's end token.
+    """Passages as one row of token ids, with the end token after each passage.
 
     Args:
-        passages: The text.
-        tokenizer: The model's.
+        passages: Text to encode.
+        tokenizer: Tokenizer of the model.
     """
 
     def __init__(self, passages: tuple[str, ...], *, tokenizer: tokenizers.Tokenizer) -> None:
@@ -194,7 +194,7 @@ class TokenStream:
         self.num_bytes = sum(len(passage.encode()) for passage in passages)
 
     def draw_rows(self, *, num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Rows [num_rows, length] of ids that begin anywhere, drawn by `generator`.
+        """Draw rows of ids [num_rows, length] that begin anywhere in the text.
 
         Raises:
             UsageError: The text is shorter than a row.
@@ -204,7 +204,7 @@ class TokenStream:
         return self.ids[starts + torch.arange(length)]
 
     def cut_rows(self, *, length: int, most: int) -> torch.Tensor:
-        """The first rows [at most `most`, length] of the stream, without overlap.
+        """Return the first rows of the text without overlap, at most `most`: [rows, length].
 
         Raises:
             UsageError: The text is shorter than a row.
@@ -215,7 +215,7 @@ class TokenStream:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean bytes of text that a token stands for."""
+        """Mean bytes of text per token."""
         return self.num_bytes / len(self.ids)
 
     def _refuse_short(self, length: int) -> None:

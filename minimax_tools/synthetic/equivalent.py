@@ -1,17 +1,19 @@
 """Changes of a checkpoint's tensors that keep what the model computes.
 
-    scale_norms        a norm's channels times powers of two, what reads them divided by these   exact: the same bits
-    scale_values       rows of v_proj against columns of o_proj                                  exact
-    scale_experts      rows of w3 against columns of w2                                          exact
-    scale_keys         k_norm against q_norm; a rotated pair of channels is scaled alike         exact
-    scale_stream       embedding, o_proj, w2 and eps: the whole residual stream                  exact
-    permute_experts    experts in another order                                       up to the order of summation
-    permute_heads      key-value groups, and query heads within a group               up to the order of summation
-    permute_channels   the residual stream's channels                                 up to the order of summation
+| change | tensors | result |
+|---|---|---|
+| scale_norms | a norm's channels against the linear layers that read them | same bits |
+| scale_values | rows of v_proj against columns of o_proj | same bits |
+| scale_experts | rows of w3 against columns of w2 | same bits |
+| scale_keys | k_norm against q_norm; a rotated pair of channels is scaled alike | same bits |
+| scale_stream | embedding, o_proj, w2 and eps: the whole residual stream | same bits |
+| permute_experts | experts in another order | other order of summation |
+| permute_heads | key-value groups, and query heads within a group | other order of summation |
+| permute_channels | channels of the residual stream | other order of summation |
 
-A power of two changes no mantissa, so that products and sums keep their bits as long as nothing leaves the range of
-the dtype. Single channels of the residual stream cannot be scaled this way: RMSNorm's mean mixes them. No exact change
-gives an attention sink, because softmax sees only what the change must keep.
+Scales are powers of two, which change no mantissa: products and sums keep their bits while they stay in the dtype's
+range. Single channels of the residual stream cannot be scaled, because RMSNorm's mean mixes them. An exact change
+cannot give an attention sink, because softmax sees only values that the change must keep.
 
 H hidden, N heads, K kv heads, D head_dim, E experts, I intermediate.
 """
@@ -35,7 +37,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.checkpoint import SyntheticTensor, write_json, write_shards
 
 Tensors = dict[str, torch.Tensor]
-# Changes tensors and the values of config.json in place; draws by a generator.
+# Changes tensors and the values of config.json in place; a generator draws the numbers.
 Rewrite = Callable[[Tensors, dict[str, Any], ModelSpec, torch.Generator], None]
 
 # Exponents of two: of most channels, and of the few massive ones.
@@ -46,7 +48,7 @@ _STREAM_EXPONENT = 5
 
 
 def scale_norms(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
-    """Scale the channels of every norm of the stream, three of them by 64, and undo it in what reads them."""
+    """Scale the channels of each norm of the stream, three of them by 64, and undo it in the next linear layers."""
     for layer in range(spec.num_hidden_layers):
         prefix = weight_names.layer_prefix(layer)
         attention = [
@@ -100,9 +102,9 @@ def scale_keys(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: 
 
 
 def scale_stream(tensors: Tensors, config: dict[str, Any], spec: ModelSpec, _: torch.Generator) -> None:
-    """Scale all that enters the residual stream by 32, and every norm's eps by 32².
+    """Scale all inputs of the residual stream by 32, and eps by 32².
 
-    q_proj and k_proj are scaled alike, because their norms share the eps.
+    q_proj and k_proj are scaled too, because their norms have the same eps.
     """
     factor = torch.tensor(2.0**_STREAM_EXPONENT)
     config["rms_norm_eps"] = spec.rms_norm_eps * float(factor) ** 2
@@ -116,7 +118,7 @@ def scale_stream(tensors: Tensors, config: dict[str, Any], spec: ModelSpec, _: t
 
 
 def permute_experts(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
-    """Put every layer's experts into another order, with their rows of gate and bias."""
+    """Put each layer's experts into another order, with their rows of gate and bias."""
     for layer in range(spec.num_hidden_layers):
         prefix = weight_names.layer_prefix(layer)
         order = torch.randperm(spec.num_local_experts, generator=generator)
@@ -180,7 +182,7 @@ def _scale_norm(tensors: Tensors, norm: str, readers: list[str], generator: torc
 
 
 def _draw_scale(width: int, generator: torch.Generator) -> torch.Tensor:
-    """Powers of two [width], three of them massive, where there are more than three."""
+    """Draw powers of two [width], up to three of them massive."""
     choices = torch.tensor(_ORDINARY_EXPONENTS)
     exponents = choices[torch.randint(len(choices), (width,), generator=generator)]
     exponents[torch.randperm(width, generator=generator)[:_NUM_MASSIVE]] = _MASSIVE_EXPONENT
@@ -189,7 +191,7 @@ def _draw_scale(width: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _for_query_heads(scale: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
-    """A vector [K·D] for every query head of its group: [N·D]."""
+    """Repeat a vector [K·D] for each query head of its group: [N·D]."""
     group = spec.num_attention_heads // spec.num_key_value_heads
     heads: torch.Tensor = scale.view(-1, spec.head_dim)
     return heads.repeat_interleave(group, dim=0).flatten()
@@ -211,13 +213,13 @@ _CONFIG = "config.json"
 
 
 class _ReadyTensors:
-    """Tensors that are written as they are."""
+    """Maker that gives tensors as they are."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The tensor `name`, whole."""
+        """Give the whole tensor `name`."""
         tensor = self._tensors[name]
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), f"{name} is not as planned"
         yield tensor
@@ -230,18 +232,18 @@ def rewrite_checkpoint(source: Path, output: Path, *, changes: Sequence[str], se
 
     Args:
         source: A checkpoint in BF16 or float32.
-        output: A folder that does not exist yet or is empty.
-        changes: Names out of `equivalent.CHANGES`, in the order of their application.
-        seed: Seed of what the changes draw.
+        output: A folder that is absent or empty.
+        changes: Names in `CHANGES`, in the order of their application.
+        seed: Seed of the changes.
 
     Raises:
-        UsageError: A change is unknown, the checkpoint is in FP8, a scale leaves the range of its dtype, or
-            `output` holds something.
+        UsageError: A change is unknown, the checkpoint is in FP8, a scaled value leaves the range of its dtype, or
+            `output` is not empty.
         CheckpointError: `source` cannot be read, or `output` cannot be written.
     """
     unknown = [change for change in changes if change not in CHANGES]
     if unknown:
-        raise UsageError(f"there is no change {', '.join(unknown)}", expected=f"of {', '.join(CHANGES)}")
+        raise UsageError(f"there is no change {', '.join(unknown)}", expected=f"one of {', '.join(CHANGES)}")
     config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
     spec = ModelSpec.from_folder(source)
     with CheckpointReader(source) as reader:

@@ -1,9 +1,9 @@
-"""Held-out text judged by a trained model: bits per byte beside its rivals', and how its experts differ.
+"""Evaluation of a trained model on held-out text: bits per byte, beside simpler codes, and its choice of experts.
 
-Experts are specialised when they depend on the token, and when others will not do:
+Experts are specialised if both hold:
 
-    information   mutual information in bits between a token and one of its experts, less that of shuffled experts
-    random        held-out bits per byte when each token is given the experts of another token, its weights kept
+- a token tells about its experts: mutual information in bits, less that of shuffled experts
+- other experts do worse: held-out bits per byte when each token gets the experts of another token, its weights kept
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerExperts:
-    """The experts that one layer chose over held-out text.
+    """The choice of experts of a layer over held-out text.
 
     Args:
-        load: Share of the choices that each expert got; they add up to 1.
-        token_information: Mutual information in bits between a token and one of its experts, without what
-            chance alone gives.
-        next_token_information: The same between the next token and the experts.
+        load: Share of the choices that each expert got; the shares add up to 1.
+        token_information: Mutual information in bits between a token and one of its experts, beyond chance.
+        next_token_information: Mutual information in bits between the next token and one of the experts, beyond
+            chance.
     """
 
     load: tuple[float, ...]
@@ -39,13 +39,13 @@ class LayerExperts:
 
     @property
     def load_range(self) -> tuple[float, float]:
-        """Least and largest load, where 1 is an even share."""
+        """Smallest and largest load, in units of an even share."""
         return min(self.load) * len(self.load), max(self.load) * len(self.load)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutEvaluation:
-    """Held-out text as a model sees it; `layers` tells of the experts of each layer."""
+    """Results of a model on held-out text; `layers` has the choice of experts of each layer."""
 
     num_tokens: int
     bits_per_byte: float
@@ -58,8 +58,8 @@ class Rivals:
     """Bits per byte of the same held-out text without a model.
 
     Args:
-        unigram: Entropy of the bytes' frequencies in the training text, as a code for the held-out text.
-        lzma: Growth of the compressed training text when the held-out text is appended.
+        unigram: Code by the frequencies of bytes in the training text.
+        lzma: Growth of the lzma-compressed training text when the held-out text is appended.
     """
 
     unigram: float
@@ -69,12 +69,12 @@ class Rivals:
 def evaluate(
     trainee: Trainee, text: TokenStream, *, length: int, num_experts: int, seed: int
 ) -> HeldOutEvaluation:
-    """Judge at most 32 768 tokens of held-out `text`, in rows of `length`.
+    """Evaluate a model on at most 32 768 tokens of held-out `text`, in rows of `length` tokens.
 
     Args:
-        trainee: The model.
+        trainee: Model to evaluate.
         text: Held-out text.
-        length: Tokens of a row.
+        length: Number of tokens of a row.
         num_experts: Number of experts of a layer.
         seed: Seed of the shuffles.
     """
@@ -106,11 +106,11 @@ def evaluate(
 
 
 def measure_rivals(corpus: Corpus) -> Rivals:
-    """Code the held-out text of a corpus by unigrams and by lzma, both knowing the training text."""
+    """Measure the held-out text of a corpus in codes by unigrams and by lzma, both given the training text."""
     training = "".join(corpus.training).encode()
     held_out = "".join(corpus.held_out).encode()
     counts = Counter(training)
-    # One more of each byte, so that none is impossible.
+    # Each byte counts once more, so that none is impossible.
     total = len(training) + 256
     unigram = sum(-math.log2((counts[byte] + 1) / total) for byte in held_out) / len(held_out)
     grown = len(_compress(training + held_out)) - len(_compress(training))
@@ -118,13 +118,13 @@ def measure_rivals(corpus: Corpus) -> Rivals:
 
 
 def _compress(data: bytes) -> bytes:
-    # The dictionary holds the whole text.
+    # A dictionary as large as the text.
     return lzma.compress(data, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 25}])
 
 
 @torch.no_grad()
 def _run(trainee: Trainee, rows: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
-    """Mean loss in nats per token, and the experts [T,k] of every layer."""
+    """Return the mean loss in nats per token, and the experts [T,k] of each layer."""
     was_training = trainee.module.training
     trainee.module.eval()
     losses, choices = [], []
@@ -143,7 +143,7 @@ def _load(choice: torch.Tensor, num_experts: int) -> tuple[float, ...]:
 
 
 def _information(tokens: torch.Tensor, choice: torch.Tensor, generator: torch.Generator) -> float:
-    """Mutual information in bits, less that of the same experts dealt to other tokens: what chance gives."""
+    """Return the mutual information in bits, less that of shuffled experts, which is chance."""
     shuffled = choice[torch.randperm(len(choice), generator=generator)]
     return _mutual_information(tokens, choice) - _mutual_information(tokens, shuffled)
 

@@ -1,9 +1,11 @@
 """Learned checkpoints: a small MiniMax-M2 trained on text, in the hub's layout, with held-out prompts beside it.
 
-FOLDER/model-*.safetensors, config.json, tokenizer.json    a checkpoint as any other
-FOLDER/held_out.json    rows of text it never saw, for --prompts-file
-FOLDER/held_out.txt     all text it never saw
-FOLDER/training.json    options, text, versions, losses, experts
+| file | content |
+|---|---|
+| model-*.safetensors, config.json, tokenizer.json | the checkpoint |
+| held_out.json | rows of held-out text, for --prompts-file |
+| held_out.txt | all held-out text |
+| training.json | options, text, versions, losses, experts |
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ PROMPT_LENGTHS = (157, 1, 4, 61, 500, 17)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
-    """Model that was trained: how the training went, and what the model makes of text that it never saw."""
+    """A trained model: its training, and its evaluation on held-out text before and after."""
 
     folders: tuple[Path, ...]
     course: TrainingCourse
@@ -63,15 +65,15 @@ def train_checkpoint(
     """Train a model on `texts` and write it to every folder of `outputs`.
 
     Args:
-        outputs: Folders that do not exist yet or are empty, each with the dtype that its linear layers are stored
-            in: bfloat16, float8_e4m3fn or float32. Router gate and correction bias are float32 always.
-        model: The quantities.
+        outputs: Folders that are absent or empty, each with the dtype of its linear layers: bfloat16, float8_e4m3fn
+            or float32. Router gate and correction bias are always float32.
+        model: Quantities of the model.
         texts: Names of corpora, or files.
-        options: The way it is trained.
-        num_massive_channels: Channels of the residual stream that are massive from the start.
+        options: Options of the training.
+        num_massive_channels: Number of massive channels that the untrained model gets.
 
     Raises:
-        UsageError: A folder holds something, the quantities cannot be stored so, or there is too little text.
+        UsageError: A folder is not empty, the quantities cannot be stored, or there is too little text.
         MissingExtraError: transformers or accelerate is not installed.
         CheckpointError: The checkpoint cannot be written.
     """
@@ -81,7 +83,7 @@ def train_checkpoint(
     streams = [TokenStream(part, tokenizer=tokenizer) for part in (corpus.training, corpus.held_out)]
     _log.info("%s: %d tokens to train on, %d held out", corpus.name, *(len(stream.ids) for stream in streams))
     config = model.config(dtype=torch.float32, token_ids=find_token_ids(tokenizer))
-    # Small models start from wider numbers than MiniMax-M2's own 0.02.
+    # Small models need a wider start than MiniMax-M2's 0.02.
     config["initializer_range"] = 0.5 / math.sqrt(model.hidden_size)
     trainee = Trainee(config, seed=options.seed)
     if num_massive_channels:
@@ -104,7 +106,7 @@ def train_checkpoint(
 
 
 def _refuse_useless(outputs: dict[Path, torch.dtype], model: SyntheticModel) -> None:
-    """See before the training whether what comes of it can be written."""
+    """Raise before the training if its checkpoints cannot be written."""
     for folder, dtype in outputs.items():
         refuse_occupied(folder)
         plan_tensors(model, dtype=dtype)
@@ -142,7 +144,7 @@ def _write(
 
 
 def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
-    """Held-out rows of 1 to 500 tokens, each out of another passage as far as there are enough."""
+    """Cut held-out rows of 1 to 500 tokens, from different passages if there are enough."""
     prompts = []
     for number, length in enumerate(PROMPT_LENGTHS):
         passage = corpus.held_out[number * len(corpus.held_out) // len(PROMPT_LENGTHS)]
@@ -154,7 +156,7 @@ def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
 def training_record(
     learned: LearnedModel, *, model: SyntheticModel, options: TrainingOptions
 ) -> dict[str, Any]:
-    """Return what training.json tells."""
+    """Return the content of training.json."""
     return {
         "model": asdict(model),
         "options": {**asdict(options), "num_steps": learned.course.num_steps, "minutes": None},
@@ -184,8 +186,8 @@ _MASSIVE_AFTER_NORM = 2.0  # where an ordinary channel is 1
 def plant_massive_channels(trainee: Trainee, *, count: int, seed: int) -> None:
     """Give an untrained model `count` massive channels, drawn by `seed`, in place.
 
-    Every row of the embedding holds the same large numbers there. The weights of all norms undo what these channels
-    add to the mean square.
+    In these channels all rows of the embedding hold the same large number. The weights of the norms undo what these
+    channels add to the mean square.
     """
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(trainee.module.named_parameters())
@@ -207,17 +209,17 @@ _LARGEST_CODE = 448.0
 
 
 class LearnedWeights:
-    """Makes the tensors of a checkpoint out of float32 ones.
+    """Maker of a checkpoint's tensors from float32 tensors.
 
     Args:
-        tensors: Every tensor of the model under the hub's name, float32 on the CPU.
+        tensors: All tensors of the model by the hub's names, float32 on the CPU.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The tensor `name` of `shape` in `dtype`, whole; FP8 codes and their scales are made here."""
+        """Make the whole tensor `name` of `shape` in `dtype`; FP8 codes and scales are computed."""
         if name.endswith(weight_names.SCALE_SUFFIX):
             tensor = quantise(self._tensors[name.removesuffix("_scale_inv")])[1]
         elif dtype == torch.float8_e4m3fn:

@@ -1,7 +1,7 @@
-"""Random numbers that are the same on every host, and FP8 matrices made of them without a rounding pass.
+"""Random numbers that are the same on every host, and FP8 matrices made of them.
 
-Everything starts from integers (PCG64) named by a seed and a text. A matrix is `code × scale_inv`: codes are
-random bytes sent through a table of 256 FP8 values, scales carry the spread between blocks of 128 × 128.
+A seed and a name choose a stream of integers (PCG64). A matrix is `code × scale_inv`. A code is a random byte looked up
+in a table of 256 FP8 values. A scale gives a block of 128 × 128 its spread.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ def _unit_levels() -> torch.Tensor:
     return quantiles / quantiles.square().mean().sqrt()
 
 
-LEVELS = _unit_levels()  # float64, [256], mean 0, variance 1: what a random byte stands for
+LEVELS = _unit_levels()  # float64, [256], mean 0, variance 1: the value of each byte
 _LEVEL_MAX = float(LEVELS.max())
 
 
 class RandomStream:
-    """Random numbers that depend on a seed and a name only."""
+    """A stream of random numbers that depends on a seed and a name only."""
 
     def __init__(self, *, seed: int, name: str) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         self._bits = np.random.PCG64(int.from_bytes(digest, "little"))
 
     def draw_bytes(self, count: int) -> bytearray:
-        """`count` uniform bytes."""
+        """Draw `count` uniform bytes."""
         words = self._bits.random_raw(-(-count // 8)).astype("<u8", copy=False)
         return bytearray(words.view(np.uint8).data[:count])
 
     def draw_normal(self, *shape: int) -> torch.Tensor:
-        """Float64 numbers of mean 0 and variance 1, within ±4.9: normal for every purpose here."""
+        """Draw float64 numbers of mean 0 and variance 1, within ±4.9, nearly normal."""
         parts = np.frombuffer(self.draw_bytes(16 * math.prod(shape)), dtype="<u2").reshape(*shape, 8)
-        # A sum of eight integers is exact, hence the same everywhere; a library's normals are not.
+        # A sum of eight integers is exact on every host; normals of a library are not.
         sums = torch.from_numpy(parts.astype(np.int64).sum(-1)).double()
         return (sums - 4 * 65535) / (65536 * math.sqrt(8 / 12))
 
     def draw_gain(self, *shape: int, spread: float) -> torch.Tensor:
-        """Float64 positive factors, lognormal; the mean square of those drawn is 1."""
+        """Draw positive lognormal factors, float64, whose mean square is 1."""
         gain = torch.exp(spread * self.draw_normal(*shape))
         return gain / gain.square().mean().sqrt()
 
     def draw_order(self, count: int) -> torch.Tensor:
-        """The integers below `count` in random order, int64."""
+        """Draw a random order of the integers below `count`, int64."""
         return torch.argsort(self.draw_normal(count), stable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRecipe:
-    """How a matrix is distributed: standard deviation, a factor for each row, the spread between blocks."""
+    """Distribution of a matrix: standard deviation, a factor for each row, the spread between blocks."""
 
     std: float
     row_gain: torch.Tensor  # float64, [rows]
@@ -67,14 +67,14 @@ class MatrixRecipe:
     block_spread: float
 
     def scales(self, stream: RandomStream) -> torch.Tensor:
-        """The matrix's `weight_scale_inv`: float32, one value a block."""
+        """Draw the matrix's `weight_scale_inv`: float32, one value for each block."""
         peak_gain = _block_peaks(self.row_gain)
         grid = scale_shape((len(self.row_gain), self.num_columns))
         block_gain = stream.draw_gain(*grid, spread=self.block_spread)
         return (block_gain * peak_gain[:, None] * (self.std * _LEVEL_MAX / _FP8_MAX)).float()
 
     def codes(self, stream: RandomStream) -> torch.Tensor:
-        """The matrix's FP8 codes as uint8, [rows, columns]; a block's largest row reaches ±448."""
+        """Draw the matrix's FP8 codes as uint8 [rows, columns]; the largest row of a block reaches ±448."""
         share = (
             self.row_gain / _block_peaks(self.row_gain).repeat_interleave(BLOCK_SIZE)[: len(self.row_gain)]
         )

@@ -1,14 +1,15 @@
-"""The weights of a synthetic MiniMax-M2: each tensor's distribution, so that the whole behaves as if trained.
+"""Weights of a synthetic MiniMax-M2, distributed so that the model behaves as if trained.
 
-The residual stream is measured in units of its median channel at a layer:
+| tensor | distribution |
+|---|---|
+| embedding | two or three massive channels of fixed sign, 20 to 40 times the median channel |
+| norms | undo the massive channels: linear layers see mean square 1, and these channels at 2 |
+| q_proj, k_proj, q_norm, k_norm | spread between heads: attention logits far from flat |
+| o_proj | sized to its share of the stream; massive rows repeat columns of v_proj, so that they grow too |
+| router | logits of standard deviation 1.5 to 1.7; biases of 8 to 9.5 lift experts of low scores |
+| experts | gate wider than up; w2 sized to its share of the stream |
 
-    stream    two or three massive channels of fixed sign, 20 to 40 times the rest; all grows by one rate
-    norms     undo the massive channels' share: a linear layer sees unit mean square, these channels at 2
-    q, k      heads of different width and RMSNorm weights spread per head: logits far from flat
-    o_proj    sized to its share of the stream; the rows of massive channels repeat v_proj's columns for these
-              channels, so that they grow with the rest
-    router    logits of standard deviation 1.5 to 1.7; biases of 8 to 9.5 that lift the experts of low scores
-    experts   gate wider than up; w2 sized to its share of the stream
+All channels of the stream grow by the same rate from layer to layer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _WIDE_HIDDEN_SIZE = 2048
 _MASSIVE_AFTER_NORM = 2.0  # on average, where an ordinary channel is 1
 _MASSIVE_SPREAD = 0.05  # between tokens
 _MASSIVE_LEAD = (
-    1.15  # over the stream's growth: deltas line up with the stream, which outgrows its design a little
+    1.15  # times the stream's growth: deltas align with the stream, which grows a little faster than designed
 )
 _NORM_SPREAD = 0.25
 _TOKEN_SPREAD = 0.15
@@ -42,7 +43,7 @@ _HEAD_SPREAD = 0.3
 _QK_NORM_MEAN = 1.9
 _QK_NORM_HEAD_SPREAD = 0.35
 _QK_NORM_SPREAD = 0.15
-_CONTEXT_RMS = 0.75  # of attn_context for values of variance 1: softmax averages the rest away
+_CONTEXT_RMS = 0.75  # of attn_context for values of variance 1, because softmax averages
 _GATE_STD = 1.5
 _UP_STD = 1.0
 _ACTIVATION_RMS = 1.1  # of silu(gate) × up
@@ -51,14 +52,14 @@ _ROUTER_LOGIT_STD = 1.5
 _BIAS_LIMITS = (8.0, 9.5)
 _BIAS_CENTRES = (8.4, 9.1)
 _BIAS_STD = 0.10
-_OFFSET_OF_BIAS = 8.0  # logits per unit of bias: the inverse of the sigmoid's slope near a score of .85
+_OFFSET_OF_BIAS = 8.0  # logits per unit of bias: the inverse of the sigmoid's slope near a score of 0.85
 _LOGIT_STD = 2.5
-_ELEMENTS_AT_ONCE = 1 << 22  # of the embedding and lm_head, the only tensors that are not made whole
+_ELEMENTS_AT_ONCE = 1 << 22  # of the embedding and lm_head, which are made in parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The residual stream as designed: its massive channels and how it grows."""
+    """The residual stream as designed: its massive channels and its growth."""
 
     channels: tuple[int, ...]
     magnitudes: tuple[float, ...]  # signed, in units of the median channel
@@ -66,7 +67,7 @@ class Stream:
 
     @classmethod
     def design(cls, hidden_size: int, *, seed: int) -> Stream:
-        """The stream of a model `hidden_size` wide, its massive channels drawn by `seed`."""
+        """Design the stream of a model of this width; `seed` draws the massive channels."""
         magnitudes = _WIDE_MASSIVE if hidden_size >= _WIDE_HIDDEN_SIZE else _NARROW_MASSIVE
         order = RandomStream(seed=seed, name="massive channels").draw_order(hidden_size)
         return cls(
@@ -90,16 +91,16 @@ class Stream:
 
     @property
     def growth(self) -> float:
-        """Share by which the median channel grows in a layer, for deltas orthogonal to the stream."""
+        """Relative growth of the median channel in a layer, for deltas orthogonal to the stream."""
         return math.sqrt(1 + self.rms**2 * (_ATTENTION_SHARE**2 + _MOE_SHARE**2)) - 1
 
     def median_channel(self, layer: int) -> float:
-        """Root mean square of the median channel at the layer's input."""
+        """Return the root mean square of the median channel at the layer's input."""
         return float(_EMBEDDING_RMS * (1 + self.growth) ** layer)
 
 
 class SyntheticWeights:
-    """Makes the tensors of the model `spec` by their full names; holds none."""
+    """Maker of the tensors of the model `spec` by their full names; holds none."""
 
     def __init__(self, spec: ModelSpec, *, seed: int) -> None:
         self._spec = spec
@@ -107,10 +108,10 @@ class SyntheticWeights:
         self._stream = Stream.design(spec.hidden_size, seed=seed)
 
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU.
+        """Make the tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU.
 
-        A linear layer in another dtype than FP8 holds the dequantised FP8 values, and what FP8 copies keep in
-        BF16 is rounded to it in every copy: all are one model.
+        Copies in all dtypes are one model. Linear layers hold the same FP8 values, dequantised in BF16 and float32
+        copies. Tensors that FP8 copies hold in BF16 are rounded to BF16 in float32 copies.
         """
         kind = name.removeprefix(weight_names.layer_prefix(weight_names.layer_of(name) or 0))
         if kind in (weight_names.EMBEDDING, weight_names.LM_HEAD):
@@ -166,7 +167,7 @@ class SyntheticWeights:
         bias = self._correction_bias(
             name.replace(weight_names.GATE, weight_names.CORRECTION_BIAS), count=shape[0]
         )
-        # Training sets the bias against an expert's mean score; the massive channels are what gives it one.
+        # Training sets the bias against an expert's mean score, which the massive channels give it.
         offset = (bias.mean() - bias) * _OFFSET_OF_BIAS / (_MASSIVE_AFTER_NORM * len(self._stream.channels))
         for channel, magnitude in self._stream.massive:
             weight[:, channel] = math.copysign(1, magnitude) * offset
@@ -189,14 +190,14 @@ class SyntheticWeights:
         return codes
 
     def _massive_rows(self, name: str, recipe: MatrixRecipe) -> torch.Tensor:
-        # attn_context has a constant part, v_proj's columns for the massive channels: these rows add it up.
+        # attn_context has a constant part: v_proj's columns for the massive channels. These rows add it up.
         values = self._codes(name.replace(weight_names.O_PROJ, weight_names.V_PROJ))[
             :, list(self._stream.channels)
         ]
         heads: torch.Tensor = values.T.unflatten(1, (-1, self._spec.head_dim))
         num_repeats = self._spec.num_attention_heads // self._spec.num_key_value_heads
         rows = heads.repeat_interleave(num_repeats, 1).flatten(1).contiguous().view(torch.float8_e4m3fn)
-        # The ordinary rows have a gain of 1; a block's scale belongs to the larger of the two.
+        # A block has one scale for these rows and for ordinary rows of gain 1: that of the larger.
         share = recipe.row_gain[list(self._stream.channels)].clamp(max=1).float()
         return (rows.float() * share[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -230,7 +231,7 @@ class SyntheticWeights:
             / _CONTEXT_RMS
             / math.sqrt(spec.query_width)
         )
-        # What a row that equals v_proj's column for a massive channel adds to that channel at a gain of 1.
+        # At a gain of 1, a row equal to v_proj's column adds so much to its massive channel.
         added = spec.query_width * std * _MASSIVE_AFTER_NORM / math.sqrt(spec.hidden_size)
         row_gain = _ones(spec.hidden_size)
         wanted = _MASSIVE_LEAD * stream.growth * stream.mean_magnitude * stream.median_channel(layer)
@@ -246,7 +247,7 @@ class SyntheticWeights:
             return MatrixRecipe(
                 std=std * gain, row_gain=_ones(width), num_columns=hidden_size, block_spread=_BLOCK_SPREAD
             )
-        # Weights of about 1/k each: the sum over k experts is smaller than one of them by √k.
+        # With weights of about 1/k, the sum over k experts is √k times smaller than one expert.
         std = _MOE_SHARE * self._stream.rms * self._stream.median_channel(layer) / _ACTIVATION_RMS
         std *= math.sqrt(self._spec.num_experts_per_tok / width)
         return MatrixRecipe(

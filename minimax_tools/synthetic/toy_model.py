@@ -1,4 +1,4 @@
-"""The model that a synthetic checkpoint holds: its quantities, and the config.json that describes them."""
+"""The model of a synthetic checkpoint: its quantities, and its config.json."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAX_POSITION_EMBEDDINGS = 196608
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticModel:
-    """The quantities of a synthetic MiniMax-M2, under Hugging Face's names; the defaults are a toy.
+    """Quantities of a synthetic MiniMax-M2, under Hugging Face's names; the defaults are a toy of 15 MB in FP8.
 
     Raises:
-        UsageError: They describe no MiniMax-M2.
+        UsageError: The quantities do not describe a MiniMax-M2.
     """
 
     num_hidden_layers: int = 4
@@ -50,13 +50,8 @@ class SyntheticModel:
                 )
 
     @classmethod
-    def toy(cls) -> SyntheticModel:
-        """Four layers of 32 small experts: 15 MB in FP8."""
-        return cls()
-
-    @classmethod
     def m2(cls) -> SyntheticModel:
-        """MiniMax-M2's true dimensions: 230 GB in FP8."""
+        """Return the true dimensions of MiniMax-M2: 230 GB in FP8."""
         return cls(
             num_hidden_layers=62,
             hidden_size=3072,
@@ -71,11 +66,11 @@ class SyntheticModel:
         )
 
     def spec(self) -> ModelSpec:
-        """The model as its config.json describes it."""
+        """Return the spec that config.json describes."""
         return ModelSpec.from_config(self._config())
 
     def config(self, *, dtype: torch.dtype, token_ids: TokenIds) -> dict[str, Any]:
-        """The content of config.json for linear layers stored in `dtype`."""
+        """Return the content of config.json for linear layers stored in `dtype`."""
         plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
         config = {
             **self._config(),
@@ -120,6 +115,4 @@ class SyntheticModel:
         }
 
 
-PRESETS: Mapping[str, SyntheticModel] = MappingProxyType(
-    {"toy": SyntheticModel.toy(), "m2": SyntheticModel.m2()}
-)
+PRESETS: Mapping[str, SyntheticModel] = MappingProxyType({"toy": SyntheticModel(), "m2": SyntheticModel.m2()})

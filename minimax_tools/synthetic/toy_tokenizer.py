@@ -1,4 +1,4 @@
-"""A synthetic checkpoint's tokenizer: byte-level BPE of a page of text, MiniMax-M2's special tokens."""
+"""The tokenizer of a synthetic checkpoint: byte-level BPE of a text, with MiniMax-M2's special tokens."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ answer he had been waiting for.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIds:
-    """Ids of the special tokens that a config.json names."""
+    """Ids of the special tokens in config.json."""
 
     bos_token_id: int
     eos_token_id: int
 
 
 def write_tokenizer(folder: Path, *, vocab_size: int) -> TokenIds:
-    """Write tokenizer.json and tokenizer_config.json, with a chat template; every id is below `vocab_size`.
+    """Make a tokenizer of a built-in text and write its files; every id is below `vocab_size`.
 
     Raises:
         UsageError: The vocabulary has no room for 256 bytes and the special tokens.
@@ -97,7 +97,7 @@ def write_tokenizer(folder: Path, *, vocab_size: int) -> TokenIds:
 
 
 def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Tokenizer:
-    """Make a byte-level tokenizer whose merges are learnt from `texts`; every id is below `vocab_size`.
+    """Train a byte-level tokenizer on `texts`; every id is below `vocab_size`.
 
     Raises:
         UsageError: The vocabulary has no room for 256 bytes and the special tokens.
@@ -127,7 +127,7 @@ def save_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenIds:
 
 
 def find_token_ids(tokenizer: tokenizers.Tokenizer) -> TokenIds:
-    """The ids of the special tokens in a tokenizer that was made here."""
+    """Return the ids of the special tokens of a tokenizer that was made here."""
     ids = tokenizer.get_vocab()
     return TokenIds(bos_token_id=ids[_BOS_TOKEN], eos_token_id=ids[_EOS_TOKEN])
 
@@ -142,7 +142,7 @@ def _train(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # After the text's own tokens, as in the hub's vocabulary.
+    # After the tokens of the text, as in MiniMax-M2's vocabulary.
     tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
     tokenizer.add_tokens(list(_TEXT_TOKENS))
     return tokenizer

@@ -1,6 +1,6 @@
-"""transformers' own MiniMax-M2 in float32, to be trained: its loss, its choice of experts, its tensors.
+"""A MiniMax-M2 of transformers in float32, to be trained: its loss, its choice of experts, its tensors.
 
-B batch, S sequence, T tokens (B·S), E experts, k experts of a token.
+B batch, S sequence, T tokens (B·S), k experts of a token.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from minimax_tools.model import weight_names
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import make_causal_config
 
-# Routes tokens otherwise: takes a layer's choice of experts [T,k] and gives another.
+# Changes a layer's choice of experts [T,k].
 Reroute = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Trainee:
-    """transformers' MiniMaxM2ForCausalLM on the CPU in float32, with weights drawn by a seed.
+    """A MiniMaxM2ForCausalLM on the CPU in float32, with weights drawn by a seed.
 
     Args:
-        config: The content of config.json.
+        config: Content of config.json.
         seed: Seed of the first weights.
 
     Raises:
@@ -49,7 +49,7 @@ class Trainee:
             module.get_submodule("mlp.gate").register_forward_hook(self._hook(layer))
 
     def token_losses(self, rows_BS: torch.Tensor) -> torch.Tensor:
-        """Cross entropy [B, S-1] in nats of every token of the rows but the first; int64 ids."""
+        """Return the cross entropy [B, S-1] in nats of all tokens of the rows except the first; ids are int64."""
         logits = self.module(input_ids=rows_BS[:, :-1], use_cache=False).logits
         losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), rows_BS[:, 1:].flatten(), reduction="none"
@@ -62,10 +62,9 @@ class Trainee:
         return [self._choices[layer] for layer in sorted(self._choices)]
 
     def balance(self, *, rate: float) -> None:
-        """Move every router's correction bias against the load of the last forward, by `rate` in float32.
+        """Move each expert's correction bias by `rate`: up if it took fewer tokens than the mean, else down.
 
-        An expert that took more tokens than the mean is made less likely, one that took fewer more likely. No
-        gradient moves the bias.
+        The load is that of the last forward. No gradient moves the bias.
         """
         for layer, choice in zip(self._layers(), self.choices, strict=True):
             load = torch.bincount(choice.flatten(), minlength=self._num_experts).float()
@@ -74,7 +73,7 @@ class Trainee:
 
     @contextlib.contextmanager
     def rerouted(self, reroute: Reroute) -> Iterator[None]:
-        """Replace every layer's choice of experts by what `reroute` makes of it while the block lasts."""
+        """Apply `reroute` to each layer's choice of experts in the block."""
         self._reroute = reroute
         try:
             yield
@@ -82,7 +81,7 @@ class Trainee:
             self._reroute = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor under the hub's name, float32, detached views."""
+        """Return all tensors by the hub's names, as float32 detached views."""
         state = {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
         return dict(_hub_tensors(state))
 

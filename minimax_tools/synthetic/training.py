@@ -1,6 +1,6 @@
-"""Training of a small MiniMax-M2: AdamW on next tokens, and the router's bias moved by load alone.
+"""Training of a small MiniMax-M2: AdamW on next tokens; the load alone moves the router's bias.
 
-The same options, seed, text, torch and number of threads give the same weights bit for bit.
+With the same options, seed, text, torch and number of threads the weights are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.1
 _LARGEST_GRADIENT = 1.0
 _WARMUP_STEPS = 40
-# Steps that --minutes are reckoned from: within the warm-up, whose rates do not know the number of steps.
+# Steps that are timed for --minutes: within the warm-up, whose rates do not depend on the number of steps.
 _TIMED_STEPS = (4, 14)
 _FINAL_SHARE = 0.05  # of the learning rate, at the end
 _LOGGED_STEPS = 50
@@ -29,15 +29,15 @@ _LOGGED_STEPS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """The way a model is trained.
+    """Options of a training.
 
     Args:
-        num_steps: Number of steps; None where `minutes` says how long.
-        minutes: Time to train for: the number of steps follows from the speed of the first ones.
-        batch_size: Rows of a step.
-        seq_len: Tokens of a row.
-        learning_rate: AdamW's at its highest, behind the warm-up; it falls by a cosine.
-        bias_rate: Most that a step moves an expert's correction bias; it falls as the learning rate does.
+        num_steps: Number of steps; None if `minutes` is given.
+        minutes: Training time in minutes, from which the speed of the first steps gives the number of steps.
+        batch_size: Number of rows of a step.
+        seq_len: Number of tokens of a row.
+        learning_rate: Highest learning rate of AdamW, after the warm-up; it falls by a cosine.
+        bias_rate: Largest change of an expert's correction bias in a step; it falls as the learning rate does.
         seed: Seed of the first weights and of the rows.
     """
 
@@ -52,7 +52,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCourse:
-    """The course of a training; `loss` is the mean of the last steps in nats per token."""
+    """Length of a training, and its final `loss`: the mean of the last steps, in nats per token."""
 
     num_steps: int
     num_tokens: int
@@ -97,7 +97,7 @@ def train(trainee: Trainee, text: TokenStream, options: TrainingOptions) -> Trai
 
 
 def _groups(module: torch.nn.Module) -> list[dict[str, object]]:
-    """Parameters with weight decay (the matrices but the embedding) and without."""
+    """Group the parameters: matrices except the embedding have weight decay, others have none."""
     named = list(module.named_parameters())
     decayed = {name for name, parameter in named if parameter.dim() > 1 and "embed" not in name}
     return [
@@ -117,7 +117,7 @@ def _reckon_steps(minutes: float | None, timed_s: float) -> int:
 
 
 def _share(step: int, num_steps: int | None) -> float:
-    """Share of the highest learning rate at a step: a linear warm-up, then a cosine."""
+    """Return the share of the highest learning rate at a step: a linear warm-up, then a cosine."""
     if num_steps is None or step < _WARMUP_STEPS:
         return (step + 1) / _WARMUP_STEPS
     progress = (step - _WARMUP_STEPS) / max(num_steps - _WARMUP_STEPS, 1)

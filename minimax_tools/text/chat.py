@@ -1,4 +1,4 @@
-"""The chat template of a checkpoint, rendered as transformers renders it, without transformers."""
+"""The chat template of a checkpoint, rendered as in transformers, without transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPECIAL_TOKENS = (
 
 
 def render_chat(folder: Path, prompt: str) -> str:
-    """Render a user's prompt as the text that the model is to continue, special tokens included.
+    """Render a user's prompt as the text that the model continues, special tokens included.
 
     Raises:
         CheckpointError: The checkpoint has no chat template, or one that cannot be rendered.
@@ -52,7 +52,7 @@ def render_chat(folder: Path, prompt: str) -> str:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    # A template is somebody else's program: it runs in jinja2's sandbox.
+    # A template is a foreign program, so it runs in jinja2's sandbox.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -73,7 +73,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
             f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
         ) from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no object", next_step="Fetch the file again.")
+        raise CheckpointError(f"{path} does not hold a JSON object", next_step="Fetch the file again.")
     return config
 
 
@@ -102,7 +102,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own escapes for HTML.
+    # The filter of jinja2 escapes HTML.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Prompts: what a user asked to run, turned into token rows."""
+"""Input options of a command, turned into token rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from minimax_tools.model.inputs import Inputs, pad_rows, random_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.tokenizer import encode_texts
 
-# Longer than a window of 128 tokens, the smallest that models with sliding attention have. All rows are padded to it,
-# and padding costs memory, disk and time as tokens do: no longer than it must be.
+# Longer than the smallest window of sliding attention, 128 tokens. All rows are padded to it, and padding costs memory,
+# disk and time, so it is not much longer.
 _LONG_LENGTH = 144
 _FAR_LENGTH = 16
-# A far row lies across one of these positions. A table that ends there, or positions that restart there, then change
-# distances within the row, and attention depends on distances alone. Every smaller power of two divides the second
-# position. float16 is exact up to 2048 and ends at 65504.
+# Each far row crosses one of these positions. A position table that ends there, or restarts, changes distances within
+# the row, and so attention. Each smaller power of two divides 65536. float16 is exact up to 2048 and ends at 65504.
 _CROSSED_POSITIONS = (4096, 65536)
 
 
@@ -28,7 +27,7 @@ class DefaultRow:
 
     Args:
         length: Number of tokens.
-        start_position: Position of the first.
+        start_position: Position of the first token.
     """
 
     length: int
@@ -36,9 +35,9 @@ class DefaultRow:
 
 
 def default_rows(max_position_embeddings: int) -> tuple[DefaultRow, ...]:
-    """Rows for a model of so many positions: a long one, and short ones far out, the last up to the last position.
+    """Return the default rows: a long row at position 0, and short rows far out, up to the last position.
 
-    Those that do not fit a small model are left out or cut.
+    Rows that do not fit a small model are left out or cut.
     """
     longest = min(_LONG_LENGTH, max_position_embeddings)
     last_start = max_position_embeddings - _FAR_LENGTH
@@ -55,10 +54,10 @@ def default_rows(max_position_embeddings: int) -> tuple[DefaultRow, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRequest:
-    """The input options of a command, as they were given; nothing is read before `build_inputs`.
+    """Input options of a command as given; nothing is read before `build_inputs`.
 
     Raises:
-        UsageError: They contradict each other, or one has no effect.
+        UsageError: Options contradict each other, or one has no effect.
     """
 
     prompts: tuple[str, ...] = ()
@@ -95,18 +94,18 @@ class InputRequest:
 
     @property
     def names_rows(self) -> bool:
-        """Return whether the rows are the user's own, and not the default ones."""
+        """True if options name the rows, so that the default rows are not used."""
         return self.has_text or bool(self.input_ids) or bool(self.seq_lens)
 
     @property
     def has_text(self) -> bool:
-        """True where the rows are made of text."""
+        """True if the rows come from text."""
         return bool(self.prompts) or self.prompts_file is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Token ids of each row, the position of each row's first token, and where the rows came from."""
+    """Token ids of each row, the position of its first token, and the source of the rows."""
 
     ids: list[list[int]]
     starts: tuple[int, ...]
@@ -117,8 +116,9 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
     """Build the batch that `request` describes, for the checkpoint in `folder`.
 
     Raises:
-        UsageError: An id outside the vocabulary, a row empty or past the model's last position, an unreadable file.
-        CheckpointError: Text was given and the checkpoint has no tokenizer.
+        UsageError: An id lies outside the vocabulary, a row is empty or passes the model's last position, or a file
+            cannot be read.
+        CheckpointError: Text was given, and the checkpoint has no tokenizer.
     """
     rows = _rows(request, folder=folder, spec=spec)
     ids = rows.ids if request.max_length is None else [row[: request.max_length] for row in rows.ids]
@@ -168,7 +168,7 @@ def _random_ids(
 
 
 def _starts(given: tuple[int, ...], *, num_rows: int) -> tuple[int, ...]:
-    """Position of each row's first token: one for all rows, one for each, or 0."""
+    """Return the position of each row's first token, from one position for all rows, one for each, or none."""
     if len(given) not in (0, 1, num_rows):
         raise UsageError(
             f"--start-positions gives {len(given)} positions for {num_rows} rows",
@@ -192,7 +192,7 @@ def _parse_ids(text: str) -> list[list[int]]:
 
 def _ids_of(loaded: Any) -> list[list[int]]:
     rows = loaded if isinstance(loaded, list) and loaded and isinstance(loaded[0], list) else [loaded]
-    # A bool is an int to Python, a float would be cut.
+    # isinstance would accept True; int() would cut a float.
     if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows):
         raise ValueError("JSON that is neither a row of ids nor a list of rows")
     return rows
@@ -222,7 +222,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _pad_token_id(spec: ModelSpec) -> int:
-    """Return the model's padding id where it names one; any id will do, for padding is masked."""
+    """Return the model's padding id, or 0: padding is masked, so any id works."""
     found = spec.raw.get("pad_token_id")
     return found if isinstance(found, int) and 0 <= found < spec.vocab_size else 0
 

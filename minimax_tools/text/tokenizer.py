@@ -1,4 +1,4 @@
-"""The checkpoint's own tokenizer.json: text to token ids and back, without transformers."""
+"""The checkpoint's tokenizer.json: text to token ids and back, without transformers; and its end tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TOKENIZER_NAME = "tokenizer.json"
 
 
 def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int]]:
-    """Token ids of each text, as it is or, with `chat`, put into the chat template as a user's message.
+    """Return the token ids of each text; with `chat` each text is a user's message in the chat template.
 
     Raises:
-        CheckpointError: The checkpoint has no tokenizer or, with `chat`, no template that can be rendered.
+        CheckpointError: The checkpoint has no tokenizer or, with `chat`, no chat template that renders.
     """
     tokenizer = _read_tokenizer(folder)
     if chat:
@@ -59,16 +59,16 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-# The first that names some tells, as with transformers.
+# The first file that names end tokens counts, as in transformers.
 _FILES = ("generation_config.json", "config.json")
 _KEY = "eos_token_id"
 
 
 def read_end_tokens(folder: Path) -> frozenset[int]:
-    """Return the ids that end a generated text; none where the checkpoint names none.
+    """Return the token ids that end a generated text; empty if the checkpoint names none.
 
     Raises:
-        CheckpointError: A file cannot be read, or names something else than ids.
+        CheckpointError: A file cannot be read, or its end tokens are not ids.
     """
     for name in _FILES:
         path = folder / name
@@ -85,7 +85,7 @@ def read_end_tokens(folder: Path) -> frozenset[int]:
         ids = named if isinstance(named, list) else [named]
         if not all(isinstance(number, int) for number in ids):
             raise CheckpointError(
-                f"{path}: {_KEY} is no token id", expected="an integer or a list", found=repr(named)
+                f"{path}: {_KEY} is not a token id", expected="an integer or a list", found=repr(named)
             )
         return frozenset(ids)
     return frozenset()

@@ -1,6 +1,9 @@
 """Files of torch.save, read without torch's loader: nothing that a file names is imported or called.
 
-- `inert` carries out a pickle's opcodes; `rebuild` lists the few names that become values
-- `stored` describes a storage and a tensor in it by their bytes in the file
-- `torch_file` finds these in both layouts of torch.save, and reads a value with or without its tensors
+- `reader`: tensors of `.bin` files, read one at a time
+- `header`: the tensors of a `.bin` file by name, shape, dtype and place
+- `torch_file`: saved values of both layouts of torch.save, with tensors or with their descriptions
+- `rebuild`: the few names that become values
+- `inert`: pickles whose other names become inert records
+- `stored`: a tensor described by its place in a file
 """

@@ -1,4 +1,4 @@
-"""The tensors of PyTorch's `.bin` files by name, shape, dtype and place: no storage is read, nothing is called."""
+"""Headers of PyTorch's `.bin` files: tensors by name, shape, dtype and place; nothing in a file is called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from minimax_tools.torch_files.torch_file import read_structure, refusing
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 
-# Under which keys training scripts keep the weights, beside an optimizer's state and counters.
+# Keys under which training scripts keep the weights, beside optimizer state and counters.
 _NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module")
 _NUM_KEYS_SHOWN = 8
 
@@ -37,9 +37,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledEntry(TensorEntry):
-    """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` that of its values.
+    """A tensor of a `.bin` file: `offset` of its first element, `size_bytes` of its values.
 
-    `stored` says how the values come from the file: strides, shared storages, bits, casts.
+    `stored` describes the elements in the file: strides, shared storages, bits, casts.
     """
 
     stored: StoredTensor
@@ -49,14 +49,15 @@ def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
     """Read the tensors of one file of a checkpoint, safetensors or PyTorch's, in the order of their data.
 
     Raises:
-        CheckpointError: The file is neither, missing or damaged (see `read_header` and `read_pickled_header`).
+        CheckpointError: The file is of neither format, missing or damaged (see `read_header` and
+            `read_pickled_header`).
     """
     if path.suffix == SAFETENSORS_SUFFIX:
         return read_header(path)
     if path.suffix in PICKLED_SUFFIXES:
         return read_pickled_header(path)
     raise CheckpointError(
-        f"{path} is no shard that mm2 can read",
+        f"{path} is not a shard that mm2 can read",
         expected=", ".join((SAFETENSORS_SUFFIX, *PICKLED_SUFFIXES)),
         found=path.suffix or "no suffix",
         next_step="Give a file of the checkpoint's index.",
@@ -67,11 +68,11 @@ def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
     """Read the tensors of the state dict in one `.bin`, `.pt` or `.pth` file, in the order of their data.
 
     The state dict is the file's value itself, or lies in it under `state_dict`, `model_state_dict`, `model`
-    or `module`. What is no tensor (versions, counters, an optimizer's state) is left out, and logged.
+    or `module`. Other values (versions, counters, optimizer state) are left out, and logged.
 
     Raises:
-        CheckpointError: The file is missing, damaged or not torch.save's, holds no state dict or more than
-            one, or holds tensors of a kind that cannot be read (sparse, quantised, without data).
+        CheckpointError: The file is missing, damaged or not written by torch.save. Or it does not hold exactly one
+            state dict, or tensors in it cannot be read (sparse, quantised, without data).
     """
     with refusing(path, CheckpointError, next_step="Fetch the file again."):
         value = read_structure(path)
@@ -79,7 +80,7 @@ def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
     _refuse_unreadable(path, tensors)
     left_out += [str(name) for name, tensor in tensors.items() if not isinstance(tensor, StoredTensor)]
     if left_out:
-        _logger.info("%s: left out, being no tensors of its state dict: %s", path, ", ".join(left_out))
+        _logger.info("%s: left out, as they are not tensors of its state dict: %s", path, ", ".join(left_out))
     entries = (
         _entry(path, name, stored) for name, stored in tensors.items() if isinstance(stored, StoredTensor)
     )
@@ -91,11 +92,11 @@ def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIn
 
     Args:
         path: The file or the folder.
-        may_lack_shards: Whether files that the index file names may be missing: their tensors are `absent`.
+        may_lack_shards: Whether shards of the index file may be missing; their tensors are then `absent`.
 
     Raises:
-        CheckpointError: As for `read_pickled_header`; or listing every fault at once: a shard is missing or
-            damaged, a tensor lies in two files, or the index file and the files contradict each other.
+        CheckpointError: As for `read_pickled_header`. Or a shard is missing or damaged, a tensor lies in two files,
+            or the index file and the files contradict each other: the message lists all faults.
     """
     if path.is_file():
         return _index(path.parent, {entry.name: entry for entry in read_pickled_header(path)})
@@ -153,7 +154,7 @@ def _index(
 
 
 def _state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:
-    """Find the mapping that holds the weights, and the keys beside it."""
+    """Find the mapping that holds the weights, and list the keys beside it."""
     if isinstance(value, InertRecord):
         raise _no_state_dict(path, f"an object of {value.module}.{value.name}")
     if not isinstance(value, Mapping):
@@ -175,7 +176,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Decide whether a value was a tensor when it was saved, even one that cannot be read."""
+    """Decide whether a value was a tensor when it was saved, also a kind that cannot be read."""
     if isinstance(value, InertRecord):
         return value.module in ("torch._utils", "torch._tensor") and value.name.startswith("_rebuild")
     return isinstance(value, StoredTensor | torch.Tensor)
@@ -189,7 +190,7 @@ def _refuse_unreadable(path: Path, tensors: Mapping[Any, Any]) -> None:
         elif isinstance(value, torch.Tensor):
             faults.append(f"{name} (inside the pickle)")
         elif isinstance(value, StoredTensor) and not isinstance(name, str):
-            faults.append(f"{name!r} (a key that is no text)")
+            faults.append(f"{name!r} (a key that is not text)")
     if faults:
         raise CheckpointError(
             f"{path} holds tensors that mm2 cannot read",
@@ -213,7 +214,7 @@ def _entry(path: Path, name: str, stored: StoredTensor) -> PickledEntry:
 
 def _no_state_dict(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds no state dict that mm2 can tell",
+        f"{path} holds no state dict that mm2 recognises",
         expected="a dict of tensors by name, alone or under " + ", ".join(_NESTED_KEYS),
         found=found,
         next_step="Save the model's state_dict() by itself, best as safetensors.",

@@ -1,7 +1,7 @@
 """Inert pickles: a pickle's opcodes build plain values, and nothing that the pickle names is imported or called.
 
-Python's unpickler calls whatever a file names, and a list of exceptions is never complete. Here every name becomes an
-`InertRecord`. A `Vocabulary` lists the few names that become values.
+Python's unpickler calls any name in a file, and a list of forbidden names is never complete. Here each name becomes an
+`InertRecord`, except for the few names of a `Vocabulary`, which become values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Name = tuple[str, str]  # module, qualified name
 # Mutable: a pickle first makes an object and fills it afterwards, and others may point at it by then.
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class InertRecord:
-    """An object whose class is not known here, as the pickle describes it.
+    """An object of an unknown class, as the pickle describes it.
 
     Args:
         module: Module of the class or function.
-        name: Its qualified name. It ends in `()` where the file called the result of a call.
-        args: Arguments of the call. None where the file only names the class or function.
-        state: State that would have become the object's attributes.
-        items: Items that would have been appended, or (key, value) pairs.
+        name: Qualified name. It ends in `()` if the file calls the result of a call.
+        args: Arguments of the call; None if the file only names the class or function.
+        state: State that the pickle gives the object, as attributes for example.
+        items: Items that the pickle appends, or (key, value) pairs.
     """
 
     module: str
@@ -40,13 +40,13 @@ class InertRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The names that become values. A builder gives NotImplemented where its object must stay inert.
+    """Names that become values. A builder returns NotImplemented if its object must stay inert.
 
     Args:
-        constants: Values that a name alone stands for.
-        builders: Functions that make a value of the arguments of a call.
-        state_builders: Functions that make a value of a record and the state it is given.
-        persistent_load: Function that makes a value of a reference to something outside the pickle.
+        constants: Values of names.
+        builders: Functions that turn the arguments of a call into a value.
+        state_builders: Functions that turn a record and its state into a value.
+        persistent_load: Function that turns a reference to data outside the pickle into a value.
     """
 
     constants: Mapping[Name, Any] = field(default_factory=dict)
@@ -56,11 +56,11 @@ class Vocabulary:
 
 
 def load_inert(file: IO[bytes], vocabulary: Vocabulary) -> Any:
-    """Return the value of the next pickle in `file`, which is left just behind it.
+    """Read the next pickle in `file`, and return its value; the file is then just after the pickle.
 
     Raises:
-        pickle.UnpicklingError: The opcodes make no sense, or end too early.
-        ValueError: The bytes are no pickle's.
+        pickle.UnpicklingError: The opcodes contradict each other, or end too early.
+        ValueError: The bytes are not a pickle.
     """
     try:
         return _InertUnpickler(file, vocabulary).load()
@@ -68,11 +68,11 @@ def load_inert(file: IO[bytes], vocabulary: Vocabulary) -> Any:
         raise pickle.UnpicklingError(f"the pickle is damaged: {type(error).__name__} {error}") from error
 
 
-# Python's own unpickler in Python: the one in C takes no other action for an opcode.
+# The unpickler in Python: the one in C cannot be given other actions for opcodes.
 class _InertUnpickler(pickle._Unpickler):
     """An unpickler that calls builders of its vocabulary and nothing else."""
 
-    # Types of the base class, which typeshed does not list.
+    # Attributes of the base class that typeshed does not list.
     stack: list[Any]
     memo: dict[int, Any]
     append: Callable[[Any], None]
@@ -89,7 +89,7 @@ class _InertUnpickler(pickle._Unpickler):
         return self._vocabulary.persistent_load(persistent_id)
 
     def get_extension(self, code: int) -> None:
-        # The process's own extension registry is not asked: a code is a name like any other.
+        # A code of the extension registry is a name like any other.
         self.append(self.find_class("copyreg", f"extension {code}"))
 
     def _instantiate(self, callee: Any, args: Any) -> None:
@@ -97,7 +97,7 @@ class _InertUnpickler(pickle._Unpickler):
 
     def _call(self, callee: Any, args: Any, keywords: Any = None) -> None:
         if not isinstance(args, tuple):
-            raise pickle.UnpicklingError("a call's arguments are no tuple")
+            raise pickle.UnpicklingError("a call's arguments are not a tuple")
         if not isinstance(callee, InertRecord):
             kind = type(callee)
             record = InertRecord(module=kind.__module__, name=f"{kind.__qualname__}()", args=(callee, *args))
@@ -123,7 +123,7 @@ class _InertUnpickler(pickle._Unpickler):
     def _load_state(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
         if not isinstance(record, InertRecord):
-            return  # Attributes of plain values and tensors are dropped: they hold no numbers.
+            return  # Attributes of plain values and tensors are dropped.
         record.state = state
         builder = self._vocabulary.state_builders.get((record.module, record.name))
         value = record if builder is None else _built(record, builder, record, state)
@@ -165,7 +165,7 @@ class _InertUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"{type(target).__name__} takes no pairs")
 
     def _load_dict(self) -> None:
-        pairs = _pairs(self.pop_mark())  # Before `append` is looked up: it is another list's behind the mark.
+        pairs = _pairs(self.pop_mark())  # First, because it replaces `append`.
         self.append({hashable(key): value for key, value in pairs})
 
     def _load_frozenset(self) -> None:
@@ -189,9 +189,9 @@ class _InertUnpickler(pickle._Unpickler):
 
 
 def hashable(value: Any) -> Any:
-    """Return `value` where it can be a key safely, else an inert record that holds it.
+    """Return `value` if it can be a key safely, else an inert record that holds it.
 
-    Hashing a tuple walks all of it, and one nested deep enough by its author ends the process or never ends.
+    A deeply nested tuple could crash the process when it is hashed, or take forever.
     """
     flat = isinstance(value, tuple) and all(isinstance(item, _SCALARS) for item in value)
     if flat or isinstance(value, _SCALARS):

@@ -1,4 +1,4 @@
-"""PickledReader: tensors read one at a time from PyTorch's `.bin` files, without unpickling anything else."""
+"""A reader of single tensors from PyTorch's `.bin` files, which unpickles nothing else."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from minimax_tools.torch_files.header import PickledEntry, read_pickled_index
 from minimax_tools.torch_files.stored import StoredTensor
 from minimax_tools.torch_files.torch_file import refusing
 
-# So much of a file at once where a tensor's elements are not what lies there in a row.
+# Piece of a file that is read at once for a tensor whose elements do not lie in a row.
 _PIECE_BYTES = 16 * 2**20
 
 
 class PickledReader(CheckpointReader):
-    """Reads single tensors of `.bin` files as `CheckpointReader` reads those of safetensors.
+    """Reader of single tensors of `.bin` files, as `CheckpointReader` is of safetensors.
 
-    Names, shapes, dtypes and places are known after opening, when no storage has been read. A tensor that is
-    a view is read as such: only its own elements, put in a row. Beside the tensor itself, reading takes no
-    more than a piece of 16 MiB. A tensor that is all of its storage is checked against the file's checksum.
+    Opening reads names, shapes, dtypes and places, and no storage. Of a view only its own elements are read. Reading
+    takes at most 16 MiB besides the tensor. A tensor that fills its storage is checked against the file's checksum.
 
     Args:
         path: A checkpoint's folder, or a single `.bin`, `.pt` or `.pth` file.
-        index: The tensors to read; those of `path` where absent.
+        index: Tensors to read. Default: all tensors of `path`.
 
     Raises:
-        CheckpointError: A file is missing, damaged or not torch.save's, holds no state dict or tensors that
-            cannot be read, or the files contradict their index (see `read_pickled_index`).
+        CheckpointError: A file is missing, damaged or not written by torch.save, holds no state dict or tensors
+            that cannot be read, or the files contradict their index (see `read_pickled_index`).
     """
 
     def __init__(self, path: Path, *, index: TensorIndex | None = None) -> None:
@@ -42,11 +41,11 @@ class PickledReader(CheckpointReader):
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor on the CPU in the dtype it was saved with; only its own elements are read.
 
-        The memory is fresh and contiguous. A tensor that repeats its elements (an expanded one) stays a view, so that
-        no small file can ask for much memory.
+        The memory is new and contiguous. An expanded tensor, which repeats its elements, stays a view: so a small
+        file cannot demand much memory.
 
         Raises:
-            CheckpointError: There is no such tensor, or its file became shorter, unreadable or damaged.
+            CheckpointError: There is no such tensor, or its file is cut, unreadable or damaged.
         """
         entry = self._entry(name)
         if not entry.stored.repeats_elements:
@@ -59,7 +58,7 @@ class PickledReader(CheckpointReader):
     def _entry(self, name: str) -> PickledEntry:
         entry = self.index[name]
         if not isinstance(entry, PickledEntry):
-            raise TypeError(f"{name} is indexed as a tensor of {entry.file}, which is no .bin file")
+            raise TypeError(f"{name} is a tensor of {entry.file}, which is not a .bin file")
         return entry
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
@@ -71,7 +70,7 @@ class PickledReader(CheckpointReader):
         _check_crc32(entry, entry.stored, out)
 
     def _fill_by_pieces(self, entry: PickledEntry, stored: StoredTensor, out: torch.Tensor) -> None:
-        """Fill `out` with a part of a tensor, halving it until what it spans in the file is small."""
+        """Fill `out` with a tensor, halved until each part spans at most `_PIECE_BYTES` of the file."""
         if stored.extent_bytes <= _PIECE_BYTES:
             out.copy_(self._read_view(entry, stored))
             return
@@ -82,7 +81,7 @@ class PickledReader(CheckpointReader):
             self._fill_by_pieces(entry, stored.narrow(dim, start, length), out.narrow(dim, start, length))
 
     def _read_view(self, entry: PickledEntry, stored: StoredTensor) -> torch.Tensor:
-        """Read a tensor of `entry`, or a part of one, over the bytes from its first to its last element."""
+        """Read a tensor of `entry`, or a part of it, from the bytes of its first to its last element."""
         content = torch.empty(stored.extent_bytes, dtype=torch.uint8)
         place = TensorEntry(
             name=entry.name,
@@ -94,13 +93,13 @@ class PickledReader(CheckpointReader):
         )
         super()._fill(place, content)
         _check_crc32(entry, stored, content)
-        # What a damaged file says of a tensor may be possible to note and still make no tensor.
+        # A damaged file may describe a tensor that torch refuses.
         with refusing(entry.file, CheckpointError, next_step="Fetch the file again."):
             return stored.view(content)
 
 
 def _check_crc32(entry: PickledEntry, stored: StoredTensor, content: torch.Tensor) -> None:
-    """Compare the checksum of the storage, where `content` is all of it, as it lies in the file."""
+    """Verify the checksum of the storage, if `content` is all of it."""
     storage = stored.storage
     if storage.crc32 is None or (stored.offset, stored.extent_bytes) != (storage.offset, storage.size_bytes):
         return

@@ -1,7 +1,7 @@
-"""Rebuild: the few names of a torch-saved pickle that become values, each by a function of this file.
+"""The few names of a torch-saved pickle that become values, each by a function of this file.
 
-A tensor becomes what the vocabulary's user makes of its description: without device, gradients or hooks, with
-the strides it was saved with. Devices, sparse and quantised tensors, and tensors without data stay inert.
+A tensor is described without device, gradients or hooks, and keeps its strides. The caller makes it from the
+description. Devices, sparse and quantised tensors, and tensors without data stay inert.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def torch_vocabulary(
     """Build the vocabulary of files that torch.save wrote.
 
     Args:
-        find_storage: Says where in the file a storage lies.
-        make_tensor: Makes the value of a tensor: a `torch.Tensor`, or its description as it is.
+        find_storage: Function that finds a storage in the file.
+        make_tensor: Function that turns a description into a value: a `torch.Tensor`, or the description itself.
     """
 
     def persistent_load(persistent_id: Any) -> Any:
@@ -52,7 +52,7 @@ def torch_vocabulary(
 
 
 def parse_storage_id(persistent_id: Any) -> StorageId | None:
-    """Return the storage that a persistent id names; None where it names something else."""
+    """Return the storage that a persistent id names; None if it names something else."""
     if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6):
         return None
     kind, storage_class, key, _, num_elements, *rest = persistent_id
@@ -66,12 +66,12 @@ def parse_storage_id(persistent_id: Any) -> StorageId | None:
 
 
 def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
-    # rest: requires_grad, backward_hooks, and where a bit is set the metadata
+    # rest: requires_grad, backward_hooks, and the metadata if a bit is set
     return _with_bits(_strided(storage, offset, size, stride), rest[2:3])
 
 
 def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
-    # rest: requires_grad, backward_hooks, dtype, and where a bit is set the metadata
+    # rest: requires_grad, backward_hooks, dtype, and the metadata if a bit is set
     return _with_bits(_strided(storage, offset, size, stride, dtype=rest[2]), rest[3:4])
 
 
@@ -91,10 +91,10 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any, *, dtype: Any = 
 
 
 def _with_bits(tensor: StoredTensor, metadata: tuple[Any, ...]) -> StoredTensor:
-    """`tensor` with the lazy conjugation and negation it was saved with."""
+    """Add the lazy conjugation and negation that the tensor was saved with."""
     bits = metadata[0] if metadata and metadata[0] else {}
     if not isinstance(bits, dict) or not set(bits) <= {"conj", "neg"}:
-        raise ValueError("a tensor's metadata is not known")
+        raise ValueError("a tensor's metadata is unknown")
     tensor = tensor.conj() if bits.get("conj") else tensor
     return tensor.neg() if bits.get("neg") else tensor
 
@@ -104,14 +104,14 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _tensor_of_type(build: Any, _type: Any, args: Any, *_: Any) -> Any:
-    """Rebuild a tensor of a subclass, or with attributes, as the plain tensor in it."""
+    """Rebuild a tensor of a subclass, or with attributes, as a plain tensor."""
     known = isinstance(build, InertRecord) and build.args is None and isinstance(args, tuple)
     builder = _TENSOR_BUILDERS.get((build.module, build.name)) if known else None
     return NotImplemented if builder is None else builder(*args)
 
 
 def _device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    # An XLA tensor: saved as its copy on the CPU, in older versions as a numpy array.
+    # An XLA tensor is saved as a CPU tensor, in older versions as a numpy array.
     tensor = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
     if not isinstance(tensor, StoredTensor | torch.Tensor) or not isinstance(dtype, torch.dtype):
         raise TypeError("a device tensor has no data or no dtype")
@@ -151,7 +151,7 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 def _bytes_of_text(text: Any, encoding: Any) -> Any:
-    # How protocol 2 writes bytes; other codecs are code, and stay inert.
+    # Protocol 2 writes bytes so; other codecs run code, and stay inert.
     known = isinstance(text, str) and encoding in ("latin1", "latin-1")
     return text.encode("latin-1") if known else NotImplemented
 
@@ -169,7 +169,7 @@ def _numpy_scalar(dtype: Any, content: Any = None) -> Any:
 
 
 def _numpy_array(record: InertRecord, state: Any) -> Any:
-    """Rebuild a numpy array from the state of its pickle; it stays inert where it holds objects or fields."""
+    """Rebuild a numpy array from the state of its pickle. Arrays of objects or fields stay inert."""
     if not isinstance(state, tuple) or len(state) != 5:
         return NotImplemented
     _, shape, dtype, is_fortran, content = state
@@ -181,7 +181,7 @@ def _numpy_array(record: InertRecord, state: Any) -> Any:
 
 
 def _numpy_dtype(record: Any) -> np.dtype[Any] | None:
-    """Return the dtype that an inert `numpy.dtype` describes, where it is one of plain numbers."""
+    """Return the dtype that an inert `numpy.dtype` describes; None unless it is of plain numbers."""
     if (
         not isinstance(record, InertRecord)
         or (record.module, record.name) != ("numpy", "dtype")
@@ -197,7 +197,7 @@ def _numpy_dtype(record: Any) -> np.dtype[Any] | None:
 
 def _integers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list):
-        raise TypeError("a shape is no tuple")
+        raise TypeError("a shape is not a tuple")
     return tuple(operator.index(value) for value in values)
 
 
@@ -213,7 +213,7 @@ def _in_modules(
     return {(module, name): builder for module in modules}
 
 
-# Made once from torch's own table: a file's names are looked up here and never in a module.
+# Built once from torch: names of a file are looked up here, never in a module.
 _DTYPES: Mapping[Name, torch.dtype] = MappingProxyType(
     {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 )
@@ -253,7 +253,7 @@ _MAKING_TENSORS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
     {**_TENSOR_BUILDERS, ("torch._tensor", "_rebuild_from_type_v2"): _tensor_of_type}
 )
 
-# Protocol 2 writes the names that Python 2 had; numpy 2 moved its own.
+# Protocol 2 writes names of Python 2; numpy 2 moved its modules.
 _BUILTINS = ("builtins", "__builtin__")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 

@@ -1,4 +1,4 @@
-"""StoredTensor: a tensor of a file that torch.save wrote, described by where its elements lie; nothing is read."""
+"""Tensors of a file that torch.save wrote, described by the place of their elements; nothing is read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# More bytes than any file has; torch counts in int64, and what overflows there is no tensor.
+# Limit on a tensor's bytes, more than any file has: torch counts in int64.
 _MAX_BYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageId:
-    """A storage outside the pickle, as the pickle describes it: key, dtype and length.
+    """A storage outside the pickle, as the pickle describes it.
 
-    `window` is (first element, elements) of an old file's view into the storage; None for all of it.
+    `window` is (first element, number of elements) of an old file's view into the storage; None for all of it.
     """
 
     key: str
@@ -34,11 +34,11 @@ class Storage:
     """A storage, or a window of one, by its bytes in the file.
 
     Args:
-        key: What the file calls the storage; windows of one storage share it.
-        dtype: What its elements are; uint8 where each tensor says so itself.
-        offset: Of its first byte in the file.
-        size_bytes: Its length.
-        crc32: Checksum of exactly these bytes; None where the file has none.
+        key: Name of the storage in the file; windows of one storage share it.
+        dtype: Dtype of its elements; uint8 if each tensor has its own dtype.
+        offset: Offset of its first byte in the file.
+        size_bytes: Length in bytes.
+        crc32: Checksum of exactly these bytes; None if the file has none.
     """
 
     key: str
@@ -48,7 +48,7 @@ class Storage:
     crc32: int | None = None
 
     def narrow(self, window: tuple[int, int] | None) -> Storage:
-        """Return the window (first element, elements) of the storage; itself where there is none.
+        """Return a window (first element, number of elements) of the storage; itself for None.
 
         Raises:
             ValueError: The window reaches outside the storage.
@@ -66,17 +66,17 @@ class StoredTensor:
     """A tensor by its place in a storage.
 
     Args:
-        storage: Where its elements lie.
-        dtype: As which they are stored.
-        shape: Of the tensor.
-        stride: In elements, one per dim, none negative.
+        storage: Storage of its elements.
+        dtype: Stored dtype of the elements.
+        shape: Shape of the tensor.
+        stride: Strides in elements, one per dim, none negative.
         start: Index of its first element in the storage.
-        is_conjugate: Whether the values are the conjugates of those stored.
-        is_negative: Whether the values are the negatives of those stored.
-        cast: The dtype that the tensor had where it was saved, if another than `dtype`.
+        is_conjugate: Whether the values are the conjugates of the stored elements.
+        is_negative: Whether the values are the negatives of the stored elements.
+        cast: Dtype of the tensor when it was saved, if that is not `dtype`.
 
     Raises:
-        ValueError: It reaches outside its storage.
+        ValueError: The tensor reaches outside its storage.
     """
 
     storage: Storage
@@ -101,29 +101,29 @@ class StoredTensor:
 
     @property
     def extent(self) -> int:
-        """Elements of the storage from the tensor's first to its last one."""
+        """Number of storage elements from the tensor's first to its last."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
     @property
     def offset(self) -> int:
-        """Byte of the file at which the tensor's first element lies."""
+        """Offset of the tensor's first element in the file, in bytes."""
         return self.storage.offset + self.start * self.dtype.itemsize
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes from the tensor's first element to the end of its last one."""
+        """Bytes from the tensor's first element to the end of its last."""
         return self.extent * self.dtype.itemsize
 
     @property
     def given_dtype(self) -> torch.dtype:
-        """The dtype of the tensor's values."""
+        """Dtype of the tensor's values."""
         return self.dtype if self.cast is None else self.cast
 
     @property
     def is_verbatim(self) -> bool:
-        """True where the values are the bytes of the extent as they are."""
+        """True if the values are the stored bytes, in their order."""
         if self.is_conjugate or self.is_negative or self.given_dtype != self.dtype:
             return False
         expected = 1
@@ -135,7 +135,7 @@ class StoredTensor:
 
     @property
     def repeats_elements(self) -> bool:
-        """True where the tensor has more elements than its extent, as an expanded one has."""
+        """True if the tensor has more elements than its extent, as an expanded tensor has."""
         return math.prod(self.shape) > self.extent
 
     def to(self, dtype: torch.dtype) -> StoredTensor:
@@ -156,9 +156,9 @@ class StoredTensor:
         return replace(self, shape=shape, start=self.start + start * self.stride[dim])
 
     def view(self, extent: torch.Tensor) -> torch.Tensor:
-        """Return the tensor's values, where `extent` is uint8 [extent_bytes], the file's bytes from `offset` on.
+        """Return the tensor's values, given the file's bytes from `offset` on: `extent`, uint8 [extent_bytes].
 
-        Without conjugation, negation or a cast it shares the memory of `extent`.
+        Without conjugation, negation or a cast the result shares the memory of `extent`.
         """
         elements = extent.view(self.dtype)
         tensor = elements.as_strided(self.shape, self.stride, elements.storage_offset())

@@ -1,8 +1,7 @@
-"""Values of a file that torch.save wrote, read without running anything in it: with tensors, or described only.
+"""Values of a file that torch.save wrote, read without running anything in it.
 
-Both layouts are read: the zip archive of today, and the older stream of pickles with the storages behind
-them. The pickles go through `inert`, the names that become values are those of `rebuild`. Of the storages
-nothing but their places is read until a tensor is wanted.
+Both layouts are read: the zip archive, and the older stream of pickles with the storages after them. `inert` reads the
+pickles, and `rebuild` has the names that become values. A storage is read only when a tensor is wanted.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from minimax_tools.torch_files.stored import Storage, StorageId, StoredTensor
 _ZIP_MAGIC = b"PK\x03\x04"
 _STREAM_MAGIC = 0x1950A86A20F9469CFC6C
 _POINTER_MAGIC = b"version https://git-lfs"
-# A zip record's own header: it begins with the mark and ends with the lengths of its name and extra field.
+# Header of a zip record: it begins with the mark and ends with the lengths of name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-# What stands before each storage of a stream: how many elements it has.
+# Number of elements, before each storage of a stream.
 _NUM_ELEMENTS = struct.Struct("<q")
 
-# What malformed bytes can raise on their way through zipfile, pickletools, struct and torch.
+# Errors of zipfile, pickle, struct and torch on malformed bytes.
 _FAULTS = (
     ArithmeticError,
     EOFError,
@@ -53,8 +52,7 @@ _FAULTS = (
 def read_value(path: Path) -> Any:
     """Read the saved value: CPU tensors, containers and numbers; other objects as `InertRecord`s.
 
-    A storage is read once, straight into the memory that its tensors then share. Memory stays at the file's
-    size.
+    Each storage is read once, and its tensors share that memory. Memory stays at the file's size.
 
     Raises:
         OSError, ValueError, and others: See `refusing`.
@@ -76,10 +74,11 @@ def read_structure(path: Path) -> Any:
 
 @contextlib.contextmanager
 def refusing(path: Path, error_type: type[CannotRunError], *, next_step: str) -> Iterator[None]:
-    """Turn whatever a missing, cut, damaged or foreign file raises inside into one error that names it.
+    """Translate the errors of a missing, damaged or foreign file in the block into one that names it.
 
     Raises:
-        CannotRunError: As `error_type`, with `next_step` where the file is there but cannot be read as it is.
+        CannotRunError: The file is missing or cannot be read; the class is `error_type`. `next_step` is for a
+            damaged file.
     """
     try:
         yield
@@ -117,7 +116,7 @@ class _ZipArchive:
             raise ValueError(f"the archive holds {len(pickles)} files data.pkl, not one")
         self._folder = pickles[0].removesuffix("data.pkl")
         self._storages: dict[str, Storage] = {}
-        # Records that overlap would take more memory than the file.
+        # Overlapping records could need more memory than the file has.
         if sum(record.file_size for record in self._records.values()) > _size_bytes(file):
             raise ValueError("the archive's records are larger than the archive")
 
@@ -127,7 +126,7 @@ class _ZipArchive:
         return load_inert(io.BytesIO(self._bytes("data.pkl")), torch_vocabulary(self.storage, make_tensor))
 
     def storage(self, storage_id: StorageId) -> Storage:
-        """Return the place of a whole storage, whatever window of it is asked for."""
+        """Return the place of the whole storage, also for a window of it."""
         key = storage_id.key
         if key not in self._storages:
             self._storages[key] = self._place(f"data/{key}", key, storage_id.dtype)
@@ -139,7 +138,7 @@ class _ZipArchive:
         return replace(found, dtype=storage_id.dtype)
 
     def whole(self, key: str) -> Storage:
-        """Return a whole storage that was found."""
+        """Return the place of a whole storage by its key."""
         return self._storages[key]
 
     def _bytes(self, name: str) -> bytes:
@@ -151,7 +150,7 @@ class _ZipArchive:
             raise ValueError(f"the archive holds no {name}")
         if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
             raise ValueError(f"{name} is compressed, which torch.save never does")
-        # Not through the file's buffer, which would read far more than these few bytes.
+        # Past the file's buffer, which would read far more than these few bytes.
         header = os.pread(self._file.fileno(), _LOCAL_HEADER.size, record.header_offset)
         if len(header) != _LOCAL_HEADER.size:
             raise EOFError("the file ends too early")
@@ -160,7 +159,7 @@ class _ZipArchive:
             raise ValueError(f"{name} does not lie where the archive says")
         offset = record.header_offset + _LOCAL_HEADER.size + sum(lengths)
         _check_inside(self._file, offset, record.file_size)
-        # Zero is what torch writes where it was told to leave the checksum out.
+        # torch writes zero when it leaves the checksum out.
         return Storage(
             key=key, dtype=dtype, offset=offset, size_bytes=record.file_size, crc32=record.CRC or None
         )
@@ -181,18 +180,18 @@ class _PickleStream:
         for _ in ("version", "system"):
             load_inert(self._file, names_only)
         start = self._file.tell()
-        # Read twice: the storages lie behind the value, and a tensor needs its place when it is made.
+        # Read twice: the storages come after the value, and a tensor needs its storage's place.
         load_inert(self._file, names_only)
         self._find_storages(load_inert(self._file, names_only))
         self._file.seek(start)
         return load_inert(self._file, torch_vocabulary(self.storage, make_tensor))
 
     def storage(self, storage_id: StorageId) -> Storage:
-        """Return the place of a whole storage, whatever window of it is asked for."""
+        """Return the place of the whole storage, also for a window of it."""
         return replace(self._storages[storage_id.key], dtype=storage_id.dtype)
 
     def whole(self, key: str) -> Storage:
-        """Return a whole storage that was found."""
+        """Return the place of a whole storage by its key."""
         return self._storages[key]
 
     def _note_storage(self, persistent_id: Any) -> None:
@@ -221,7 +220,7 @@ class _PickleStream:
 
 
 class _TensorMaker:
-    """Makes tensors of an open file; those that shared a storage share it again."""
+    """Maker of tensors from an open file; tensors that shared a storage share it again."""
 
     def __init__(self, file: io.BufferedReader, layout: _ZipArchive | _PickleStream) -> None:
         self._file = file
@@ -237,7 +236,7 @@ class _TensorMaker:
 
 
 def _read_storage(file: io.BufferedReader, storage: Storage) -> torch.Tensor:
-    """uint8 [size_bytes], the content of a storage or record, checked where it has a checksum."""
+    """Read a storage or record as uint8 [size_bytes], and verify its checksum if it has one."""
     content = torch.empty(storage.size_bytes, dtype=torch.uint8)
     view = content.numpy().data
     position = 0

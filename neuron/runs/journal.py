@@ -13,7 +13,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
-from minimax_tools.machine.replacement import is_temporary, remove_temporaries, replacing
+from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, replacing
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Probe
 

@@ -10,8 +10,8 @@ import pytest
 
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.attempts import FetchStoppedError
 from minimax_tools.hub.checkpoint_folder import work_on_hub
+from minimax_tools.hub.faults import FetchStoppedError
 from minimax_tools.hub.ranges import HubRanges, NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot
 

@@ -329,7 +329,7 @@ def test_budget_must_be_positive(limit_bytes: int) -> None:
 
 @pytest.mark.parametrize("budget", [MemoryBudget.unlimited(), MemoryBudget(10**15)])
 def test_negative_need_is_refused(budget: MemoryBudget) -> None:
-    with pytest.raises(ValueError, match="reading: a need of -1 bytes is none"):
+    with pytest.raises(ValueError, match="reading: -1 bytes cannot be reserved"):
         budget.require(-1, "reading")
-    with pytest.raises(ValueError, match="reading: a need of -1 bytes is none"):
+    with pytest.raises(ValueError, match="reading: -1 bytes cannot be reserved"):
         budget.reserve(-1, "reading")

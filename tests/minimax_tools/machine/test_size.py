@@ -49,7 +49,7 @@ def test_size_is_whole_bytes_of_its_unit(text: str, num_bytes: int) -> None:
     ],
 )
 def test_anything_else_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size: expected a number and a unit, for example 500MB"):
+    with pytest.raises(ValueError, match="is not a size: expected a number and a unit, for example 500MB"):
         parse_size(text)
 
 

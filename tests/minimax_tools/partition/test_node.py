@@ -25,7 +25,7 @@ def test_node_is_read_as_it_is_written_on_the_command_line() -> None:
         ("a", "no name or no memory"),
         ("a:tflops=3", "no name or no memory"),
         ("a:memory=40GB,flops=3", "unknown: flops"),
-        ("a:memory=40", "'40' is no size"),
+        ("a:memory=40", "'40' is not a size"),
         ("a:memory=0GB", "memory is 0 bytes"),
         ("a:memory=40GB,tflops=fast", "could not convert"),
         ("a:memory=40GB,tflops=0", "tflops is 0.0"),

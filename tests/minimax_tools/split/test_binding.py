@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.split.binding import Binding, MappedTensors, plan_binding
+from minimax_tools.split.binding import Binding, plan_binding
 from minimax_tools.split.module_names import ModuleNames, ParameterPlace, Slot
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -38,6 +38,19 @@ NAMES = ModuleNames(
 class Fact:
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+class MappedTensors:
+    """A source of tensors that are in memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._tensors[name])
+
+    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._tensors[name])
 
 
 def tensors() -> dict[str, torch.Tensor]:

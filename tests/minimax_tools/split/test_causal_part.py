@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.span import Span
 from minimax_tools.split.causal_model import Implementation
 from minimax_tools.split.causal_part import ModelPart, build_part
+from minimax_tools.split.parts import Part, Role
 
 BF16 = Implementation(dtype=torch.bfloat16)
 SIZES: dict[str, Any] = {
@@ -31,13 +33,9 @@ def config_of(model_type: str, **others: Any) -> Any:
 
 
 def build(config: Any, layers: range, *, implementation: Implementation = BF16) -> ModelPart:
-    return build_part(
-        config,
-        layers=layers,
-        with_embedding=layers.start == 0,
-        with_head=layers.stop == 4,
-        implementation=implementation,
-    )
+    role = Role.BOTTOM if layers.start == 0 else Role.TOP if layers.stop == 4 else Role.TRUNK
+    part = Part(role=role, span=Span(layers.start, layers.stop), num_hidden_layers=4)
+    return build_part(config, part, implementation)
 
 
 def whole_model(config: Any) -> Any:
@@ -91,7 +89,7 @@ def test_architectures_that_pass_the_proof_chain_to_the_whole_models_logits(
     with torch.no_grad():
         for layers in (range(0, 1), range(1, 3), range(3, 4)):
             part = build(config, layers)
-            model = part.take({name: state[name] for name in part.slots()}, device=torch.device("cpu"))
+            model = part.take({name: state[name] for name in part.slots()}, device=torch.device("cpu")).model
             if layers.stop < 4:
                 states = {"inputs_embeds": model.base_model(**states, attention_mask=mask).last_hidden_state}
         logits = model(**states, attention_mask=mask).logits
@@ -139,7 +137,7 @@ def test_buffers_that_no_checkpoint_holds_are_computed() -> None:
     whole = whole_model(config)
     part = build(config, range(1, 3))
     state = whole.state_dict()
-    model = part.take({name: state[name] for name in part.slots()}, device=torch.device("cpu"))
+    model = part.take({name: state[name] for name in part.slots()}, device=torch.device("cpu")).model
     expected = dict(whole.named_buffers())
     found = dict(model.named_buffers())
     assert found.keys() == expected.keys() != set()

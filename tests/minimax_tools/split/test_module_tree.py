@@ -80,9 +80,9 @@ def test_vision_tower_beside_a_decoder_is_no_part_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "values", "message"),
     [
-        ("t5", {"architectures": ["T5ForConditionalGeneration"], "d_model": 32}, "no decoder"),
+        ("t5", {"architectures": ["T5ForConditionalGeneration"], "d_model": 32}, "not a decoder"),
         ("bert", {**SMALL, "is_decoder": True}, "0 lists of 3 layers"),
-        ("opt", {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 16}, "project_out is neither"),
+        ("opt", {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 16}, "project_out, neither"),
         ("no_such_model", {}, "transformers builds no causal language model"),
     ],
 )

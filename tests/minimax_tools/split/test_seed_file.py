@@ -135,11 +135,11 @@ def test_nothing_in_a_malicious_file_is_called(whole: Any, tmp_path: Path, place
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"component": "middle"}, "does not say which component"),
-        ({"component": None}, "does not say which component"),
-        ({"start_layer": "0"}, "does not say which component"),
-        ({"end_layer": None}, "does not say which component"),
-        ({"config": 7}, "does not say which component"),
+        ({"component": "middle"}, "does not name its component"),
+        ({"component": None}, "does not name its component"),
+        ({"start_layer": "0"}, "does not name its component"),
+        ({"end_layer": None}, "does not name its component"),
+        ({"config": 7}, "does not name its component"),
         ({"config": {"model_type": "unheard-of"}}, "the config in .* cannot be used"),
         ({"end_layer": 4}, "contradicts itself"),
         ({"end_layer": 2}, "h.1.ln_1.weight .*: found nothing"),

@@ -452,5 +452,5 @@ def test_tensor_in_two_files_without_an_index_is_refused(tmp_path: Path) -> None
 
 def test_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"no shard that mm2 can read.*found \.gguf"):
+    with pytest.raises(CheckpointError, match=r"not a shard that mm2 can read.*found \.gguf"):
         ShardLoader.load_shard_partial(tmp_path / "model.gguf", lambda name: True)

@@ -78,5 +78,5 @@ def test_fp8_is_refused(learned: LearnedModel, tmp_path: Path) -> None:
 
 
 def test_unknown_change_is_refused(learned_bf16: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no change scale_all.*expected of scale_norms"):
+    with pytest.raises(UsageError, match="no change scale_all.*expected one of scale_norms"):
         rewritten(learned_bf16, tmp_path, "scale_all")

@@ -246,7 +246,7 @@ def test_values_beside_the_tensors_are_logged_and_left_out(
     path = save({"x": torch.ones(2), "step": 7, "extra_state": b"abc"}, tmp_path / "last.pt")
     with PickledReader(path) as reader:
         assert reader.index.names == ("x",)
-    assert "left out, being no tensors of its state dict: step, extra_state" in caplog.text
+    assert "left out, as they are not tensors of its state dict: step, extra_state" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_file_without_one_state_dict_is_refused(value: Any, found: str, tmp_path
     [
         ("x", torch.eye(2).to_sparse(), r"x \(_rebuild_sparse_tensor\)"),
         ("x", torch.ones(2, device="meta"), r"x \(_rebuild_meta_tensor_no_storage\)"),
-        (3, torch.ones(2), "3 .a key that is no text"),
+        (3, torch.ones(2), "3 .a key that is not text"),
     ],
 )
 def test_tensor_that_cannot_be_read_is_named(name: Any, tensor: Any, found: str, tmp_path: Path) -> None:
