@@ -35,7 +35,7 @@ demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, on the CP
 
 test: $(STAMP) ## Run the tests without the slow ones and those of check
 	@echo "Running the tests, 5-9 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
-	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py
+	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py --ignore tests/test_house.py
 
 slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -q -rs -m slow
@@ -44,11 +44,11 @@ models: $(STAMP) ## Train the learned models again (output: mm2-models)
 	@echo "Running scripts/train_models.py: ten small models, 5-20 minutes of one core each, into mm2-models."
 	$(BIN)/python scripts/train_models.py
 
-check: $(STAMP) ## Check format, lint, types and floors
+check: $(STAMP) ## Check format, lint, types, floors and the house
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_floors.py
+	$(BIN)/python -m pytest -q tests/test_floors.py tests/test_house.py
 
 fix: $(STAMP) ## Format, and apply the fixes of ruff
 	$(BIN)/ruff format .
