@@ -1,16 +1,16 @@
 """Errors that mm2 raises on purpose, as one tree; the class decides the exit code.
 
-- `Mm2Error`
-    - `UsageError`, exit code 2: the command or call is wrong
-    - `CannotRunError`, exit code 3: the request is right, but cannot be carried out
-        - `CheckpointError`: a checkpoint is missing, damaged or not a MiniMax-M2
-        - `CaptureError`: a capture directory is missing, damaged or in use
-        - `IncomparableError`: two captures must not be judged against each other
-        - `GoldenRefusedError`: a golden fell into one of the known traps
-        - `TargetError`: the port under test cannot be built or loaded
-        - `BackendError`: the device is not there
-        - `MemoryBudgetError`: the next step would break the memory budget (in machine/memory.py)
-        - `MissingExtraError`: a package that this command needs is not installed
+    Mm2Error
+    ├── UsageError              The command or call is wrong: exit code 2.
+    └── CannotRunError          The request is right, but cannot be carried out: exit code 3.
+        ├── CheckpointError     A checkpoint is missing, damaged or not a MiniMax-M2.
+        ├── CaptureError        A capture directory is missing, damaged or in use.
+        ├── IncomparableError   Two captures must not be judged against each other.
+        ├── GoldenRefusedError  A golden fell into one of the known traps.
+        ├── TargetError         The port under test cannot be found, built, loaded or run.
+        ├── BackendError        The device is not there.
+        ├── MemoryBudgetError   The next step would break the memory budget (in machine/memory.py).
+        └── MissingExtraError   A package that this command needs is not installed.
 
 A message has three parts: what and where, expected against found, the next step.
 """
