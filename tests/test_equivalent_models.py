@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,11 @@ import click.testing
 import pytest
 
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.synthetic.equivalent import CHANGES, rewrite_checkpoint
 from neuron.cli import main as mm2_test
+
+sys.path.append(str(Path(__file__).parent))
+
+from equivalent import CHANGES, rewrite_checkpoint
 
 Command = Callable[..., click.testing.Result]
 

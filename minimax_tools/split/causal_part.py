@@ -36,7 +36,7 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """A component without data: parameters and buffers are on the meta device until `take`.
+    """A component as a model: parameters and buffers are on the meta device until `take`.
 
     Args:
         model: transformers' model, with stand-ins for the modules of other components.
@@ -57,7 +57,7 @@ class ModelPart:
             for name, tensor in self.model.state_dict(keep_vars=True).items()
         }
 
-    def take(self, tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> LoadedPart:
+    def take(self, tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> ModelPart:
         """Give the model its `tensors`, one for every slot; other buffers are computed on `device`."""
         for name, tensor in tensors.items():
             module, leaf = _parent(self.model, name)
@@ -66,22 +66,7 @@ class ModelPart:
         all_tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         empty = [name for name, tensor in all_tensors if tensor.is_meta]
         assert not empty, f"no data for {empty[:3]}"
-        return LoadedPart(model=self.model, part=self.part, implementation=self.implementation)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedPart:
-    """A component with its data.
-
-    Args:
-        model: transformers' model, with stand-ins for the modules of other components.
-        part: Component that the model is.
-        implementation: Dtype and kernels of the model.
-    """
-
-    model: PreTrainedModel
-    part: Part
-    implementation: Implementation
+        return self
 
 
 def build_part(config: PreTrainedConfig, part: Part, implementation: Implementation) -> ModelPart:

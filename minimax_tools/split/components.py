@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minimax_tools.machine.size import word_size
-from minimax_tools.split.causal_part import LoadedPart
+from minimax_tools.split.causal_part import ModelPart
 from minimax_tools.split.part_folder import read_part, write_part
 from minimax_tools.split.parts import DeviceName, Part
 from minimax_tools.split.seed_file import read_seed_file
@@ -29,11 +29,11 @@ class SplitModel(nn.Module):
     model, with stand-ins for the modules of other components.
     """
 
-    def __init__(self, loaded: LoadedPart) -> None:
+    def __init__(self, loaded: ModelPart) -> None:
         super().__init__()
         self.model = loaded.model
         self.part: Part = loaded.part
-        self._implementation = loaded.implementation
+        self._loaded = loaded
 
     def forward(
         self,
@@ -92,8 +92,7 @@ class SplitModel(nn.Module):
             UsageError: The folder holds something other than a component.
             CheckpointError: The disk is full, or cannot be written to.
         """
-        loaded = LoadedPart(model=self.model, part=self.part, implementation=self._implementation)
-        write_part(Path(path).expanduser(), loaded)
+        write_part(Path(path).expanduser(), self._loaded)
 
     @classmethod
     def load(cls, path: str | Path, device: DeviceName = "cpu") -> SplitModel:

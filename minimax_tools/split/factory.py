@@ -18,7 +18,7 @@ from minimax_tools.machine.memory import MemoryBudget, MemoryTracker
 from minimax_tools.machine.size import parse_size
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, is_quantised, read_causal_config
-from minimax_tools.split.causal_part import LoadedPart
+from minimax_tools.split.causal_part import ModelPart
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.part_folder import refuse_foreign
 from minimax_tools.split.part_loading import Weights, first_dtype, load_part, load_parts_of_whole
@@ -126,7 +126,7 @@ def _load(
     config: CausalConfig,
     parts: tuple[Part, ...],
     implementation: Implementation,
-) -> Iterator[LoadedPart]:
+) -> Iterator[ModelPart]:
     is_sharded = ShardLoader.is_sharded_model(request.model)
     # transformers would unpickle .bin files, which may run code.
     if weights.are_pickled or (request.low_memory and is_sharded):
@@ -153,7 +153,7 @@ def _load(
     )
 
 
-def _finish(request: _Request, loaded: Iterator[LoadedPart]) -> Iterator[SplitModel]:
+def _finish(request: _Request, loaded: Iterator[ModelPart]) -> Iterator[SplitModel]:
     for folder in request.folders.values():
         refuse_foreign(folder)
     is_told = logger.isEnabledFor(logging.INFO)

@@ -23,7 +23,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.provenance import library_versions
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, read_causal_config
-from minimax_tools.split.causal_part import LoadedPart, ModelPart, build_part
+from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.module_names import Slot
 from minimax_tools.split.parts import Part, Role
 
@@ -87,7 +87,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-def write_part(folder: Path, loaded: LoadedPart) -> None:
+def write_part(folder: Path, loaded: ModelPart) -> None:
     """Save a component; a component that lies there already is replaced.
 
     Raises:
@@ -113,7 +113,7 @@ def write_part(folder: Path, loaded: LoadedPart) -> None:
         ) from error
 
 
-def read_part(folder: Path, *, device: torch.device) -> LoadedPart:
+def read_part(folder: Path, *, device: torch.device) -> ModelPart:
     """Load a component that `write_part` saved, bit for bit.
 
     Raises:
@@ -143,7 +143,7 @@ def refuse_foreign(folder: Path) -> None:
         )
 
 
-def _describe(loaded: LoadedPart, checksums: Mapping[str, int]) -> dict[str, Any]:
+def _describe(loaded: ModelPart, checksums: Mapping[str, int]) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "version": _VERSION,

@@ -26,7 +26,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.size import word_size
 from minimax_tools.split.binding import Binding, plan_binding
 from minimax_tools.split.causal_model import Implementation, load_whole
-from minimax_tools.split.causal_part import LoadedPart, ModelPart, build_part
+from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.module_names import ModuleNames, Slot
 from minimax_tools.split.parts import Part, Role
 from minimax_tools.split.shard_loader import ShardLoader
@@ -121,7 +121,7 @@ def load_part(
     implementation: Implementation,
     device: torch.device,
     budget: MemoryBudget,
-) -> LoadedPart:
+) -> ModelPart:
     """Load a component from the shards that it needs, straight into its own memory.
 
     Raises:
@@ -144,7 +144,7 @@ def load_parts_of_whole(
     implementation: Implementation,
     devices: Mapping[Role, torch.device],
     budget: MemoryBudget,
-) -> Iterator[LoadedPart]:
+) -> Iterator[ModelPart]:
     """Load the whole model with transformers, and yield its components one after the other.
 
     Components share no memory. Tensors that transformers rounds (the router of a MiniMax-M2) are read again.

@@ -25,7 +25,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.binding import TensorSource, plan_binding
 from minimax_tools.split.causal_model import Implementation, make_causal_config
-from minimax_tools.split.causal_part import LoadedPart, build_part
+from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.module_names import ModuleNames
 from minimax_tools.split.part_loading import first_dtype, in_disk_order
 from minimax_tools.split.parts import Part, Role
@@ -45,7 +45,7 @@ class _Facts:
     config: Mapping[str, Any]
 
 
-def read_seed_file(path: Path, *, device: torch.device) -> LoadedPart:
+def read_seed_file(path: Path, *, device: torch.device) -> ModelPart:
     """Load a component from a `.pt` file; weights keep their stored dtype.
 
     Raises:

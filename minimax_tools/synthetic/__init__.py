@@ -7,5 +7,4 @@
 - `corpus`: text to train on, and its token ids
 - `trainee` and `training`: the model that is trained, and the training
 - `held_out`: text that the model never saw, and the choice of experts
-- `equivalent`: changes that keep what a model computes
 """

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
 from minimax_tools.model import weight_names
 from minimax_tools.split.causal_model import Implementation, load_whole, read_causal_config
-from minimax_tools.synthetic.equivalent import CHANGES, rewrite_checkpoint
 from minimax_tools.synthetic.learned import LearnedModel
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from equivalent import CHANGES, rewrite_checkpoint
 
 EXACT = [name for name in CHANGES if name.startswith("scale")]
 IDS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
