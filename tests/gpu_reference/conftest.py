@@ -31,7 +31,7 @@ CPU = Placement(device_map={"": "cpu"})
 
 @pytest.fixture(scope="session")
 def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as `toy`, stored in BF16."""
+    """A BF16 copy of the model `toy`."""
     folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
     synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
     return folder

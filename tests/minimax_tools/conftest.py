@@ -100,7 +100,7 @@ def bf16_tensors(fp8_tensors: Tensors) -> Tensors:
 
 @pytest.fixture
 def float32_products(fp8_tensors: Tensors) -> Tensors:
-    """What every FP8 weight means, as the float32 product before any rounding."""
+    """The value of every FP8 weight: the float32 product before any rounding."""
     return {
         name: _product(tensor, fp8_tensors[scale_name(name)])
         for name, tensor in fp8_tensors.items()
@@ -179,7 +179,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as `toy`, stored in BF16."""
+    """A BF16 copy of the model `toy`."""
     folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
     synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
     return folder

@@ -113,7 +113,7 @@ def test_rank_that_outlived_its_run_writes_nothing_into_the_next(tmp_path: Path)
 
 @pytest.fixture
 def writer(tmp_path: Path, describe: Any, inputs: Any, layer_of: Any) -> CaptureWriter:
-    """Of a capture that has one layer."""
+    """The writer of a capture that has one layer."""
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
         writer.write_layer(0, layer_of(0))
     return writer

@@ -1,4 +1,4 @@
-"""Where experts lie in grouped storage, and what is read into their places."""
+"""Places of experts in grouped storage, and the values read into them."""
 
 from __future__ import annotations
 

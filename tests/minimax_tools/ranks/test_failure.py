@@ -1,4 +1,4 @@
-"""How ranks learn which of them failed first, over a store in this process."""
+"""Failures: ranks learn which of them failed first, over a store in this process."""
 
 from __future__ import annotations
 

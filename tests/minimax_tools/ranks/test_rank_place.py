@@ -1,4 +1,4 @@
-"""Which rank this is, as torchrun's variables say."""
+"""The place of a rank, as torchrun's variables tell it."""
 
 from __future__ import annotations
 
