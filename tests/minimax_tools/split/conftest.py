@@ -110,6 +110,12 @@ def build_model(model_type: str, dtype: torch.dtype) -> Any:
     return model
 
 
+@pytest.fixture(scope="session")
+def into_pickles() -> Callable[[Path], None]:
+    """Turns a folder of safetensors into one of `.bin` files."""
+    return turn_into_pickles
+
+
 def turn_into_pickles(folder: Path) -> None:
     """Replace a folder's safetensors by .bin files of the same tensors."""
     from safetensors.torch import load_file

@@ -47,25 +47,8 @@ def build_model(model_type: str, *, is_tied: bool) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def to_bin(folder: Path) -> None:
-    """Turn a folder's safetensors into what torch.save used to write."""
-    for path in sorted(folder.glob("*.safetensors")):
-        torch.save(load_file(path), folder / pickled_name(path.name))
-        path.unlink()
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        content = json.loads(index.read_text())
-        content["weight_map"] = {name: pickled_name(file) for name, file in content["weight_map"].items()}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(content))
-        index.unlink()
-
-
-def pickled_name(name: str) -> str:
-    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory: pytest.TempPathFactory, into_pickles: Callable[[Path], None]) -> Saved:
     """Folders of tiny models, as transformers saves them or as `.bin`; each made once, so left as they are."""
     made: dict[tuple[object, ...], Path] = {}
 
@@ -77,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             folder = tmp_path_factory.mktemp("saved") / "model"
             build_model(model_type, is_tied=is_tied).save_pretrained(folder, max_shard_size=size)
             if kind == "bin":
-                to_bin(folder)
+                into_pickles(folder)
             made[key] = folder
         return made[key]
 
