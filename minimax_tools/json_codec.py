@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Mapping
 from enum import Enum
@@ -53,14 +54,27 @@ def decode(kind: type[T], record: Any) -> T:
 
 def encode_fields(value: Any) -> dict[str, Any]:
     """Return a dataclass as an object with one key for each field, for a `to_json` that adds to it."""
-    record: dict[str, Any] = cattrs.gen.make_dict_unstructure_fn(type(value), _CONVERTER)(value)
+    kind: Any = type(value)
+    record: dict[str, Any] = _field_writer(kind)(value)
     return record
 
 
 def decode_fields(kind: type[T], record: Mapping[str, Any]) -> T:
     """Return a dataclass from an object with one key for each field, for a `from_json` that changes it."""
-    value: T = cattrs.gen.make_dict_structure_fn(kind, _CONVERTER)(record, kind)
+    hint: Any = kind
+    value: T = _field_reader(hint)(record, hint)
     return value
+
+
+# cattrs writes the source of such a function, and compiles it.
+@functools.cache
+def _field_writer(kind: type) -> Any:
+    return cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER)
+
+
+@functools.cache
+def _field_reader(kind: type) -> Any:
+    return cattrs.gen.make_dict_structure_fn(kind, _CONVERTER)
 
 
 def omit_default(kind: type[T], *fields: str) -> None:
