@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.weight_files import (
@@ -23,6 +24,8 @@ from minimax_tools.checkpoint.weight_files import (
 )
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix
+
+Entry = TypeVar("Entry", bound=TensorEntry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,12 @@ class TensorIndex:
         weight_map = _weight_map(folder)
         shards = _find_shards(folder) if weight_map is None else sorted(set(weight_map.values()))
         missing = {shard for shard in shards if layers is not None and not (folder / shard).is_file()}
-        headers, faults = _read_headers(folder, [shard for shard in shards if shard not in missing])
+        headers, faults = read_headers(
+            folder,
+            [shard for shard in shards if shard not in missing],
+            read_header,
+            word_damage=lambda error: f"is damaged ({error.found})",
+        )
         absent: dict[str, str] = {}
         if weight_map is not None:
             faults += contradictions(weight_map, headers)
@@ -169,9 +177,22 @@ def _find_shards(folder: Path) -> list[str]:
     return shards
 
 
-def _read_headers(folder: Path, shards: list[str]) -> tuple[dict[str, tuple[TensorEntry, ...]], list[str]]:
-    """Read the headers of shards; return those that are sound, and the faults of the others."""
-    headers: dict[str, tuple[TensorEntry, ...]] = {}
+def read_headers(
+    folder: Path,
+    shards: Sequence[str],
+    read: Callable[[Path], tuple[Entry, ...]],
+    *,
+    word_damage: Callable[[CheckpointError], str],
+) -> tuple[dict[str, tuple[Entry, ...]], list[str]]:
+    """Read the headers of a checkpoint's files; return those that are sound, and the faults of the others.
+
+    Args:
+        folder: The checkpoint's folder.
+        shards: Names of the files.
+        read: Reads one header; raises CheckpointError if it cannot.
+        word_damage: Words that error, as in "is damaged (no header)".
+    """
+    headers: dict[str, tuple[Entry, ...]] = {}
     first_shards: dict[str, str] = {}
     faults = []
     for shard in shards:
@@ -179,9 +200,9 @@ def _read_headers(folder: Path, shards: list[str]) -> tuple[dict[str, tuple[Tens
             faults.append(f"shard {shard} is missing")
             continue
         try:
-            headers[shard] = read_header(folder / shard)
+            headers[shard] = read(folder / shard)
         except CheckpointError as error:
-            faults.append(f"shard {shard} is damaged ({error.found})")
+            faults.append(f"shard {shard} {word_damage(error)}")
             continue
         for entry in headers[shard]:
             if (first := first_shards.setdefault(entry.name, shard)) != shard:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from minimax_tools.checkpoint.header import TensorEntry, read_header
-from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.index import TensorIndex, read_headers
 from minimax_tools.checkpoint.weight_files import (
     SAFETENSORS_SUFFIX,
     WeightFiles,
@@ -120,27 +120,17 @@ def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIn
 def _read_shards(
     folder: Path, shards: Sequence[str], weight_map: Mapping[str, str] | None
 ) -> dict[str, PickledEntry]:
-    entries: dict[str, PickledEntry] = {}
-    headers: dict[str, tuple[PickledEntry, ...]] = {}
-    faults = []
-    for shard in shards:
-        if not (folder / shard).is_file():
-            faults.append(f"shard {shard} is missing")
-            continue
-        try:
-            headers[shard] = read_pickled_header(folder / shard)
-        except CheckpointError as error:
-            faults.append(f"shard {shard} cannot be read ({error.what}: {error.found})")
-            continue
-        for entry in headers[shard]:
-            first = entries.setdefault(entry.name, entry)
-            if first is not entry:
-                faults.append(f"{entry.name} is both in {first.file.name} and in {shard}")
+    headers, faults = read_headers(
+        folder,
+        shards,
+        read_pickled_header,
+        word_damage=lambda error: f"cannot be read ({error.what}: {error.found})",
+    )
     if weight_map is not None:
         faults += contradictions(weight_map, headers)
     if faults:
         raise faulty_checkpoint(folder, faults)
-    return entries
+    return {entry.name: entry for header in headers.values() for entry in header}
 
 
 def _index(
