@@ -114,6 +114,12 @@ def install_command(extra: str) -> str:
     return "pip install " + " ".join(f"'{requirement}'" for requirement in EXTRA_REQUIREMENTS[extra])
 
 
+def list_names(names: list[str], *, most: int) -> str:
+    """Join names into one text: the first `most`, and the number of the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def list_faults(faults: list[str]) -> str:
     """Join faults into one text for an error's `found`: the first 12, and the number of the others."""
     shown = faults[:_NUM_FAULTS_SHOWN]

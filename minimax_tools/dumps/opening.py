@@ -13,7 +13,7 @@ from minimax_tools.dumps.formats import FORMATS, find_format
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, is_legacy
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.errors import CaptureError, UsageError, list_names
 
 _MAX_NAMED = 5
 _TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
@@ -66,7 +66,8 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
     raise CaptureError(
         f"no capture at {directory}",
         expected=f"{MANIFEST_NAME}, or {LEGACY_LAYOUT}, or the files of {', '.join(FORMATS)}",
-        found=_listed(sorted(path.name for path in directory.iterdir())) or "an empty directory",
+        found=list_names(sorted(path.name for path in directory.iterdir()), most=_MAX_NAMED)
+        or "an empty directory",
         next_step=_next_step(directory),
     )
 
@@ -94,7 +95,7 @@ def _next_step(directory: Path) -> str:
     """Return the advice for a directory without a capture; captures usually lie one folder further down."""
     below = sorted(path.name for path in directory.iterdir() if path.is_dir() and _is_capture(path))
     if below:
-        return f"Name one of the captures in it: {_listed(below)}."
+        return f"Name one of the captures in it: {list_names(below, most=_MAX_NAMED)}."
     if any(path.suffix in _TENSOR_SUFFIXES for path in directory.iterdir()):
         return (
             "Tensors of hooks of your own are read under nxdi's names, such as "
@@ -106,8 +107,3 @@ def _next_step(directory: Path) -> str:
 
 def _is_capture(path: Path) -> bool:
     return not is_others(path) or find_format(path) is not None
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMED])
-    return f"{shown} and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else shown

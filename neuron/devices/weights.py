@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.filling import Deferred, Filling, Gathered, ReadingPool
-from minimax_tools.errors import Mm2Error, TargetError
+from minimax_tools.errors import Mm2Error, TargetError, list_names
 
 _NUM_NAMES_SHOWN = 8
 # Limit of host buffers read ahead of the weight that is sent; one buffer is always allowed.
@@ -267,7 +267,11 @@ def _find_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weig
             if (shape := shapes.get(name)) is not None and shape != tuple(place.shape)
         ],
     }
-    return [f"{len(names)} {fault}: {_listed(names)}" for fault, names in lists.items() if names]
+    return [
+        f"{len(names)} {fault}: {list_names(names, most=_NUM_NAMES_SHOWN)}"
+        for fault, names in lists.items()
+        if names
+    ]
 
 
 def _refuse_empty(module: nn.Module, *, what: str) -> None:
@@ -277,7 +281,7 @@ def _refuse_empty(module: nn.Module, *, what: str) -> None:
         raise TargetError(
             f"{what}: buffers that are no weights were built without memory",
             expected="values, or persistent buffers that convert_state_dict returns",
-            found=f"device meta: {_listed(empty)}",
+            found=f"device meta: {list_names(empty, most=_NUM_NAMES_SHOWN)}",
             next_step="Leave torch.device('meta') before computing them.",
         )
 
@@ -285,8 +289,3 @@ def _refuse_empty(module: nn.Module, *, what: str) -> None:
 def _shape_of(weight: object) -> tuple[int, ...] | None:
     weight = weight.weight if isinstance(weight, Staged) else weight
     return tuple(weight.shape) if isinstance(weight, (torch.Tensor, Deferred, Gathered)) else None
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NUM_NAMES_SHOWN
-    return ", ".join(names[:_NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -11,7 +11,7 @@ import torch
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.errors import IncomparableError
+from minimax_tools.errors import IncomparableError, list_names
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
@@ -48,7 +48,7 @@ class GoldenInputs:
         ]
         if missing:
             raise IncomparableError(
-                f"the golden {self.golden.directory} lacks {_listed(missing)}",
+                f"the golden {self.golden.directory} lacks {list_names(missing, most=_NUM_NAMES_SHOWN)}",
                 found=_held(self.golden),
                 next_step="Capture it with mm2-gpu extract-all --sites all, or choose layers that it holds.",
             )
@@ -124,8 +124,3 @@ def digest_sites(golden: Capture, sites: Iterable[tuple[int, Site]], *, header: 
 def _held(golden: Capture) -> str:
     layers = f"layers {golden.layers[0]} to {golden.layers[-1]}" if golden.layers else "no layer"
     return f"{layers}, captured with {len(golden.description.run.sites)} sites"
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NUM_NAMES_SHOWN
-    return ", ".join(names[:_NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
