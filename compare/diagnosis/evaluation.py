@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from types import MappingProxyType
 
 import torch
@@ -20,17 +19,15 @@ from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference import float32_stages
 from minimax_tools.reference.float32_stages import choose_rows, has_all_rows
+from minimax_tools.text_enum import TextEnum
 
 
-class ExpertValue(str, Enum):
+class ExpertValue(TextEnum):
     """Points within the experts that are no sites."""
 
     EXPERT_INPUT = "expert_input"  # [T,H]
     EXPERT_NUMBERS = "expert_numbers"  # [T,k], whose weights are used; in the order of router_experts
     EXPERT_OUTPUTS = "expert_outputs"  # [T,k,H], not weighed yet
-
-    def __str__(self) -> str:
-        return self.value
 
 
 GraphNode = Site | ExpertValue

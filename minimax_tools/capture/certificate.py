@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from minimax_tools.json_codec import encode_fields
+from minimax_tools.text_enum import TextEnum
 
 
-class Outcome(str, Enum):
+class Outcome(TextEnum):
     """Result of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     NOT_CHECKED = "not checked"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

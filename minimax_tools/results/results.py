@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import Site
 from minimax_tools.results.choices import LogitsResult, RoutingResult
+from minimax_tools.text_enum import TextEnum
 
 
-class Verdict(str, Enum):
+class Verdict(TextEnum):
     """Conclusion of a comparison."""
 
     PASS = "pass"
@@ -18,16 +18,13 @@ class Verdict(str, Enum):
     FAIL = "fail"
     INCOMPARABLE = "incomparable"
 
-    def __str__(self) -> str:
-        return self.value
-
     @property
     def exit_code(self) -> int:
         """0 for pass and warn, 1 for fail, 3 for incomparable."""
         return {Verdict.FAIL: 1, Verdict.INCOMPARABLE: 3}.get(self, 0)
 
 
-class SiteStatus(str, Enum):
+class SiteStatus(TextEnum):
     """Status of one site; only the first three were compared."""
 
     PASS = "pass"
@@ -36,9 +33,6 @@ class SiteStatus(str, Enum):
     NOT_EXPOSED = "not exposed"  # by the port
     NOT_CAPTURED = "not captured"  # by the golden
     NOT_JUDGED = "not judged"  # the run stopped before it, or no token was left to judge
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def is_compared(self) -> bool:

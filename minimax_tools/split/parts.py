@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 
 import torch
 
 from minimax_tools.errors import BackendError, UsageError
 from minimax_tools.model.span import Span
+from minimax_tools.text_enum import TextEnum
 
 
-class Role(str, Enum):
+class Role(TextEnum):
     """Name of a component, as files, device maps and messages have it."""
 
     BOTTOM = "bottom"
     TRUNK = "trunk"
     TOP = "top"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
 from faults.arithmetic import Arithmetic
 from faults.stages import FusedWeights
 from minimax_tools.model.sites import Site
+from minimax_tools.text_enum import TextEnum
 
 
-class Kind(str, Enum):
+class Kind(TextEnum):
     """Kind of a plant."""
 
     CATALOGUED = "catalogued"  # a mistake that the diagnosis has a name for
     UNCATALOGUED = "uncatalogued"  # a mistake that it has no name for
     PAIR = "pair"  # a mistake of the attention and one of the experts
     EQUIVALENT = "equivalent"  # no mistake: the layer's output is the same
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)
