@@ -1,0 +1,104 @@
+"""The commands that the pages show for the toy, run in the order of each page."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+PAGES = ("golden", "ports", "verdicts", "diagnosis", "ranks-and-decoding", "several-boxes", "troubleshooting")
+
+# Blocks of a page that need what is not on this machine: the hub, the reader's own files, an installation.
+NOT_HERE = ("MiniMaxAI/", "/data/", "my_port.py", "their_dump", "pip install")
+
+# The port that these pages run is wrong on purpose, so its verdict is `fail`.
+WRONG_PORT = "swapped_port.py"
+JUDGES_A_RUN = ("mm2-compare", "mm2-diagnose")
+
+# A toy, its golden, and the run of the wrong port: what `golden` and `ports` make, and the other pages take.
+CAPTURES = f"""
+mm2-split synthesize --output model --num-hidden-layers 8
+mm2-gpu extract-all --model model --seq-len 96,61
+mm2-test sweep --model model --golden mm2-captures/gpu_reference/full_model \
+    --target scripts/examples/{WRONG_PORT}:DecoderLayer --backend cpu
+"""
+
+_BLOCK = re.compile(r"^```(?P<language>bash|text)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A bash block of a page, and the output that the page shows behind it."""
+
+    commands: str
+    output: str
+
+
+def blocks(page: str) -> Iterator[Block]:
+    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
+    found = [*_BLOCK.finditer(text), None]
+    for block, following in itertools.pairwise(found):
+        assert block is not None
+        if block["language"] == "bash" and not any(word in block["text"] for word in NOT_HERE):
+            shown = following["text"] if following is not None and following["language"] == "text" else ""
+            yield Block(block["text"], shown)
+
+
+def command_lines(text: str) -> list[str]:
+    return [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+
+
+def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+    )
+
+
+def expected_code(line: str) -> int:
+    is_judged = WRONG_PORT in line or line.startswith(JUDGES_A_RUN)
+    return int(is_judged and "--list" not in shlex.split(line))
+
+
+@pytest.fixture(scope="module")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "scripts").symlink_to(REPOSITORY / "scripts")
+    for line in command_lines(CAPTURES):
+        done = run(line, folder)
+        assert done.returncode == expected_code(line), done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_page_does_what_it_shows(page: str, captures: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(captures, tmp_path / "reader", symlinks=True)
+    # A page that makes the model itself begins without one.
+    if any("mm2-split synthesize" in block.commands for block in blocks(page)):
+        shutil.rmtree(folder / "model")
+        shutil.rmtree(folder / "mm2-captures")
+    assert list(blocks(page))
+    for block in blocks(page):
+        printed = ""
+        for line in command_lines(block.commands):
+            done = run(line, folder)
+            printed += done.stdout
+            assert done.returncode == expected_code(line), f"{line}\n{done.stdout}{done.stderr}"
+        for shown in block.output.splitlines():
+            assert words(shown) in words(printed), f"{block.commands}\nshows {shown!r}, printed\n{printed}"
+
+
+def words(text: str) -> str:
+    """Leave out figures, which change with the machine, and spaces, which change with the figures."""
+    return re.sub(r"[\d\s.,×%]|e[+-]\d+", "", text)
