@@ -34,7 +34,7 @@ class Shown:
 
 
 def shown_by_modules(source: Capture, *, moe: str) -> Iterator[Shown]:
-    """What hooks on modules see of a chained run of the whole model."""
+    """Return the tensors that hooks on modules see in a chained run of the whole model."""
 
     def show(module: str, site: Site | ModelSite, point: str = "output", element: str = "") -> Shown:
         values = source.read(layer, site) if isinstance(site, Site) else source.read_model(site)
@@ -79,14 +79,14 @@ def filled(tokens: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def pieces_of(shown: Shown, values: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
-    """What each rank holds."""
+    """Return the piece of each rank."""
     if num_ranks == 1 or shown.site not in SHARDED:
         return [values.clone() for _ in range(num_ranks)]
     return [piece.clone() for piece in values.chunk(num_ranks, dim=-1)]
 
 
 def write_nxdi(directory: Path, source: Capture, *, num_ranks: int = 1, has_metadata: bool = True) -> None:
-    """One tensor of each module's outputs and inputs, in a folder for each rank where there are several."""
+    """Write one file for each tensor of a module's outputs and inputs; several ranks have a folder each."""
     mask = source.read_attention_mask()
     renamed = {".mlp.gate": ".mlp.router.linear_router", ".self_attn.": ".self_attn.qkv_proj."}
     for shown in shown_by_modules(source, moe="mlp"):
@@ -144,7 +144,7 @@ def take_chunks(values: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
 
 
 def one_pass(mask: torch.Tensor) -> list[list[Chunk]]:
-    """All prompts in one pass."""
+    """Return a run of all prompts in one pass."""
     return [[(row, 0, int(real.sum())) for row, real in enumerate(mask)]]
 
 
@@ -209,7 +209,7 @@ def write_sglang(
     passes: Sequence[Sequence[Chunk]] = (),
     has_request_ids: bool = True,
 ) -> None:
-    """What hooks on all modules dump, residuals beside what is to be added to them."""
+    """Write the dump of hooks on all modules: residuals beside the deltas that are to be added to them."""
     inputs = source.read_inputs()
     directory.mkdir(parents=True)
     index = 0

@@ -29,7 +29,7 @@ _BEFORE_RESET_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked, and the answer's status."""
+    """A request, and the status of its answer."""
 
     method: str
     path: str
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What an answer does instead of being right.
+    """A planted fault of an answer.
 
     Args:
         status: Sent in place of the file.

@@ -1,4 +1,4 @@
-"""One model written in other numbers: what mm2 says of a port does not change with the writing."""
+"""Equivalent models, written in other numbers: mm2's verdict on a port does not change."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ NAMELESS = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
-    """One import, wherever it stands; `names` holds every module that it may mean, the longest first."""
+    """An import statement at any depth; `names` holds every module that it may mean, the longest first."""
 
     names: tuple[str, ...]
     line: int
@@ -54,7 +54,7 @@ class Import:
 
 
 def find_violations(root: Path) -> list[str]:
-    """Every place under `root` that breaks a floor, as `path:line: what`."""
+    """Return every place under `root` that breaks a floor, as `path:line: what`."""
     files = {path.relative_to(root).as_posix(): path for path in _source_files(root)}
     trees = {name: ast.parse(path.read_text(encoding="utf-8"), name) for name, path in files.items()}
     imports = {name: list(_imports(tree)) for name, tree in trees.items()}
@@ -158,7 +158,7 @@ def _exits(name: str, tree: ast.Module) -> Iterator[int]:
 
 
 def _cycles(imports: dict[str, list[Import]]) -> list[str]:
-    """Each circle of modules once, from its first module by name; local and type-only imports count."""
+    """Yield each circle of modules once, from its first module by name; local and type-only imports count."""
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in imports}
     edges = {
         module: sorted(

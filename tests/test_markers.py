@@ -1,4 +1,4 @@
-"""What a plain pytest run does with markers and warnings, seen from outside."""
+"""Markers and warnings in a plain pytest run, seen from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pip install .` brings along, and that it replaces nothing on a Neuron image or a GPU box.
+"""The packages that `pip install .` brings along; it replaces nothing on a Neuron image or a GPU box.
 
 pip resolves in an environment whose packages are stated by their metadata alone: nothing large is fetched.
 """

@@ -112,7 +112,7 @@ class Copyist:
     def _layer(
         self, run: Run, layer: int, changes: Changes, not_exposed: tuple[Site, ...]
     ) -> dict[Site, torch.Tensor]:
-        """Its tensors; the input only where it is not the output of the layer before."""
+        """Return a layer's tensors; `input` only if it is not the output of the layer before."""
         repeats_output = run.mode is Mode.CHAINED and layer > run.span.start and Site.OUTPUT in run.sites
         stored = [
             site

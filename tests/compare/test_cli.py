@@ -38,7 +38,7 @@ def halved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rolled(tensor: torch.Tensor) -> torch.Tensor:
-    """Every channel in the place of the one before it."""
+    """Move every channel one place on."""
     return tensor.roll(1, -1)
 
 

@@ -27,7 +27,7 @@ def source(golden: Path) -> Capture:
 
 
 def write_golden(directory: Path, source: Capture, *, with_mask: bool = True) -> Path:
-    """All layers' outputs, and the embedding, as a whole-model run of the tools before mm2 stored them."""
+    """Write all layers' outputs and the embedding as a whole-model run of the older tools did."""
     directory.mkdir(parents=True)
     inputs = source.read_inputs()
     metadata: dict[str, Any] = {"model_path": "/models/MiniMax-M2", "inputs": {"input_ids": inputs.input_ids}}

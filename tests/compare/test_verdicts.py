@@ -124,11 +124,11 @@ class TestChainedRuns:
 
 
 class TestGoldenWithoutFloor:
-    """Whether experts flip on a token for noise nobody can tell there: a few may."""
+    """Flips without a floor: nobody can tell whether noise explains them, so a few may occur."""
 
     @staticmethod
     def flipped(num_tokens: int, *, site: Site) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Of the first row, tokens that chose another expert: of k = 4 outputs one is another."""
+        """Return the first row with some tokens sent to another expert: one of their k = 4 outputs differs."""
 
         def change(tensor: torch.Tensor) -> torch.Tensor:
             changed = tensor.clone()

@@ -1,4 +1,4 @@
-"""Every site of the golden, computed by hand from the sites before it and the checkpoint's weights."""
+"""The golden's sites, each computed by hand from the sites before it and the checkpoint's weights."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ LAYER_0 = ("single-layer", "--layer", 0)
 
 
 def refused(result: Any, *texts: str, exit_code: int) -> None:
-    """One message, no traceback, nothing on stdout."""
+    """Assert that a command is refused with one message, no traceback, and nothing on stdout."""
     stderr = result.stderr
     assert "Traceback" not in stderr
     for text in texts:

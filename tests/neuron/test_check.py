@@ -1,4 +1,4 @@
-"""What `mm2-test check` finds: every finding is shown to appear, and to be absent where there is nothing to find."""
+"""Findings of `mm2-test check`: each appears where it should, and is absent where there is nothing to find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every preset from the command line: on the CPU, right and wrong."""
+"""Runs from the command line, each on the CPU, right and wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds of a layer: its part, and while it loads little more."""
+"""The memory of a rank: its part of a layer, and little more while it loads."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_sum_that_is_not_made_is_named(judge: Judged, write_port: Any) -> None
 
 @pytest.mark.slow
 def test_of_sites_that_are_found_by_name_those_count_that_are_whole(judge: Judged, write_port: Any) -> None:
-    """Which part of a site a rank holds is not guessed: a right port in another order would fail."""
+    """Assert that mm2 does not guess which part of a site a rank holds: a right port in another order would fail."""
     source = (
         OWN_PORT[: OWN_PORT.index("    sites = {")]
         + OWN_PORT[OWN_PORT.index("    def __init__(self, config, layer_idx)") :]

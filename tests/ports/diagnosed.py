@@ -112,7 +112,7 @@ class BlackBoxOfRandomRows(planted.BlackBox):
 
 
 class BlackBoxOfSmallExperts(planted.BlackBox):
-    """What the experts add is 3 % too small, which the noise nearly covers; seen from outside."""
+    """A black box whose experts add 3 % too little, which the noise nearly covers."""
 
     class mistake(planted.Planted):  # noqa: N801
         class moe_class(port.Moe):  # noqa: N801
@@ -160,7 +160,7 @@ class ScaledKeys(cached_port.DecoderLayer):
 
 
 class ScaledKeysAndDecodedScores(ScaledKeys):
-    """Its decoded rows, besides, scale their scores by another width than head_dim."""
+    """A port with scaled keys, whose decoded rows also scale their scores by another width than head_dim."""
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)

@@ -112,7 +112,7 @@ class DecoderLayer(nn.Module):
 
 
 class WithoutBias(DecoderLayer):
-    """One that has no place for the correction bias."""
+    """A layer without a place for the correction bias."""
 
     def __init__(self, config: Config, layer_idx):
         super().__init__(config, layer_idx)
@@ -121,7 +121,7 @@ class WithoutBias(DecoderLayer):
 
 
 class FusedProjection(DecoderLayer):
-    """One that has q, k and v in a single matrix, as NxDI's config says, and serves all layers."""
+    """A layer with q, k and v in a single matrix, as NxDI's config says. It serves all layers."""
 
     mm2_neuron_config = {"fused_qkv": True}
     reuse = True

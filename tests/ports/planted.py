@@ -447,7 +447,7 @@ class SwappedKeyValueAndOneExpertMissing(SwappedKeyValue):
 
 
 class LoudDelta(Planted):
-    """What attention adds is fifty times too large."""
+    """A port whose attention adds fifty times too much."""
 
     def convert_state_dict(self, tensors, config, layer_idx):
         state = super().convert_state_dict(tensors, config, layer_idx)

@@ -1,4 +1,4 @@
-"""What is planted is wrong where it says, and the benchmark of it counts rightly."""
+"""Planted mistakes are wrong where they say, and their benchmark counts rightly."""
 
 from __future__ import annotations
 

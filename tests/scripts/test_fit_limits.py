@@ -21,7 +21,7 @@ SITES = ("attn_delta", "router_logits", "moe_delta", "output")
 
 
 def records(*, usual: float = 1.1, spread: float = 0.02, token_spread: float = 0.2) -> list[dict[str, Any]]:
-    """What clean ports might have been measured to differ by."""
+    """Return differences that clean ports might have been measured to have."""
     generator = np.random.default_rng(0)
     found = []
     for port, furthest in (("builtin on cpu", 1.0), ("other on cpu", usual)):
@@ -89,7 +89,7 @@ def test_file_that_is_written_is_read(tmp_path: Path) -> None:
 
 def test_growth_is_told_by_errors_that_outweigh_rounding_and_by_those_that_grow() -> None:
     def amplification(growth: float, *, incoming: float) -> Limit:
-        """Of many runs in which an error doubles at moe_delta, and some in which another is handed on."""
+        """Return records of runs in which an error doubles at moe_delta, and of some that inherit another error."""
         measured = records()
         others = [
             {**record, "incoming": incoming, "relative_l2": growth * incoming}

@@ -49,7 +49,7 @@ def run(*arguments: object, **environment: str) -> click.testing.Result:
 
 
 def made(*arguments: object) -> dict[str, Any]:
-    """What the script says of the checkpoint that it made or found."""
+    """Run the script, and return what it prints about the checkpoint that it made or found."""
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
     described: dict[str, Any] = json.loads(result.stdout)
@@ -107,7 +107,7 @@ def cloned(scratch: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def image_place(scratch: Path, tmp_path: Path) -> Iterator[Path]:
-    """Where a test may build a checkpoint, which is removed after it."""
+    """A folder in which a test may build a checkpoint; it is removed afterwards."""
     yield tmp_path / "m2"
     assert run("--output", tmp_path / "m2", "--remove").exit_code == 0
 

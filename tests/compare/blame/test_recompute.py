@@ -1,4 +1,4 @@
-"""What stands behind a failing site, judged by what the port itself computed it from: real ports with two mistakes."""
+"""Sites behind a failing site, judged on the port's own values: real ports with two mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wrong tokens and channels of a site have in common is said, and nothing where they have nothing."""
+"""The wrong tokens and channels of a site: the report says what they have in common, and only that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mm2-diagnose` says and refuses."""
+"""The output of `mm2-diagnose`, and its refusals."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def judge(
 
 
 def limit_of(figure: str, metrics: PairMetrics, *, num_tokens: int = 200) -> float:
-    """What the figure is held against."""
+    """Return the limit of the figure."""
     nearest = judge(replace(CLEAN, **{figure: 1e6}), metrics, num_tokens=num_tokens)[2]
     assert nearest.figure == figure
     return nearest.limit

@@ -54,7 +54,7 @@ def flipped(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def changed(flipped: Path, tmp_path: Path) -> Callable[..., Path]:
-    """That run with some of a site's values changed."""
+    """The run with some of a site's values changed."""
 
     def change(site: Site, of: Callable[[torch.Tensor], torch.Tensor]) -> Path:
         directory = tmp_path / f"changed_{site}"
@@ -121,7 +121,7 @@ def test_less_of_a_floor_judges_them_too(
 def test_experts_that_are_wrong_past_a_flip_alone_are_found(
     flipped: Path, golden: Path, toy: Path, judge: Judge, changed: Any
 ) -> None:
-    """What no token shows whose experts are the golden's."""
+    """Plant a mistake that shows on no token whose experts are the golden's."""
     name = f"layer_{LAYER}.safetensors"
     mine, theirs = (
         load_file(folder / name)["router_experts"].sort(-1).values for folder in (golden, flipped)

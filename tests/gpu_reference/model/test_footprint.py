@@ -1,4 +1,4 @@
-"""What a golden is said to take, against what it takes in a process of its own."""
+"""The memory predicted for a golden, against the memory that a process takes."""
 
 from __future__ import annotations
 

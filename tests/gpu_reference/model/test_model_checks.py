@@ -1,4 +1,4 @@
-"""Every trap, planted in a sound golden, is refused by its name."""
+"""Traps planted in a sound golden: each is refused by its name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parameter(value: torch.Tensor) -> torch.nn.Parameter:
 
 
 def next_float(value: torch.Tensor) -> torch.Tensor:
-    """Every value, one unit in the last place further from zero."""
+    """Move every value one unit in the last place away from zero."""
     bits = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[value.dtype]
     return (value.view(bits) + 1).view(value.dtype)
 

@@ -530,7 +530,7 @@ def test_machine_that_dies_with_the_store_is_told_of_by_the_other(toy: Path, tmp
 
 
 def _keeps_store(machine: subprocess.Popen[str]) -> bool:
-    """Whether this torchrun listens at the endpoint."""
+    """Decide whether this torchrun listens at the endpoint."""
     return any(
         connection.status == psutil.CONN_LISTEN
         for connection in psutil.Process(machine.pid).net_connections()

@@ -1,4 +1,4 @@
-"""How ranks come to write one capture: in threads of this process, over one store."""
+"""Ranks that write one capture: threads of this process, over one store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rank_of(store: Any, rank: int) -> RankGroup:
 
 @pytest.fixture(scope="module")
 def goldens(toy: Path, ask: Any) -> Iterator[tuple[Golden, Golden]]:
-    """Of the two slices."""
+    """The goldens of the two slices."""
     first, second = (
         ask(streaming=Streaming(device=torch.device("cpu"), prefetch=False, part=part, holds_part=False))
         for part in plan_of(toy, 2).used

@@ -1,4 +1,4 @@
-"""What every rank has to do, told from what is stored."""
+"""The steps of every rank, decided from what is stored."""
 
 from __future__ import annotations
 

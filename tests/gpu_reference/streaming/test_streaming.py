@@ -1,4 +1,4 @@
-"""How a stream ends, what it proves, and what memory it takes; its bytes are `test_streamed_captures`'."""
+"""A stream's end, its proofs and its memory; `test_streamed_captures` holds its bytes."""
 
 from __future__ import annotations
 

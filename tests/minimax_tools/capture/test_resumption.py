@@ -54,7 +54,7 @@ def recipe(describe: Any, inputs: Inputs, layer_of: Any) -> Recipe:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What the resumption says."""
+    """The lines that the resumption logs."""
     caplog.set_level(logging.INFO)
     return caplog
 

@@ -43,7 +43,7 @@ def drop_from_memory(index: TensorIndex) -> None:
 
 
 def cached_share(index: TensorIndex, layer: int) -> float:
-    """How many of a layer's pages are in the system's page cache; asking brings none there."""
+    """Return the share of a layer's pages that are in the page cache; the call itself loads none."""
     pages = [
         page
         for name in index.layer_names(layer)
@@ -57,7 +57,7 @@ def span(entry: TensorEntry) -> tuple[int, int]:
 
 
 def cached_pages(file: Path, start: int, stop: int) -> list[bool]:
-    """Whether each page that holds some of these bytes is in memory."""
+    """Return, for each page of these bytes, whether it is in memory."""
     with file.open("rb") as shard, mmap.mmap(shard.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         whole = numpy.frombuffer(mapped, dtype=numpy.uint8)
         states = (ctypes.c_ubyte * -(-len(whole) // mmap.PAGESIZE))()

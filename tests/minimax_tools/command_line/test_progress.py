@@ -199,7 +199,7 @@ main()
 
 @dataclass
 class Seen:
-    """What a program left on its terminal and in its pipe."""
+    """The output of a program, on its terminal and in its pipe."""
 
     written: str
     rows: list[str]

@@ -55,7 +55,7 @@ def slices(whole_slices: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def records(plan: PartitionPlan, tmp_path: Path) -> Path:
-    """What a run would write, in its capture directory."""
+    """Write the records of a run into its capture directory."""
     for slice_ in plan.slices:
         record_of(plan, slice_.node.name).write(tmp_path / "capture" / RECORDS_FOLDER)
     return tmp_path / "capture"

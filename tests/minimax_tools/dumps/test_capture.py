@@ -16,7 +16,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 
 def save(folder: Path, name: str, tensor: torch.Tensor) -> None:
-    """One of msprobe's files: it keeps padded and packed rows alike, and says nothing of either."""
+    """Write a file of msprobe, which stores padded and packed rows alike and does not say which."""
     data = folder / "step0" / "rank0" / "dump_tensor_data"
     data.mkdir(parents=True, exist_ok=True)
     module, point = name.split(":")

@@ -1,4 +1,4 @@
-"""What each tool's names and headers say, and that nothing in a file is called."""
+"""Names and headers of each tool's dumps; nothing in a file is called."""
 
 from __future__ import annotations
 

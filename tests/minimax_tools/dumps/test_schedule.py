@@ -1,4 +1,4 @@
-"""Which tokens of which requests a pass computed, and passes joined along the prompts."""
+"""Passes of a dump: their tokens and requests, joined along the prompts."""
 
 from __future__ import annotations
 

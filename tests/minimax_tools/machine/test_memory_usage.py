@@ -39,7 +39,7 @@ Threads:	1
 
 @pytest.fixture(autouse=True)
 def freed_before() -> None:
-    """What tests before left to be freed is not freed in the midst of these."""
+    """Free what earlier tests left, so that it is not freed during these."""
     give_back_freed_memory()
 
 

@@ -15,7 +15,7 @@ def twin() -> torch.Tensor:
 
 
 def rounded(exact: torch.Tensor, seed: int) -> torch.Tensor:
-    """What a right implementation makes of it: noise of the size of BF16's."""
+    """Return a right implementation's values: noise of BF16's size."""
     noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(seed))
     return exact * (1.0 + 4e-3 * noise)
 

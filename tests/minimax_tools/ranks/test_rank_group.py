@@ -1,4 +1,4 @@
-"""What a rank says of others that died, seen without starting any."""
+"""A rank's words about ranks that died, without starting any."""
 
 from __future__ import annotations
 

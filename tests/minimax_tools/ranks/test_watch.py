@@ -1,4 +1,4 @@
-"""What a watch notices, seen without starting any ranks."""
+"""A watch of ranks, without starting any."""
 
 from __future__ import annotations
 

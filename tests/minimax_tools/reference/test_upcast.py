@@ -33,7 +33,7 @@ def routing(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def exact(
     weights: Mapping[str, torch.Tensor], states: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """Every token through every expert in float64, those it was not sent to counting nothing."""
+    """Compute every expert for every token in float64; experts that a token was not sent to count nothing."""
     output, rows = torch.zeros(states.shape, dtype=torch.float64), states.double()
     for expert in range(E):
         gate, up, down = (weights[expert_weight(expert, name)].double() for name in ("w1", "w3", "w2"))

@@ -119,7 +119,7 @@ def write_headers(folder: Path) -> PartitionPlan:
 
 
 def read_bytes(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """What safetensors itself reads of a folder's shards."""
+    """Read a folder's shards with safetensors itself."""
     found = {}
     for shard in sorted(folder.glob("*.safetensors")):
         with safe_open(shard, framework="pt") as file:
@@ -159,7 +159,7 @@ def largest_file(size_bytes: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model in FP8 and in BF16, several shards each, layers across them; and the BF16 one as .bin files."""
+    """The same model in FP8, in BF16 and as BF16 `.bin` files; several shards each, layers across them."""
     root = tmp_path_factory.mktemp("sources")
     for name, dtype in (("fp8", torch.float8_e4m3fn), ("bf16", torch.bfloat16)):
         synthesize(root / name, model=MODEL, dtype=dtype, shard_size_bytes=300_000, seed=0)

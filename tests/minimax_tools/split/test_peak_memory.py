@@ -1,4 +1,4 @@
-"""What loading takes: the anonymous memory of a fresh process, on a checkpoint large enough to tell."""
+"""The memory that loading takes: anonymous memory of a fresh process, on a checkpoint large enough to measure."""
 
 from __future__ import annotations
 

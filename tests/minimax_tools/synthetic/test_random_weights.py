@@ -1,4 +1,4 @@
-"""What a synthetic model's numbers promise, measured on transformers' model with each layer's own input."""
+"""Properties of a synthetic model's numbers, measured on transformers' model with each layer's own input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[[Layer, Rotary], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRun:
-    """One layer's float32 tensors: [S,H], router_logits [S,E], experts [S,k], probabilities [N,S,S]."""
+    """Float32 tensors of one layer: [S,H], router_logits [S,E], experts [S,k], probabilities [N,S,S]."""
 
     input: torch.Tensor
     attn_delta: torch.Tensor

@@ -147,7 +147,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def deep_golden(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its golden: inputs and outputs, and their floor."""
+    """The deep model's golden: inputs, outputs and their floor."""
     directory = tmp_path_factory.mktemp("deep") / "golden"
     arguments = ("extract-all", "--model", deep, "--seq-len", "48,33", "--sites", "layer")
     result = click.testing.CliRunner().invoke(
@@ -225,7 +225,7 @@ def test_right_port_passes_and_is_told_what_could_not_be_seen(bisect: Any, tmp_p
 
 @pytest.fixture
 def stated(bisect: Any) -> float:
-    """What is said to be seen of noise at the end of the chain of layers 4 and 5."""
+    """Return the noise level that the report states for the end of the chain of layers 4 and 5."""
     record = json.loads(bisect("builtin", "--json", "--quiet").stdout)
     chains = [chain for probe in record["probes"] for chain in probe["chains"]]
     [size] = [chain["smallest_visible"] for chain in chains if chain["end_layer"] == 5]

@@ -1,4 +1,4 @@
-"""What a port gets to load and to configure itself with: the layer's tensors, and config.json."""
+"""Inputs of a port's loading: the layer's tensors, and config.json."""
 
 from __future__ import annotations
 

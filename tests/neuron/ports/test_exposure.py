@@ -1,4 +1,4 @@
-"""Which sites a port shows: those it names, or those that are found by the usual names."""
+"""The sites that a port shows: those it names, or those found by the usual names."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def spec(toy: Path) -> ModelSpec:
 
 
 def fill(weight: Weight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """What lies in a weight's storage once it is loaded."""
+    """Return the contents of a weight's storage once it is loaded."""
     if isinstance(weight, torch.Tensor):
         return weight
     assert isinstance(weight, Deferred | Gathered)

@@ -1,4 +1,4 @@
-"""Where a port comes from: its file or module, what lies beside it, and the digest of it all."""
+"""Sources of a port: its file or module, the files beside it, and their digest."""
 
 from __future__ import annotations
 

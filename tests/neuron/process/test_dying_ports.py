@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(small: Path, toy: Path, golden: Path, folder: Path) -> dict[str, Ended]:
-    """All commands of this file, by name, as one process after the other: torch is imported once."""
+    """The ends of all commands of this file, by name; torch is imported once for all."""
     commands: dict[str, tuple[object, ...]] = {}
     for death in DEATHS:
         command = layers_of(small, death.write(folder), folder / death.name)

@@ -1,4 +1,4 @@
-"""What a run tells of itself: where its time went, and whether recording changes it."""
+"""A run's account of itself: where its time went, and whether recording changes it."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_chained_run_from_tokens_in_mid_model_resumes(
 
 @pytest.fixture
 def single_thread() -> Iterator[None]:
-    """One thread in this process, for as long as the test runs."""
+    """Keep one thread in this process while the test runs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -174,7 +174,7 @@ def hanging(arguments: list[object], *, folder: Path, layer: int) -> Iterator[su
 
 
 class TestBegunAnew:
-    """What a failed run left is not gone on with where something else would be computed."""
+    """Runs begun anew: a failed run is not resumed if something else would be computed."""
 
     @pytest.fixture
     def left(self, run: Any, write_port: Any, fail_at: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""One layer in memory: the same values with and without reading ahead, nothing read twice, budgets kept."""
+"""Runs with one layer in memory: same values with and without reading ahead, nothing read twice, budgets kept."""
 
 from __future__ import annotations
 
@@ -423,7 +423,7 @@ class TestResumption:
 
 
 def fingerprint_bytes(folder: Path, span: Span) -> int:
-    """What telling the model apart reads."""
+    """Return the number of bytes that the fingerprint reads."""
     with CheckpointReader(folder) as reader:
         ModelFingerprint.of(reader, ModelSpec.from_folder(folder), span)
         return reader.num_bytes_read

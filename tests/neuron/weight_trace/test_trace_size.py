@@ -72,7 +72,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def inspect(command: Any, wide: Path) -> Inspect:
-    """What is said of a target where a few experts fit."""
+    """Inspect a target with memory for a few experts only."""
 
     def run(target: str) -> dict[str, Any]:
         limit = ("--full-size", "--memory-budget", budget_of(7))
