@@ -17,6 +17,7 @@ from minimax_tools.checkpoint.shard_files import is_cached
 
 logger = logging.getLogger(__name__)
 
+# Bytes between two looks at whether to stop; also the process's only memory.
 _PIECE_BYTES = 4 << 20
 
 
@@ -30,7 +31,7 @@ class ReadAhead:
         self._is_closed = threading.Event()
 
     def request(self, layer: int) -> Future[None]:
-        """Fetch a layer once, after the layers requested before; return the job.
+        """Begin to fetch a layer after the layers requested before, once per layer; return the job.
 
         An unreadable file ends the job without an error: whoever reads the layer meets the error too.
         """
@@ -51,23 +52,27 @@ class ReadAhead:
         self.close()
 
     def _fetch(self, layer: int) -> None:
-        scratch = memoryview(bytearray(_PIECE_BYTES))
+        buffer = memoryview(bytearray(_PIECE_BYTES))
         try:
-            for file, start, stop in _ranges(self._index, layer):
+            for file, start, stop in _find_ranges(self._index, layer):
                 with file.open("rb", buffering=0) as shard:
-                    while start < stop and not self._is_closed.is_set():
-                        piece = scratch[: stop - start]
-                        # Copying cached bytes would only cost time. If the probe was wrong, the system fetches them.
-                        if is_cached(shard.fileno(), start, start + len(piece)):
-                            os.posix_fadvise(shard.fileno(), start, len(piece), os.POSIX_FADV_WILLNEED)
-                            start += len(piece)
-                            continue
-                        count = os.preadv(shard.fileno(), [piece], start)
-                        if count == 0:
-                            break
-                        start += count
+                    self._fetch_range(shard.fileno(), start, stop, buffer)
         except OSError as error:
             logger.debug("Layer %d is not read ahead: %s", layer, error)
+
+    def _fetch_range(self, descriptor: int, start: int, stop: int, buffer: memoryview) -> None:
+        while start < stop and not self._is_closed.is_set():
+            piece = buffer[: stop - start]
+            # Copying cached bytes would only cost time. If the probe was wrong, the system fetches them.
+            if is_cached(descriptor, start, start + len(piece)):
+                os.posix_fadvise(descriptor, start, len(piece), os.POSIX_FADV_WILLNEED)
+                start += len(piece)
+                continue
+            count = os.preadv(descriptor, [piece], start)
+            if count == 0:
+                # The file ends early. Whoever reads the layer meets that as an error.
+                return
+            start += count
 
 
 def stored_layer_bytes(index: TensorIndex, layer: int) -> int:
@@ -75,7 +80,7 @@ def stored_layer_bytes(index: TensorIndex, layer: int) -> int:
     return sum(index[name].size_bytes for name in index.layer_names(layer))
 
 
-def _ranges(index: TensorIndex, layer: int) -> list[tuple[Path, int, int]]:
+def _find_ranges(index: TensorIndex, layer: int) -> list[tuple[Path, int, int]]:
     """Return the file, start and stop of a layer's bytes, neighbours joined, from front to back."""
     ranges: list[tuple[Path, int, int]] = []
     for entry in sorted(map(index.__getitem__, index.layer_names(layer)), key=lambda entry: entry.position):

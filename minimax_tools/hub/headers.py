@@ -16,8 +16,8 @@ from minimax_tools.checkpoint.header import (
 from minimax_tools.checkpoint.weight_files import (
     INDEX_FILE,
     SAFETENSORS_SUFFIX,
-    contradictions,
     faulty_checkpoint,
+    find_index_faults,
     read_weight_map,
     weight_map_of,
 )
@@ -55,7 +55,7 @@ def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
         (entry for header in headers.values() for entry in header), folder=snapshot.folder
     )
     if INDEX_FILE in snapshot.files:
-        faults = contradictions(read_weight_map(snapshot.folder / INDEX_FILE), headers)
+        faults = find_index_faults(read_weight_map(snapshot.folder / INDEX_FILE), headers)
         if faults:
             raise faulty_checkpoint(snapshot.folder, faults)
     return MappingProxyType({name: entries[name] for name in sorted(weight_map)})

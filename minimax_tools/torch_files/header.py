@@ -17,8 +17,8 @@ from minimax_tools.checkpoint.index import TensorIndex, read_headers
 from minimax_tools.checkpoint.weight_files import (
     SAFETENSORS_SUFFIX,
     WeightFiles,
-    contradictions,
     faulty_checkpoint,
+    find_index_faults,
     read_index_json,
 )
 from minimax_tools.errors import CheckpointError
@@ -124,10 +124,10 @@ def _read_shards(
         folder,
         shards,
         read_pickled_header,
-        word_damage=lambda error: f"cannot be read ({error.what}: {error.found})",
+        describe_damage=lambda error: f"cannot be read ({error.what}: {error.found})",
     )
     if weight_map is not None:
-        faults += contradictions(weight_map, headers)
+        faults += find_index_faults(weight_map, headers)
     if faults:
         raise faulty_checkpoint(folder, faults)
     return {entry.name: entry for header in headers.values() for entry in header}
