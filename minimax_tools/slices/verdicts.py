@@ -144,23 +144,26 @@ def judge_overlap_nowhere(nodes: Iterable[NodeVerification], shared: Mapping[str
 
 
 def judge_nobody_holds_the_whole(
-    nodes: Iterable[NodeVerification], names: Set[str] | None, fetching: Sequence[NodeVerification]
+    nodes: Sequence[NodeVerification], names: Set[str] | None, fetching: Sequence[NodeVerification]
 ) -> SliceVerdict:
     """Decide whether no node of several holds or downloads the whole model.
 
     Args:
-        nodes: All nodes.
-        names: All tensors of the checkpoint; None if only the nodes' tensors are known.
+        nodes: All nodes of the plan.
+        names: All tensors of the checkpoint; None if only the plan's tensors are known.
         fetching: Nodes that download whole files.
     """
-    used = [node for node in nodes if node.holding.sizes]
+    # By the plan: a node whose folder is missing is used, and holds nothing.
+    used = [node for node in nodes if node.slice.tensors]
     if len(used) == 1:
-        return SliceVerdict.of("nobody_holds_the_whole", "one node is used, which holds the whole model", ())
-    everything = names or {name for node in used for name in node.holding.sizes}
+        return SliceVerdict.of(
+            "nobody_holds_the_whole", "one node is used, which may hold the whole model", ()
+        )
+    everything = names or {name for node in used for name in node.slice.names}
     faults = [
         f"{node.name} holds all {len(everything)} tensors"
-        for node in used
-        if everything <= node.holding.sizes.keys()
+        for node in nodes
+        if node.holding.sizes and everything <= node.holding.sizes.keys()
     ]
     faults += [
         f"{node.name} downloads every weight file, {len(node.download.weights)} in all: {_BY_RANGES}"
