@@ -33,9 +33,7 @@ Places = Mapping[str, torch.Tensor]
 class Deferred:
     """A weight that a function writes into its storage during loading.
 
-    Args:
-        shape: Shape of the weight.
-        fill: Function that writes it into a contiguous CPU tensor of this shape and the parameter's dtype.
+    `fill` writes it into a contiguous CPU tensor of `shape` and of the parameter's dtype.
     """
 
     shape: tuple[int, ...]
@@ -46,10 +44,7 @@ class Deferred:
 class Gathered:
     """A weight made of tensors of the checkpoint.
 
-    Args:
-        shape: Shape of the weight.
-        read: Function that reads the tensor of a name into its place; called from several threads.
-        places: Function that divides storage of this shape into places, by the name of the tensor.
+    `places` divides storage of `shape` into places. `read` reads one tensor, and is called from several threads.
     """
 
     shape: tuple[int, ...]

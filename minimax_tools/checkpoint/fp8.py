@@ -107,13 +107,9 @@ def _multiply_compiled(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result
 def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
     """Write the BF16 bits of the rounded products of [R,C] codes and their scales.
 
-    A code has one bit of sign, four of exponent (bias 7) and three of mantissa.
-
-    | code without sign | number |
-    |---|---|
-    | 0 to 7 | subnormal: units of 2⁻⁹ |
-    | 8 to 0x7E | normal: shifted to float32's bits, its exponent lacks 127 − 7 = 120 |
-    | 0x7F | NaN |
+    A code has one bit of sign, four of exponent (bias 7) and three of mantissa. Without sign, codes 0 to 7 are
+    subnormal: they count units of 2⁻⁹. Codes from 8 on are normal: shifted to float32's bits (bias 127), the exponent
+    lacks 120. 0x7F is NaN.
     """
     for row in range(codes.shape[0]):
         for block in range(scales.shape[1]):

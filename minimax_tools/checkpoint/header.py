@@ -41,7 +41,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name,
 
 
 class DescribedTensor(Protocol):
-    """A tensor to be stored, as `encode_header` needs it: its place follows from its turn."""
+    """A tensor to be stored, as `encode_header` needs it: name, dtype and shape."""
 
     @property
     def name(self) -> str:
@@ -55,23 +55,10 @@ class DescribedTensor(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the data."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A stored tensor.
-
-    Args:
-        name: Full name in the checkpoint.
-        file: The shard that holds it.
-        dtype: Stored dtype.
-        shape: Shape.
-        offset: Offset of its first byte, counted from the beginning of the file.
-        size_bytes: Size of its data.
-    """
+    """A stored tensor: `size_bytes` of data in `file`, from byte `offset` of the file on."""
 
     name: str
     file: Path
@@ -104,12 +91,7 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
 
 
 def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
-    """Compute the offset of a shard's data from the length that begins the file.
-
-    Args:
-        path: The shard, which the error names.
-        prefix: Its first `LENGTH_BYTES` bytes. The header's JSON lies between them and the data.
-        file_size_bytes: The shard's size.
+    """Compute the offset of a shard's data from `prefix`, its first `LENGTH_BYTES` bytes; the JSON lies between.
 
     Raises:
         CheckpointError: The file is too short for such a header.
@@ -123,12 +105,9 @@ def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
 
 
 def parse_header(path: Path, header_json: bytes, *, file_size_bytes: int) -> tuple[TensorEntry, ...]:
-    """Parse a header: the tensors in the order of their data.
+    """Parse a header, given without the length before it: the tensors in the order of their data.
 
-    Args:
-        path: The shard, which need not be on this machine.
-        header_json: The whole header, without the length before it.
-        file_size_bytes: The shard's size.
+    The shard itself need not be on this machine.
 
     Raises:
         CheckpointError: The header is damaged, or the file's size contradicts it.
@@ -147,7 +126,7 @@ def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGN
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     position = 0
     for tensor in tensors:
-        end = position + tensor.size_bytes
+        end = position + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[tensor.name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),

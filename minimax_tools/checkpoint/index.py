@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -30,12 +31,9 @@ Entry = TypeVar("Entry", bound=TensorEntry)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorIndex:
-    """Stored tensors of a checkpoint folder.
+    """Stored tensors of a checkpoint folder, by full name, sorted.
 
-    Args:
-        folder: The checkpoint folder.
-        entries: Tensors of the shards that are here, by full name, sorted.
-        absent: Missing shard of each tensor that is not here, by the tensor's full name.
+    `entries` holds tensors of the shards that are here. `absent` names the shard of each tensor that is not here.
     """
 
     folder: Path
@@ -46,10 +44,8 @@ class TensorIndex:
     def from_folder(cls, folder: Path, *, layers: range | None = None) -> TensorIndex:
         """Read the headers of the folder's shards; no tensor data is read.
 
-        Args:
-            folder: The checkpoint folder.
-            layers: Decoder layers that will be read; shards without any of their tensors may be missing. With None
-                every shard must be here.
+        `layers` are the decoder layers that will be read: shards without any of their tensors may be missing. With
+        None every shard must be here.
 
         Raises:
             CheckpointError: A shard is missing or damaged, a tensor lies in two files, or the index file and the
@@ -58,12 +54,8 @@ class TensorIndex:
         weight_map = _find_weight_map(folder)
         shards = _find_shards(folder) if weight_map is None else sorted(set(weight_map.values()))
         missing = {shard for shard in shards if layers is not None and not (folder / shard).is_file()}
-        headers, faults = read_headers(
-            folder,
-            [shard for shard in shards if shard not in missing],
-            read_header,
-            describe_damage=lambda error: f"is damaged ({error.found})",
-        )
+        present = [shard for shard in shards if shard not in missing]
+        headers, faults = read_headers(folder, present, read_header)
         absent: dict[str, str] = {}
         if weight_map is not None:
             faults += find_index_faults(weight_map, headers)
@@ -71,10 +63,18 @@ class TensorIndex:
             faults += _find_missed_shards(absent, layers)
         if faults:
             raise faulty_checkpoint(folder, faults)
-        entries = {entry.name: entry for header in headers.values() for entry in header}
+        return cls.of(folder, chain.from_iterable(headers.values()), absent)
+
+    @classmethod
+    def of(
+        cls, folder: Path, entries: Iterable[TensorEntry], absent: Mapping[str, str] = MappingProxyType({})
+    ) -> TensorIndex:
+        """Build the index of tensors with different names, in any order."""
         return cls(
             folder=folder,
-            entries=MappingProxyType(dict(sorted(entries.items()))),
+            entries=MappingProxyType(
+                {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
+            ),
             absent=MappingProxyType(dict(sorted(absent.items()))),
         )
 
@@ -102,12 +102,9 @@ class TensorIndex:
         return names[bisect_left(names, prefix) : bisect_left(names, prefix[:-1] + "/")]
 
     def digest(self, layer: int | None) -> str | None:
-        """Compute sha256 over the names and shapes of a layer's tensors.
+        """Compute sha256 over the names and shapes of a layer's tensors; with None, of tensors outside all layers.
 
         Block scales are left out: an FP8 and a BF16 copy agree. The result is None if some of the tensors are absent.
-
-        Args:
-            layer: Number of the layer; None for the tensors outside all layers.
         """
         if layer is None:
             names = tuple(name for name in self.names if layer_of(name) is None)
@@ -167,20 +164,9 @@ def find_absent_shards(folder: Path) -> tuple[str, ...]:
 
 
 def read_headers(
-    folder: Path,
-    shards: Sequence[str],
-    read: Callable[[Path], tuple[Entry, ...]],
-    *,
-    describe_damage: Callable[[CheckpointError], str],
+    folder: Path, shards: Sequence[str], read: Callable[[Path], tuple[Entry, ...]]
 ) -> tuple[dict[str, tuple[Entry, ...]], list[str]]:
-    """Read the headers of a checkpoint's files: the sound ones by shard, and the faults of all others.
-
-    Args:
-        folder: The checkpoint's folder.
-        shards: Names of the files.
-        read: Function that reads one header, or raises CheckpointError.
-        describe_damage: Function that puts this error in words, as in "is damaged (no header)".
-    """
+    """Read the headers of a checkpoint's files with `read`; return the sound ones by shard, and all faults."""
     headers: dict[str, tuple[Entry, ...]] = {}
     first_shards: dict[str, str] = {}
     faults = []
@@ -191,7 +177,7 @@ def read_headers(
         try:
             headers[shard] = read(folder / shard)
         except CheckpointError as error:
-            faults.append(f"shard {shard} {describe_damage(error)}")
+            faults.append(f"{error.what} ({error.found})")
             continue
         for entry in headers[shard]:
             first_shard = first_shards.setdefault(entry.name, shard)

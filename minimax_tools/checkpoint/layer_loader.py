@@ -60,11 +60,7 @@ class LayerLoader:
         return self._current.storage
 
     def load(self, layer: int, *, then: int | None = None) -> LayerStorage:
-        """Fill the storage of a layer; the storage returned before becomes invalid.
-
-        Args:
-            layer: Number of the layer.
-            then: Number of the layer to prefetch; None to prefetch nothing.
+        """Fill the storage of a layer, and begin to prefetch layer `then`; storage returned before becomes invalid.
 
         Raises:
             CheckpointError: A tensor cannot be read.

@@ -1,12 +1,8 @@
 """LayerStorage: memory for one decoder layer's weights, allocated once and filled again for every layer.
 
 Weights lie as transformers' decoder layer holds them, all experts in one tensor. Each tensor of the checkpoint has a
-place there: a view that it is read into. Fresh memory for every layer would cost more than the reading.
-
-| experts | storage | memory of the experts |
-|---|---|---|
-| grouped | matrices in the run's dtype | all of them in that dtype |
-| packed | FP8 codes and block scales | half of BF16, and one dequantised matrix |
+place there: a view that it is read into. Fresh memory for every layer would cost more than the reading. Packed storage
+keeps experts as FP8 codes and scales, in half the memory of BF16.
 
 E experts, H hidden, I intermediate, R rows and C columns of a matrix.
 """

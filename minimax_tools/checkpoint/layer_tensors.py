@@ -29,12 +29,8 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
     in float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are kept.
     A name that the layer lacks is a KeyError in every method.
 
-    Args:
-        reader: The checkpoint.
-        layer: Number of the layer.
-        dtype: Dtype of the values.
-        stored: Dtype in which the checkpoint stores each tensor.
-        present: Value that was set for each key; None if the tensor is read from the checkpoint.
+    `open` builds the mapping. `stored` is the dtype of each tensor in the checkpoint. `present` has all keys: the value
+    that was set, or None for a tensor that is read from the checkpoint.
     """
 
     def __init__(
@@ -48,7 +44,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
     ) -> None:
         self.layer = layer
         self.dtype = dtype
-        self._reader = reader
+        self.reader = reader
         self._stored = stored
         self._present = dict(present)
 
@@ -74,11 +70,6 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             present=dict.fromkeys(names),
         )
 
-    @property
-    def reader(self) -> CheckpointReader:
-        """The checkpoint."""
-        return self._reader
-
     def stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the checkpoint stores a tensor, whatever was set in its place."""
         if name not in self._stored:
@@ -95,38 +86,32 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
     def given_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the value that `[name]` gives."""
         value = self._value_in_memory(name)
-        return self._reader.index[self._full_name(name)].shape if value is None else tuple(value.shape)
+        return self.reader.index[self._full_name(name)].shape if value is None else tuple(value.shape)
 
     def is_stored(self, name: str) -> bool:
         """Decide whether a tensor is read from the checkpoint: no value was set in its place."""
         return name in self._present and self._present[name] is None
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, of the tensor's shape, with its values cast to the dtype of `out`.
-
-        Raises:
-            ValueError: `out` has another shape, or the tensor was set to FP8 codes, whose scales are unknown.
-        """
-        value = self._value_in_memory(name)
-        if value is None:
-            self._reader.read_weight_into(self._full_name(name), out)
-        else:
-            copy_weight(name, value, out)
-
-    def read_rows_into(
-        self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
+    def read_into(
+        self, name: str, out: torch.Tensor, *, rows: range | None = None, columns: range | None = None
     ) -> None:
-        """Fill `out` with rows of a tensor, or with some of their columns; other rows are not read.
+        """Fill `out` with the values of a tensor, cast to its dtype, or with those of some rows and columns.
+
+        Other rows are not read. Arguments are as for `CheckpointReader.read_weight_into`.
 
         Raises:
-            ValueError: It has no such rows or columns, `out` has another shape, or the tensor was set to FP8 codes.
+            ValueError: The tensor has no such rows or columns, `out` has another shape than they, or the tensor was
+                set to FP8 codes, whose scales are unknown.
         """
         value = self._value_in_memory(name)
         if value is None:
-            self._reader.read_weight_rows_into(self._full_name(name), rows, out, columns=columns)
+            self.reader.read_weight_into(self._full_name(name), out, rows=rows, columns=columns)
             return
-        part = value[rows.start : rows.stop]
-        copy_weight(name, part if columns is None else part[:, columns.start : columns.stop], out)
+        if rows is not None:
+            value = value[rows.start : rows.stop]
+        if columns is not None:
+            value = value[:, columns.start : columns.stop]
+        copy_weight(name, value, out)
 
     def copy(self) -> LayerTensors:
         """Return a second mapping over the same checkpoint; changes to one do not affect the other."""
@@ -138,7 +123,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         value = self._value_in_memory(name)
         if value is not None:
             return value
-        return self._reader.read_weight(self._full_name(name), self.given_dtype(name))
+        return self.reader.read_weight(self._full_name(name), self.given_dtype(name))
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         self._present[name] = value

@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
+from minimax_tools.checkpoint.byte_ranges import join_ranges
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.shard_files import is_cached
 
@@ -54,9 +54,10 @@ class ReadAhead:
     def _fetch(self, layer: int) -> None:
         buffer = memoryview(bytearray(_PIECE_BYTES))
         try:
-            for file, start, stop in _find_ranges(self._index, layer):
-                with file.open("rb", buffering=0) as shard:
-                    self._fetch_range(shard.fileno(), start, stop, buffer)
+            entries = [self._index[name] for name in self._index.layer_names(layer)]
+            for byte_range in join_ranges(sorted(entries, key=lambda entry: entry.position)):
+                with byte_range.file.open("rb", buffering=0) as shard:
+                    self._fetch_range(shard.fileno(), byte_range.start, byte_range.stop, buffer)
         except OSError as error:
             logger.debug("Layer %d is not read ahead: %s", layer, error)
 
@@ -78,14 +79,3 @@ class ReadAhead:
 def stored_layer_bytes(index: TensorIndex, layer: int) -> int:
     """Return the size of a layer on the disk, block scales included."""
     return sum(index[name].size_bytes for name in index.layer_names(layer))
-
-
-def _find_ranges(index: TensorIndex, layer: int) -> list[tuple[Path, int, int]]:
-    """Return the file, start and stop of a layer's bytes, neighbours joined, from front to back."""
-    ranges: list[tuple[Path, int, int]] = []
-    for entry in sorted(map(index.__getitem__, index.layer_names(layer)), key=lambda entry: entry.position):
-        start, stop = entry.offset, entry.offset + entry.size_bytes
-        if ranges and ranges[-1][0] == entry.file and ranges[-1][2] == start:
-            start = ranges.pop()[1]
-        ranges.append((entry.file, start, stop))
-    return ranges

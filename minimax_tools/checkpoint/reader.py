@@ -32,7 +32,7 @@ class CheckpointReader:
     |---|---|
     | the stored bytes as a tensor | `read(name)`, `read_into(name, out)` |
     | a weight's values, FP8 times its scales | `read_weight(name, dtype)`, `read_weight_into(name, out)` |
-    | the values of some of its rows | `read_weight_rows_into(name, rows, out)` |
+    | the values of some of its rows | `read_weight_into(name, out, rows=rows)` |
 
     Opened shards stay open until `close`, or the end of a `with` block. FP8 codes, and matrices to be transposed, pass
     through buffers that each thread keeps: fresh memory for every matrix would cost more than the arithmetic.
@@ -69,7 +69,7 @@ class CheckpointReader:
 
     @property
     def converting_s(self) -> float:
-        """Seconds spent so far on reading and converting weights, summed over all threads; includes `reading_s`."""
+        """Seconds spent so far on converting weights, the reading of their bytes included, summed over all threads."""
         return self._totals.converting_s
 
     @property
@@ -95,18 +95,14 @@ class CheckpointReader:
         return self._read(self.index[name])
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` with a tensor's stored bytes.
-
-        Args:
-            name: The tensor.
-            out: A contiguous CPU tensor of the stored shape and dtype.
+        """Fill `out`, a contiguous CPU tensor of the stored shape and dtype, with a tensor's stored bytes.
 
         Raises:
             CheckpointError: As for `read`.
             ValueError: `out` is not such a tensor.
         """
         entry = self.index[name]
-        _check_out(entry, out)
+        _check_out(name, entry.shape, out)
         if out.dtype != entry.dtype or not _is_fillable(out):
             raise ValueError(f"{name} is {entry.dtype}: out must be the same, contiguous and on the CPU")
         self._fill(entry, out)
@@ -122,50 +118,30 @@ class CheckpointReader:
         self.read_weight_into(name, out)
         return out
 
-    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` with a weight's values (see `read_weight`).
-
-        Args:
-            name: The tensor.
-            out: A tensor of the stored shape and any float dtype; a transposed view is written as columns.
-
-        Raises:
-            CheckpointError: As for `read_weight`.
-            ValueError: `out` has another shape.
-        """
-        entry = self.index[name]
-        _check_out(entry, out)
-        _check_weight(entry)
-        with self._writing_values(entry.shape, out) as values:
-            if entry.dtype == torch.float8_e4m3fn:
-                self._dequantise_into(entry, values)
-            else:
-                self._fill_weight(entry, values)
-
-    def read_weight_rows_into(
-        self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
+    def read_weight_into(
+        self, name: str, out: torch.Tensor, *, rows: range | None = None, columns: range | None = None
     ) -> None:
-        """Fill `out` with the values of neighbouring rows of a weight; other rows are not read.
+        """Fill `out` with a weight's values (see `read_weight`), or with those of some rows and columns.
 
-        For an FP8 weight all rows that share a scale with them are read.
+        Other rows are not read, except those of an FP8 weight that share a scale with them.
 
         Args:
             name: The tensor.
-            rows: Indices of the rows, with step 1.
-            out: A CPU tensor of any float dtype, with the stored shape except for the number of rows and columns.
-            columns: Indices of neighbouring columns of a matrix; None for all columns.
+            out: A tensor of any float dtype, with the shape of the values; a transposed view is written as columns.
+            rows: Indices of neighbouring rows, with step 1; None for all rows.
+            columns: Indices of neighbouring columns of a matrix, with step 1; None for all columns.
 
         Raises:
             CheckpointError: As for `read_weight`.
             ValueError: There are no such rows or columns, or `out` has another shape.
         """
         entry = self.index[name]
-        row_entry = _rows_of(entry, rows)
+        row_entry = entry if rows is None else _rows_of(entry, rows)
+        shape = row_entry.shape
         if columns is not None:
             _check_range(columns, entry.shape[1], name=name, unit="columns")
-        shape = row_entry.shape if columns is None else (len(rows), len(columns))
-        if tuple(out.shape) != shape:
-            raise ValueError(f"{name} has a part of {list(shape)}, out has {list(out.shape)}")
+            shape = (shape[0], len(columns))
+        _check_out(name, shape, out)
         _check_weight(entry)
         with self._writing_values(shape, out) as values:
             if entry.dtype == torch.float8_e4m3fn:
@@ -209,9 +185,9 @@ class CheckpointReader:
             out.copy_(self._read(entry))
 
     def _dequantise_into(
-        self, entry: TensorEntry, out: torch.Tensor, rows: range | None = None, columns: range | None = None
+        self, entry: TensorEntry, out: torch.Tensor, rows: range | None, columns: range | None
     ) -> None:
-        """Fill `out` with rows and columns of an FP8 weight, by default all.
+        """Fill `out` with rows and columns of an FP8 weight; None for all.
 
         Whole blocks of 128 × 128 are dequantised, and the values asked for are copied out of them.
         """
@@ -219,7 +195,8 @@ class CheckpointReader:
         if not out.numel():
             return
         num_rows, num_columns = entry.shape
-        rows, columns = rows or range(num_rows), columns or range(num_columns)
+        rows = range(num_rows) if rows is None else rows
+        columns = range(num_columns) if columns is None else columns
         row_blocks, block_rows = _blocks_of(rows, num_rows)
         column_blocks, block_columns = _blocks_of(columns, num_columns)
         block_entry = _rows_of(entry, block_rows)
@@ -339,9 +316,9 @@ def _is_fillable(out: torch.Tensor) -> bool:
     return out.is_contiguous() and out.device.type == "cpu"
 
 
-def _check_out(entry: TensorEntry, out: torch.Tensor) -> None:
-    if tuple(out.shape) != entry.shape:
-        raise ValueError(f"{entry.name} has shape {list(entry.shape)}, out has {list(out.shape)}")
+def _check_out(name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{name} has shape {list(shape)}, out has {list(out.shape)}")
 
 
 def _unreadable(entry: TensorEntry, found: str) -> CheckpointError:

@@ -37,13 +37,9 @@ class ShardFiles:
         self._buffers = threading.local()
 
     def read_into(self, path: Path, offset: int, out: torch.Tensor, *, past_cache: bool) -> int:
-        """Fill `out` from an offset on; return the number of bytes read, fewer than asked if the file ends.
+        """Fill `out`, contiguous uint8 [N] on the CPU, from byte `offset` on; return the number of bytes read.
 
-        Args:
-            path: The file.
-            offset: Offset of the first byte.
-            out: uint8 [N], contiguous, on the CPU.
-            past_cache: Add nothing to the page cache, if the system can.
+        It is less than N if the file ends. With `past_cache`, nothing is added to the page cache if the system can.
 
         Raises:
             OSError: The file cannot be opened or read.
@@ -124,15 +120,10 @@ class ShardFiles:
 
 
 def is_cached(probe: int, start: int, stop: int) -> bool:
-    """Decide whether a file's range is most likely in the page cache: whether its middle byte is.
+    """Decide whether bytes `start` to `stop` of the open file are most likely in the page cache: the middle one is.
 
     Both ends are useless as a probe: reads of neighbours bring their pages. A probe of an uncached byte fetches its
     page. If the disk answers first (one time in hundreds), the range passes for cached.
-
-    Args:
-        probe: Descriptor of the file.
-        start: Offset of the range's first byte.
-        stop: Offset of the byte after its last.
     """
     flag = getattr(os, "RWF_NOWAIT", None)
     if flag is None:

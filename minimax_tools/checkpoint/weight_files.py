@@ -124,9 +124,7 @@ def find_index_faults(
 ) -> list[str]:
     """Return one sentence for each disagreement between the index and a shard's header about a tensor.
 
-    Args:
-        weight_map: Shard of each tensor, according to the index.
-        headers: Tensors of each shard, by its name. Shards without a header here are not judged.
+    `headers` has the tensors of shards by their names. Shards without a header there are not judged.
     """
     names_indexed: dict[str, set[str]] = {shard: set() for shard in headers}
     for name, shard in weight_map.items():
