@@ -3,6 +3,7 @@
 - `header`: the table of one safetensors shard
 - `weight_files`: the weight files of a checkpoint, and the claims of its index
 - `index`: the shard and offset of each tensor
+- `byte_ranges`: byte ranges of tensors, neighbours joined
 - `shard_files`: bytes of shards, through the page cache or past it
 - `reader`: tensors and weights, read exactly
 - `fp8`: dequantisation; `transpose`: copies as columns

@@ -23,7 +23,9 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.machine.core_pool import CorePool
 
+# Reads the tensor of a name into a place.
 Read = Callable[[str, torch.Tensor], None]
+# Places by the name of the tensor that belongs there.
 Places = Mapping[str, torch.Tensor]
 
 
@@ -31,8 +33,7 @@ Places = Mapping[str, torch.Tensor]
 class Deferred:
     """A weight that a function writes into its storage during loading.
 
-    Args:
-        fill: Writes it into a contiguous CPU tensor of that shape and the parameter's dtype.
+    `fill` writes it into a contiguous CPU tensor of `shape` and of the parameter's dtype.
     """
 
     shape: tuple[int, ...]
@@ -43,9 +44,7 @@ class Deferred:
 class Gathered:
     """A weight made of tensors of the checkpoint.
 
-    Args:
-        read: Reads the tensor of a name into its place; called from several threads.
-        places: Splits the storage into places, by the name of the tensor.
+    `places` divides storage of `shape` into places. `read` reads one tensor, and is called from several threads.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +53,7 @@ class Gathered:
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], read: Read) -> Gathered:
-        """Return a weight that is one tensor."""
+        """Return a weight that is a single tensor of the checkpoint."""
         return cls(shape=shape, read=read, places=lambda storage: {name: storage})
 
     def fill(self, storage: torch.Tensor) -> None:
@@ -64,9 +63,12 @@ class Gathered:
 
 
 def unchanged(tensors: LayerTensors, name: str) -> torch.Tensor | Gathered:
-    """Return a tensor of the layer as a weight, or the value that a port set in its place."""
+    """Return a tensor of the layer as a weight.
+
+    A value that a port set in its place, and that is no tensor, is returned as it is.
+    """
     if not tensors.is_stored(name) and not isinstance(tensors[name], torch.Tensor):
-        # Loading reports it with all other faults.
+        # Loading reports the value with all other faults.
         return tensors[name]
     return Gathered.whole(name, tensors.given_shape(name), tensors.read_into)
 
@@ -78,11 +80,12 @@ class Filling:
         self._jobs = jobs
 
     def finish(self) -> None:
-        """Wait for all tensors; raise the first error in their order, with no thread writing any more."""
+        """Wait for all tensors; raise the error of the first that failed, after all threads stopped writing."""
         try:
             for job in self._jobs:
                 job.result()
         finally:
+            # After an error other threads may still be writing.
             self.abandon()
 
     def abandon(self) -> None:
@@ -100,7 +103,7 @@ class ReadingPool(CorePool):
 
     def fill(self, places: Places, read: Read) -> Filling:
         """Begin to read tensors into their places, in the order of `places`."""
-        return self.start(partial(_fill, read, name, place) for name, place in places.items())
+        return self.start(partial(_read_into_place, read, name, place) for name, place in places.items())
 
     def start(self, jobs: Iterable[Callable[[], None]]) -> Filling:
         """Begin jobs that do not depend on each other."""
@@ -114,7 +117,7 @@ class ReadingPool(CorePool):
         self.close()
 
 
-def _fill(read: Read, name: str, place: torch.Tensor) -> None:
+def _read_into_place(read: Read, name: str, place: torch.Tensor) -> None:
     if place.device.type != "cuda":
         read(name, place)
         return

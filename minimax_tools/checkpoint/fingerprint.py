@@ -56,31 +56,34 @@ class ModelFingerprint:
         Raises:
             CheckpointError: A layer's norms, router gate or bias cannot be read.
         """
-        shapes = {layer: reader.index.digest(layer) for layer in layers}
+        shape_digests = {layer: reader.index.digest(layer) for layer in layers}
         return cls(
             spec_digest=spec.digest(),
             tensors_digest=reader.index.digest(None),
-            layers=MappingProxyType({layer: _layer_digest(reader, layer) for layer in layers}),
-            layer_tensors=MappingProxyType({layer: digest for layer, digest in shapes.items() if digest}),
+            layers=MappingProxyType({layer: _digest_values(reader, layer) for layer in layers}),
+            layer_tensors=MappingProxyType(
+                {layer: digest for layer, digest in shape_digests.items() if digest is not None}
+            ),
         )
 
     def differences(self, other: ModelFingerprint) -> list[str]:
         """Return one sentence for each difference between the models, in the parts that both have."""
         sentences = []
         if self.spec_digest != other.spec_digest:
-            sentences.append(f"config.json differs ({_pair(self.spec_digest, other.spec_digest)})")
-        first, second = self.tensors_digest, other.tensors_digest
-        if first is not None and second is not None and first != second:
-            sentences.append(f"tensor names or shapes outside the layers differ ({_pair(first, second)})")
-        sentences += _differing(
-            self.layer_tensors, other.layer_tensors, "layer {} has other tensor names or shapes"
+            sentences.append(f"config.json differs ({_format_pair(self.spec_digest, other.spec_digest)})")
+        digest, other_digest = self.tensors_digest, other.tensors_digest
+        if digest is not None and other_digest is not None and digest != other_digest:
+            pair = _format_pair(digest, other_digest)
+            sentences.append(f"tensor names or shapes outside the layers differ ({pair})")
+        sentences += _layer_differences(
+            self.layer_tensors, other.layer_tensors, "has other tensor names or shapes"
         )
-        return sentences + _differing(
-            self.layers, other.layers, "layer {} has other norms, router gate or bias"
+        return sentences + _layer_differences(
+            self.layers, other.layers, "has other norms, router gate or bias"
         )
 
 
-def _layer_digest(reader: CheckpointReader, layer: int) -> str:
+def _digest_values(reader: CheckpointReader, layer: int) -> str:
     digest = hashlib.sha256()
     for name in FINGERPRINTED_NAMES:
         # float32 holds BF16 exactly: copies in either dtype give the same bytes.
@@ -90,13 +93,13 @@ def _layer_digest(reader: CheckpointReader, layer: int) -> str:
     return digest.hexdigest()
 
 
-def _differing(first: Mapping[int, str], second: Mapping[int, str], sentence: str) -> list[str]:
+def _layer_differences(digests: Mapping[int, str], others: Mapping[int, str], predicate: str) -> list[str]:
     return [
-        f"{sentence.format(layer)} ({_pair(first[layer], second[layer])})"
-        for layer in sorted(first.keys() & second.keys())
-        if first[layer] != second[layer]
+        f"layer {layer} {predicate} ({_format_pair(digests[layer], others[layer])})"
+        for layer in sorted(digests.keys() & others.keys())
+        if digests[layer] != others[layer]
     ]
 
 
-def _pair(digest: str, other: str) -> str:
+def _format_pair(digest: str, other: str) -> str:
     return f"sha256 {digest[:8]} against {other[:8]}"

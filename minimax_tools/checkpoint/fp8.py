@@ -20,11 +20,12 @@ BFloat16Bits = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the scales of a weight [R,C]: one per block, ragged blocks included."""
+    # Ceiling division.
     return tuple(-(-size // BLOCK_SIZE) for size in weight_shape)
 
 
 def find_ragged_widths(spec: ModelSpec) -> list[str]:
-    """List the widths of a model, in words, that exceed a block without being a multiple of it.
+    """Describe the widths of a model that exceed a block without being a multiple of it, as "NAME is WIDTH".
 
     Readers that derive the block from the shapes of weight and scales get these wrong.
     """
@@ -60,9 +61,9 @@ def dequantise(
             f"out is {result.dtype} {list(result.shape)}, expected {dtype} {list(weight_fp8.shape)}"
         )
     if result.device.type == "cpu" and dtype == torch.bfloat16 and result.is_contiguous():
-        _multiply_quickly(weight_fp8, scale_inv, result)
+        _multiply_compiled(weight_fp8, scale_inv, result)
     else:
-        _multiply(weight_fp8, scale_inv, result)
+        _multiply_in_torch(weight_fp8, scale_inv, result)
     return result
 
 
@@ -79,7 +80,7 @@ def _check(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> None:
         )
 
 
-def _multiply(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
+def _multiply_in_torch(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
     # The product must be float32: rounding the scale or the product early gives other BF16 bits.
     scale = scale_inv.repeat_interleave(BLOCK_SIZE, dim=1)[:, : weight_fp8.shape[1]]
     for start in range(0, weight_fp8.shape[0], BLOCK_SIZE):
@@ -90,24 +91,25 @@ def _multiply(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.T
 def _to_float32(weight_fp8: torch.Tensor) -> torch.Tensor:
     if weight_fp8.device.type != "cpu":
         return weight_fp8.to(torch.float32)
-    # A code alone is a BF16 number; torch's own cast is many times slower.
+    # torch's own cast is many times slower. With scales of 1 the result is exact: BF16 holds every code.
     values = torch.empty(weight_fp8.shape, dtype=torch.bfloat16)
-    _multiply_quickly(weight_fp8, torch.ones(scale_shape(tuple(values.shape))), values)
+    _multiply_compiled(weight_fp8, torch.ones(scale_shape(tuple(values.shape))), values)
     return values.to(torch.float32)
 
 
-def _multiply_quickly(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
-    """Dequantise on the CPU into contiguous BF16."""
+def _multiply_compiled(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
+    """Dequantise on the CPU into contiguous BF16, by the compiled loop."""
     codes, scales = weight_fp8.contiguous().view(torch.uint8), scale_inv.contiguous()
     _multiply_codes(codes.numpy(), scales.numpy(), result.view(torch.uint16).numpy())
 
 
 @compiled("(uint8[:, ::1], float32[:, ::1], uint16[:, ::1])")
 def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
-    """Write the rounded products of [R,C] codes and their scales.
+    """Write the BF16 bits of the rounded products of [R,C] codes and their scales.
 
-    A code is a sign, four bits of exponent (bias 7) and three of mantissa. In the place of float32 (bias 127) a normal
-    number lacks 120 in the exponent. A subnormal number, below 8, counts units of 2⁻⁹.
+    A code has one bit of sign, four of exponent (bias 7) and three of mantissa. Without sign, codes 0 to 7 are
+    subnormal: they count units of 2⁻⁹. Codes from 8 on are normal: shifted to float32's bits (bias 127), the exponent
+    lacks 120. 0x7F is NaN.
     """
     for row in range(codes.shape[0]):
         for block in range(scales.shape[1]):
@@ -118,14 +120,14 @@ def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
             block_result = result[row, start : start + BLOCK_SIZE]
             for column in range(block_codes.size):
                 code = np.int32(block_codes[column])
-                sign, rest = np.int32(code & 0x80), np.int32(code & 0x7F)
-                normal = np.int32(np.int32(rest << 20) + np.int32(120 << 23)).view(np.float32)
-                # As a subnormal float32 it would be many times slower.
-                number = normal if rest >= 8 else np.float32(np.float32(rest) * np.float32(2.0**-9))
+                sign, unsigned = np.int32(code & 0x80), np.int32(code & 0x7F)
+                normal = np.int32(np.int32(unsigned << 20) + np.int32(120 << 23)).view(np.float32)
+                # From subnormal bits, processors multiply many times slower than from a whole number.
+                number = normal if unsigned >= 8 else np.float32(np.float32(unsigned) * np.float32(2.0**-9))
                 product = np.float32(number * scale)
                 product_bits = np.uint32(product.view(np.uint32) ^ np.uint32(sign << 24))
                 # Round to the nearest BF16, ties to even.
                 is_odd = np.uint32(np.uint32(product_bits >> 16) & 1)
                 rounded = np.uint32(np.uint32(product_bits + np.uint32(0x7FFF)) + is_odd) >> 16
-                is_nan = (rest == 0x7F) | np.isnan(product)
+                is_nan = (unsigned == 0x7F) | np.isnan(product)
                 block_result[column] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)

@@ -1,4 +1,4 @@
-"""The header of a safetensors shard: eight bytes of length, JSON, then the tensors' data without a gap."""
+"""The header of a safetensors shard: eight bytes of length and a JSON table; the tensors' data follow without a gap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minimax_tools.errors import CheckpointError
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 _METADATA = "__metadata__"
-# Alignment of the data: safetensors maps tensors in place.
+# Alignment of the data in bytes: safetensors maps tensors in place.
 _ALIGNMENT = 8
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -41,7 +41,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name,
 
 
 class DescribedTensor(Protocol):
-    """A tensor as a header describes it, without its offset."""
+    """A tensor to be stored, as `encode_header` needs it: name, dtype and shape."""
 
     @property
     def name(self) -> str:
@@ -55,14 +55,10 @@ class DescribedTensor(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the data."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A stored tensor; `offset` counts from the begin of `file`, both sizes are in bytes."""
+    """A stored tensor: `size_bytes` of data in `file`, from byte `offset` of the file on."""
 
     name: str
     file: Path
@@ -88,14 +84,14 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
         with path.open("rb") as file:
             prefix = file.read(LENGTH_BYTES)
             data_start = data_start_of(path, prefix, file_size_bytes=file_size_bytes)
-            text = file.read(data_start - LENGTH_BYTES)
+            header_json = file.read(data_start - LENGTH_BYTES)
     except OSError as error:
         raise _damaged(path, str(error)) from error
-    return parse_header(path, text, file_size_bytes=file_size_bytes)
+    return parse_header(path, header_json, file_size_bytes=file_size_bytes)
 
 
 def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
-    """Return the offset of a shard's data, from its first `LENGTH_BYTES` bytes; the header's text lies between.
+    """Compute the offset of a shard's data from `prefix`, its first `LENGTH_BYTES` bytes; the JSON lies between.
 
     Raises:
         CheckpointError: The file is too short for such a header.
@@ -108,56 +104,61 @@ def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
     return LENGTH_BYTES + int(header_size_bytes)
 
 
-def parse_header(path: Path, text: bytes, *, file_size_bytes: int) -> tuple[TensorEntry, ...]:
-    """Parse a header's text: the tensors in the order of their data.
+def parse_header(path: Path, header_json: bytes, *, file_size_bytes: int) -> tuple[TensorEntry, ...]:
+    """Parse a header, given without the length before it: the tensors in the order of their data.
 
-    Args:
-        path: The shard, which may be missing here.
-        text: The whole header, without the length before it.
-        file_size_bytes: The shard's size.
+    The shard itself need not be on this machine.
 
     Raises:
         CheckpointError: The header is damaged, or the file's size contradicts it.
     """
-    data_start = LENGTH_BYTES + len(text)
-    entries = _parse(path, text, data_start)
+    data_start = LENGTH_BYTES + len(header_json)
+    entries = _parse_entries(path, header_json, data_start)
     _check_layout(path, entries, data_start=data_start, file_size_bytes=file_size_bytes)
     return entries
 
 
 def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGNMENT) -> bytes:
-    """Return the header of a shard of `tensors`, padded with spaces so that the data begin on `alignment`."""
+    """Return the first bytes of a shard whose data are `tensors` in this order.
+
+    Spaces pad the header, so that the data begin at a multiple of `alignment` bytes.
+    """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     position = 0
     for tensor in tensors:
-        end = position + tensor.size_bytes
+        end = position + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[tensor.name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH.size + len(text)) % alignment)
-    return _LENGTH.pack(len(text)) + text
+    header_json = json.dumps(header, separators=(",", ":")).encode()
+    header_json += b" " * (-(LENGTH_BYTES + len(header_json)) % alignment)
+    return _LENGTH.pack(len(header_json)) + header_json
 
 
-def _parse(path: Path, text: bytes, data_start: int) -> tuple[TensorEntry, ...]:
+def _parse_entries(path: Path, header_json: bytes, data_start: int) -> tuple[TensorEntry, ...]:
     try:
-        header = json.loads(text)
+        header = json.loads(header_json)
     except ValueError as error:
         raise _damaged(path, f"a header that is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "a header that is no JSON object")
-    entries = [_entry(path, name, value, data_start) for name, value in header.items() if name != _METADATA]
+    entries = [
+        _parse_entry(path, name, description, data_start)
+        for name, description in header.items()
+        if name != _METADATA
+    ]
+    # An empty tensor shares its offset with the next one, and comes first.
     return tuple(sorted(entries, key=lambda entry: (entry.offset, entry.size_bytes)))
 
 
-def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+def _parse_entry(path: Path, name: str, description: Any, data_start: int) -> TensorEntry:
     try:
-        begin, end = (int(offset) for offset in value["data_offsets"])
-        shape = tuple(int(size) for size in value["shape"])
-        dtype_name = str(value["dtype"])
+        begin, end = (int(offset) for offset in description["data_offsets"])
+        shape = tuple(int(size) for size in description["shape"])
+        dtype_name = str(description["dtype"])
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"no dtype, shape and data_offsets for {name}") from error
     if dtype_name not in DTYPES:
@@ -174,6 +175,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
 def _check_layout(
     path: Path, entries: tuple[TensorEntry, ...], *, data_start: int, file_size_bytes: int
 ) -> None:
+    """Check that the tensors fill the file from `data_start` to its end, without gap or overlap."""
     position = data_start
     for entry in entries:
         if entry.offset != position:

@@ -1,16 +1,17 @@
 """The tensors of a checkpoint folder: shard and offset of each, from the shards' headers.
 
 `model.safetensors.index.json` says which files belong to the checkpoint; its other claims are checked against the
-headers. Without it, every `*.safetensors` of the folder belongs. If only some layers will be read, shards of others
-may be missing.
+headers. Without it, every `*.safetensors` of the folder belongs. If only some layers will be read, shards without
+tensors of these layers may be missing.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -18,8 +19,8 @@ from typing import TypeVar
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.weight_files import (
     INDEX_FILE,
-    contradictions,
     faulty_checkpoint,
+    find_index_faults,
     read_weight_map,
 )
 from minimax_tools.errors import CheckpointError
@@ -30,9 +31,9 @@ Entry = TypeVar("Entry", bound=TensorEntry)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorIndex:
-    """Stored tensors of a checkpoint folder by full name, sorted.
+    """Stored tensors of a checkpoint folder, by full name, sorted.
 
-    `absent` maps tensors of missing shards to these shards.
+    `entries` holds tensors of the shards that are here. `absent` names the shard of each tensor that is not here.
     """
 
     folder: Path
@@ -43,35 +44,37 @@ class TensorIndex:
     def from_folder(cls, folder: Path, *, layers: range | None = None) -> TensorIndex:
         """Read the headers of the folder's shards; no tensor data is read.
 
-        Args:
-            folder: The checkpoint folder.
-            layers: Decoder layers that will be read; shards without any of their tensors may be missing. None: every
-                shard must be here.
+        `layers` are the decoder layers that will be read: shards without any of their tensors may be missing. With
+        None every shard must be here.
 
         Raises:
-            CheckpointError: Listing every fault at once: a shard is missing or damaged, a tensor lies in two
-                files, or the index file and the headers contradict each other.
+            CheckpointError: A shard is missing or damaged, a tensor lies in two files, or the index file and the
+                headers contradict each other. All faults are listed.
         """
-        weight_map = _weight_map(folder)
+        weight_map = _find_weight_map(folder)
         shards = _find_shards(folder) if weight_map is None else sorted(set(weight_map.values()))
         missing = {shard for shard in shards if layers is not None and not (folder / shard).is_file()}
-        headers, faults = read_headers(
-            folder,
-            [shard for shard in shards if shard not in missing],
-            read_header,
-            word_damage=lambda error: f"is damaged ({error.found})",
-        )
+        present = [shard for shard in shards if shard not in missing]
+        headers, faults = read_headers(folder, present, read_header)
         absent: dict[str, str] = {}
         if weight_map is not None:
-            faults += contradictions(weight_map, headers)
+            faults += find_index_faults(weight_map, headers)
             absent = {name: shard for name, shard in weight_map.items() if shard in missing}
-            faults += _needed_but_absent(absent, layers)
+            faults += _find_missed_shards(absent, layers)
         if faults:
             raise faulty_checkpoint(folder, faults)
-        entries = {entry.name: entry for header in headers.values() for entry in header}
+        return cls.of(folder, chain.from_iterable(headers.values()), absent)
+
+    @classmethod
+    def of(
+        cls, folder: Path, entries: Iterable[TensorEntry], absent: Mapping[str, str] = MappingProxyType({})
+    ) -> TensorIndex:
+        """Build the index of tensors with different names, in any order."""
         return cls(
             folder=folder,
-            entries=MappingProxyType(dict(sorted(entries.items()))),
+            entries=MappingProxyType(
+                {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
+            ),
             absent=MappingProxyType(dict(sorted(absent.items()))),
         )
 
@@ -99,9 +102,9 @@ class TensorIndex:
         return names[bisect_left(names, prefix) : bisect_left(names, prefix[:-1] + "/")]
 
     def digest(self, layer: int | None) -> str | None:
-        """Compute sha256 over names and shapes of a layer's tensors, or, for None, of tensors outside all layers.
+        """Compute sha256 over the names and shapes of a layer's tensors; with None, of tensors outside all layers.
 
-        Block scales are left out: an FP8 and a BF16 copy agree. None if some of the tensors are absent.
+        Block scales are left out: an FP8 and a BF16 copy agree. The result is None if some of the tensors are absent.
         """
         if layer is None:
             names = tuple(name for name in self.names if layer_of(name) is None)
@@ -131,12 +134,12 @@ class TensorIndex:
             if name in self.absent:
                 raise CheckpointError(
                     f"{name} cannot be read: its shard {self.absent[name]} is not in {self.folder}",
-                    found=f"{len(self.files)} shards of {_named_layers(self.layers)}",
+                    found=f"{len(self.files)} shards of {_describe_layers(self.layers)}",
                     next_step="Fetch that shard too, or choose layers that this folder holds.",
                 ) from None
             raise CheckpointError(
                 f"{self.folder} holds no tensor {name!r}",
-                found=f"{len(self.entries)} tensors of {_named_layers(self.layers)}",
+                found=f"{len(self.entries)} tensors of {_describe_layers(self.layers)}",
                 next_step="Fetch the shards that are missing, or choose layers that this folder holds.",
             ) from None
 
@@ -156,11 +159,34 @@ def find_absent_shards(folder: Path) -> tuple[str, ...]:
     Raises:
         CheckpointError: The index file is damaged.
     """
-    files = sorted(set((_weight_map(folder) or {}).values()))
+    files = sorted(set((_find_weight_map(folder) or {}).values()))
     return tuple(file for file in files if not (folder / file).is_file())
 
 
-def _weight_map(folder: Path) -> dict[str, str] | None:
+def read_headers(
+    folder: Path, shards: Sequence[str], read: Callable[[Path], tuple[Entry, ...]]
+) -> tuple[dict[str, tuple[Entry, ...]], list[str]]:
+    """Read the headers of a checkpoint's files with `read`; return the sound ones by shard, and all faults."""
+    headers: dict[str, tuple[Entry, ...]] = {}
+    first_shards: dict[str, str] = {}
+    faults = []
+    for shard in shards:
+        if not (folder / shard).is_file():
+            faults.append(f"shard {shard} is missing")
+            continue
+        try:
+            headers[shard] = read(folder / shard)
+        except CheckpointError as error:
+            faults.append(f"{error.what} ({error.found})")
+            continue
+        for entry in headers[shard]:
+            first_shard = first_shards.setdefault(entry.name, shard)
+            if first_shard != shard:
+                faults.append(f"{entry.name} is both in {first_shard} and in {shard}")
+    return headers, faults
+
+
+def _find_weight_map(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX_FILE
     return read_weight_map(path) if path.exists() else None
 
@@ -177,52 +203,20 @@ def _find_shards(folder: Path) -> list[str]:
     return shards
 
 
-def read_headers(
-    folder: Path,
-    shards: Sequence[str],
-    read: Callable[[Path], tuple[Entry, ...]],
-    *,
-    word_damage: Callable[[CheckpointError], str],
-) -> tuple[dict[str, tuple[Entry, ...]], list[str]]:
-    """Read the headers of a checkpoint's files; return those that are sound, and the faults of the others.
-
-    Args:
-        folder: The checkpoint's folder.
-        shards: Names of the files.
-        read: Reads one header; raises CheckpointError if it cannot.
-        word_damage: Words that error, as in "is damaged (no header)".
-    """
-    headers: dict[str, tuple[Entry, ...]] = {}
-    first_shards: dict[str, str] = {}
-    faults = []
-    for shard in shards:
-        if not (folder / shard).is_file():
-            faults.append(f"shard {shard} is missing")
-            continue
-        try:
-            headers[shard] = read(folder / shard)
-        except CheckpointError as error:
-            faults.append(f"shard {shard} {word_damage(error)}")
-            continue
-        for entry in headers[shard]:
-            if (first := first_shards.setdefault(entry.name, shard)) != shard:
-                faults.append(f"{entry.name} is both in {first} and in {shard}")
-    return headers, faults
-
-
-def _needed_but_absent(absent: Mapping[str, str], layers: range | None) -> list[str]:
-    needed: dict[str, set[int]] = {}
-    for name, file in absent.items():
+def _find_missed_shards(absent: Mapping[str, str], layers: range | None) -> list[str]:
+    """Describe the missing shards that hold tensors of the layers to be read."""
+    missed: dict[str, set[int]] = {}
+    for name, shard in absent.items():
         layer = layer_of(name)
         if layers is not None and layer is not None and layer in layers:
-            needed.setdefault(file, set()).add(layer)
+            missed.setdefault(shard, set()).add(layer)
     return [
-        f"shard {file} is missing, which holds tensors of layer {', '.join(map(str, sorted(found)))}"
-        for file, found in sorted(needed.items())
+        f"shard {shard} is missing, which holds tensors of layer {', '.join(map(str, sorted(held_layers)))}"
+        for shard, held_layers in sorted(missed.items())
     ]
 
 
-def _named_layers(layers: tuple[int, ...]) -> str:
+def _describe_layers(layers: tuple[int, ...]) -> str:
     if not layers:
         return "no decoder layer"
     return f"{len(layers)} decoder layers between {layers[0]} and {layers[-1]}"

@@ -1,4 +1,4 @@
-"""Layers read into storage that is kept, the next one while the current one computes."""
+"""Layers of a golden read into storage that is kept, the next one while the current one computes."""
 
 from __future__ import annotations
 
@@ -60,11 +60,7 @@ class LayerLoader:
         return self._current.storage
 
     def load(self, layer: int, *, then: int | None = None) -> LayerStorage:
-        """Fill the storage of a layer; the storage returned before becomes invalid.
-
-        Args:
-            layer: The layer.
-            then: Next layer, to be prefetched.
+        """Fill the storage of a layer, and begin to prefetch layer `then`; storage returned before becomes invalid.
 
         Raises:
             CheckpointError: A tensor cannot be read.
@@ -85,7 +81,7 @@ class LayerLoader:
         self._drop_coming()
         storage = self._take_storage()
         names = [name for name in storage.places if EXPERTS not in name]
-        filling = self._fill(layer, storage, names, self._reader)
+        filling = self._start_filling(layer, storage, names, self._reader)
         self._finish(_LoadedLayer(layer=layer, storage=storage, filling=filling))
         return storage
 
@@ -97,7 +93,7 @@ class LayerLoader:
         layer, storage = self._current.layer, self._current.storage
         # Scales have places only in storage that keeps FP8 codes.
         names_placed = [name for name in names if name in storage.places]
-        self._fill(layer, storage, names_placed, self._reader).finish()
+        self._start_filling(layer, storage, names_placed, self._reader).finish()
 
     def keep_current(self) -> LayerStorage:
         """Give the current layer's storage to the caller; no other layer fills it."""
@@ -124,12 +120,14 @@ class LayerLoader:
     def _retire_current(self) -> None:
         """Make the current storage idle, after the device's last computation with it."""
         if self._current is not None:
+            # All places of a storage lie on one device.
             device = next(iter(self.current.places.values())).device
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             self._idle.append(self.keep_current())
 
     def _drop_coming(self) -> None:
+        """Stop reading a prefetched layer, and make its storage idle."""
         if self._coming is not None:
             self._coming.filling.abandon()
             self._idle.append(self._coming.storage)
@@ -140,31 +138,34 @@ class LayerLoader:
 
     def _start(self, layer: int) -> _LoadedLayer:
         storage = self._take_storage()
-        filling = self._fill(layer, storage, storage.places, self._reader.past_cache())
+        filling = self._start_filling(layer, storage, storage.places, self._reader.past_cache())
         return _LoadedLayer(layer=layer, storage=storage, filling=filling)
 
-    def _finish(self, loading: _LoadedLayer) -> None:
+    def _finish(self, coming: _LoadedLayer) -> None:
+        """Wait until the layer is in its storage, and make it the current one."""
         try:
-            loading.filling.finish()
+            coming.filling.finish()
         except BaseException:
-            self._idle.append(loading.storage)
+            self._idle.append(coming.storage)
             raise
-        self._current = loading
+        self._current = coming
 
-    def _fill(
+    def _start_filling(
         self, layer: int, storage: LayerStorage, names: Iterable[str], reader: CheckpointReader
     ) -> Filling:
+        """Begin to read tensors of a layer, by relative name, into their places."""
         index, prefix = reader.index, layer_prefix(layer)
         # A disk reads fastest from front to back.
         ordered = sorted((prefix + name for name in names), key=lambda name: index[name].position)
         places = {name: storage.places[name.removeprefix(prefix)] for name in ordered}
-        return self._pool.fill(places, partial(_read, reader))
+        return self._pool.fill(places, partial(_read_into_place, reader))
 
 
-def _read(reader: CheckpointReader, name: str, place: torch.Tensor) -> None:
+def _read_into_place(reader: CheckpointReader, name: str, place: torch.Tensor) -> None:
     if place.dtype != PACKED_DTYPE:
         reader.read_weight_into(name, place)
     elif place.device.type == "cpu":
         reader.read_into(name, place)
     else:
+        # `read_into` fills host memory only.
         place.copy_(reader.read(name))

@@ -1,8 +1,10 @@
 """LayerStorage: memory for one decoder layer's weights, allocated once and filled again for every layer.
 
-Weights lie as transformers' decoder layer holds them, experts grouped; each tensor of the checkpoint has its
-place there, a view that it is read into. Fresh memory for every layer would cost more than the reading.
-E experts, H hidden, I intermediate.
+Weights lie as transformers' decoder layer holds them, all experts in one tensor. Each tensor of the checkpoint has a
+place there: a view that it is read into. Fresh memory for every layer would cost more than the reading. Packed storage
+keeps experts as FP8 codes and scales, in half the memory of BF16.
+
+E experts, H hidden, I intermediate, R rows and C columns of a matrix.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from minimax_tools.model.weight_names import (
     scale_name,
 )
 
+# Names in transformers' decoder layer.
 _GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+# The MoE block's prefix in the checkpoint, and in transformers' decoder layer.
 _HUB_MOE, _MODULE_MOE = "block_sparse_moe.", "mlp."
 # Dtype of a place that takes FP8 codes as the checkpoint stores them.
 PACKED_DTYPE = torch.float8_e4m3fn
@@ -38,8 +42,8 @@ class LayerStorage:
     Args:
         places: Place of each tensor of the checkpoint, by its name relative to the layer. A place of `PACKED_DTYPE`
             takes the stored bytes, any other place the weight's values.
-        weights: The layer's weights by the same names, in the run's dtype.
-        modules: Weights as transformers' decoder layer holds them, by its names.
+        weights: The layer's weights by the same names, in the run's dtype; router gate and bias in float32.
+        modules: Parameters of transformers' decoder layer, by its names.
     """
 
     places: Mapping[str, torch.Tensor]
@@ -55,14 +59,14 @@ def grouped_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device
     num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
     gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
     down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
-    small = _small_tensors(spec, dtype=dtype, device=device)
+    others = _allocate_others(spec, dtype=dtype, device=device)
     experts = range(num_experts)
     places = {
-        **small,
+        **others,
         **gate_up_places(experts, gate_up, dtype=dtype),
         **down_places(experts, down, dtype=dtype),
     }
-    modules = {**_module_names(small), _GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}
+    modules = {**_rename_for_module(others), _GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}
     return LayerStorage(places=places, weights=places, modules=modules)
 
 
@@ -84,18 +88,49 @@ def packed_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device)
         )
         for name, shape in shapes.items()
     }
-    small = _small_tensors(spec, dtype=dtype, device=device)
-    places = dict(small)
+    others = _allocate_others(spec, dtype=dtype, device=device)
+    places = dict(others)
     for expert in range(num_experts):
         for name, (codes, scales) in packed.items():
             places[expert_weight(expert, name)] = codes[expert]
             places[scale_name(expert_weight(expert, name))] = scales[expert]
     modules = {
-        **_module_names(small),
+        **_rename_for_module(others),
         _GATE_UP_PROJ: PackedMatrices((packed[EXPERT_GATE], packed[EXPERT_UP]), dtype=dtype),
         _DOWN_PROJ: PackedMatrices((packed[EXPERT_DOWN],), dtype=dtype),
     }
     return LayerStorage(places=places, weights=_Dequantised(places, dtype=dtype), modules=modules)
+
+
+def gate_up_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the places [I,H] of gate (w1) and up (w3) matrices in `out` [E,2·I,H], gate rows first, by name.
+
+    For storage of transposed matrices, [E,H,2·I], give its view `.mT`.
+
+    Args:
+        experts: Numbers of the experts, in the order of the storage.
+        out: The storage.
+        dtype: Dtype that the storage must have.
+
+    Raises:
+        ValueError: The storage has another dtype or shape.
+    """
+    _check_storage(experts, out, dtype=dtype)
+    if out.shape[1] % 2:
+        raise ValueError(f"gate_up storage is {list(out.shape)}, expected gate and up rows of one height")
+    # [E,2,I,H]: gate is part 0, up is part 1.
+    matrices = out.unflatten(1, (2, -1))
+    return {
+        expert_weight(expert, name): matrices[index, part]
+        for index, expert in enumerate(experts)
+        for part, name in enumerate((EXPERT_GATE, EXPERT_UP))
+    }
+
+
+def down_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the places [H,I] of down (w2) matrices in `out` [E,H,I], by name; see `gate_up_places`."""
+    _check_storage(experts, out, dtype=dtype)
+    return {expert_weight(expert, EXPERT_DOWN): out[index] for index, expert in enumerate(experts)}
 
 
 class PackedMatrices:
@@ -104,7 +139,8 @@ class PackedMatrices:
     A matrix is valid until the next access: all share one buffer.
 
     Args:
-        parts: FP8 codes [E,r,C] and block scales of the parts of each matrix, one below the other.
+        parts: FP8 codes and block scales of the parts that form the matrices, one below the other: gate and up, or
+            down alone. The rows of all parts add up to R.
         dtype: Dtype of the matrix that an access gives.
     """
 
@@ -147,8 +183,8 @@ class _Dequantised(Mapping[str, torch.Tensor]):
         return len(self._places) - len(self._scales)
 
 
-def _small_tensors(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate all tensors but the experts', by the hub's relative names."""
+def _allocate_others(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Allocate all tensors except the experts', by their names relative to the layer."""
     return {
         name: torch.empty(shape, dtype=torch.float32 if name in FLOAT32_NAMES else dtype, device=device)
         for name, shape in expected_layer_shapes(spec).items()
@@ -156,38 +192,8 @@ def _small_tensors(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device)
     }
 
 
-def _module_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | PackedMatrices]:
+def _rename_for_module(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | PackedMatrices]:
     return {name.replace(_HUB_MOE, _MODULE_MOE): tensor for name, tensor in tensors.items()}
-
-
-def gate_up_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the places [I,H] of gate (w1) and up (w3) matrices in `out` [E,2·I,H], gate rows first, by name.
-
-    For storage of transposed matrices, [E,H,2·I], give its view `.mT`.
-
-    Args:
-        experts: Numbers of the experts, in the order of the storage.
-        out: The storage.
-        dtype: Expected dtype of the storage.
-
-    Raises:
-        ValueError: The storage has another dtype or shape.
-    """
-    _check_storage(experts, out, dtype=dtype)
-    if out.shape[1] % 2:
-        raise ValueError(f"gate_up storage is {list(out.shape)}, expected gate and up rows of one height")
-    matrices = out.unflatten(1, (2, -1))
-    return {
-        expert_weight(expert, name): matrices[index, part]
-        for index, expert in enumerate(experts)
-        for part, name in enumerate((EXPERT_GATE, EXPERT_UP))
-    }
-
-
-def down_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the places [H,I] of down (w2) matrices in `out` [E,H,I], by name; see `gate_up_places`."""
-    _check_storage(experts, out, dtype=dtype)
-    return {expert_weight(expert, EXPERT_DOWN): out[index] for index, expert in enumerate(experts)}
 
 
 def _check_storage(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> None:

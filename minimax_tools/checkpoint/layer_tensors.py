@@ -25,8 +25,12 @@ _DTYPES = (torch.bfloat16, torch.float32)
 class LayerTensors(MutableMapping[str, torch.Tensor]):
     """A decoder layer's tensors by the hub's names relative to the layer, experts in integer order.
 
-    FP8 is dequantised and its scales are hidden. Values come on the CPU in `dtype`, router gate and correction bias in
-    float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are kept.
+    FP8 is dequantised, and its scales are no keys. Values come on the CPU in `dtype`, router gate and correction bias
+    in float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are kept.
+    A name that the layer lacks is a KeyError in every method.
+
+    `open` builds the mapping. `stored` is the dtype of each tensor in the checkpoint. `present` has all keys: the value
+    that was set, or None for a tensor that is read from the checkpoint.
     """
 
     def __init__(
@@ -40,9 +44,8 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
     ) -> None:
         self.layer = layer
         self.dtype = dtype
-        self._reader = reader
+        self.reader = reader
         self._stored = stored
-        # None: the tensor is only in the checkpoint.
         self._present = dict(present)
 
     @classmethod
@@ -67,94 +70,67 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             present=dict.fromkeys(names),
         )
 
-    @property
-    def reader(self) -> CheckpointReader:
-        """The checkpoint."""
-        return self._reader
-
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the checkpoint stores a tensor, whatever was set in its place.
-
-        Raises:
-            KeyError: The checkpoint's layer has no such tensor.
-        """
-        try:
-            return self._stored[name]
-        except KeyError:
-            raise self._unknown(name) from None
+        """Return the dtype in which the checkpoint stores a tensor, whatever was set in its place."""
+        if name not in self._stored:
+            raise self._unknown(name)
+        return self._stored[name]
 
     def given_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of an access to a tensor.
-
-        Raises:
-            KeyError: There is no such tensor.
-        """
-        value = self._value(name)
+        """Return the dtype of the value that `[name]` gives."""
+        value = self._value_in_memory(name)
         if value is not None:
             return value.dtype
         return torch.float32 if name in FLOAT32_NAMES else self.dtype
 
     def given_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an access to a tensor.
-
-        Raises:
-            KeyError: There is no such tensor.
-        """
-        value = self._value(name)
-        if value is not None:
-            return tuple(value.shape)
-        return self._reader.index[layer_prefix(self.layer) + name].shape
+        """Return the shape of the value that `[name]` gives."""
+        value = self._value_in_memory(name)
+        return self.reader.index[self._full_name(name)].shape if value is None else tuple(value.shape)
 
     def is_stored(self, name: str) -> bool:
-        """Decide whether a tensor comes from the checkpoint: nothing was set in its place."""
+        """Decide whether a tensor is read from the checkpoint: no value was set in its place."""
         return name in self._present and self._present[name] is None
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, of the tensor's shape, with its values cast to the dtype of `out`.
-
-        Raises:
-            KeyError: There is no such tensor.
-            ValueError: `out` has another shape, or the tensor was set to FP8 codes, whose scales are unknown.
-        """
-        value = self._value(name)
-        if value is None:
-            self._reader.read_weight_into(layer_prefix(self.layer) + name, out)
-        else:
-            copy_weight(name, value, out)
-
-    def read_rows_into(
-        self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
+    def read_into(
+        self, name: str, out: torch.Tensor, *, rows: range | None = None, columns: range | None = None
     ) -> None:
-        """Fill `out` with rows of a tensor, or with some of their columns; other rows are not read.
+        """Fill `out` with the values of a tensor, cast to its dtype, or with those of some rows and columns.
+
+        Other rows are not read. Arguments are as for `CheckpointReader.read_weight_into`.
 
         Raises:
-            KeyError: There is no such tensor.
-            ValueError: It has no such rows or columns, `out` has another shape, or the tensor was set to FP8 codes.
+            ValueError: The tensor has no such rows or columns, `out` has another shape than they, or the tensor was
+                set to FP8 codes, whose scales are unknown.
         """
-        value = self._value(name)
+        value = self._value_in_memory(name)
         if value is None:
-            self._reader.read_weight_rows_into(layer_prefix(self.layer) + name, rows, out, columns=columns)
+            self.reader.read_weight_into(self._full_name(name), out, rows=rows, columns=columns)
             return
-        part = value[rows.start : rows.stop]
-        copy_weight(name, part if columns is None else part[:, columns.start : columns.stop], out)
+        if rows is not None:
+            value = value[rows.start : rows.stop]
+        if columns is not None:
+            value = value[:, columns.start : columns.stop]
+        copy_weight(name, value, out)
 
     def copy(self) -> LayerTensors:
         """Return a second mapping over the same checkpoint; changes to one do not affect the other."""
-        twin = copy(self)
-        twin._present = dict(self._present)
-        return twin
+        copied = copy(self)
+        copied._present = dict(self._present)
+        return copied
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        value = self._value(name)
+        value = self._value_in_memory(name)
         if value is not None:
             return value
-        return self._reader.read_weight(layer_prefix(self.layer) + name, self.given_dtype(name))
+        return self.reader.read_weight(self._full_name(name), self.given_dtype(name))
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         self._present[name] = value
 
     def __delitem__(self, name: str) -> None:
-        self._value(name)
+        if name not in self._present:
+            raise self._unknown(name)
         del self._present[name]
 
     def __contains__(self, name: object) -> bool:
@@ -169,11 +145,14 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         return f"LayerTensors(layer={self.layer}, dtype={self.dtype}, {len(self)} tensors)"
 
-    def _value(self, name: str) -> torch.Tensor | None:
-        try:
-            return self._present[name]
-        except KeyError:
-            raise self._unknown(name) from None
+    def _full_name(self, name: str) -> str:
+        return layer_prefix(self.layer) + name
+
+    def _value_in_memory(self, name: str) -> torch.Tensor | None:
+        """Return the value that was set for a name; None if it must be read from the checkpoint."""
+        if name not in self._present:
+            raise self._unknown(name)
+        return self._present[name]
 
     def _unknown(self, name: str) -> KeyError:
         return KeyError(f"layer {self.layer} has no tensor {name!r} (names are relative to the layer)")
@@ -199,23 +178,23 @@ def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
         CheckpointError: As for `LayerTensors.open`.
     """
     prefix = layer_prefix(layer)
-    found = set(index.layer_names(layer))
+    unexpected = set(index.layer_names(layer))
     faults = []
     for name, shape in expected_layer_shapes(spec).items():
         full_name = prefix + name
-        if full_name not in found:
+        if full_name not in unexpected:
             faults.append(f"{full_name}: expected {list(shape)}, found nothing")
             continue
-        found.remove(full_name)
+        unexpected.remove(full_name)
         entry = index[full_name]
         if entry.shape != shape:
             faults.append(f"{full_name}: expected {list(shape)}, found {list(entry.shape)}")
         if entry.dtype not in WEIGHT_DTYPES:
             faults.append(f"{full_name}: found dtype {entry.dtype}, which mm2 cannot read as a weight")
         if entry.dtype == torch.float8_e4m3fn:
-            found.discard(scale_name(full_name))
+            unexpected.discard(scale_name(full_name))
             faults += _scale_faults(index, entry)
-    faults += [f"{name}: no MiniMax-M2 layer has it" for name in sorted(found)]
+    faults += [f"{name}: no MiniMax-M2 layer has it" for name in sorted(unexpected)]
     if faults:
         raise CheckpointError(
             f"layer {layer} of the checkpoint at {index.folder} is not the one config.json describes",

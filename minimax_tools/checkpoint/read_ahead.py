@@ -10,13 +10,14 @@ import logging
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
+from minimax_tools.checkpoint.byte_ranges import join_ranges
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.shard_files import is_cached
 
 logger = logging.getLogger(__name__)
 
+# Bytes between two looks at whether to stop; also the process's only memory.
 _PIECE_BYTES = 4 << 20
 
 
@@ -30,7 +31,7 @@ class ReadAhead:
         self._is_closed = threading.Event()
 
     def request(self, layer: int) -> Future[None]:
-        """Fetch a layer once, after the layers requested before; return the job.
+        """Begin to fetch a layer after the layers requested before, once per layer; return the job.
 
         An unreadable file ends the job without an error: whoever reads the layer meets the error too.
         """
@@ -51,36 +52,30 @@ class ReadAhead:
         self.close()
 
     def _fetch(self, layer: int) -> None:
-        scratch = memoryview(bytearray(_PIECE_BYTES))
+        buffer = memoryview(bytearray(_PIECE_BYTES))
         try:
-            for file, start, stop in _ranges(self._index, layer):
-                with file.open("rb", buffering=0) as shard:
-                    while start < stop and not self._is_closed.is_set():
-                        piece = scratch[: stop - start]
-                        # Copying cached bytes would only cost time. If the probe was wrong, the system fetches them.
-                        if is_cached(shard.fileno(), start, start + len(piece)):
-                            os.posix_fadvise(shard.fileno(), start, len(piece), os.POSIX_FADV_WILLNEED)
-                            start += len(piece)
-                            continue
-                        count = os.preadv(shard.fileno(), [piece], start)
-                        if count == 0:
-                            break
-                        start += count
+            entries = [self._index[name] for name in self._index.layer_names(layer)]
+            for byte_range in join_ranges(sorted(entries, key=lambda entry: entry.position)):
+                with byte_range.file.open("rb", buffering=0) as shard:
+                    self._fetch_range(shard.fileno(), byte_range.start, byte_range.stop, buffer)
         except OSError as error:
             logger.debug("Layer %d is not read ahead: %s", layer, error)
+
+    def _fetch_range(self, descriptor: int, start: int, stop: int, buffer: memoryview) -> None:
+        while start < stop and not self._is_closed.is_set():
+            piece = buffer[: stop - start]
+            # Copying cached bytes would only cost time. If the probe was wrong, the system fetches them.
+            if is_cached(descriptor, start, start + len(piece)):
+                os.posix_fadvise(descriptor, start, len(piece), os.POSIX_FADV_WILLNEED)
+                start += len(piece)
+                continue
+            count = os.preadv(descriptor, [piece], start)
+            if count == 0:
+                # The file ends early. Whoever reads the layer meets that as an error.
+                return
+            start += count
 
 
 def stored_layer_bytes(index: TensorIndex, layer: int) -> int:
     """Return the size of a layer on the disk, block scales included."""
     return sum(index[name].size_bytes for name in index.layer_names(layer))
-
-
-def _ranges(index: TensorIndex, layer: int) -> list[tuple[Path, int, int]]:
-    """Return the file, start and stop of a layer's bytes, neighbours joined, from front to back."""
-    ranges: list[tuple[Path, int, int]] = []
-    for entry in sorted(map(index.__getitem__, index.layer_names(layer)), key=lambda entry: entry.position):
-        start, stop = entry.offset, entry.offset + entry.size_bytes
-        if ranges and ranges[-1][0] == entry.file and ranges[-1][2] == start:
-            start = ranges.pop()[1]
-        ranges.append((entry.file, start, stop))
-    return ranges

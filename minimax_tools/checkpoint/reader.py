@@ -32,14 +32,16 @@ class CheckpointReader:
     |---|---|
     | the stored bytes as a tensor | `read(name)`, `read_into(name, out)` |
     | a weight's values, FP8 times its scales | `read_weight(name, dtype)`, `read_weight_into(name, out)` |
-    | the values of some of its rows | `read_weight_rows_into(name, rows, out)` |
+    | the values of some of its rows | `read_weight_into(name, out, rows=rows)` |
 
     Opened shards stay open until `close`, or the end of a `with` block. FP8 codes, and matrices to be transposed, pass
     through buffers that each thread keeps: fresh memory for every matrix would cost more than the arithmetic.
 
     Args:
-        index: Its index. Default: read from the folder.
-        layers: Decoder layers that will be read; shards of others may be missing (see `TensorIndex.from_folder`).
+        folder: The checkpoint folder.
+        index: Index of the folder. Default: read from the folder.
+        layers: Decoder layers that will be read; shards without their tensors may be missing (see
+            `TensorIndex.from_folder`). With None every shard must be here.
 
     Raises:
         CheckpointError: The folder's shards have faults (see `TensorIndex.from_folder`).
@@ -51,7 +53,8 @@ class CheckpointReader:
         self.index = TensorIndex.from_folder(folder, layers=layers) if index is None else index
         self._files = ShardFiles()
         self._is_past_cache = False
-        self._staging = threading.local()
+        # Memory that each thread keeps, by use.
+        self._buffers = threading.local()
         self._totals = _Totals()
 
     @property
@@ -66,7 +69,7 @@ class CheckpointReader:
 
     @property
     def converting_s(self) -> float:
-        """Seconds spent so far on weights, reading their bytes included, summed over all threads."""
+        """Seconds spent so far on converting weights, the reading of their bytes included, summed over all threads."""
         return self._totals.converting_s
 
     @property
@@ -75,9 +78,9 @@ class CheckpointReader:
         return self.index.folder
 
     def past_cache(self) -> CheckpointReader:
-        """Return this reader for tensors that are needed once: it adds nothing to the system's page cache.
+        """Return a second reader for tensors that are needed once: it adds nothing to the system's page cache.
 
-        Files, buffers and totals are shared; close the original only.
+        Both share files, buffers and totals; close the original only.
         """
         reader = copy.copy(self)
         reader._is_past_cache = True
@@ -92,18 +95,14 @@ class CheckpointReader:
         return self._read(self.index[name])
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` with a tensor's stored bytes.
-
-        Args:
-            name: The tensor.
-            out: A contiguous CPU tensor of the stored shape and dtype.
+        """Fill `out`, a contiguous CPU tensor of the stored shape and dtype, with a tensor's stored bytes.
 
         Raises:
             CheckpointError: As for `read`.
             ValueError: `out` is not such a tensor.
         """
         entry = self.index[name]
-        _check_out(entry, out)
+        _check_out(name, entry.shape, out)
         if out.dtype != entry.dtype or not _is_fillable(out):
             raise ValueError(f"{name} is {entry.dtype}: out must be the same, contiguous and on the CPU")
         self._fill(entry, out)
@@ -119,59 +118,39 @@ class CheckpointReader:
         self.read_weight_into(name, out)
         return out
 
-    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` with a weight's values (see `read_weight`).
-
-        Args:
-            name: The tensor.
-            out: A tensor of the stored shape and any float dtype; a transposed view is written as columns.
-
-        Raises:
-            CheckpointError: As for `read_weight`.
-            ValueError: `out` has another shape.
-        """
-        entry = self.index[name]
-        _check_out(entry, out)
-        _check_weight(entry)
-        with self._writing_values(entry.shape, out) as values:
-            if entry.dtype == torch.float8_e4m3fn:
-                self._dequantise_into(entry, values)
-            else:
-                self._fill_weight(entry, values)
-
-    def read_weight_rows_into(
-        self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
+    def read_weight_into(
+        self, name: str, out: torch.Tensor, *, rows: range | None = None, columns: range | None = None
     ) -> None:
-        """Fill `out` with the values of neighbouring rows of a weight; other rows are not read.
+        """Fill `out` with a weight's values (see `read_weight`), or with those of some rows and columns.
 
-        For an FP8 weight all rows that share a scale with them are read.
+        Other rows are not read, except those of an FP8 weight that share a scale with them.
 
         Args:
             name: The tensor.
-            rows: The rows.
-            out: On the CPU, of the stored shape but for the number of rows and columns, in any float dtype.
-            columns: Neighbouring columns of a matrix; None for all.
+            out: A tensor of any float dtype, with the shape of the values; a transposed view is written as columns.
+            rows: Indices of neighbouring rows, with step 1; None for all rows.
+            columns: Indices of neighbouring columns of a matrix, with step 1; None for all columns.
 
         Raises:
             CheckpointError: As for `read_weight`.
             ValueError: There are no such rows or columns, or `out` has another shape.
         """
         entry = self.index[name]
-        part = _rows_of(entry, rows)
+        row_entry = entry if rows is None else _rows_of(entry, rows)
+        shape = row_entry.shape
         if columns is not None:
-            _check_range(columns, entry.shape[1], f"{name} has", "columns")
-        shape = part.shape if columns is None else (len(rows), len(columns))
-        if tuple(out.shape) != shape:
-            raise ValueError(f"{name} has a part of {list(shape)}, out has {list(out.shape)}")
+            _check_range(columns, entry.shape[1], name=name, unit="columns")
+            shape = (shape[0], len(columns))
+        _check_out(name, shape, out)
         _check_weight(entry)
         with self._writing_values(shape, out) as values:
             if entry.dtype == torch.float8_e4m3fn:
                 self._dequantise_into(entry, values, rows, columns)
             elif columns is None:
-                self._fill_weight(part, values)
+                self._fill_weight(row_entry, values)
             else:
-                whole_rows = self._staged("rows", part.shape, part.dtype)
-                self._fill(part, whole_rows)
+                whole_rows = self._buffer("rows", row_entry.shape, row_entry.dtype)
+                self._fill(row_entry, whole_rows)
                 values.copy_(whole_rows[:, columns.start : columns.stop])
 
     def close(self) -> None:
@@ -191,9 +170,9 @@ class CheckpointReader:
 
     @contextmanager
     def _writing_values(self, shape: tuple[int, ...], out: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield `out`, or a buffer that is copied to a transposed `out` at the end; count the time."""
+        """Yield `out`, or for a transposed `out` a buffer that is copied to it after the block; count the time."""
         started = time.perf_counter()
-        values = self._staged("values", shape, out.dtype) if is_transposed(out) else out
+        values = self._buffer("values", shape, out.dtype) if is_transposed(out) else out
         yield values
         if values is not out:
             copy_matrix(values, out)
@@ -206,66 +185,56 @@ class CheckpointReader:
             out.copy_(self._read(entry))
 
     def _dequantise_into(
-        self, entry: TensorEntry, out: torch.Tensor, rows: range | None = None, columns: range | None = None
+        self, entry: TensorEntry, out: torch.Tensor, rows: range | None, columns: range | None
     ) -> None:
-        """Fill `out` with rows and columns of an FP8 weight, by default all."""
+        """Fill `out` with rows and columns of an FP8 weight; None for all.
+
+        Whole blocks of 128 × 128 are dequantised, and the values asked for are copied out of them.
+        """
         scale_inv = self._read(find_scale(self.index, entry))
         if not out.numel():
             return
         num_rows, num_columns = entry.shape
-        rows, columns = rows or range(num_rows), columns or range(num_columns)
-        row_blocks, all_rows = _blocks_of(rows, num_rows)
-        column_blocks, all_columns = _blocks_of(columns, num_columns)
-        covered = _rows_of(entry, all_rows)
-        codes = self._staged("codes", covered.shape, covered.dtype)
-        self._fill(covered, codes)
-        is_direct = (all_rows, all_columns) == (rows, columns) and out.device.type == "cpu"
+        rows = range(num_rows) if rows is None else rows
+        columns = range(num_columns) if columns is None else columns
+        row_blocks, block_rows = _blocks_of(rows, num_rows)
+        column_blocks, block_columns = _blocks_of(columns, num_columns)
+        block_entry = _rows_of(entry, block_rows)
+        codes = self._buffer("codes", block_entry.shape, block_entry.dtype)
+        self._fill(block_entry, codes)
+        is_direct = (block_rows, block_columns) == (rows, columns) and out.device.type == "cpu"
         values = dequantise(
-            codes[:, all_columns.start : all_columns.stop].contiguous(),
+            codes[:, block_columns.start : block_columns.stop].contiguous(),
             scale_inv[row_blocks, column_blocks],
             out=out if is_direct else None,
             dtype=out.dtype,
         )
-        if values is not out:
-            first_row, first_column = rows.start - all_rows.start, columns.start - all_columns.start
+        if not is_direct:
+            first_row, first_column = rows.start - block_rows.start, columns.start - block_columns.start
             out.copy_(values[first_row:, first_column:][: len(rows), : len(columns)])
 
-    def _staged(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return this thread's buffer for a use as a tensor; its content is undefined."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        buffer: torch.Tensor | None = getattr(self._staging, use, None)
+        buffer: torch.Tensor | None = getattr(self._buffers, use, None)
         if buffer is None or buffer.numel() < num_bytes:
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            setattr(self._staging, use, buffer)
+            setattr(self._buffers, use, buffer)
         return buffer[:num_bytes].view(dtype).view(shape)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
+        """Fill `out`, of the entry's shape and dtype, with the stored bytes."""
         if entry.size_bytes == 0:
             return
-        memory = out.view(-1).view(torch.uint8)
+        out_bytes = out.view(-1).view(torch.uint8)
         started = time.perf_counter()
         try:
-            count = self._files.read_into(entry.file, entry.offset, memory, past_cache=self._is_past_cache)
+            count = self._files.read_into(entry.file, entry.offset, out_bytes, past_cache=self._is_past_cache)
         except OSError as error:
             raise _unreadable(entry, str(error)) from error
         if count < entry.size_bytes:
             raise _unreadable(entry, f"the file ends after {count} of {entry.size_bytes} bytes")
         self._totals.add(num_bytes=count, reading_s=time.perf_counter() - started)
-
-
-class _Totals:
-    """Sums over all threads."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.reading_s = self.converting_s = 0.0
-        self._lock = threading.Lock()
-
-    def add(self, *, num_bytes: int = 0, reading_s: float = 0.0, converting_s: float = 0.0) -> None:
-        with self._lock:
-            self.num_bytes += num_bytes
-            self.reading_s += reading_s
-            self.converting_s += converting_s
 
 
 def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
@@ -294,13 +263,24 @@ def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
     return scale
 
 
-def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
-    """Return rows of a tensor as an entry.
+class _Totals:
+    """Sums over all threads."""
 
-    Raises:
-        ValueError: There are no such rows.
-    """
-    _check_range(rows, entry.shape[0], f"{entry.name} has", "rows")
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.reading_s = self.converting_s = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, *, num_bytes: int = 0, reading_s: float = 0.0, converting_s: float = 0.0) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.reading_s += reading_s
+            self.converting_s += converting_s
+
+
+def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
+    """Return neighbouring rows of a stored tensor as an entry."""
+    _check_range(rows, entry.shape[0], name=entry.name, unit="rows")
     row_bytes = entry.size_bytes // max(entry.shape[0], 1)
     return replace(
         entry,
@@ -310,14 +290,15 @@ def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
     )
 
 
-def _check_range(part: range, size: int, what: str, unit: str) -> None:
-    if part.step != 1 or not 0 <= part.start <= part.stop <= size:
-        raise ValueError(f"{what} {size} {unit}, not {part}")
+def _check_range(indices: range, size: int, *, name: str, unit: str) -> None:
+    if indices.step != 1 or not 0 <= indices.start <= indices.stop <= size:
+        raise ValueError(f"{name} has {size} {unit}, not {indices}")
 
 
-def _blocks_of(part: range, size: int) -> tuple[slice, range]:
-    """Return the blocks along an FP8 weight's dim that hold a part of it, and the indices that they cover."""
-    start, stop = part.start // BLOCK_SIZE, -(-part.stop // BLOCK_SIZE)
+def _blocks_of(indices: range, size: int) -> tuple[slice, range]:
+    """Find the blocks that hold indices of an FP8 weight's dim; return the blocks, and all indices in them."""
+    # The last block is rounded up, and may be ragged.
+    start, stop = indices.start // BLOCK_SIZE, -(-indices.stop // BLOCK_SIZE)
     return slice(start, stop), range(start * BLOCK_SIZE, min(stop * BLOCK_SIZE, size))
 
 
@@ -335,9 +316,9 @@ def _is_fillable(out: torch.Tensor) -> bool:
     return out.is_contiguous() and out.device.type == "cpu"
 
 
-def _check_out(entry: TensorEntry, out: torch.Tensor) -> None:
-    if tuple(out.shape) != entry.shape:
-        raise ValueError(f"{entry.name} has shape {list(entry.shape)}, out has {list(out.shape)}")
+def _check_out(name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{name} has shape {list(shape)}, out has {list(out.shape)}")
 
 
 def _unreadable(entry: TensorEntry, found: str) -> CheckpointError:

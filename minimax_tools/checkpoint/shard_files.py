@@ -17,38 +17,40 @@ import torch
 
 # Alignment of direct reads: hardly any disk or file system asks for more than a page.
 _ALIGNMENT = 4096
-# Size of a direct read: large enough for the disk, and still in the processor's cache when it is copied.
+# Bytes of a direct read: large enough for the disk, and still in the processor's cache when they are copied.
 _PIECE_BYTES = 1 << 20
-# Range for which one probe of the page cache decides.
+# Bytes for which one probe of the page cache decides: more make fewer probes, and a wrong one costs more.
 _EXTENT_BYTES = 16 << 20
 # Errors of a file system or kernel that lacks direct reads or probes.
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+
+# Opens a file in one of three ways (see the end of this file); None if the file system does not support it.
+_Opener = Callable[[Path], int | None]
 
 
 class ShardFiles:
     """Files that are opened at their first read and stay open until `close`; safe for several threads."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[tuple[Callable[[Path], int | None], Path], int | None] = {}
+        self._descriptors: dict[tuple[_Opener, Path], int | None] = {}
         self._lock = threading.Lock()
         self._buffers = threading.local()
 
     def read_into(self, path: Path, offset: int, out: torch.Tensor, *, past_cache: bool) -> int:
-        """Fill `out` from an offset on; return the number of bytes before the file ended.
+        """Fill `out`, contiguous uint8 [N] on the CPU, from byte `offset` on; return the number of bytes read.
 
-        Args:
-            path: The file.
-            offset: Offset of the first byte.
-            out: uint8 [N], contiguous, on the CPU.
-            past_cache: Add nothing to the page cache, if the system can.
+        It is less than N if the file ends. With `past_cache`, nothing is added to the page cache if the system can.
 
         Raises:
             OSError: The file cannot be opened or read.
         """
         position = 0
         while position < len(out):
-            extent = out[position : position + _EXTENT_BYTES] if past_cache else out[position:]
-            count = (self._read_past if past_cache else self._read_through)(path, offset + position, extent)
+            if past_cache:
+                extent = out[position : position + _EXTENT_BYTES]
+                count = self._read_past_cache(path, offset + position, extent)
+            else:
+                count = self._read_through_cache(path, offset + position, out[position:])
             if count == 0:
                 break
             position += count
@@ -62,44 +64,47 @@ class ShardFiles:
                     os.close(descriptor)
             self._descriptors.clear()
 
-    def _open(self, way: Callable[[Path], int | None], path: Path) -> int | None:
-        """Return a descriptor, opened once by `way`; None if the file system cannot."""
+    def _descriptor(self, opener: _Opener, path: Path) -> int | None:
+        """Return the file's descriptor of this kind, opened at the first call."""
         with self._lock:
-            if (way, path) not in self._descriptors:
-                self._descriptors[way, path] = way(path)
-            return self._descriptors[way, path]
+            if (opener, path) not in self._descriptors:
+                self._descriptors[opener, path] = opener(path)
+            return self._descriptors[opener, path]
 
-    def _read_through(self, path: Path, offset: int, out: torch.Tensor) -> int:
-        descriptor = self._open(_open_through, path)
+    def _read_through_cache(self, path: Path, offset: int, out: torch.Tensor) -> int:
+        descriptor = self._descriptor(_open_plain, path)
         assert descriptor is not None, "every file can be read through the cache"
         return _read(descriptor, offset, out)
 
-    def _read_past(self, path: Path, offset: int, out: torch.Tensor) -> int:
+    def _read_past_cache(self, path: Path, offset: int, out: torch.Tensor) -> int:
         """Read some bytes of an extent; return their number, 0 at the file's end."""
-        probe, direct = self._open(_open_probe, path), self._open(_open_direct, path)
+        probe, direct = self._descriptor(_open_probe, path), self._descriptor(_open_direct, path)
         assert probe is not None, "every file can be probed"
         if is_cached(probe, offset, offset + len(out)):
             return _read(probe, offset, out)
         if direct is None:
-            return self._read_through(path, offset, out)
+            return self._read_through_cache(path, offset, out)
         position = 0
         while position < len(out):
-            piece, place = out[position : position + _PIECE_BYTES], offset + position
+            piece, piece_offset = out[position : position + _PIECE_BYTES], offset + position
             try:
-                count = self._read_direct(direct, place, piece)
+                count = self._read_direct(direct, piece_offset, piece)
             except OSError as error:
+                # Some file systems accept O_DIRECT when a file is opened, and refuse the read.
                 if error.errno not in _UNSUPPORTED:
                     raise
-                count = self._read_through(path, place, piece)
+                count = self._read_through_cache(path, piece_offset, piece)
             if count == 0:
                 break
             position += count
         return position
 
     def _read_direct(self, direct: int, offset: int, out: torch.Tensor) -> int:
+        """Read whole pages into the aligned buffer, as O_DIRECT demands, and copy the bytes asked for."""
         buffer, skip = self._aligned_buffer(), offset % _ALIGNMENT
-        num_aligned = -(-(skip + len(out)) // _ALIGNMENT) * _ALIGNMENT
-        count = _read(direct, offset - skip, buffer[:num_aligned])
+        # Rounded up to whole pages.
+        num_bytes = -(-(skip + len(out)) // _ALIGNMENT) * _ALIGNMENT
+        count = _read(direct, offset - skip, buffer[:num_bytes])
         count = min(max(count - skip, 0), len(out))
         out[:count].copy_(buffer[skip : skip + count])
         return count
@@ -115,7 +120,7 @@ class ShardFiles:
 
 
 def is_cached(probe: int, start: int, stop: int) -> bool:
-    """Decide whether the middle of a file's range is in the page cache; then most likely all of it is.
+    """Decide whether bytes `start` to `stop` of the open file are most likely in the page cache: the middle one is.
 
     Both ends are useless as a probe: reads of neighbours bring their pages. A probe of an uncached byte fetches its
     page. If the disk answers first (one time in hundreds), the range passes for cached.
@@ -131,7 +136,7 @@ def is_cached(probe: int, start: int, stop: int) -> bool:
         return False
 
 
-def _open_through(path: Path, flags: int = 0) -> int:
+def _open_plain(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
 
 
@@ -141,7 +146,7 @@ def _open_direct(path: Path) -> int | None:
     if flag is None:
         return None
     try:
-        return _open_through(path, flag)
+        return _open_plain(path, flag)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
@@ -149,8 +154,8 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _open_probe(path: Path) -> int:
-    probe = _open_through(path)
-    # A probe of an uncached byte fetches its page; without this the system would fetch neighbours too.
+    probe = _open_plain(path)
+    # Without this advice the system fetches the neighbours of a probed page too.
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(probe, 0, 0, os.POSIX_FADV_RANDOM)
     return probe

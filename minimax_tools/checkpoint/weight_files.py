@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint, in a folder or on the hub, and the claims of its index about them."""
+"""The weight files of a checkpoint, in a folder or on the hub, and its index file, which names each tensor's file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class WeightFiles:
 
     Args:
         index_file: Name of the index; None if the checkpoint has none.
-        shards: Names of the weight files that are present, sorted. If there is an index, it decides.
+        shards: Names of the weight files that are present, sorted. If there is an index, it decides which files
+            belong to the checkpoint, present or not.
     """
 
     index_file: str | None
@@ -51,9 +52,9 @@ class WeightFiles:
         if safetensors or (INDEX_FILE in names and (pickled is None or not pickled.shards)):
             if INDEX_FILE in names:
                 return cls(index_file=INDEX_FILE, shards=tuple(safetensors))
-            # Other safetensors beside it are adapters or copies.
-            whole = SAFETENSORS_FILE in safetensors
-            return cls(index_file=None, shards=(SAFETENSORS_FILE,) if whole else tuple(safetensors))
+            # Other safetensors beside a whole model are adapters or copies.
+            is_one_file = SAFETENSORS_FILE in safetensors
+            return cls(index_file=None, shards=(SAFETENSORS_FILE,) if is_one_file else tuple(safetensors))
         return pickled
 
     @classmethod
@@ -65,43 +66,49 @@ class WeightFiles:
 
     @property
     def is_sharded(self) -> bool:
-        """True if the weights are spread over files: there is an index, several files, or one of several."""
+        """True if the weights are spread over files: there is an index, several files, or one numbered file."""
         return self.index_file is not None or len(self.shards) > 1 or any(map(_is_one_of_many, self.shards))
 
 
-def _is_one_of_many(name: str) -> bool:
-    match = _NUMBERED.search(name)
-    return match is not None and int(match[1]) > 1
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Read the shard of each tensor from an index file.
+
+    Raises:
+        CheckpointError: The file is missing or no index.
+    """
+    weight_map: dict[str, str] = _read_index(path)["weight_map"]
+    return weight_map
 
 
 def read_index_json(path: Path) -> dict[str, Any]:
-    """Read an index file: `weight_map` maps tensors to plain file names, `metadata` is a dict.
+    """Read an index file whole: `weight_map` maps tensors to names of files beside it, `metadata` is a dict.
 
     Raises:
-        CheckpointError: The file is missing or damaged, or its weight_map is not such a mapping.
+        CheckpointError: The file is missing or no index, or names files in other folders.
     """
-    weight_map = read_weight_map(path)
-    index_json = json.loads(path.read_text(encoding="utf-8"))
-    strange = sorted({repr(file) for file in weight_map.values() if not _is_plain(file)})
-    if strange:
+    index_json = _read_index(path)
+    files_elsewhere = sorted(
+        {repr(file) for file in index_json["weight_map"].values() if not _is_plain_name(file)}
+    )
+    if files_elsewhere:
         raise CheckpointError(
             f"{path} names files that do not lie beside it",
-            found=", ".join(strange[:_NUM_NAMES_SHOWN]),
+            found=", ".join(files_elsewhere[:_NUM_NAMES_SHOWN]),
             next_step="Fetch the file again from a source that you trust.",
         )
     # Some tools write null there.
     return {**index_json, "metadata": index_json.get("metadata") or {}}
 
 
-def weight_map_of(headers: Iterable[TensorEntry], *, folder: Path) -> dict[str, str]:
-    """Build a weight_map from the headers of a checkpoint's files.
+def weight_map_of(entries: Iterable[TensorEntry], *, folder: Path) -> dict[str, str]:
+    """Build a weight_map from the tensors of all files in `folder`.
 
     Raises:
-        CheckpointError: A tensor lies in two files, or there is none at all.
+        CheckpointError: A tensor lies in two files, or there is no tensor.
     """
     weight_map: dict[str, str] = {}
     faults = []
-    for entry in headers:
+    for entry in entries:
         first = weight_map.setdefault(entry.name, entry.file.name)
         if first != entry.file.name:
             faults.append(f"{entry.name} is both in {first} and in {entry.file.name}")
@@ -112,27 +119,27 @@ def weight_map_of(headers: Iterable[TensorEntry], *, folder: Path) -> dict[str, 
     return weight_map
 
 
-def contradictions(weight_map: Mapping[str, str], headers: Mapping[str, Iterable[TensorEntry]]) -> list[str]:
+def find_index_faults(
+    weight_map: Mapping[str, str], headers: Mapping[str, Iterable[TensorEntry]]
+) -> list[str]:
     """Return one sentence for each disagreement between the index and a shard's header about a tensor.
 
-    Args:
-        weight_map: Shard of each tensor, according to the index.
-        headers: Headers by shard; tensors of other shards are not judged.
+    `headers` has the tensors of shards by their names. Shards without a header there are not judged.
     """
-    claimed: dict[str, list[str]] = {}
+    names_indexed: dict[str, set[str]] = {shard: set() for shard in headers}
     for name, shard in weight_map.items():
-        claimed.setdefault(shard, []).append(name)
+        if shard in headers:
+            names_indexed[shard].add(name)
     faults = []
     for shard, header in headers.items():
-        held = {entry.name for entry in header}
+        names_held = {entry.name for entry in header}
         faults += [
             f"the index places {name} in {shard}, whose header lacks it"
-            for name in sorted(claimed.get(shard, ()))
-            if name not in held
+            for name in sorted(names_indexed[shard] - names_held)
         ]
-        for name in sorted(name for name in held if weight_map.get(name) != shard):
-            says = f"places it in {weight_map[name]}" if name in weight_map else "lacks it"
-            faults.append(f"{shard} holds {name}, the index {says}")
+        for name in sorted(names_held - names_indexed[shard]):
+            index_claim = f"places it in {weight_map[name]}" if name in weight_map else "lacks it"
+            faults.append(f"{shard} holds {name}, the index {index_claim}")
     return faults
 
 
@@ -145,19 +152,15 @@ def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
     )
 
 
-def _is_plain(file: Any) -> bool:
-    # A downloaded index must not lead out of the checkpoint.
-    return isinstance(file, str) and file not in ("", ".", "..") and file == PurePosixPath(file).name
+def _is_one_of_many(name: str) -> bool:
+    match = _NUMBERED.search(name)
+    return match is not None and int(match[1]) > 1
 
 
-def read_weight_map(path: Path) -> dict[str, str]:
-    """Read the weight_map of an index file: each tensor's shard.
-
-    Raises:
-        CheckpointError: The file is missing or no index.
-    """
+def _read_index(path: Path) -> dict[str, Any]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        index_json: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        weight_map = index_json["weight_map"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
@@ -167,4 +170,9 @@ def read_weight_map(path: Path) -> dict[str, str]:
         ) from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path} has a weight_map that does not map tensors to files")
-    return weight_map
+    return index_json
+
+
+def _is_plain_name(file: str) -> bool:
+    # A downloaded index must not lead out of the checkpoint.
+    return file not in ("", ".", "..") and file == PurePosixPath(file).name

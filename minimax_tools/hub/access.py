@@ -18,7 +18,7 @@ class HubAccess:
         endpoint: Address of the hub, without a slash at the end.
         cache_dir: Cache, in the layout of huggingface_hub.
         token: Token of the user; None for the token that huggingface_hub finds (`HF_TOKEN`, a saved login).
-        is_offline: Whether only the cache is used, and no request is sent.
+        is_offline: True if only the cache is used, and no request is sent.
         timeout_s: Longest silence of the hub, in seconds.
         num_attempts: Number of failures in a row, with nothing received between them, that end a transfer.
         first_delay_s: Wait after the first failure, in seconds; doubled after each.
@@ -101,6 +101,11 @@ class HubCommit:
     def folder(self) -> Path:
         """Folder of the snapshot: the commit's cached files, under their names."""
         return self.cache / "snapshots" / self.commit
+
+    @property
+    def reference(self) -> Path:
+        """File in the cache that names the revision's commit."""
+        return self.cache / "refs" / self.revision
 
     def blob(self, content_hash: str) -> Path:
         """Return the path in the cache for content with this hash."""

@@ -1,7 +1,8 @@
 """The folder of a checkpoint: a local one, or that of a hub model, which is fetched.
 
 A hub id is `owner/name` or `owner/name@revision`. Only shards with wanted layers are fetched. A folder wins over a hub
-id of the same name.
+id of the same name. Functions that take a model raise CheckpointError if there is no such folder, or the hub does not
+give the model.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from minimax_tools.checkpoint.weight_files import INDEX_FILE, read_weight_map
+from minimax_tools.checkpoint.weight_files import (
+    INDEX_FILE,
+    PICKLED_INDEX_FILE,
+    SAFETENSORS_SUFFIX,
+    read_weight_map,
+)
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
+from minimax_tools.model.config_file import CONFIG_FILE
 from minimax_tools.model.weight_names import layer_of
 
 Result = TypeVar("Result")
 
-CONFIG_FILE = "config.json"
 # Files for tokenizers and loaders; pictures and remote code are not fetched.
 DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")
-# In order of preference: a repository with safetensors is read from those alone.
-_SHARD_SUFFIXES = (".safetensors", ".bin")
-_INDEX_FILES = {".safetensors": INDEX_FILE, ".bin": "pytorch_model.bin.index.json"}
+# Index file of each format, in order of preference: a repository with safetensors is read from those alone.
+_INDEX_FILES = {SAFETENSORS_SUFFIX: INDEX_FILE, ".bin": PICKLED_INDEX_FILE}
 _NUMBERED = re.compile(r".*-of-\d+\.\w+")
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w][\w./-]*))?")
 _DEFAULT_REVISION = "main"
@@ -42,28 +47,18 @@ def resolve_model(model: str, *, layers: range | None = None, access: HubAccess 
     Raises:
         CheckpointError: The folder is missing, or the hub did not give the model.
     """
-    return _locate(
-        model, access, folder=lambda folder: folder, snapshot=lambda snapshot: _fetch_model(snapshot, layers)
-    )
+    folder = _find_folder(model)
+    return folder or _with_snapshot(model, access, lambda snapshot: _fetch_model(snapshot, layers))
 
 
 def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
-    """Return the folder of a checkpoint as `resolve_model` does, without fetching shards.
-
-    Raises:
-        CheckpointError: As for `resolve_model`.
-    """
-
-    def fetch(snapshot: HubSnapshot) -> Path:
-        _fetch_description(snapshot)
-        return snapshot.folder
-
-    return _locate(model, access, folder=lambda folder: folder, snapshot=fetch)
+    """Return the folder of a checkpoint as `resolve_model` does, without fetching shards."""
+    return _find_folder(model) or _with_snapshot(model, access, _fetch_description)
 
 
 def is_on_hub(model: str) -> bool:
     """Decide whether `model` is a hub id: an existing folder of that name wins."""
-    return not model or not Path(model).expanduser().is_dir()
+    return _find_folder(model) is None
 
 
 def work_on_hub(
@@ -73,103 +68,52 @@ def work_on_hub(
 
     Raises:
         UsageError: The model is a folder.
-        CheckpointError: As for `resolve_model`, or `work` raised it.
+        CheckpointError: The hub does not give the model, or `work` raised it.
     """
-
-    def refuse(folder: Path) -> Result:
+    folder = _find_folder(model)
+    if folder is not None:
         raise UsageError(f"{folder} is a folder, not a hub model", next_step="Give a hub id: owner/name.")
 
     def describe_and_work(snapshot: HubSnapshot) -> Result:
         _fetch_description(snapshot)
         return work(snapshot)
 
-    return _locate(model, access, folder=refuse, snapshot=describe_and_work)
+    return _with_snapshot(model, access, describe_and_work)
 
 
 def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...]:
-    """Return the sorted names of the model's files; offline, of its cached files.
-
-    Raises:
-        CheckpointError: As for `resolve_model`.
-    """
-    return _locate(
-        model,
-        access,
-        folder=lambda folder: tuple(
-            sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        ),
-        snapshot=lambda snapshot: tuple(sorted(snapshot.files)),
-    )
+    """Return the sorted names of the model's files; offline, of its cached files."""
+    folder = _find_folder(model)
+    if folder is None:
+        return _with_snapshot(model, access, lambda snapshot: tuple(sorted(snapshot.files)))
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
 
 
 def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = None) -> dict[str, Path]:
     """Return the paths of the named files, by name; missing files of a hub model are fetched.
 
     Raises:
-        CheckpointError: As for `resolve_model`, or the model lacks a file.
+        CheckpointError: The model, or one of its files, is missing.
     """
     wanted = tuple(names)
-    return _locate(
-        model,
-        access,
-        folder=lambda folder: _find_in_folder(folder, wanted),
-        snapshot=lambda snapshot: snapshot.fetch(wanted),
-    )
-
-
-def _locate(
-    model: str,
-    access: HubAccess | None,
-    *,
-    folder: Callable[[Path], Result],
-    snapshot: Callable[[HubSnapshot], Result],
-) -> Result:
-    path = Path(model).expanduser()
-    # An empty text would mean the working directory.
-    if model and path.is_dir():
-        return folder(path)
-    match = _HUB_ID.fullmatch(model)
-    if match is None or ".." in model:
-        raise CheckpointError(
-            f"no checkpoint at {model!r}",
-            expected="a folder with config.json and safetensors shards, or a hub id such as "
-            "MiniMaxAI/MiniMax-M2",
-            found="a file" if path.exists() else "no such folder",
-            next_step="Make a small one with: mm2-split synthesize --output DIR.",
-        )
-    return with_snapshot(
-        match[1],
-        match[2] or _DEFAULT_REVISION,
-        access=access or HubAccess.from_environment(),
-        work=snapshot,
-    )
-
-
-def _find_in_folder(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    missing = sorted(name for name in names if not (folder / name).is_file())
+    folder = _find_folder(model)
+    if folder is None:
+        return _with_snapshot(model, access, lambda snapshot: snapshot.fetch(wanted))
+    missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing:
         raise CheckpointError(
             f"{folder} lacks {', '.join(missing)}", next_step="Fetch the missing files into it."
         )
-    return {name: folder / name for name in names}
-
-
-def _fetch_model(snapshot: HubSnapshot, layers: range | None) -> Path:
-    _fetch_description(snapshot)
-    snapshot.fetch(find_shards(snapshot, layers))
-    return snapshot.folder
-
-
-def _fetch_description(snapshot: HubSnapshot) -> None:
-    """Fetch config, index and tokenizer."""
-    names = {name for name in snapshot.files if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)}
-    snapshot.fetch(names | {CONFIG_FILE})
+    return {name: folder / name for name in wanted}
 
 
 def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
-    """Return the shards to fetch. Files that no index names belong to another format or use."""
-    for suffix in _SHARD_SUFFIXES:
-        index_file = _INDEX_FILES[suffix]
+    """Return the names of the shards to fetch; without an index these are all files of the format.
+
+    Raises:
+        CheckpointError: The model holds no weights, or its index is damaged.
+    """
+    for suffix, index_file in _INDEX_FILES.items():
         shards = {name for name in snapshot.files if "/" not in name and name.endswith(suffix)}
         if index_file in snapshot.files:
             weight_map = read_weight_map(snapshot.folder / index_file)
@@ -190,4 +134,40 @@ def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
             found=f"{len(snapshot.files)} other files",
             next_step="Check the id. Other weight formats, such as GGUF, are not read.",
         )
+    # Fetching the index fails with the message that the cache lacks it.
     return {INDEX_FILE}
+
+
+def _find_folder(model: str) -> Path | None:
+    """Return the local folder that `model` names; None if there is none."""
+    folder = Path(model).expanduser()
+    # An empty text would mean the working directory.
+    return folder if model and folder.is_dir() else None
+
+
+def _with_snapshot(model: str, access: HubAccess | None, work: Callable[[HubSnapshot], Result]) -> Result:
+    match = _HUB_ID.fullmatch(model)
+    if match is None or ".." in model:
+        raise CheckpointError(
+            f"no checkpoint at {model!r}",
+            expected="a folder with config.json and safetensors shards, or a hub id such as "
+            "MiniMaxAI/MiniMax-M2",
+            found="a file" if Path(model).expanduser().exists() else "no such folder",
+            next_step="Make a small one with: mm2-split synthesize --output DIR.",
+        )
+    return with_snapshot(
+        match[1], match[2] or _DEFAULT_REVISION, access=access or HubAccess.from_environment(), work=work
+    )
+
+
+def _fetch_model(snapshot: HubSnapshot, layers: range | None) -> Path:
+    folder = _fetch_description(snapshot)
+    snapshot.fetch(find_shards(snapshot, layers))
+    return folder
+
+
+def _fetch_description(snapshot: HubSnapshot) -> Path:
+    """Fetch config, index and tokenizer, and return the snapshot's folder."""
+    names = {name for name in snapshot.files if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)}
+    snapshot.fetch(names | {CONFIG_FILE})
+    return snapshot.folder

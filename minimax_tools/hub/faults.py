@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
@@ -25,7 +25,9 @@ _LONGEST_DELAY_S = 30.0
 # The hub counts requests in windows of five minutes. A longer wait is not worth it.
 _LONGEST_ASKED_DELAY_S = 330.0
 _HTTP_LIBRARIES = frozenset({"requests", "urllib3", "httpx", "httpx2", "httpcore"})
+# Timeout, too early, too many requests.
 _PASSING_STATUSES = frozenset({408, 425, 429})
+# Header of the hub: no requests remain (r=0), and the window ends in t seconds.
 _RATE_LIMIT = re.compile(r"r=0\b.*?\bt=(\d+)")
 _MAX_FOUND_LENGTH = 300
 
@@ -43,13 +45,13 @@ class Attempts:
 
     Args:
         access: Number of attempts, and the wait between them.
-        what: Name of the work, for the log.
+        name: Name of the work, for the log.
         stop: Event that ends the attempts.
     """
 
-    def __init__(self, access: HubAccess, *, what: str, stop: threading.Event) -> None:
+    def __init__(self, access: HubAccess, *, name: str, stop: threading.Event) -> None:
         self._access = access
-        self._what = what
+        self._name = name
         self._stop = stop
         self._num_failed = 0
 
@@ -64,14 +66,14 @@ class Attempts:
             try:
                 return work()
             except Exception as error:
-                self.fail(error)
+                self.wait_after(error)
 
-    def progress(self) -> None:
-        """Forget earlier failures: data has arrived."""
+    def forget_failures(self) -> None:
+        """Count failures anew, because data has arrived."""
         self._num_failed = 0
 
-    def fail(self, error: Exception) -> None:
-        """Wait after a failure, or raise it if it was the last attempt or cannot pass.
+    def wait_after(self, error: Exception) -> None:
+        """Wait for the next attempt after a failure, or raise it if it cannot pass or no attempt is left.
 
         Raises:
             FetchStoppedError: `stop` was set.
@@ -90,7 +92,7 @@ class Attempts:
         )
         logger.warning(
             "%s: %s: %s. Attempt %d of %d in %.3g s.",
-            self._what,
+            self._name,
             type(error).__name__,
             " ".join(str(error).split())[:200].rstrip("."),
             self._num_failed + 1,
@@ -108,6 +110,7 @@ def is_transient(error: BaseException) -> bool:
     if status is not None:
         return status in _PASSING_STATUSES or status >= 500
     if isinstance(error, (ConnectionError, TimeoutError)):
+        # huggingface_hub's refusal to ask the hub is a ConnectionError too.
         return type(error).__name__ != "OfflineModeIsEnabled"
     return _library(error) in _HTTP_LIBRARIES
 
@@ -115,9 +118,11 @@ def is_transient(error: BaseException) -> bool:
 def asked_delay_s(error: BaseException) -> float:
     """Return the seconds that the server asks to wait before the next request, or 0."""
     response = getattr(_root(error), "response", None)
-    headers: Mapping[str, str] = {} if response is None else response.headers
-    limited = _RATE_LIMIT.search(headers.get("ratelimit", ""))
-    return max(_seconds(headers.get("retry-after", "")), float(limited[1]) if limited else 0.0)
+    if response is None:
+        return 0.0
+    limited = _RATE_LIMIT.search(response.headers.get("ratelimit", ""))
+    window_s = 0.0 if limited is None else float(limited[1])
+    return max(window_s, _parse_retry_after(response.headers.get("retry-after", "")))
 
 
 def translate(error: BaseException, commit: HubCommit, *, file: str | None = None) -> CheckpointError:
@@ -126,59 +131,58 @@ def translate(error: BaseException, commit: HubCommit, *, file: str | None = Non
     if isinstance(error, CheckpointError):
         return error
     model, access = commit.model, commit.access
-    what = f"{file} of {model}" if file else f"the hub's model {model}"
+    subject = f"{file} of {model}" if file else f"the hub's model {model}"
+    found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
     if is_transient(error):
         return CheckpointError(
-            f"{what} could not be fetched: {access.endpoint} does not answer, or breaks off",
-            found=_found(error),
+            f"{subject} could not be fetched: {access.endpoint} does not answer, or breaks off",
+            found=found,
             next_step="Check the network and HF_ENDPOINT and run again: received data is kept, and fetching "
             "goes on from there. Or fetch it with `hf download` elsewhere and give --model the folder.",
         )
     if _library(error) == "builtins" and isinstance(error, OSError):
         return CheckpointError(
-            f"{what} cannot be stored in {access.cache_dir}",
+            f"{subject} cannot be stored in {access.cache_dir}",
             found=str(error),
             next_step="Make room there or mend its permissions, or set HF_HOME to another disk.",
         )
+    reason, next_step = _explain(error, commit, file)
     return CheckpointError(
-        f"{what} could not be fetched from {access.endpoint}: {_reason(error, commit, file)}",
-        found=_found(error),
-        next_step=_next_step(error, model, access),
+        f"{subject} could not be fetched from {access.endpoint}: {reason}", found=found, next_step=next_step
     )
 
 
-def _reason(error: BaseException, commit: HubCommit, file: str | None) -> str:
+def _explain(error: BaseException, commit: HubCommit, file: str | None) -> tuple[str, str]:
+    """Return the reason why the hub refused, and the user's next step."""
     kind, status = type(error).__name__, _status(error)
-    model, revision = commit.model, commit.revision
+    model, endpoint = commit.model, commit.access.endpoint
+    check_id = (
+        "Check the id (no folder of that name is here either); for a private model log in with "
+        "`hf auth login` or set HF_TOKEN to a valid token."
+    )
+    check_endpoint = (
+        "Check HF_ENDPOINT and the proxy, or fetch it with `hf download` and give --model the folder."
+    )
     if kind == "GatedRepoError":
-        return f"{model} is gated, and its owner has not let this token, or no token, in"
+        return (
+            f"{model} is gated, and its owner has not let this token, or no token, in",
+            f"Ask for access at {endpoint}/{model}, then log in with `hf auth login` or set HF_TOKEN.",
+        )
     if kind == "RevisionNotFoundError":
-        return f"it has no revision {revision!r}"
+        return (
+            f"it has no revision {commit.revision!r}",
+            "Name a branch, a tag or a whole commit of it: --model owner/name@revision.",
+        )
     if kind in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
-        return f"revision {revision!r} has no file {file!r}"
+        reason = f"revision {commit.revision!r} has no file {file!r}"
+        return reason, check_id if status in (401, 403, 404) else check_endpoint
     if kind == "RepositoryNotFoundError" or status == 404:
-        return "there is no model of that id, or it is private and hidden from this token"
+        return "there is no model of that id, or it is private and hidden from this token", check_id
     if status == 401:
-        return "the hub wants a valid token"
+        return "the hub wants a valid token", check_id
     if status == 403:
-        return "the hub forbids it"
-    return "the answer is not what a hub says"
-
-
-def _next_step(error: BaseException, model: str, access: HubAccess) -> str:
-    kind, status = type(error).__name__, _status(error)
-    if kind == "GatedRepoError":
-        return (
-            f"Ask for access at {access.endpoint}/{model}, then log in with `hf auth login` or set HF_TOKEN."
-        )
-    if kind == "RevisionNotFoundError":
-        return "Name a branch, a tag or a whole commit of it: --model owner/name@revision."
-    if kind == "RepositoryNotFoundError" or status in (401, 403, 404):
-        return (
-            "Check the id (no folder of that name is here either); for a private model log in with "
-            "`hf auth login` or set HF_TOKEN to a valid token."
-        )
-    return "Check HF_ENDPOINT and the proxy, or fetch it with `hf download` and give --model the folder."
+        return "the hub forbids it", check_id
+    return "the answer is not what a hub says", check_endpoint
 
 
 def _root(error: BaseException) -> BaseException:
@@ -194,16 +198,12 @@ def _status(error: BaseException) -> int | None:
 
 
 def _library(error: BaseException) -> str:
+    """Return the package that defines the error's class; "builtins" for Python's own."""
     return type(error).__module__.partition(".")[0]
 
 
-def _found(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:_MAX_FOUND_LENGTH].rstrip(" .")
-
-
-def _seconds(retry_after: str) -> float:
-    """Read the header Retry-After, which holds seconds or a date."""
+def _parse_retry_after(retry_after: str) -> float:
+    """Return the seconds of the header Retry-After, which holds seconds or a date; 0 if it holds neither."""
     if retry_after.strip().isdigit():
         return float(retry_after)
     try:

@@ -15,6 +15,7 @@ from minimax_tools.hub.access import HubCommit, HubFile
 from minimax_tools.hub.faults import Attempts, BrokenTransferError, FetchStoppedError, translate
 from minimax_tools.hub.transfer import open_body
 
+# First byte of the part, and size of the whole file, "*" if the server does not know it.
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
@@ -35,74 +36,72 @@ class HubRanges:
         self._stop = stop
 
     def read(self, file: HubFile, start: int, stop: int) -> bytes:
-        """Read bytes `start` to `stop` of a file, `stop` not included.
-
-        Raises:
-            NoRangesError: The server sends whole files only.
-            CheckpointError: They could not be fetched.
-            FetchStoppedError: `stop` was set.
-        """
+        """Read bytes `start` to `stop` of a file, `stop` not included; errors are as for `stream`."""
         return b"".join(self.stream(file, start, stop))
 
     def stream(self, file: HubFile, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the bytes piece by piece; a broken transfer goes on where it was.
+        """Yield bytes `start` to `stop` of a file piece by piece; a broken transfer goes on where it was.
 
         Raises:
             NoRangesError: The server sends whole files only.
             CheckpointError: They could not be fetched.
-            FetchStoppedError: `stop` was set.
+            FetchStoppedError: The event `stop` was set.
         """
-        attempts = Attempts(self._commit.access, what=file.name, stop=self._stop)
+        attempts = Attempts(self._commit.access, name=file.name, stop=self._stop)
         position = start
         while position < stop:
             pieces = self._stream_once(file, position, stop)
             try:
-                while (piece := self._next(pieces, attempts, file)) is not None:
+                while (piece := self._next_piece(pieces, attempts, file)) is not None:
                     position += len(piece)
-                    attempts.progress()
+                    attempts.forget_failures()
                     yield piece
             finally:
                 pieces.close()
 
-    def _next(self, pieces: Iterator[bytes], attempts: Attempts, file: HubFile) -> bytes | None:
-        """Return the next piece; None at the end, or when another attempt is due."""
+    def _next_piece(self, pieces: Iterator[bytes], attempts: Attempts, file: HubFile) -> bytes | None:
+        """Return the next piece of a response; None at its end, or if it broke and another one is due.
+
+        Only errors of the transfer are handled here, not those of the code that the pieces are yielded to.
+        """
         try:
             return next(pieces, None)
         except Exception as error:
             try:
-                attempts.fail(error)
+                attempts.wait_after(error)
             except FetchStoppedError:
                 raise
-            except Exception as last:
-                raise translate(last, self._commit, file=file.name) from last
+            except Exception as last_error:
+                raise translate(last_error, self._commit, file=file.name) from last_error
         return None
 
     def _stream_once(self, file: HubFile, start: int, stop: int) -> Generator[bytes, None, None]:
         """Yield the bytes of one response, no more than were asked for."""
-        missing = stop - start
-        with open_body(self._commit, file.name, byte_range=f"bytes={start}-{stop - 1}") as (answer, pieces):
-            self._require_part(answer, file, start)
+        num_missing = stop - start
+        # The header's range includes its last byte.
+        with open_body(self._commit, file.name, byte_range=f"bytes={start}-{stop - 1}") as (response, pieces):
+            self._check_response(response, file, start)
             for piece in pieces:
                 if self._stop.is_set():
                     raise FetchStoppedError
-                yield piece[:missing]
-                missing -= min(len(piece), missing)
-                if not missing:
+                yield piece[:num_missing]
+                num_missing -= min(len(piece), num_missing)
+                if not num_missing:
                     return
-        raise BrokenTransferError(f"the body ended {missing} bytes before byte {stop}")
+        raise BrokenTransferError(f"the body ended {num_missing} bytes before byte {stop}")
 
-    def _require_part(self, answer: Any, file: HubFile, start: int) -> None:
-        if answer.status_code != 206:
+    def _check_response(self, response: Any, file: HubFile, start: int) -> None:
+        """Check that the response is a part of this file, from byte `start` on."""
+        if response.status_code != 206:
             raise NoRangesError(
                 f"{self._commit.access.endpoint} gives no part of {file.name}",
                 expected="status 206",
-                found=f"status {answer.status_code}, the whole file",
+                found=f"status {response.status_code}, the whole file",
                 next_step="Fetch whole files: leave out --byte-ranges.",
             )
-        said = answer.headers.get("content-range", "")
-        match = _CONTENT_RANGE.fullmatch(said)
-        is_size = match is not None and match[2] in ("*", str(file.size_bytes))
-        if match is None or int(match[1]) != start or not is_size:
+        content_range = response.headers.get("content-range", "")
+        match = _CONTENT_RANGE.fullmatch(content_range)
+        if match is None or int(match[1]) != start or match[2] not in ("*", str(file.size_bytes)):
             raise BrokenTransferError(
-                f"bytes from {start} on of {file.size_bytes} were asked for, {said!r} came"
+                f"bytes from {start} on of {file.size_bytes} were asked for, {content_range!r} came"
             )

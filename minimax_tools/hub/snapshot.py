@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, list_names
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, hub_tools
 from minimax_tools.hub.faults import Attempts, is_transient, translate
 from minimax_tools.hub.transfer import HubTransfer
@@ -38,7 +38,7 @@ class HubSnapshot:
     Args:
         commit: The commit.
         files: Files by name: those that the hub lists or, if it is not asked, those in the cache.
-        is_listed: Whether the hub listed the files.
+        is_listed: True if the hub listed the files.
     """
 
     commit: HubCommit
@@ -63,47 +63,47 @@ class HubSnapshot:
             raise self.lacking(missing)
         absent = [self.files[name] for name in wanted if not self.commit.holds(self.files[name])]
         if absent:
-            self._require_disk(absent)
+            self._check_room(absent)
             self._transfer(absent)
         return {name: self.folder / name for name in wanted}
 
     def lacking(self, missing: Sequence[str]) -> CheckpointError:
         """Build the error for files that the model lacks, or that are not cached while the hub is not asked."""
-        shown = ", ".join(missing[:_NUM_NAMES_SHOWN])
-        more = f" and {len(missing) - _NUM_NAMES_SHOWN} more" if len(missing) > _NUM_NAMES_SHOWN else ""
+        names = list_names(list(missing), most=_NUM_NAMES_SHOWN)
         if self.is_listed:
             return CheckpointError(
-                f"{self.commit.model} at revision {self.commit.revision!r} has no {shown}{more}",
+                f"{self.commit.model} at revision {self.commit.revision!r} has no {names}",
                 found=f"{len(self.files)} other files",
                 next_step="Check the id and the revision; if the index is wrong, tell the model's owner.",
             )
         return NotCachedError(
-            f"the cache at {self.commit.access.cache_dir} lacks {shown}{more} of {self.commit.model}, "
+            f"the cache at {self.commit.access.cache_dir} lacks {names} of {self.commit.model}, "
             "and the hub is not asked",
             found=f"{len(self.files)} files of it",
             next_step="Fetch them while online (HF_HUB_OFFLINE unset), or give --model a folder that has them.",
         )
 
-    def _require_disk(self, absent: list[HubFile]) -> None:
-        needed_bytes = sum(max(0, self._pending_bytes(file)) for file in absent)
-        place = self.commit.access.cache_dir.absolute()
-        while not place.exists():
-            place = place.parent
-        free_bytes = shutil.disk_usage(place).free
+    def _check_room(self, absent: list[HubFile]) -> None:
+        needed_bytes = sum(max(0, self._missing_bytes(file)) for file in absent)
+        existing_folder = self.commit.access.cache_dir.absolute()
+        while not existing_folder.exists():
+            existing_folder = existing_folder.parent
+        free_bytes = shutil.disk_usage(existing_folder).free
         if needed_bytes > free_bytes:
             raise CheckpointError(
-                f"the disk at {place} is too small for what is missing of {self.commit.model}",
+                f"the disk at {existing_folder} is too small for what is missing of {self.commit.model}",
                 expected=f"{word_size(needed_bytes)} for {len(absent)} files",
                 found=f"{word_size(free_bytes)} free",
                 next_step="Make room, set HF_HOME to a larger disk, or choose fewer layers.",
             )
 
-    def _pending_bytes(self, file: HubFile) -> int:
-        here = 0
+    def _missing_bytes(self, file: HubFile) -> int:
+        """Return the size of a file less what an earlier transfer has left in the cache."""
+        here_bytes = 0
         if file.content_hash is not None:
             candidates = (self.commit.blob(file.content_hash), self.commit.part(file.content_hash))
-            here = max((path.stat().st_size for path in candidates if path.is_file()), default=0)
-        return (file.size_bytes or 0) - here
+            here_bytes = max((path.stat().st_size for path in candidates if path.is_file()), default=0)
+        return (file.size_bytes or 0) - here_bytes
 
     def _transfer(self, absent: list[HubFile]) -> None:
         total_bytes = sum(file.size_bytes or 0 for file in absent)
@@ -131,43 +131,47 @@ class HubSnapshot:
         """Store the commit of the revision in the cache, for runs without the hub."""
         if self.commit.revision == self.commit.commit:
             return
-        note = self.commit.cache / "refs" / self.commit.revision
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(note) as file:
+        reference = self.commit.reference
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(reference) as file:
             file.write(self.commit.commit)
 
 
 def with_snapshot(
     model: str, revision: str, *, access: HubAccess, work: Callable[[HubSnapshot], Result]
 ) -> Result:
-    """Return the result of `work` on the model's snapshot, taken from the cache if the hub does not answer.
+    """Return the result of `work` on the model's snapshot.
+
+    Offline it is the cache's, else the hub's. If the hub does not answer, it is the cache's; if that lacks files that
+    `work` needs, the hub is asked several times.
 
     Raises:
         CheckpointError: `work` raised it. Or the hub cannot be reached, has no such model or revision, or refuses
             the token.
     """
+    # The commit is unknown until the hub or the cache names it.
     asked = HubCommit(model=model, revision=revision, commit=revision, access=access)
-    cached = _cached_snapshot(asked)
+    cached = _find_cached(asked)
     if access.is_offline:
         return work(cached or HubSnapshot(commit=asked, files={}, is_listed=False))
     if cached is None:
-        return work(_listed_snapshot(asked))
+        return work(_list_patiently(asked))
     try:
-        snapshot = _read_listing(asked)
+        snapshot = _list_files(asked)
     except Exception as error:
         if not is_transient(error):
             raise translate(error, asked) from error
-        return _work_unreached(cached, error, work)
+        return _work_on_cache(cached, error, work)
     return work(snapshot)
 
 
-def _work_unreached(cached: HubSnapshot, error: Exception, work: Callable[[HubSnapshot], Result]) -> Result:
+def _work_on_cache(cached: HubSnapshot, error: Exception, work: Callable[[HubSnapshot], Result]) -> Result:
     """Return the result of `work` on the cache; if that lacks files, try the hub several times."""
     commit = cached.commit
     try:
         result = work(cached)
     except NotCachedError:
-        return work(_listed_snapshot(commit))
+        return work(_list_patiently(commit))
     logger.warning(
         "%s does not answer (%s): using the cached commit %s of %s.",
         commit.access.endpoint,
@@ -178,15 +182,16 @@ def _work_unreached(cached: HubSnapshot, error: Exception, work: Callable[[HubSn
     return result
 
 
-def _listed_snapshot(asked: HubCommit) -> HubSnapshot:
-    attempts = Attempts(asked.access, what=asked.model, stop=threading.Event())
+def _list_patiently(asked: HubCommit) -> HubSnapshot:
+    attempts = Attempts(asked.access, name=asked.model, stop=threading.Event())
     try:
-        return attempts.run(lambda: _read_listing(asked))
+        return attempts.run(lambda: _list_files(asked))
     except Exception as error:
         raise translate(error, asked) from error
 
 
-def _read_listing(asked: HubCommit) -> HubSnapshot:
+def _list_files(asked: HubCommit) -> HubSnapshot:
+    """Ask the hub for the revision's commit and files, once."""
     from huggingface_hub import HfApi
 
     access = asked.access
@@ -198,6 +203,7 @@ def _read_listing(asked: HubCommit) -> HubSnapshot:
         HubFile(
             name=sibling.rfilename,
             size_bytes=sibling.size,
+            # Large files lie in LFS, by sha256; small ones in git.
             content_hash=sibling.blob_id if sibling.lfs is None else sibling.lfs["sha256"],
         )
         for sibling in info.siblings or ()
@@ -209,15 +215,14 @@ def _read_listing(asked: HubCommit) -> HubSnapshot:
     )
 
 
-def _cached_snapshot(asked: HubCommit) -> HubSnapshot | None:
+def _find_cached(asked: HubCommit) -> HubSnapshot | None:
     """Return the revision with the files in the cache; None if the cache lacks the revision."""
     commit = asked
     if _COMMIT.fullmatch(asked.revision) is None:
         try:
-            noted = (asked.cache / "refs" / asked.revision).read_text(encoding="utf-8").strip()
+            commit = replace(asked, commit=asked.reference.read_text(encoding="utf-8").strip())
         except OSError:
             return None
-        commit = replace(asked, commit=noted)
     if not commit.folder.is_dir():
         return None
     names = (
@@ -258,6 +263,6 @@ def _progress_bar(model: str, total_bytes: int) -> Any:
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         # For the bars of huggingface_hub's own transfers.
         (tools.disable_progress_bars if is_quiet else tools.enable_progress_bars)()
-    return tools.tqdm(
-        total=total_bytes, desc=model, unit="B", unit_scale=True, disable=True if is_quiet else None
-    )
+    # With None the bar shows only in a terminal.
+    is_disabled = True if is_quiet else None
+    return tools.tqdm(total=total_bytes, desc=model, unit="B", unit_scale=True, disable=is_disabled)

@@ -23,6 +23,7 @@ from minimax_tools.hub.faults import Attempts, BrokenTransferError, FetchStopped
 logger = logging.getLogger(__name__)
 
 _SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+# Bytes of a body that are received at once, and of a file that are hashed at once.
 _CHUNK_BYTES = 1 << 16
 _HASHED_AT_ONCE_BYTES = 1 << 20
 
@@ -54,19 +55,21 @@ class HubTransfer:
         if self._commit.holds(file):
             return self._commit.folder / file.name
         try:
-            metadata = self._patiently(file, lambda: self._read_metadata(file))
-            content_hash = next(filter(_is_hash, (metadata.etag, file.content_hash)), None)
+            metadata = self._attempts(file).run(lambda: self._read_metadata(file))
+            # A mirror may send an etag that is no hash.
+            hashes = [text for text in (metadata.etag, file.content_hash) if _is_hash(text)]
             expected = HubFile(
                 name=file.name,
                 size_bytes=file.size_bytes if metadata.size is None else metadata.size,
-                content_hash=content_hash,
+                content_hash=hashes[0] if hashes else None,
             )
             if metadata.xet_file_data is not None and _speaks_xet():
                 path = self._fetch_by_xet(expected)
                 if path is not None:
                     return path
             self._fetch_blob(expected, self._commit.blob(metadata.etag))
-            return self._link(file)
+            # The blob is there, so nothing is fetched again.
+            return self._download(file)
         except FetchStoppedError:
             raise
         except Exception as error:
@@ -86,16 +89,15 @@ class HubTransfer:
             timeout=self._access.timeout_s,
         )
 
-    def _link(self, file: HubFile) -> Path:
-        """Link the blob into the snapshot, or fetch the file by xet: huggingface_hub's own download does both."""
+    def _download(self, file: HubFile) -> Path:
+        """Call huggingface_hub's download: it fetches by xet, and links a blob that is there into the snapshot."""
         from huggingface_hub import hf_hub_download
 
-        pointer = self._commit.folder / file.name
-        if pointer.exists() and not self._commit.holds(file):
+        link = self._commit.folder / file.name
+        if link.exists() and not self._commit.holds(file):
             # huggingface_hub would take a copy of another size as it is.
-            pointer.unlink(missing_ok=True)
-        path = self._patiently(
-            file,
+            link.unlink(missing_ok=True)
+        path = self._attempts(file).run(
             lambda: hf_hub_download(
                 self._commit.model,
                 file.name,
@@ -111,13 +113,14 @@ class HubTransfer:
     def _fetch_by_xet(self, file: HubFile) -> Path | None:
         """Return the file in the snapshot, or None if plain HTTP is needed."""
         try:
-            path = self._link(file)
-            found = _measure(path, file)
+            path = self._download(file)
+            damage = _find_damage(path, file)
         except Exception as error:
             logger.warning("%s does not come by xet (%s): fetching it over HTTP.", file.name, error)
             return None
-        if found is not None:
-            logger.warning("%s came by xet with %s: fetching it over HTTP.", file.name, found)
+        if damage is not None:
+            logger.warning("%s came by xet with %s: fetching it over HTTP.", file.name, damage)
+            # Both the blob and the link to it.
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             return None
@@ -139,46 +142,50 @@ class HubTransfer:
             part.replace(blob)
 
     def _receive_verified(self, file: HubFile, part: Path) -> None:
+        """Receive the file into `part`, once more if it comes corrupted."""
         for is_last in (False, True):
             self._receive(file, part)
-            found = _measure(part, file)
-            if found is None:
+            damage = _find_damage(part, file)
+            if damage is None:
                 return
             self._on_bytes(-part.stat().st_size)
             part.unlink()
             if not is_last:
-                logger.warning("%s came corrupted (%s): fetching it anew.", file.name, found)
+                logger.warning("%s came corrupted (%s): fetching it anew.", file.name, damage)
         raise CheckpointError(
             f"{file.name} of {self._commit.model} came corrupted twice from {self._access.endpoint}",
             expected=f"{file.size_bytes} bytes of {_hash_kind(file)} {file.content_hash}",
-            found=found,
+            found=damage,
             next_step="A proxy or mirror may spoil it: try another HF_ENDPOINT or network, or fetch it with "
             "`hf download` elsewhere and give --model the folder.",
         )
 
     def _receive(self, file: HubFile, part: Path) -> None:
-        """Receive what the part still lacks."""
+        """Receive what the part still lacks, in as many requests as it takes."""
         attempts = self._attempts(file)
+        # Of a file of unknown size nobody can say what a part lacks.
         if file.size_bytes is None or _size(part) > file.size_bytes:
             part.unlink(missing_ok=True)
         self._on_bytes(_size(part))
         while _size(part) != file.size_bytes:
-            before = _size(part)
+            size_before = _size(part)
             try:
                 self._receive_once(file, part)
                 if file.size_bytes is None:
                     return
             except Exception as error:
-                if _size(part) > before:
-                    attempts.progress()
-                attempts.fail(error)
+                if _size(part) > size_before:
+                    attempts.forget_failures()
+                attempts.wait_after(error)
 
     def _receive_once(self, file: HubFile, part: Path) -> None:
+        """Append one response's body to the part; a part that is too long is removed."""
         start = _size(part)
         byte_range = f"bytes={start}-" if start else None
         with open_body(self._commit, file.name, byte_range=byte_range) as (response, chunks):
             is_continued = response.status_code == 206
             if start and not is_continued:
+                # The whole file comes again, and replaces the part.
                 self._on_bytes(-start)
             with part.open("ab" if is_continued else "wb") as output:
                 for chunk in chunks:
@@ -193,25 +200,17 @@ class HubTransfer:
         if file.size_bytes not in (None, size_bytes):
             raise BrokenTransferError(f"the body ended after {size_bytes} of {file.size_bytes} bytes")
 
-    def _patiently(self, file: HubFile, work: Callable[[], Any]) -> Any:
-        return self._attempts(file).run(work)
-
     def _attempts(self, file: HubFile) -> Attempts:
-        return Attempts(self._access, what=file.name, stop=self._stop)
+        return Attempts(self._access, name=file.name, stop=self._stop)
 
 
 @contextmanager
 def open_body(
     commit: HubCommit, name: str, *, byte_range: str | None = None
 ) -> Iterator[tuple[Any, Iterator[bytes]]]:
-    """Request a file, and yield the response and its body, piece by piece as it arrives.
+    """Request a file by name, and yield the response and its body, piece by piece as it arrives.
 
-    huggingface_hub's session is of requests before 1.0, and of httpx since.
-
-    Args:
-        commit: Commit of the file.
-        name: Name of the file.
-        byte_range: Header `Range`, as in `bytes=0-7`; None for the whole file.
+    `byte_range` is the header `Range`, as in `bytes=0-7`; None asks for the whole file.
     """
     from huggingface_hub import hf_hub_url
 
@@ -224,6 +223,7 @@ def open_body(
     }
     url = hf_hub_url(commit.model, name, revision=commit.commit, endpoint=access.endpoint)
     session = tools.get_session()
+    # The session is one of httpx or, before huggingface_hub 1.0, of requests.
     if callable(getattr(session, "stream", None)):
         with session.stream("GET", url, headers=headers, timeout=access.timeout_s) as response:
             tools.hf_raise_for_status(response)
@@ -241,24 +241,25 @@ def _speaks_xet() -> bool:
     return is_xet_available() and not getattr(constants, "HF_HUB_DISABLE_XET", False)
 
 
-def _measure(path: Path, file: HubFile) -> str | None:
-    """Describe the wrong size or hash of the file at `path`; None if both are right."""
+def _find_damage(path: Path, file: HubFile) -> str | None:
+    """Describe the wrong size or hash of the file at `path`; None if both are right, or unknown."""
     size_bytes = path.stat().st_size
     if file.size_bytes not in (None, size_bytes):
         return f"{size_bytes} bytes"
     if file.content_hash is None:
         logger.warning("%s is not verified: the hub gives no hash for it.", file.name)
         return None
-    is_git = _GIT_SHA1.fullmatch(file.content_hash) is not None
-    # git's hash of a file.
-    digest = (
-        hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False) if is_git else hashlib.sha256()
-    )
+    digest = hashlib.sha256()
+    if _GIT_SHA1.fullmatch(file.content_hash):
+        # git hashes a file's size before its content.
+        digest = hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
     with path.open("rb") as content:
         while piece := content.read(_HASHED_AT_ONCE_BYTES):
             digest.update(piece)
-    found = digest.hexdigest()
-    return None if found == file.content_hash else f"{size_bytes} bytes of {_hash_kind(file)} {found}"
+    actual_hash = digest.hexdigest()
+    if actual_hash == file.content_hash:
+        return None
+    return f"{size_bytes} bytes of {_hash_kind(file)} {actual_hash}"
 
 
 def _hash_kind(file: HubFile) -> str:

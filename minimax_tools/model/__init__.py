@@ -1,5 +1,6 @@
 """The quantities, sites and runs of a MiniMax-M2, without any tensor of a checkpoint.
 
+- `config_file`: config.json and its like, read
 - `spec`: quantities of config.json, checked
 - `weight_names`: names, shapes and sizes of a layer's tensors
 - `architecture`: module paths of other models, and the part of a model that a tensor belongs to

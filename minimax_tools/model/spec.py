@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 
 # Constants of the MiniMax-M2 graph: a checkpoint with others is another model.
 _FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
@@ -83,23 +84,15 @@ class ModelSpec:
         Raises:
             CheckpointError: The file is missing, is not JSON, or describes another architecture.
         """
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        path = folder / CONFIG_FILE
+        if not path.exists():
             raise CheckpointError(
                 f"no checkpoint at {folder}",
                 expected="a folder with config.json and safetensors shards",
                 found="no config.json" if folder.is_dir() else "no such folder",
                 next_step="Give --model a folder or a hub id, or make a small one: mm2-split synthesize.",
-            ) from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
-            ) from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{path} holds no object", next_step="Fetch the file again.")
-        return cls.from_config(config)
+            )
+        return cls.from_config(read_config_file(path))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:

@@ -3,7 +3,7 @@
 - `source`: a checkpoint to divide, as far as it is known: headers, an index file, or config.json alone
 - `stored_weights`: a checkpoint's tensors on this machine, all of them or those of one slice
 - `cut`: a slice before it is written, with the tensors of each of its files
-- `byte_ranges`: byte ranges of files, copied by the kernel
+- `range_copy`: byte ranges of files, copied by the kernel
 - `folder`: a slice's folder on the disk, written and opened
 - `description`: slice.json, the content of a slice
 - `digest`: sha256 of stored tensors

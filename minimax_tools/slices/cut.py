@@ -64,8 +64,8 @@ class SliceCut:
             source: A checkpoint that holds the tensors.
             description: The slice.
             file_format: safetensors, or one `.pth` file.
-            shard_size_bytes: Largest size of a shard's data; a larger tensor gets its own shard. None for one
-                shard for each shard of the source that holds some of the slice.
+            shard_size_bytes: Largest size of a shard's data; a larger tensor gets a shard of its own. With None the
+                slice has as many shards as shards of the source hold some of it.
 
         Raises:
             UsageError: A shard size was given for a `.pth` file, which has no shards.
@@ -81,10 +81,10 @@ class SliceCut:
             shards = {PTH_FILE: tuple(entries)}
         else:
             _refuse_unknown_dtypes(entries)
-            parts = _pack(entries, shard_size_bytes)
+            groups = _group_by_shard(entries, shard_size_bytes)
             shards = {
-                f"model-{number:05}-of-{len(parts):05}.safetensors": part
-                for number, part in enumerate(parts, start=1)
+                f"model-{number:05}-of-{len(groups):05}.safetensors": group
+                for number, group in enumerate(groups, start=1)
             }
         return cls(source=source, description=description, file_format=file_format, shards=shards)
 
@@ -107,14 +107,9 @@ def cut_slice(
     file_format: FileFormat = FileFormat.SAFETENSORS,
     shard_size_bytes: int | None = None,
 ) -> SliceCut:
-    """Cut a node's slice out of a checkpoint, along a plan.
+    """Cut a node's slice out of a checkpoint, along a plan, which may leave out other nodes' tensors.
 
-    Args:
-        plan: The plan; other nodes' tensors may be left out.
-        node: Name of the node.
-        source: The checkpoint, or at least the files that the slice needs.
-        file_format: As for `SliceCut.of`.
-        shard_size_bytes: As for `SliceCut.of`.
+    Only the files that the slice needs must be here. Format and size of its files are as for `SliceCut.of`.
 
     Raises:
         UsageError: The plan has no such node, or the node holds nothing.
@@ -137,7 +132,9 @@ def cut_slice(
     return SliceCut.of(source, description, file_format=file_format, shard_size_bytes=shard_size_bytes)
 
 
-def _pack(entries: Sequence[TensorEntry], shard_size_bytes: int | None) -> list[tuple[TensorEntry, ...]]:
+def _group_by_shard(
+    entries: Sequence[TensorEntry], shard_size_bytes: int | None
+) -> list[tuple[TensorEntry, ...]]:
     if shard_size_bytes is None:
         return [tuple(group) for _, group in groupby(entries, key=lambda entry: entry.file)]
     shards: list[list[TensorEntry]] = []

@@ -41,7 +41,7 @@ def digest_tensor(reader: CheckpointReader, entry: TensorEntry) -> str:
     return digest.hexdigest()
 
 
-def word_shape(entry: TensorEntry) -> str:
+def describe_shape(entry: TensorEntry) -> str:
     """Return dtype and shape in words, which a digest of the bytes does not cover."""
     return f"{entry.dtype} {list(entry.shape)}"
 

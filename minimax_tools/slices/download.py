@@ -10,6 +10,7 @@ from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFile
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, is_on_hub, work_on_hub
+from minimax_tools.hub.snapshot import HubSnapshot
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.source import SliceSource
 
@@ -47,7 +48,7 @@ class Repository:
         folder: Folder of the files, even before they are fetched.
         sizes: Bytes of each file by name, from the plan or the listing; None if unknown.
         weights: Names of the files that hold weights.
-        is_listed: True if these are all files. Unknown without asking the hub, or if a folder lacks some.
+        is_listed: True if these are certainly all files. False if the hub was not asked, or a folder lacks some.
     """
 
     folder: Path
@@ -62,11 +63,12 @@ class Repository:
         Raises:
             CheckpointError: The hub does not answer.
         """
-        listed, is_listed = _list(source, access)
+        listed, is_listed = _list_files(source, access)
         shards = {file for slice_ in plan.slices for file in slice_.files}
+        files = WeightFiles.among(listed.keys())
         if source.weight_map is not None:
             shards |= set(source.weight_map.values())
-        elif (files := WeightFiles.among(listed.keys())) is not None:
+        elif files is not None:
             shards |= set(files.shards)
         sizes = {**dict.fromkeys(sorted(shards)), **listed, **_planned_sizes(plan)}
         return cls(
@@ -115,8 +117,8 @@ class Download:
             name for name in repository.sizes if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)
         }
         return cls(
-            weights=_find_here(_weight_files(slice_, source, repository), repository),
-            describing=_find_here(describing, repository),
+            weights=_describe_files(_find_weight_files(slice_, source, repository), repository),
+            describing=_describe_files(describing, repository),
             repository=repository,
         )
 
@@ -132,7 +134,7 @@ class Download:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Patterns for a download with `allow_patterns`."""
+        """Patterns that select the files, for the option `allow_patterns` of huggingface_hub's downloads."""
         return (*(file.name for file in self.weights), *(f"*{suffix}" for suffix in DESCRIBING_SUFFIXES))
 
     @property
@@ -164,23 +166,21 @@ class Download:
         return all(file.is_complete for file in self.files)
 
 
-def _list(source: SliceSource, access: HubAccess | None) -> tuple[dict[str, int | None], bool]:
+def _list_files(source: SliceSource, access: HubAccess | None) -> tuple[dict[str, int | None], bool]:
     """Return bytes by file name, and whether these are all files of the repository."""
     if is_on_hub(source.model):
-        return work_on_hub(
-            source.model,
-            lambda snapshot: (
-                # A cached file that the hub does not list has the size found here.
-                {
-                    name: _size_here(snapshot.folder / name) if file.size_bytes is None else file.size_bytes
-                    for name, file in snapshot.files.items()
-                },
-                snapshot.is_listed,
-            ),
-            access=access,
-        )
+        return work_on_hub(source.model, _list_snapshot, access=access)
     files = sorted(path for path in source.folder.rglob("*") if path.is_file())
     return {path.relative_to(source.folder).as_posix(): path.stat().st_size for path in files}, True
+
+
+def _list_snapshot(snapshot: HubSnapshot) -> tuple[dict[str, int | None], bool]:
+    sizes = {
+        # The hub does not tell the size of a file that is only found in the cache.
+        name: _size_here(snapshot.folder / name) if file.size_bytes is None else file.size_bytes
+        for name, file in snapshot.files.items()
+    }
+    return sizes, snapshot.is_listed
 
 
 def _planned_sizes(plan: PartitionPlan) -> dict[str, int]:
@@ -194,7 +194,8 @@ def _planned_sizes(plan: PartitionPlan) -> dict[str, int]:
     return sizes
 
 
-def _weight_files(slice_: Slice, source: SliceSource, repository: Repository) -> set[str]:
+def _find_weight_files(slice_: Slice, source: SliceSource, repository: Repository) -> set[str]:
+    """Return the names of the weight files that a slice needs, as `Download.of` says."""
     if not slice_.tensors:
         return set()
     if slice_.files:
@@ -213,7 +214,7 @@ def _weight_files(slice_: Slice, source: SliceSource, repository: Repository) ->
     return {source.weight_map[name] for name in slice_.names}
 
 
-def _find_here(names: set[str], repository: Repository) -> tuple[DownloadedFile, ...]:
+def _describe_files(names: set[str], repository: Repository) -> tuple[DownloadedFile, ...]:
     return tuple(
         DownloadedFile(
             name=name,

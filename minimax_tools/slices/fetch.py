@@ -14,7 +14,7 @@ from minimax_tools.machine.new_folder import refuse_occupied
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.download import Download, Repository
-from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.folder import occupied_error, write_slice
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.slices.sparse_source import sparse_source
@@ -26,8 +26,8 @@ class FetchedSlice:
 
     Args:
         node: Name of its node.
-        folder: The hub's cache, or the slice's own folder.
-        files: The slice's files, relative to the folder.
+        folder: The model's folder in the hub's cache, or the slice's own folder.
+        files: Names of the slice's files, relative to the folder.
         size_bytes: Size of the files, or of the tensors if only their bytes were fetched.
         bytes_fetched: Bytes of tensors that came from the hub now; None if whole files were fetched.
     """
@@ -83,13 +83,8 @@ def fetch_slice_ranges(
     The digests in its slice.json are those of the bytes that came. A hub has hashes of whole files only, so these
     digests can be checked only on a machine that has the source.
 
-    Args:
-        plan: The plan.
-        node: Name of the node.
-        output: The slice's folder: new, empty, or with this slice of the same commit.
-        model: Hub id of the model; None for the plan's.
-        access: The hub; None for the one that the environment names.
-        progress: Reports each shard.
+    The folder `output` is new or empty, or holds this slice of the same commit. Other arguments are as for
+    `fetch_slice`; `progress` reports each shard.
 
     Raises:
         UsageError: The plan has no such node, the model is a folder, or `output` holds something else.
@@ -100,10 +95,10 @@ def fetch_slice_ranges(
     if not slice_.tensors:
         raise UsageError(f"node {node} holds nothing in this plan, so there is nothing to fetch")
     source = open_source(model or plan.model, access=access)
-    found = _find_whole(slice_, output, source.model)
-    if found is not None:
-        return found
-    source = _open_remote(source.model, access)
+    existing = _find_existing(slice_, output, source.model)
+    if existing is not None:
+        return existing
+    source = _open_with_headers(source.model, access)
     working_folder = output.absolute().with_name(f".{output.name}.fetched")
     with sparse_source(plan, node, source, working_folder, access=access, progress=progress) as fetched:
         written = write_slice(cut_slice(plan, node, fetched.source), output, with_digests=True)
@@ -116,29 +111,20 @@ def fetch_slice_ranges(
     )
 
 
-def _find_whole(slice_: Slice, output: Path, model: str) -> FetchedSlice | None:
-    """Return the slice if the folder holds it already, with the digests of its slice.json; None if it is empty.
+def _find_existing(slice_: Slice, output: Path, model: str) -> FetchedSlice | None:
+    """Return the slice if the folder holds it already; None if the folder is absent or empty.
 
     Raises:
-        UsageError: The folder holds something else.
+        UsageError: The folder holds something else, or bytes with other digests than its slice.json notes.
     """
     if not output.is_dir() or not any(output.iterdir()):
         refuse_occupied(output)
         return None
     holding = Holding.found(slice_, output)
-    difference = next(iter(holding.faults), None)
-    if difference is None and holding.source != model:
-        difference = f"one cut from {holding.source}"
-    if difference is None and holding.sizes.keys() != set(slice_.names):
-        difference = "a slice of other tensors"
-    if difference is None and holding.digests != holding.noted:
-        difference = "other bytes than its slice.json notes"
+    difference = _find_difference(holding, slice_, model)
     if difference is not None:
-        raise UsageError(
-            f"{output} exists",
-            expected=f"a new or empty folder, or the slice of node {slice_.node.name} of {model}",
-            found=difference,
-            next_step="Name another --output, or remove it.",
+        raise occupied_error(
+            output, expected=f"the slice of node {slice_.node.name} of {model}", found=difference
         )
     return FetchedSlice(
         node=slice_.node.name,
@@ -149,7 +135,17 @@ def _find_whole(slice_: Slice, output: Path, model: str) -> FetchedSlice | None:
     )
 
 
-def _open_remote(model: str, access: HubAccess | None) -> SliceSource:
+def _find_difference(holding: Holding, slice_: Slice, model: str) -> str | None:
+    if holding.faults:
+        return holding.faults[0]
+    if holding.source != model:
+        return f"one cut from {holding.source}"
+    if holding.sizes.keys() != set(slice_.names):
+        return "a slice of other tensors"
+    return None if holding.digests == holding.noted else "other bytes than its slice.json notes"
+
+
+def _open_with_headers(model: str, access: HubAccess | None) -> SliceSource:
     if not is_on_hub(model):
         raise UsageError(
             f"{model} is a folder, so there is nothing to fetch by byte ranges",

@@ -1,6 +1,8 @@
 """A slice's folder: its tensors byte for byte, their index, the files that describe the model, and slice.json.
 
 The folder is written under a temporary name and renamed, so a folder with the final name is complete.
+
+Sources are safetensors or torch files (`.bin`), slices are safetensors or one torch file (`.pth`).
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from pathlib import Path
 
 import torch
 
+from minimax_tools.checkpoint.byte_ranges import join_ranges
 from minimax_tools.checkpoint.header import TensorEntry, encode_header
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CheckpointError, UsageError
-from minimax_tools.hub.checkpoint_folder import CONFIG_FILE, DESCRIBING_SUFFIXES
+from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES
 from minimax_tools.machine.new_folder import new_folder, sync_path
-from minimax_tools.slices.byte_ranges import copy_ranges, join_ranges
+from minimax_tools.model.config_file import CONFIG_FILE
 from minimax_tools.slices.cut import PTH_FILE, FileFormat, SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription
 from minimax_tools.slices.digest import digest_tensor, tensor_bytes
+from minimax_tools.slices.range_copy import copy_ranges
 from minimax_tools.torch_files.header import PickledEntry
 from minimax_tools.torch_files.reader import PickledReader
 
@@ -38,9 +42,9 @@ class SliceFolder:
     """A slice on the disk.
 
     Args:
-        folder: Its folder.
+        folder: Folder of the slice.
         description: Content of its slice.json.
-        files: Its weight files.
+        files: Paths of its weight files.
         size_bytes: Size of its tensors' data.
         is_new: True if it was written now, False if it was there already.
     """
@@ -59,10 +63,10 @@ def write_slice(
 
     Memory in use:
 
-    | from | to safetensors | to `.pth` |
+    | from | to safetensors | to a torch file |
     |---|---|---|
     | safetensors | none: the kernel copies the bytes | mapped pages, which the system may drop |
-    | `.bin` | one tensor at a time | the whole slice |
+    | torch files | one tensor at a time | the whole slice |
 
     Args:
         cut: The slice.
@@ -74,33 +78,12 @@ def write_slice(
         UsageError: `output` holds something else.
         CheckpointError: There is no room, a tensor cannot be read, or the folder cannot be written.
     """
-    progress = NoProgress() if progress is None else progress
     with cut.source.open() as reader:
         if output.is_dir() and any(output.iterdir()):
-            return _find_same(cut, output, reader, with_digests=with_digests)
-        describing = tuple(_describing_files(cut.source.folder))
-        size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
-        with new_folder(output, size_bytes=size_bytes, remedy=_REMEDY) as folder:
-            for file in describing:
-                shutil.copyfile(file, folder / file.name)
-            for number, (name, shard) in enumerate(cut.shards.items(), start=1):
-                (_write_shard if _is_safetensors(cut) else _write_pth)(folder / name, shard, reader)
-                sync_path(folder / name)
-                progress.advance(number, num_bytes=sum(entry.size_bytes for entry in shard))
-            if _is_safetensors(cut):
-                _write_index(folder, cut)
-            # Digests of the source, not of the copy: so that a wrong copy shows.
-            digests = (
-                {entry.name: digest_tensor(reader, entry) for entry in cut.entries} if with_digests else {}
-            )
-            description = replace(cut.description, tensors={**cut.description.tensors, **digests})
-            description.write(folder)
-            for path in (*folder.iterdir(), folder):
-                sync_path(path)
-    files = tuple(output / name for name in cut.shards)
-    return SliceFolder(
-        folder=output, description=description, files=files, size_bytes=cut.size_bytes, is_new=True
-    )
+            return _reuse_slice(cut, output, reader, with_digests=with_digests)
+        return _write_new_slice(
+            cut, output, reader, with_digests=with_digests, progress=progress or NoProgress()
+        )
 
 
 def open_slice(folder: Path) -> CheckpointReader:
@@ -113,54 +96,98 @@ def open_slice(folder: Path) -> CheckpointReader:
     return PickledReader(pth) if pth.is_file() else CheckpointReader(folder)
 
 
-def _write_shard(path: Path, entries: Sequence[TensorEntry], reader: CheckpointReader) -> None:
+def occupied_error(output: Path, *, expected: str, found: str) -> UsageError:
+    """Return the error for a folder that holds something else than the slice to be written."""
+    return UsageError(
+        f"{output} exists",
+        expected=f"a new or empty folder, or {expected}",
+        found=found,
+        next_step="Name another --output, or remove it.",
+    )
+
+
+def _write_new_slice(
+    cut: SliceCut, output: Path, reader: CheckpointReader, *, with_digests: bool, progress: Progress
+) -> SliceFolder:
+    describing = tuple(_describing_files(cut.source.folder))
+    size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
+    with new_folder(output, size_bytes=size_bytes, remedy=_REMEDY) as folder:
+        for file in describing:
+            shutil.copyfile(file, folder / file.name)
+        write_file = _write_safetensors if _is_safetensors(cut) else _write_pth
+        for number, (name, entries) in enumerate(cut.shards.items(), start=1):
+            write_file(folder / name, entries, reader)
+            sync_path(folder / name)
+            progress.advance(number, num_bytes=sum(entry.size_bytes for entry in entries))
+        if _is_safetensors(cut):
+            _write_index(folder, cut)
+        # Digests of the source, not of the copy, so that a wrong copy shows.
+        digests = _digest_source(cut, reader) if with_digests else {}
+        description = replace(cut.description, tensors={**cut.description.tensors, **digests})
+        description.write(folder)
+        for path in (*folder.iterdir(), folder):
+            sync_path(path)
+    files = tuple(output / name for name in cut.shards)
+    return SliceFolder(
+        folder=output, description=description, files=files, size_bytes=cut.size_bytes, is_new=True
+    )
+
+
+def _is_from_torch_file(entries: Sequence[TensorEntry]) -> bool:
+    # All files of a source have one format.
+    return isinstance(entries[0], PickledEntry)
+
+
+def _write_safetensors(path: Path, entries: Sequence[TensorEntry], reader: CheckpointReader) -> None:
     with path.open("wb") as file:
         file.write(encode_header(entries))
-        if not isinstance(entries[0], PickledEntry):
+        if _is_from_torch_file(entries):
+            for entry in entries:
+                file.write(tensor_bytes(reader.read(entry.name)))
+        else:
             copy_ranges(join_ranges(entries), file)
-            return
-        for entry in entries:
-            file.write(tensor_bytes(reader.read(entry.name)))
 
 
 def _write_pth(path: Path, entries: Sequence[TensorEntry], reader: CheckpointReader) -> None:
-    if isinstance(entries[0], PickledEntry):
-        torch.save({entry.name: reader.read(entry.name).contiguous() for entry in entries}, path)
-        return
-    maps = {file: _map(file) for file in {entry.file for entry in entries}}
-    torch.save({entry.name: _mapped(entry, maps[entry.file]) for entry in entries}, path)
+    if _is_from_torch_file(entries):
+        state_dict = {entry.name: reader.read(entry.name).contiguous() for entry in entries}
+    else:
+        maps = {file: _map_file(file) for file in {entry.file for entry in entries}}
+        state_dict = {entry.name: _view_map(maps[entry.file], entry) for entry in entries}
+    torch.save(state_dict, path)
 
 
-def _map(file: Path) -> mmap.mmap:
-    with file.open("rb") as opened:
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
         # Torch needs writable memory; with ACCESS_COPY nothing reaches the file.
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def _mapped(entry: TensorEntry, content: mmap.mmap) -> torch.Tensor:
+def _view_map(file_map: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
     """Return the tensor over the file's pages, with a storage of its size, because torch saves storages."""
     if entry.size_bytes == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    flat = torch.frombuffer(content, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
+    flat = torch.frombuffer(file_map, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
     return flat.view(entry.dtype).view(entry.shape)
 
 
 def _write_index(folder: Path, cut: SliceCut) -> None:
-    weight_map = {entry.name: file for file, shard in cut.shards.items() for entry in shard}
-    content = {"metadata": {"total_size": cut.size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    weight_map = {entry.name: file for file, entries in cut.shards.items() for entry in entries}
+    index_json = {"metadata": {"total_size": cut.size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     with (folder / INDEX_FILE).open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
+        json.dump(index_json, file, indent=2)
         file.write("\n")
 
 
 def _describing_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a checkpoint to be copied into a slice: config, tokenizer and the like."""
     for path in sorted(folder.iterdir()):
         is_describing = path.name.endswith(DESCRIBING_SUFFIXES) and not path.name.endswith(_INDEX_SUFFIX)
         if is_describing and path.name != SLICE_FILE and not path.name.startswith(".") and path.is_file():
             yield path
 
 
-def _find_same(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_digests: bool) -> SliceFolder:
+def _reuse_slice(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_digests: bool) -> SliceFolder:
     """Return the slice that the folder holds already, and add digests that its slice.json lacks.
 
     Raises:
@@ -169,21 +196,15 @@ def _find_same(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_di
     try:
         description = SliceDescription.read(output)
         with open_slice(output) as existing:
-            difference = _find_difference(cut, description, existing)
-            digests = (
-                {} if difference else {entry.name: digest_tensor(reader, entry) for entry in cut.entries}
-            )
-            difference = difference or _find_other_bytes(digests, description, existing)
             files = existing.index.files
+            difference = _find_difference(cut, description, existing)
+            if difference is None:
+                digests = _digest_source(cut, reader)
+                difference = _find_other_bytes(digests, description, existing)
     except CheckpointError as error:
         difference = error.what
     if difference is not None:
-        raise UsageError(
-            f"{output} exists",
-            expected="a new or empty folder, or one that holds this slice",
-            found=difference,
-            next_step="Name another --output, or remove it.",
-        )
+        raise occupied_error(output, expected="one that holds this slice", found=difference)
     if with_digests and description.tensors != digests:
         description = replace(description, tensors=digests)
         description.write(output)
@@ -192,19 +213,25 @@ def _find_same(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_di
     )
 
 
-def _find_difference(cut: SliceCut, found: SliceDescription, existing: CheckpointReader) -> str | None:
-    """Return the first difference, tensor bytes aside, between the cut and the slice that is there."""
-    if replace(found, tensors={}) != replace(cut.description, tensors={}):
-        return f"another slice, of node {found.node}, cut from {found.source}"
+def _find_difference(cut: SliceCut, description: SliceDescription, existing: CheckpointReader) -> str | None:
+    """Return the first difference, tensor bytes aside, between the cut and the slice that is there.
+
+    Args:
+        cut: The slice to be written.
+        description: The slice.json that is there.
+        existing: The tensors that are there.
+    """
+    if replace(description, tensors={}) != replace(cut.description, tensors={}):
+        return f"another slice, of node {description.node}, cut from {description.source}"
     if (existing.folder / PTH_FILE).is_file() == _is_safetensors(cut):
         return "the slice in another format"
     if _read_config(existing.folder) != _read_config(cut.source.folder):
         return f"another {CONFIG_FILE}"
-    if not set(existing.index.names) == found.tensors.keys() == cut.description.tensors.keys():
+    if not set(existing.index.names) == description.tensors.keys() == cut.description.tensors.keys():
         return "a slice of other tensors"
     for entry in cut.entries:
-        other = existing.index[entry.name]
-        if (other.dtype, other.shape) != (entry.dtype, entry.shape):
+        existing_entry = existing.index[entry.name]
+        if (existing_entry.dtype, existing_entry.shape) != (entry.dtype, entry.shape):
             return f"another shape or dtype of {entry.name}"
     return None
 
@@ -216,14 +243,19 @@ def _read_config(folder: Path) -> bytes | None:
 
 
 def _find_other_bytes(
-    digests: Mapping[str, str], found: SliceDescription, existing: CheckpointReader
+    digests: Mapping[str, str], description: SliceDescription, existing: CheckpointReader
 ) -> str | None:
+    """Return the first difference between the source's digests and the slice that is there."""
     for name, digest in digests.items():
-        if found.tensors[name] not in (None, digest):
+        if description.tensors[name] not in (None, digest):
             return f"another digest of {name} in {SLICE_FILE}"
         if digest_tensor(existing, existing.index[name]) != digest:
             return f"other bytes of {name}"
     return None
+
+
+def _digest_source(cut: SliceCut, reader: CheckpointReader) -> dict[str, str]:
+    return {entry.name: digest_tensor(reader, entry) for entry in cut.entries}
 
 
 def _is_safetensors(cut: SliceCut) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from minimax_tools.errors import CheckpointError
 from minimax_tools.partition.plan import Slice
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.digest import digest_tensor, word_shape
+from minimax_tools.slices.digest import describe_shape, digest_tensor
 from minimax_tools.slices.folder import open_slice
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pth", ".pt"})
@@ -22,13 +22,14 @@ class Holding:
 
     Args:
         node: Name of the node.
-        folder: Folder of its slice; None if only planned.
+        folder: Folder of its slice; None if the tensors are only planned. Then the fields below, except `sizes`,
+            are empty.
         source: The checkpoint that the slice was cut from, by its slice.json.
         sizes: Bytes of each tensor.
-        files: Weight files in the folder, sorted.
-        shapes: Dtype and shape of each tensor that was found, in words.
-        digests: sha256 of each tensor that was found.
-        noted: Digests in slice.json.
+        files: Names of the weight files in the folder, sorted.
+        shapes: Dtype and shape of each tensor, in words.
+        digests: sha256 of each tensor.
+        noted: sha256 of each tensor by slice.json; None if slice.json notes none.
         faults: Reasons why the folder cannot be read, or is not the node's.
     """
 
@@ -52,10 +53,10 @@ class Holding:
         """Read every byte of a node's folder; if it cannot be read, that is a fault of the holding."""
         node = slice_.node.name
         if not folder.is_dir():
+            # An idle node needs no folder.
             return cls(node=node, folder=folder, faults=(f"{folder} is not there",) if slice_.tensors else ())
         try:
-            description = SliceDescription.read(folder)
-            return _read_folder(node, folder, description, _description_faults(slice_, description))
+            return _read_folder(slice_, folder)
         except CheckpointError as error:
             return cls(node=node, folder=folder, faults=(str(error),))
 
@@ -71,7 +72,8 @@ class Holding:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _read_folder(node: str, folder: Path, description: SliceDescription, faults: tuple[str, ...]) -> Holding:
+def _read_folder(slice_: Slice, folder: Path) -> Holding:
+    description = SliceDescription.read(folder)
     with open_slice(folder) as reader:
         entries = reader.index.entries
         digests = {name: digest_tensor(reader, entry) for name, entry in entries.items()}
@@ -80,30 +82,33 @@ def _read_folder(node: str, folder: Path, description: SliceDescription, faults:
         path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES and path.name not in files
     )
     return Holding(
-        node=node,
+        node=slice_.node.name,
         folder=folder,
         source=description.source,
         sizes={name: entry.size_bytes for name, entry in entries.items()},
         files=files,
-        shapes={name: word_shape(entry) for name, entry in entries.items()},
+        shapes={name: describe_shape(entry) for name, entry in entries.items()},
         digests=digests,
         noted=description.tensors,
-        faults=(*faults, *(f"{name} lies in {folder}, but belongs to no slice" for name in stray)),
+        faults=(
+            *_find_contradictions(slice_, description),
+            *(f"{name} lies in {folder}, but belongs to no slice" for name in stray),
+        ),
     )
 
 
-def _description_faults(slice_: Slice, description: SliceDescription) -> tuple[str, ...]:
-    """Return the contradictions between a folder's slice.json and the plan."""
+def _find_contradictions(slice_: Slice, description: SliceDescription) -> list[str]:
+    """Describe the contradictions between a folder's slice.json and the plan."""
     stage = slice_.stage
-    pairs = (
+    parts = (
         ("node", slice_.node.name, description.node),
         ("layers", stage.layers, description.layers),
         ("embedding", stage.has_embedding, description.has_embedding),
         ("head", stage.has_head, description.has_head),
     )
-    return tuple(
-        f"slice.json says of its {what}: {found}, the plan: {planned}"
-        for what, planned, found in pairs
+    return [
+        f"slice.json says of its {part}: {found}, the plan: {planned}"
+        for part, planned, found in parts
         # A slice of tensors chosen by name has no layers in its slice.json.
         if found is not None and planned != found
-    )
+    ]

@@ -24,43 +24,33 @@ def find_disproportions(plan: PartitionPlan, costs: Sequence[PartCost], cost: Mo
     """Describe each node that has too many layers for its memory, while another has too few and room for one.
 
     A node has too many if it is more than 1.5 layers above its share of the memory. It is no fault if the planner, run
-    again, gives the node as many: a large embedding, or one layer for each node, can force that.
-
-    Args:
-        plan: The plan.
-        costs: Cost of each slice.
-        cost: Cost of the model's parts.
+    again, gives the node as many: a large embedding, or one layer for each node, can force that. `costs` are those of
+    the slices, in the plan's order, and `cost` that of the model's parts.
     """
     largest = max(cost.layers, key=lambda part: part.held_bytes)
     # The planner charges each used node for one layer's activations; the logits come and go.
-    held = [
+    held_bytes = [
         part.held_bytes + (largest.activation_bytes if slice_.stage.is_used else 0)
         for slice_, part in zip(plan.slices, costs, strict=True)
     ]
-    memory = sum(slice_.node.memory_bytes for slice_ in plan.slices)
-    # Above each node's share of the memory.
-    excess_layers = [
-        (held_bytes - sum(held) * slice_.node.memory_bytes / memory) / max(largest.held_bytes, 1)
-        for slice_, held_bytes in zip(plan.slices, held, strict=True)
-    ]
-    takers = [
-        (slice_.node.name, -layers)
-        for slice_, part, layers in zip(plan.slices, costs, excess_layers, strict=True)
-        if layers < -_MAX_EXCESS_LAYERS and (part + largest).memory_bytes <= slice_.node.memory_bytes
-    ]
-    givers = [
-        (slice_, layers)
-        for slice_, layers in zip(plan.slices, excess_layers, strict=True)
-        if layers > _MAX_EXCESS_LAYERS and slice_.stage.is_used
-    ]
+    total_memory_bytes = sum(slice_.node.memory_bytes for slice_ in plan.slices)
+    givers, takers = [], []
+    for slice_, part, held in zip(plan.slices, costs, held_bytes, strict=True):
+        share = sum(held_bytes) * slice_.node.memory_bytes / total_memory_bytes
+        excess_layers = (held - share) / max(largest.held_bytes, 1)
+        has_room = (part + largest).memory_bytes <= slice_.node.memory_bytes
+        if excess_layers > _MAX_EXCESS_LAYERS and slice_.stage.is_used:
+            givers.append((slice_, excess_layers))
+        elif excess_layers < -_MAX_EXCESS_LAYERS and has_room:
+            takers.append((slice_.node.name, -excess_layers))
     if not takers or not givers:
         return []
     replanned = _plan_again(plan, cost)
-    taker, missing = takers[0]
+    taker, missing_layers = takers[0]
     return [
-        f"{slice_.node.name} has {layers:.1f} layers more than its share of the memory, while {taker} has "
-        f"{missing:.1f} less and room for one"
-        for slice_, layers in givers
+        f"{slice_.node.name} has {excess_layers:.1f} layers more than its share of the memory, while {taker} has "
+        f"{missing_layers:.1f} less and room for one"
+        for slice_, excess_layers in givers
         if len(slice_.stage.layers) > replanned.get(slice_.node.name, 0)
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import CONFIG_FILE, is_on_hub, resolve_config, work_on_hub
+from minimax_tools.hub.checkpoint_folder import is_on_hub, resolve_config, work_on_hub
 from minimax_tools.hub.headers import read_hub_headers
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
+from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors, measure_costs
 from minimax_tools.partition.node import Node
@@ -26,6 +27,7 @@ from minimax_tools.slices.stored_weights import StoredWeights, find_weight_map, 
 
 logger = logging.getLogger(__name__)
 
+# A hub id with a whole commit.
 _PINNED = re.compile(r"[^/@]+/[^/@]+@[0-9a-f]{40}")
 # The model type whose tensors follow from its config.json.
 _TOLD_BY_CONFIG = "minimax_m2"
@@ -35,10 +37,22 @@ _TOLD_BY_CONFIG = "minimax_m2"
 class SliceSource(StoredWeights):
     """A checkpoint to divide; `model` is a folder as it was given, or `owner/name@commit` of a hub's model.
 
+    Shards may be missing here. What is known of the tensors comes from the first source that has it:
+
+    | asked for | of tensors | from |
+    |---|---|---|
+    | `index` | of shards that are here | their headers |
+    | `entries` | all, else None | headers of all shards, here or on the hub |
+    | `headers_known` | all, or of shards that are here | `entries`, else `index` |
+    | `names` | all, else None | `entries`, else `weight_map` |
+    | `find_tensors()` | all, else None | `entries`, else config.json of a MiniMax-M2 |
+    | `tensors` | all, else an error | as `find_tensors()` |
+    | `measure_tensors(plan)` | all of the plan | `headers_known`, else the plan, else config.json |
+
     Args:
         config: Content of its config.json.
         architecture: Naming of its tensors.
-        entries: All tensors by name, if all headers are known, from shards here or on the hub; else None.
+        entries: All tensors by name, if all headers are known; else None.
         weight_map: File of each tensor by name, from the index file; None if there is none.
     """
 
@@ -48,8 +62,29 @@ class SliceSource(StoredWeights):
     weight_map: Mapping[str, str] | None = field(repr=False)
 
     @property
+    def headers_known(self) -> Mapping[str, TensorEntry]:
+        """Tensors by name: all of them, or those of the shards that are here."""
+        if self.entries is not None:
+            return self.entries
+        return {} if self.index is None else self.index.entries
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Names of all tensors; None if neither all headers nor an index file are known."""
+        names = self.weight_map if self.entries is None else self.entries
+        return None if names is None else frozenset(names)
+
+    def find_tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...] | None:
+        """Return all tensors of the checkpoint, or None if they are not known."""
+        if self.entries is not None:
+            return tuple(self.entries.values())
+        if self.config["model_type"] != _TOLD_BY_CONFIG:
+            return None
+        return tuple(expected_tensors(ModelSpec.from_config(self.config)))
+
+    @property
     def tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...]:
-        """Tensors of the whole checkpoint: from headers, or for a MiniMax-M2 from config.json alone.
+        """Tensors of the whole checkpoint, as `find_tensors` finds them.
 
         Raises:
             CheckpointError: They are not known.
@@ -67,13 +102,14 @@ class SliceSource(StoredWeights):
             )
         return tensors
 
-    def find_tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...] | None:
-        """Return all tensors of the checkpoint like `tensors`, or None if they are not known."""
-        if self.entries is not None:
-            return tuple(self.entries.values())
-        if self.config["model_type"] != _TOLD_BY_CONFIG:
-            return None
-        return tuple(expected_tensors(ModelSpec.from_config(self.config)))
+    def measure_tensors(self, plan: PartitionPlan) -> dict[str, int]:
+        """Return the size of each tensor in bytes, by name, for all tensors of the plan whose size is known."""
+        planned = [tensor for slice_ in plan.slices for tensor in slice_.tensors]
+        sizes = {tensor.name: tensor.size_bytes for tensor in planned if tensor.start is not None}
+        sizes |= {name: entry.size_bytes for name, entry in self.headers_known.items()}
+        if any(tensor.name not in sizes for tensor in planned):
+            sizes = {tensor.name: tensor.size_bytes for tensor in self.find_tensors() or ()} | sizes
+        return sizes
 
     def divide(self, *, planner: str, nodes: Sequence[Node], workload: Workload) -> PartitionPlan:
         """Divide the checkpoint among nodes; arguments and errors as for `make_plan`."""
@@ -87,28 +123,6 @@ class SliceSource(StoredWeights):
             cost=measure_costs(tensors, self.architecture, self.config, workload),
             nodes=nodes,
         )
-
-    @property
-    def headers_known(self) -> Mapping[str, TensorEntry]:
-        """Tensors by name: all of them, or those of the shards that are here."""
-        if self.entries is not None:
-            return self.entries
-        return {} if self.index is None else self.index.entries
-
-    @property
-    def names(self) -> frozenset[str] | None:
-        """Names of all tensors, from headers or index file; None if neither is known."""
-        known = self.weight_map if self.entries is None else self.entries
-        return None if known is None else frozenset(known)
-
-    def measure_tensors(self, plan: PartitionPlan) -> dict[str, int]:
-        """Return bytes by tensor name: from headers, else from the plan's byte ranges, else from config.json."""
-        planned = [tensor for slice_ in plan.slices for tensor in slice_.tensors]
-        sizes = {tensor.name: tensor.size_bytes for tensor in planned if tensor.start is not None}
-        sizes |= {name: entry.size_bytes for name, entry in self.headers_known.items()}
-        if any(tensor.name not in sizes for tensor in planned):
-            sizes = {tensor.name: tensor.size_bytes for tensor in self.find_tensors() or ()} | sizes
-        return sizes
 
 
 def open_source(model: str, *, headers: bool = False, access: HubAccess | None = None) -> SliceSource:
@@ -131,21 +145,19 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         model, folder = work_on_hub(model, _pin, access=access)
     else:
         folder = resolve_config(model, access=access)
-    config = _read_config(folder)
+    config = read_config_file(folder / CONFIG_FILE)
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} names no model_type", next_step="Fetch the file again."
+        )
     index = read_index(folder)
-    entries = index.entries if index is not None and not index.absent else None
-    if entries is None and headers and is_on_hub(model):
-        entries = _read_hub_entries(model, access)
-    if entries is None and headers and index is not None:
-        num_absent = len(set(index.absent.values()))
-        logger.info("Shards of %s that are not here, and whose headers are not known: %d.", model, num_absent)
     return SliceSource(
         model=model,
         folder=folder,
         config=config,
-        architecture=_architecture(folder, config),
+        architecture=_find_architecture(folder, config),
         index=index,
-        entries=entries,
+        entries=_find_entries(model, index, access, is_fetching=headers),
         weight_map=find_weight_map(folder),
     )
 
@@ -156,31 +168,30 @@ def are_two_commits(model: str, other: str) -> bool:
 
 
 def _pin(snapshot: HubSnapshot) -> tuple[str, Path]:
+    """Return the model's name with its commit, and its folder."""
     return f"{snapshot.commit.model}@{snapshot.commit.commit}", snapshot.folder
 
 
-def _read_hub_entries(model: str, access: HubAccess | None) -> Mapping[str, TensorEntry] | None:
-    try:
-        return work_on_hub(model, read_hub_headers, access=access)
-    except (NoRangesError, NotCachedError) as error:
-        logger.info("The headers of %s are not known: %s", model, error)
+def _find_entries(
+    model: str, index: TensorIndex | None, access: HubAccess | None, *, is_fetching: bool
+) -> Mapping[str, TensorEntry] | None:
+    """Return all tensors of the checkpoint from the headers here, or else on the hub; None if some are missing."""
+    if index is not None and not index.absent:
+        return index.entries
+    if not is_fetching:
         return None
+    if is_on_hub(model):
+        try:
+            return work_on_hub(model, read_hub_headers, access=access)
+        except (NoRangesError, NotCachedError) as error:
+            logger.info("The headers of %s are not known: %s", model, error)
+    if index is not None:
+        num_absent = len(set(index.absent.values()))
+        logger.info("Shards of %s that are not here, and whose headers are not known: %d.", model, num_absent)
+    return None
 
 
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise CheckpointError(f"{path} names no model_type", next_step="Fetch the file again.")
-    return config
-
-
-def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
+def _find_architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     if config["model_type"] not in ARCHITECTURES:
         # This import needs transformers, which the listed architectures do not.
         from minimax_tools.split.module_tree import read_architecture

@@ -1,6 +1,6 @@
 """Sparse copies of a hub's shards: files of the shards' sizes that hold only one slice's bytes.
 
-The other bytes are holes, so the files take only the slice's size on the disk. The slice is cut out of them like out
+The other bytes are holes, so the files take only the slice's size on the disk. The slice is cut out of them as out
 of the whole checkpoint. A journal beside each file lists the pieces that were fetched, so an interrupted fetch resumes.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from minimax_tools.checkpoint.byte_ranges import ByteRange, join_ranges
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.command_line.progress import NoProgress, Progress
@@ -27,10 +28,9 @@ from minimax_tools.hub.snapshot import HubSnapshot, run_all
 from minimax_tools.machine.new_folder import held
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.byte_ranges import ByteRange, join_ranges
 from minimax_tools.slices.source import SliceSource
 
-# Most bytes of a shard that an interrupted fetch loses.
+# Bytes that are noted in the journal at once: at most so many of a shard are lost by an interrupt.
 _PIECE_BYTES = 64 << 20
 _JOURNAL_SUFFIX = ".fetched"
 
@@ -40,7 +40,7 @@ class SparseSource:
     """The fetched bytes of a slice.
 
     Args:
-        source: The checkpoint, with the sparse files.
+        source: The checkpoint, its files replaced by the sparse ones.
         bytes_asked: Bytes of the slice's tensors.
         bytes_fetched: Bytes that came from the hub now; fewer if some were here already.
     """
@@ -62,14 +62,8 @@ def sparse_source(
 ) -> Iterator[SparseSource]:
     """Fetch only the bytes of a node's tensors from the hub, for use inside the `with` block.
 
-    Args:
-        plan: The plan.
-        node: Name of the node.
-        source: The hub's checkpoint, with all headers known.
-        folder: Folder of the sparse files. Pieces from an earlier call are used. It is removed after the block,
-            unless the block raises.
-        access: The hub; None for the one that the environment names.
-        progress: Reports each shard.
+    All headers of `source` must be known. The sparse files lie in `folder`, and pieces from an earlier call are used.
+    If the block ends well, the folder is removed. `progress` reports each shard.
 
     Raises:
         NoRangesError: The server sends whole files only.
@@ -80,30 +74,30 @@ def sparse_source(
     plan.validate(source.entries, source.architecture, folder=source.folder)
     names = plan.slice_of(node).names
     entries = sorted((source.entries[name] for name in names), key=lambda entry: entry.position)
-    with _claimed(folder):
+    with _locked(folder):
         bytes_fetched = _fetch_into(folder, source, entries, access, progress or NoProgress())
         sparse_entries = {
             name: replace(entry, file=folder / entry.file.relative_to(source.folder))
             for name, entry in source.entries.items()
         }
-        index = TensorIndex(
-            folder=folder, entries={entry.name: sparse_entries[entry.name] for entry in entries}
-        )
+        index = TensorIndex.of(folder, (sparse_entries[name] for name in names))
         yield SparseSource(
             source=replace(source, folder=folder, index=index, entries=sparse_entries),
             bytes_asked=sum(entry.size_bytes for entry in entries),
             bytes_fetched=bytes_fetched,
         )
+        # Not reached if the block raised: the next call resumes.
         shutil.rmtree(folder)
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Lock the folder against other processes, which would trust the same journal."""
-    with ExitStack() as claim:
+    # Errors of locking are translated, errors of the block are not.
+    with ExitStack() as lock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            claim.enter_context(held(folder))
+            lock.enter_context(held(folder))
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another process fetches into {folder}", next_step="Wait for it, or choose another --output."
@@ -123,7 +117,7 @@ def _fetch_into(
     """Fetch the tensors, copy the describing files, and return the bytes of tensors that came."""
     try:
         bytes_fetched = work_on_hub(
-            source.model, lambda snapshot: _fetch_all(entries, snapshot, folder, progress), access=access
+            source.model, lambda snapshot: _fetch_shards(entries, snapshot, folder, progress), access=access
         )
         for path in source.folder.iterdir():
             if path.is_file() and path.name.endswith(DESCRIBING_SUFFIXES):
@@ -141,16 +135,18 @@ def _cannot_store(folder: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _fetch_all(
+def _fetch_shards(
     entries: Iterable[TensorEntry], snapshot: HubSnapshot, folder: Path, progress: Progress
 ) -> int:
+    """Fetch the tensors' bytes of all shards, several shards at once; return the number of bytes that came."""
     shards: dict[str, list[ByteRange]] = {}
-    for found in join_ranges(entries):
-        shards.setdefault(found.file.relative_to(snapshot.folder).as_posix(), []).append(found)
+    for byte_range in join_ranges(entries):
+        name = byte_range.file.relative_to(snapshot.folder).as_posix()
+        shards.setdefault(name, []).append(byte_range)
     missing = [name for name in shards if name not in snapshot.files]
     if missing or not snapshot.is_listed:
         raise snapshot.lacking(missing or sorted(shards))
-    _require_room(shards, folder)
+    _check_room(shards, folder)
     stop = threading.Event()
     ranges = HubRanges(snapshot.commit, stop=stop)
     fetched: dict[str, int] = {}
@@ -169,15 +165,17 @@ def _fetch_all(
     return sum(fetched.values())
 
 
-def _require_room(shards: Mapping[str, Iterable[ByteRange]], folder: Path) -> None:
-    needed_bytes = sum(found.stop - found.start for ranges in shards.values() for found in ranges)
+def _check_room(shards: Mapping[str, Iterable[ByteRange]], folder: Path) -> None:
+    slice_bytes = sum(piece.stop - piece.start for ranges in shards.values() for piece in ranges)
+    # Blocks have 512 bytes; holes have no blocks.
     here_bytes = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
     free_bytes = shutil.disk_usage(folder).free
     # The slice is written here, and again in its own folder.
-    if 2 * needed_bytes - here_bytes > free_bytes:
+    missing_bytes = 2 * slice_bytes - here_bytes
+    if missing_bytes > free_bytes:
         raise CheckpointError(
             f"the disk at {folder} is too small for the slice",
-            expected=f"{word_size(2 * needed_bytes - here_bytes)}: the slice is written twice",
+            expected=f"{word_size(missing_bytes)}: the slice is written twice",
             found=f"{word_size(free_bytes)} free",
             next_step="Make room, or choose another --output.",
         )
@@ -197,39 +195,39 @@ class _SparseFile:
         self._version = version
 
     def fetch(self, wanted: Iterable[ByteRange], file: HubFile, ranges: HubRanges) -> int:
-        """Fetch the missing pieces of some byte ranges, and return the bytes that came."""
+        """Fetch the missing pieces of some byte ranges, and return the number of bytes that came."""
         done = self._read_journal()
-        if not done:
-            self._path.unlink(missing_ok=True)
         num_bytes = 0
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("r+b" if done else "w+b") as output, self._journal.open("a") as journal:
             if not done:
                 journal.truncate(0)
+            # Extends the file to the shard's size: what was never written is a hole.
             output.truncate(file.size_bytes)
-            fresh: list[tuple[int, int]] = []
-            for start, stop in _pieces(wanted):
+            unnoted: list[tuple[int, int]] = []
+            for start, stop in _cut_pieces(wanted):
                 if (start, stop) in done:
                     continue
                 output.seek(start)
-                for piece in ranges.stream(file, start, stop):
-                    num_bytes += output.write(piece)
-                fresh.append((start, stop))
-                if sum(stop - start for start, stop in fresh) >= _PIECE_BYTES:
-                    self._note(fresh, output, journal)
-            self._note(fresh, output, journal)
+                for chunk in ranges.stream(file, start, stop):
+                    num_bytes += output.write(chunk)
+                unnoted.append((start, stop))
+                if sum(stop - start for start, stop in unnoted) >= _PIECE_BYTES:
+                    self._note(unnoted, output, journal)
+            self._note(unnoted, output, journal)
         return num_bytes
 
-    def _note(self, fresh: list[tuple[int, int]], output: BinaryIO, journal: TextIO) -> None:
-        """Sync the fresh pieces to the disk, add them to the journal, and clear the list."""
+    def _note(self, unnoted: list[tuple[int, int]], output: BinaryIO, journal: TextIO) -> None:
+        """Sync the pieces to the disk, add them to the journal, and clear the list."""
+        # In this order the journal never names bytes that a power failure could lose.
         output.flush()
         os.fsync(output.fileno())
-        journal.writelines(json.dumps([self._version, start, stop]) + "\n" for start, stop in fresh)
+        journal.writelines(json.dumps([self._version, start, stop]) + "\n" for start, stop in unnoted)
         journal.flush()
-        fresh.clear()
+        unnoted.clear()
 
     def _read_journal(self) -> set[tuple[int, int]]:
-        """Return the pieces of this version that are here."""
+        """Return the pieces (start, stop) that are here; none if any is of another version."""
         if not self._path.is_file() or not self._journal.is_file():
             return set()
         done = set()
@@ -245,7 +243,8 @@ class _SparseFile:
         return done
 
 
-def _pieces(wanted: Iterable[ByteRange]) -> Iterator[tuple[int, int]]:
-    for found in wanted:
-        for start in range(found.start, found.stop, _PIECE_BYTES):
-            yield start, min(start + _PIECE_BYTES, found.stop)
+def _cut_pieces(wanted: Iterable[ByteRange]) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of pieces of at most `_PIECE_BYTES`, in order."""
+    for byte_range in wanted:
+        for start in range(byte_range.start, byte_range.stop, _PIECE_BYTES):
+            yield start, min(start + _PIECE_BYTES, byte_range.stop)

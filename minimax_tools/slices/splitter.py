@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class SplitPlan:
 
     Args:
         node_id: Name of the node.
-        layer_names: Full names of its tensors in the checkpoint.
+        layer_names: Full names of its tensors in the checkpoint, not of layers.
         total_compute: Compute that they need; in FLOPs per token if `split_plans` made the plan.
         compute_utilization: Fraction of the time that the node is busy, 0 to 1.
 
@@ -127,21 +127,20 @@ class ModelSplitter:
         plan = config.split_plan[node_id]
         if plan.node_id != node_id:
             raise _faulty([f"the plan of {node_id} names node {plan.node_id}"])
-        names = plan.layer_names
         logger.info("Splitting %s: the tensors of %s", config.model_name, node_id)
         source = StoredWeights.of(str(config.model_path))
-        known = {*source.headers.names, *source.headers.absent}
-        faults = _find_name_faults(names, known, node_id)
+        stored_names = {*source.headers.names, *source.headers.absent}
+        faults = _find_name_faults(plan.layer_names, stored_names, node_id)
         if faults:
             raise _faulty(faults)
-        held = sorted({*names, *(_scales_of(names, known))})
+        shard_names = sorted({*plan.layer_names, *_scales_of(plan.layer_names, stored_names)})
         description = SliceDescription(
             node=node_id,
             layers=None,
             has_embedding=None,
             has_head=None,
             source=source.model,
-            tensors=dict.fromkeys(held),
+            tensors=dict.fromkeys(shard_names),
         )
         cut = SliceCut.of(source, description, file_format=self._file_format)
         folder = DEFAULT_FOLDER if config.output_dir is None else Path(config.output_dir)
@@ -150,7 +149,7 @@ class ModelSplitter:
         return SplitResult(
             node_id=node_id,
             shard_path=written.files[0] if is_pth else written.folder,
-            layer_names=tuple(held),
+            layer_names=tuple(shard_names),
             total_params=sum(
                 math.prod(entry.shape) for entry in cut.entries if not entry.name.endswith(SCALE_SUFFIX)
             ),
@@ -163,7 +162,7 @@ class ModelSplitter:
         try:
             return await asyncio.to_thread(self.split_model, config, node_id, progress=progress)
         except asyncio.CancelledError:
-            progress.cancelled.set()
+            progress.is_cancelled.set()
             raise
 
     @staticmethod
@@ -183,14 +182,14 @@ class ModelSplitter:
             UsageError: A tensor has no node, two nodes or an unknown name, or is repeated; scales lack their weight;
                 or a node's plan has another node's name. All faults are listed.
         """
-        known = set(all_layers)
+        stored_names = set(all_layers)
         faults: list[str] = []
         holders: dict[str, list[str]] = {}
         for node_id, plan in split_plan.items():
             if plan.node_id != node_id:
                 faults.append(f"the plan of {node_id} names node {plan.node_id}")
-            faults += _find_name_faults(plan.layer_names, known, node_id)
-            for name in {*plan.layer_names, *_scales_of(plan.layer_names, known)}:
+            faults += _find_name_faults(plan.layer_names, stored_names, node_id)
+            for name in {*plan.layer_names, *_scales_of(plan.layer_names, stored_names)}:
                 holders.setdefault(name, []).append(node_id)
         faults += [f"{name} is not assigned" for name in all_layers if name not in holders]
         faults += [
@@ -208,12 +207,11 @@ def split_plans(plan: PartitionPlan) -> dict[str, SplitPlan]:
     The utilization is the node's time for a token over that of the slowest node, which limits a pipeline. If a node's
     throughput is unknown, all nodes are taken as equally fast.
     """
-    speeds = [slice_.node.tflops for slice_ in plan.used]
-    is_known = None not in speeds
-    times = {
-        slice_.node.name: slice_.cost.flops_per_token / ((slice_.node.tflops or 1.0) if is_known else 1.0)
-        for slice_ in plan.used
-    }
+    speeds = {slice_.node.name: slice_.node.tflops or 0.0 for slice_ in plan.used}
+    if not all(speeds.values()):
+        speeds = dict.fromkeys(speeds, 1.0)
+    times = {slice_.node.name: slice_.cost.flops_per_token / speeds[slice_.node.name] for slice_ in plan.used}
+    # A plan without any compute must not divide by zero.
     slowest = max(times.values()) or 1.0
     return {
         slice_.node.name: SplitPlan(
@@ -227,32 +225,34 @@ def split_plans(plan: PartitionPlan) -> dict[str, SplitPlan]:
 
 
 class _UntilCancelled(NoProgress):
-    """A progress that raises CancelledError in the working thread once `cancelled` is set."""
+    """A progress that raises CancelledError in the working thread once `is_cancelled` is set."""
 
     def __init__(self) -> None:
-        self.cancelled = threading.Event()
+        self.is_cancelled = threading.Event()
 
     def advance(self, layer: int, *, num_bytes: int) -> None:
-        if self.cancelled.is_set():
+        if self.is_cancelled.is_set():
             raise asyncio.CancelledError
 
 
-def _scales_of(names: Collection[str], known: Collection[str]) -> set[str]:
+def _scales_of(names: Collection[str], stored_names: Set[str]) -> Set[str]:
     """Return the block scales of these weights that the checkpoint has."""
-    return {scale_name(name) for name in names if name.endswith(".weight")}.intersection(known)
+    return stored_names & {scale_name(name) for name in names if name.endswith(".weight")}
 
 
-def _find_name_faults(names: Sequence[str], known: Collection[str], node_id: str) -> list[str]:
-    known, named = set(known), set(names)
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    faults = [f"{node_id} gets {name} twice" for name in twice]
-    for name in sorted(named):
+def _find_name_faults(names: Sequence[str], stored_names: Set[str], node_id: str) -> list[str]:
+    """Describe the names that a node gets twice, that the checkpoint lacks, and scales without their weight."""
+    if not names:
+        return [f"{node_id} gets nothing"]
+    counts = Counter(names)
+    faults = [f"{node_id} gets {name} twice" for name, count in sorted(counts.items()) if count > 1]
+    for name in sorted(counts):
         weight = name.removesuffix(SCALE_SUFFIX) + ".weight"
-        if name not in known:
+        if name not in stored_names:
             faults.append(f"{node_id} gets {name}, which the checkpoint lacks")
-        elif name.endswith(SCALE_SUFFIX) and weight not in named:
+        elif name.endswith(SCALE_SUFFIX) and weight not in counts:
             faults.append(f"{node_id} gets {name} without its weight")
-    return faults if names else [*faults, f"{node_id} gets nothing"]
+    return faults
 
 
 def _faulty(faults: list[str]) -> UsageError:

@@ -1,6 +1,6 @@
 """StoredWeights: a checkpoint's tensors on this machine, all of them or those of one slice.
 
-Only headers are read until a tensor is asked for. The architecture does not matter.
+Only headers are read until a tensor is asked for. Checkpoints of any architecture can be read.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
@@ -101,16 +100,14 @@ def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
     """Read the headers of a slice's tensors, and of no others.
 
     The files to open come from the plan. If it names none, they come from the checkpoint's index file, and without
-    one all files are opened. In a folder that `mm2-split extract` wrote, all its files are opened.
-
-    Args:
-        folder: The checkpoint's folder, which may lack files of other slices; or the slice's own folder.
-        slice_: The slice.
+    one all files are opened. The folder is the checkpoint's, and may lack files of other slices. Or it is the slice's
+    own, written by `mm2-split extract`: then all its files are opened.
 
     Raises:
         CheckpointError: Files are missing or damaged, no file holds a tensor, or one lies elsewhere than planned.
             All faults are listed.
     """
+    # A slice that was cut out has files and places of its own, which the plan does not know.
     is_cut_out = (folder / SLICE_FILE).is_file()
     planned = {tensor.name: tensor for tensor in slice_.tensors}
     files = _choose_files(folder, slice_, is_cut_out=is_cut_out)
@@ -118,9 +115,12 @@ def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
     faults = [f"{file} is not here" for file in sorted(absent)]
     entries: dict[str, TensorEntry] = {}
     for file in files:
-        for entry in _read_file(folder / file, faults) if file not in absent else ():
+        if file in absent:
+            continue
+        for entry in _read_file(folder / file, faults):
             tensor = planned.get(entry.name)
             if tensor is None:
+                # The file holds tensors of other nodes too.
                 continue
             if tensor.name in entries:
                 faults.append(f"{tensor.name} is both in {entries[tensor.name].file.name} and in {file}")
@@ -143,7 +143,7 @@ def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
             next_step="Fetch what is missing (mm2-split fetch). If this is another checkpoint than the plan's, "
             "make a new plan: mm2-split plan.",
         )
-    return TensorIndex(folder=folder, entries=MappingProxyType(dict(sorted(entries.items()))))
+    return TensorIndex.of(folder, entries.values())
 
 
 def find_weight_map(folder: Path) -> Mapping[str, str] | None:
@@ -168,6 +168,7 @@ def _choose_files(folder: Path, slice_: Slice, *, is_cut_out: bool) -> tuple[str
 
 
 def _read_file(path: Path, faults: list[str]) -> tuple[TensorEntry, ...]:
+    """Read the header of a file; if it is damaged, add that to the faults."""
     try:
         return read_shard_header(path)
     except CheckpointError as error:
@@ -176,7 +177,9 @@ def _read_file(path: Path, faults: list[str]) -> tuple[TensorEntry, ...]:
 
 
 def _is_as_planned(tensor: PlannedTensor, entry: TensorEntry, file: str) -> bool:
+    """Decide whether an entry of `file` lies where the plan says, as far as it says so."""
     if tensor.file is None:
         return True
-    is_place = tensor.start is None or (tensor.start, tensor.size_bytes) == (entry.offset, entry.size_bytes)
-    return tensor.file == file and is_place
+    if tensor.start is None:
+        return tensor.file == file
+    return (tensor.file, tensor.start, tensor.size_bytes) == (file, entry.offset, entry.size_bytes)

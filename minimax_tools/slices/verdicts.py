@@ -25,13 +25,14 @@ from minimax_tools.capture.read_record import ReadRecord
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.cost import ModelCost
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.slices.download import Download
+from minimax_tools.slices.download import Download, DownloadedFile
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.proportion import find_disproportions, recount
 from minimax_tools.slices.source import are_two_commits
 
 _PLANNER_BY_MEMORY = "memory"
-_BY_RANGES = "mm2-split fetch --byte-ranges fetches only its tensors"
+_REMEDY = "mm2-split fetch --byte-ranges fetches only its tensors"
+_NO_FOLDER = "no folder of slices was given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +93,12 @@ def judge_nodes_differ(nodes: Iterable[NodeVerification]) -> SliceVerdict:
     """Decide whether no two nodes have the same layers, or hold the same tensors."""
     faults = []
     for first, second in combinations([node for node in nodes if node.holding.sizes], 2):
-        names = f"{first.name} and {second.name}"
-        layers, held = first.slice.stage.layers, first.holding.sizes.keys()
+        pair = f"{first.name} and {second.name}"
+        layers, tensors = first.slice.stage.layers, first.holding.sizes.keys()
         if layers and layers == second.slice.stage.layers:
-            faults.append(f"{names} have the same {len(layers)} layers")
-        if held == second.holding.sizes.keys():
-            faults.append(f"{names} hold the same {len(held)} tensors")
+            faults.append(f"{pair} have the same {len(layers)} layers")
+        if tensors == second.holding.sizes.keys():
+            faults.append(f"{pair} hold the same {len(tensors)} tensors")
     return SliceVerdict.of("nodes_differ", "all nodes hold different layers and tensors", faults)
 
 
@@ -107,7 +108,7 @@ def judge_downloads_differ(fetching: Sequence[NodeVerification]) -> SliceVerdict
     if not fetching:
         return SliceVerdict.not_judged("downloads_differ", claim, "no node downloads whole files")
     faults = (
-        f"{first.name} and {second.name} download the same {len(first.download.weights)} weight files: {_BY_RANGES}"
+        f"{first.name} and {second.name} download the same {len(first.download.weights)} weight files: {_REMEDY}"
         for first, second in combinations(fetching, 2)
         if first.download.weights and first.download.weights == second.download.weights
     )
@@ -120,50 +121,46 @@ def judge_cover_everything(nodes: Iterable[NodeVerification], names: Set[str] | 
     if names is None:
         reason = "neither headers nor an index file list the checkpoint's tensors here"
         return SliceVerdict.not_judged("cover_everything", claim, reason)
-    held = {name for node in nodes for name in node.holding.sizes}
-    return SliceVerdict.of(
-        "cover_everything", claim, (f"no node holds {name}" for name in sorted(names - held))
-    )
+    missing = names - {name for node in nodes for name in node.holding.sizes}
+    return SliceVerdict.of("cover_everything", claim, (f"no node holds {name}" for name in sorted(missing)))
 
 
 def judge_overlap_nowhere(nodes: Iterable[NodeVerification], shared: Mapping[str, str]) -> SliceVerdict:
-    """Decide whether no tensor is on two nodes, except `shared` ones."""
+    """Decide whether no tensor is on two nodes, except those in `shared`, by name."""
     holders: dict[str, list[str]] = {}
     for node in nodes:
         for name in node.holding.sizes:
             holders.setdefault(name, []).append(node.name)
-    return SliceVerdict.of(
-        "overlap_nowhere",
-        "no tensor is on two nodes" + (f", except {len(shared)} shared on purpose" if shared else ""),
-        (
-            f"{name} is on {' and '.join(found)}"
-            for name, found in sorted(holders.items())
-            if len(found) > 1 and name not in shared
-        ),
+    claim = "no tensor is on two nodes" + (f", except {len(shared)} shared on purpose" if shared else "")
+    faults = (
+        f"{name} is on {' and '.join(node_names)}"
+        for name, node_names in sorted(holders.items())
+        if len(node_names) > 1 and name not in shared
     )
+    return SliceVerdict.of("overlap_nowhere", claim, faults)
 
 
 def judge_nobody_holds_the_whole(
-    nodes: Iterable[NodeVerification], names: Set[str] | None, fetching: Sequence[NodeVerification]
+    nodes: Sequence[NodeVerification], names: Set[str] | None, fetching: Sequence[NodeVerification]
 ) -> SliceVerdict:
     """Decide whether no node of several holds or downloads the whole model.
 
-    Args:
-        nodes: All nodes.
-        names: All tensors of the checkpoint; None if only the nodes' tensors are known.
-        fetching: Nodes that download whole files.
+    `names` are all tensors of the checkpoint, or None if only the plan's are known. `fetching` download whole files.
     """
-    used = [node for node in nodes if node.holding.sizes]
+    # By the plan: a node whose folder is missing is used, and holds nothing.
+    used = [node for node in nodes if node.slice.tensors]
     if len(used) == 1:
-        return SliceVerdict.of("nobody_holds_the_whole", "one node is used, which holds the whole model", ())
-    everything = names or {name for node in used for name in node.holding.sizes}
+        return SliceVerdict.of(
+            "nobody_holds_the_whole", "one node is used, which may hold the whole model", ()
+        )
+    everything = names or {name for node in used for name in node.slice.names}
     faults = [
         f"{node.name} holds all {len(everything)} tensors"
-        for node in used
-        if everything <= node.holding.sizes.keys()
+        for node in nodes
+        if node.holding.sizes and everything <= node.holding.sizes.keys()
     ]
     faults += [
-        f"{node.name} downloads every weight file, {len(node.download.weights)} in all: {_BY_RANGES}"
+        f"{node.name} downloads every weight file, {len(node.download.weights)} in all: {_REMEDY}"
         for node in fetching
         if node.download.weights and node.download.repository.weights <= set(node.download.names)
     ]
@@ -173,10 +170,7 @@ def judge_nobody_holds_the_whole(
 def judge_memory_in_proportion(plan: PartitionPlan, cost: ModelCost | None) -> SliceVerdict:
     """Decide whether each slice fits its node and, for a plan by memory, whether all nodes are equally full.
 
-    Args:
-        plan: The plan.
-        cost: Cost of the model's parts by its tensors. None if they are not known: then the plan's own figures are
-            used, and fullness is not judged.
+    Without the cost of the model's parts, the plan's own figures are used, and fullness is not judged.
     """
     claim = "each slice fits its node's memory" + (", by the plan's own figures" if cost is None else "")
     costs = [slice_.cost if cost is None else recount(slice_, cost) for slice_ in plan.slices]
@@ -195,16 +189,14 @@ def judge_downloads_complete(nodes: Sequence[NodeVerification], *, must_be_here:
     """Decide whether all files of the nodes are here; if they need not be, missing files are no fault."""
     name, claim = "downloads_complete", "every file of the nodes' slices is here, with its size"
     faults = [
-        f"{file.name} of {node.name}: "
-        + ("not here" if file.actual_bytes is None else f"{file.actual_bytes} bytes")
-        + (f" of {file.expected_bytes}" if file.expected_bytes is not None else "")
+        f"{file.name} of {node.name}: {_describe_size(file)}"
         for node in nodes
         for file in node.download.files
         if not file.is_complete
     ]
     if faults and not must_be_here:
-        here = ", ".join(node.name for node in nodes if node.download.is_complete) or "none"
-        reason = f"not judged: name nodes with --node and leave out --slices; complete here: {here}"
+        complete = ", ".join(node.name for node in nodes if node.download.is_complete) or "none"
+        reason = f"not judged: name nodes with --node and leave out --slices; complete here: {complete}"
         return SliceVerdict.not_judged(name, claim, reason)
     return SliceVerdict.of(name, claim, faults)
 
@@ -215,19 +207,20 @@ def judge_slices_as_planned(
     """Decide whether the nodes' folders hold the planned tensors of the model, and no others."""
     name, claim = "slices_as_planned", "each slice holds the plan's tensors, and no other"
     if not has_folders:
-        return SliceVerdict.not_judged(name, claim, "no folder of slices was given")
+        return SliceVerdict.not_judged(name, claim, _NO_FOLDER)
     faults = []
     for node in nodes:
         holding = node.holding
         faults += [f"{node.name}: {fault}" for fault in holding.faults]
         if holding.source is not None and are_two_commits(holding.source, model):
             faults.append(f"{node.name} was cut from {holding.source}, not from {model}")
+        # A folder that holds nothing has faults already.
         if holding.sizes:
-            planned = set(node.slice.names)
-            faults += [f"{node.name} lacks {tensor}" for tensor in sorted(planned - holding.sizes.keys())]
+            planned, held = set(node.slice.names), holding.sizes.keys()
+            faults += [f"{node.name} lacks {tensor}" for tensor in sorted(planned - held)]
             faults += [
                 f"{node.name} holds {tensor}, which belongs to another node"
-                for tensor in sorted(holding.sizes.keys() - planned)
+                for tensor in sorted(held - planned)
             ]
     return SliceVerdict.of(name, claim, faults)
 
@@ -241,27 +234,22 @@ def judge_digests_match(
 ) -> SliceVerdict:
     """Decide whether the tensors in the nodes' folders equal their source, byte for byte.
 
-    Args:
-        nodes: The nodes to judge.
-        shapes: Dtype and shape of the source's tensors in words, as far as headers are known.
-        digests: sha256 of the source's tensors that are here.
-        has_folders: True if folders of slices were given.
+    Of the source, `shapes` has dtype and shape in words where headers are known, `digests` sha256 of tensors here.
     """
     if not has_folders:
-        claim = "each tensor has the bytes of its source"
-        return SliceVerdict.not_judged("digests_match", claim, "no folder of slices was given")
+        return SliceVerdict.not_judged("digests_match", "each tensor has the bytes of its source", _NO_FOLDER)
     faults: list[str] = []
-    num_held = num_sourced = num_noted = num_unknown = 0
+    num_held = num_compared = num_noted = num_unknown = 0
     for node in nodes:
         for name in node.holding.digests:
-            expected, noted = digests.get(name), node.holding.noted.get(name)
+            source_digest, noted_digest = digests.get(name), node.holding.noted.get(name)
             num_held += 1
-            num_sourced += expected is not None
-            num_noted += noted is not None
-            num_unknown += expected is None and noted is None
-            faults += _byte_faults(name, node.holding, shapes.get(name), expected, noted)
+            num_compared += source_digest is not None
+            num_noted += noted_digest is not None
+            num_unknown += source_digest is None and noted_digest is None
+            faults += _find_other_bytes(name, node.holding, shapes.get(name), source_digest)
     claim = (
-        f"the bytes of {num_held} tensors are right: {num_sourced} compared with their source, {num_noted} with "
+        f"the bytes of {num_held} tensors are right: {num_compared} compared with their source, {num_noted} with "
         "slice.json"
     )
     if not faults and num_unknown:
@@ -273,24 +261,20 @@ def judge_digests_match(
 def judge_reads_match(
     plan: PartitionPlan, nodes: Iterable[NodeVerification], *, has_records: bool
 ) -> SliceVerdict:
-    """Decide whether the nodes ran by this plan, and read exactly their tensors, once.
-
-    Args:
-        plan: The plan.
-        nodes: The nodes to judge.
-        has_records: True if the records of a run were given.
-    """
+    """Decide whether the nodes ran by this plan, and read exactly their tensors, once."""
     claim = "each node read exactly its slice's tensors, each byte once"
     if not has_records:
         return SliceVerdict.not_judged("reads_match", claim, "no records of a run were given")
-    faults, digest = [], plan.digest
+    faults, plan_digest = [], plan.digest
     for node in nodes:
         name, record = node.name, node.record
         if record is None:
-            faults += [f"{name} wrote no record of its reads"] if node.slice.tensors else []
+            if node.slice.tensors:
+                faults.append(f"{name} wrote no record of its reads")
             continue
-        if record.plan not in ("", digest):
-            faults.append(f"{name} read by another plan, {record.plan[:12]}, not {digest[:12]}")
+        # A record without a plan's digest names none.
+        if record.plan not in ("", plan_digest):
+            faults.append(f"{name} read by another plan, {record.plan[:12]}, not {plan_digest[:12]}")
         planned, opened = set(node.slice.names), set(record.tensors)
         faults += [
             f"{name} opened {tensor}, which belongs to another node" for tensor in sorted(opened - planned)
@@ -309,13 +293,20 @@ def read_over_slice(record: ReadRecord, slice_bytes: int) -> float:
     return float("inf") if record.bytes_read else 1.0
 
 
-def _byte_faults(
-    name: str, holding: Holding, shape: str | None, expected: str | None, noted: str | None
+def _describe_size(file: DownloadedFile) -> str:
+    found = "not here" if file.actual_bytes is None else f"{file.actual_bytes} bytes"
+    return found if file.expected_bytes is None else f"{found} of {file.expected_bytes}"
+
+
+def _find_other_bytes(
+    name: str, holding: Holding, source_shape: str | None, source_digest: str | None
 ) -> Iterator[str]:
-    found, where = holding.digests[name], f"{name} of {holding.node}"
-    if shape is not None and shape != holding.shapes[name]:
-        yield f"{where} is {holding.shapes[name]}, its source {shape}"
-    if expected is not None and expected != found:
-        yield f"{where} has sha256 {found[:12]}, its source {expected[:12]}"
-    if noted is not None and noted != found:
-        yield f"{where} has sha256 {found[:12]}, slice.json notes {noted[:12]}"
+    """Describe what differs between a tensor in a folder, its source, and the digest in slice.json."""
+    tensor, shape, digest = f"{name} of {holding.node}", holding.shapes[name], holding.digests[name]
+    noted_digest = holding.noted.get(name)
+    if source_shape not in (None, shape):
+        yield f"{tensor} is {shape}, its source {source_shape}"
+    if source_digest is not None and source_digest != digest:
+        yield f"{tensor} has sha256 {digest[:12]}, its source {source_digest[:12]}"
+    if noted_digest is not None and noted_digest != digest:
+        yield f"{tensor} has sha256 {digest[:12]}, slice.json notes {noted_digest[:12]}"

@@ -45,7 +45,7 @@ def render_summary(verification: Verification, *, with_marks: bool) -> str:
         f"({'complete' if node.download.is_complete else 'not complete here'}){_describe_reads(node)}"
         for node in verification.nodes
     ]
-    return _finish([*lines, *_verdict_lines(verification.verdicts)], with_marks=with_marks)
+    return _join_lines([*lines, *_verdict_lines(verification.verdicts)], with_marks=with_marks)
 
 
 def render_details(verification: Verification, *, with_marks: bool) -> str:
@@ -64,28 +64,19 @@ def render_details(verification: Verification, *, with_marks: bool) -> str:
             "",
         ]
     lines += ["🎯 === VERDICTS ===", *_verdict_lines(verification.verdicts)]
-    return _finish(lines, with_marks=with_marks)
+    return _join_lines(lines, with_marks=with_marks)
 
 
 def render_download(
     plan: PartitionPlan, slice_: Slice, download: Download, *, model: str, slice_bytes: int, with_marks: bool
 ) -> str:
-    """Render a node's sections before its files are fetched.
-
-    Args:
-        plan: The plan.
-        slice_: The node's part.
-        download: Its files.
-        model: The checkpoint.
-        slice_bytes: Size of its tensors.
-        with_marks: Keep the pictures.
-    """
-    return _finish([*_before_download(plan, slice_, download, model, slice_bytes)], with_marks=with_marks)
+    """Render a node's first three sections, before its files are fetched; its tensors have `slice_bytes`."""
+    return _join_lines([*_before_download(plan, slice_, download, model, slice_bytes)], with_marks=with_marks)
 
 
 def render_completion(slice_: Slice, files: Sequence[DownloadedFile], *, model: str, with_marks: bool) -> str:
     """Render the section of a node's files after they were fetched."""
-    return _finish([*_completion(slice_, files, model)], with_marks=with_marks)
+    return _join_lines([*_completion(slice_, files, model)], with_marks=with_marks)
 
 
 def render_run(plan: PartitionPlan, node: str, *, record: ReadRecord | None = None, with_marks: bool) -> str:
@@ -102,7 +93,7 @@ def render_run(plan: PartitionPlan, node: str, *, record: ReadRecord | None = No
         "",
         *_runtime(plan, slice_, plan.model, record, layers, slice_bytes),
     ]
-    return _finish(lines, with_marks=with_marks)
+    return _join_lines(lines, with_marks=with_marks)
 
 
 def _before_download(
@@ -115,38 +106,38 @@ def _before_download(
     yield from _download(download, slice_bytes)
 
 
-def _assignment(plan: PartitionPlan, own: Slice, model: str) -> Iterator[str]:
+def _assignment(plan: PartitionPlan, node_slice: Slice, model: str) -> Iterator[str]:
     yield "🎯 === NODE SLICE ASSIGNMENT VERIFICATION ==="
-    yield f"🖥️  Node ID: {own.node.name}"
+    yield f"🖥️  Node ID: {node_slice.node.name}"
     yield f"📊 Model: {model}"
     yield f"🧩 Total layers: {plan.num_hidden_layers}"
-    yield f"🔗 Partition index: {plan.slices.index(own)}"
+    yield f"🔗 Partition index: {plan.slices.index(node_slice)}"
     yield f"👥 Active nodes: {len(plan.used)}"
     yield ""
     yield "📋 COMPLETE PARTITION MAP:"
     for rank, slice_ in enumerate(plan.slices):
         layers, (start, stop) = slice_.stage.layers, plan.memory_weight(slice_)
-        yield f"   {'✅' if slice_ is own else '⏳'} Node {rank}: {slice_.node.name}"
-        yield f"      Layers: {_numbers(layers)} ({len(layers)} layers, {plan.share(slice_):.1%})"
+        yield f"   {'✅' if slice_ is node_slice else '⏳'} Node {rank}: {slice_.node.name}"
+        yield f"      Layers: {_format_layers(layers)} ({len(layers)} layers, {plan.share(slice_):.1%})"
         yield f"      Memory weight: [{start:.3f}, {stop:.3f})"
     assigned = sum(len(slice_.stage.layers) for slice_ in plan.slices)
     yield f"   Total layers assigned: {assigned} of {plan.num_hidden_layers}"
     yield ""
     yield "🎯 THIS NODE WILL LOAD:"
     yield f"   Model: {model}"
-    yield f"   Layers: {_numbers(own.stage.layers)}"
-    yield f"   Layer count: {len(own.stage.layers)} / {plan.num_hidden_layers}"
-    yield f"   Beside them: {_ends(own) or 'nothing'}"
-    yield f"   Percentage: {plan.share(own):.1%}"
-    yield f"   Memory savings: {1 - plan.share(own):.1%} reduction per node"
+    yield f"   Layers: {_format_layers(node_slice.stage.layers)}"
+    yield f"   Layer count: {len(node_slice.stage.layers)} / {plan.num_hidden_layers}"
+    yield f"   Beside them: {_describe_ends(node_slice) or 'nothing'}"
+    yield f"   Percentage: {plan.share(node_slice):.1%}"
+    yield f"   Memory savings: {1 - plan.share(node_slice):.1%} reduction per node"
 
 
 def _loading(slice_: Slice, download: Download, model: str) -> Iterator[str]:
     layers = slice_.stage.layers
     yield "📦 === SLICE LOADING VERIFICATION ==="
-    yield f"🎯 Shard: {model} layers {_numbers(layers)}"
+    yield f"🎯 Shard: {model} layers {_format_layers(layers)}"
     yield f"🖥️  Node: {slice_.node.name}"
-    yield f"📊 Layer range: {_numbers(layers)} ({len(layers)} layers)"
+    yield f"📊 Layer range: {_format_layers(layers)} ({len(layers)} layers)"
     yield f"🧩 Tensors: {len(slice_.tensors)}"
     yield f"🎯 Allow patterns: {list(download.patterns)}"
 
@@ -180,7 +171,7 @@ def _completion(
     is_known = all(file.expected_bytes is not None for file in files)
     expected = _megabytes(sum(file.size_bytes for file in files))
     yield f"{_mark(is_complete, is_needed)} === DOWNLOAD COMPLETED VERIFICATION ==="
-    yield f"🎯 Shard: {model} layers {_numbers(slice_.stage.layers)}"
+    yield f"🎯 Shard: {model} layers {_format_layers(slice_.stage.layers)}"
     yield f"📁 Files downloaded: {sum(file.actual_bytes is not None for file in files)}"
     for file in files:
         actual = "not here" if file.actual_bytes is None else _megabytes(file.actual_bytes)
@@ -202,12 +193,12 @@ def _runtime(
     layers: Sequence[int] | None,
     slice_bytes: int,
 ) -> Iterator[str]:
-    shown = slice_.stage.layers if layers is None else layers
+    layers_shown = slice_.stage.layers if layers is None else layers
     yield "🚀 === RUNTIME SLICE VERIFICATION ==="
     yield f"🖥️  Node: {slice_.node.name}"
     yield f"📊 Model: {model}"
-    yield f"🧩 {'Layers to be loaded' if layers is None else 'Loaded layers'}: {_numbers(shown)}"
-    yield f"🎯 Layer count: {len(shown)} / {plan.num_hidden_layers}"
+    yield f"🧩 {'Layers to be loaded' if layers is None else 'Loaded layers'}: {_format_layers(layers_shown)}"
+    yield f"🎯 Layer count: {len(layers_shown)} / {plan.num_hidden_layers}"
     if record is None:
         yield "⏳ Nothing loaded yet: give a run's --records to see its reads"
         return
@@ -241,8 +232,8 @@ def _describe_slice(slice_: Slice, plan: PartitionPlan) -> str:
     layers = slice_.stage.layers
     if not slice_.stage.is_used:
         return "idle"
-    ends = _ends(slice_)
-    text = f"layers {_numbers(layers)} ({len(layers)} of {plan.num_hidden_layers}"
+    ends = _describe_ends(slice_)
+    text = f"layers {_format_layers(layers)} ({len(layers)} of {plan.num_hidden_layers}"
     return f"{text}, {plan.share(slice_):.1%}){f' and {ends}' if ends else ''}"
 
 
@@ -252,13 +243,14 @@ def _describe_reads(node: NodeVerification) -> str:
     return f", {len(node.record.tensors)} tensors read {read_over_slice(node.record, node.slice_bytes):.2f} times"
 
 
-def _ends(slice_: Slice) -> str:
+def _describe_ends(slice_: Slice) -> str:
+    # A list times False is empty.
     ends = ["the embedding"] * slice_.stage.has_embedding
     ends += ["the final norm and the lm_head"] * slice_.stage.has_head
     return " and ".join(ends)
 
 
-def _numbers(layers: Sequence[int]) -> str:
+def _format_layers(layers: Sequence[int]) -> str:
     """Render layers as `0-9`, or with gaps as `0-3, 7`."""
     runs: list[range] = []
     for layer in layers:
@@ -281,11 +273,11 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.2f} MB"
 
 
-def _mark(holds: bool, is_needed: bool) -> str:
-    return "✅" if holds else "❌" if is_needed else "⚪"
+def _mark(is_complete: bool, is_needed: bool) -> str:
+    return "✅" if is_complete else "❌" if is_needed else "⚪"
 
 
-def _finish(lines: Sequence[str], *, with_marks: bool) -> str:
+def _join_lines(lines: Sequence[str], *, with_marks: bool) -> str:
     return "\n".join(lines if with_marks else map(_without_pictures, lines))
 
 

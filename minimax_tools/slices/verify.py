@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +20,14 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import is_on_hub
 from minimax_tools.json_codec import encode
 from minimax_tools.model.architecture import Architecture
-from minimax_tools.partition.cost import ModelCost, measure_costs
+from minimax_tools.partition.cost import measure_costs
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.digest import digest_tensor, word_shape
+from minimax_tools.slices import verdicts
+from minimax_tools.slices.digest import describe_shape, digest_tensor
 from minimax_tools.slices.download import Download, Repository
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import SliceSource, open_source
-from minimax_tools.slices.verdicts import (
-    NodeVerification,
-    SliceVerdict,
-    judge_cover_everything,
-    judge_digests_match,
-    judge_downloads_complete,
-    judge_downloads_differ,
-    judge_memory_in_proportion,
-    judge_nobody_holds_the_whole,
-    judge_nodes_differ,
-    judge_overlap_nowhere,
-    judge_reads_match,
-    judge_slices_as_planned,
-    read_over_slice,
-)
+from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +72,7 @@ class Verification:
                 }
                 for slice_ in plan.slices
             ],
-            "nodes": [_node_values(node, plan) for node in self.nodes],
+            "nodes": [_node_to_json(node, plan) for node in self.nodes],
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
             "holds": self.holds,
         }
@@ -123,72 +110,87 @@ def verify(
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{folder} is no folder", next_step="Name the folder that holds one per node.")
     source = open_source(model or plan.model, headers=True, access=access)
-    sizes = source.measure_tensors(plan)
-    run = {} if records is None else read_records(records, sorted(chosen))
-    repository = Repository.of(source, plan, access=access)
-    every = [
-        NodeVerification(
-            slice=slice_,
-            download=Download.of(slice_, source, repository),
-            holding=Holding.planned(slice_, sizes)
-            if slices is None or slice_.node.name not in chosen
-            else Holding.found(slice_, slices / slice_.node.name),
-            record=run.get(slice_.node.name),
-            layers=layers_read(run.get(slice_.node.name), source.architecture),
-            slice_bytes=sum(sizes.get(name, 0) for name in slice_.names),
-        )
-        for slice_ in plan.slices
-    ]
-    found = tuple(node for node in every if node.name in chosen)
-    fetching = every if slices is None and is_on_hub(source.model) else []
-    names = source.names or frozenset(tensor.name for tensor in source.find_tensors() or ()) or None
+    records_read = {} if records is None else read_records(records, sorted(chosen))
+    all_nodes = _gather_evidence(plan, source, chosen, slices, records_read, access)
+    chosen_nodes = tuple(node for node in all_nodes if node.name in chosen)
+    # Without folders of slices, the nodes of a hub's model download whole files.
+    fetching = all_nodes if slices is None and is_on_hub(source.model) else ()
+    tensors = source.find_tensors()
+    names = source.names or frozenset(tensor.name for tensor in tensors or ()) or None
+    cost = None
+    if tensors is not None:
+        cost = measure_costs(tensors, source.architecture, source.config, plan.workload)
     has_folders = slices is not None
-    verdicts = (
+    judged = (
         _judge_plan(plan, source),
-        judge_nodes_differ(every),
-        judge_downloads_differ(fetching),
-        judge_cover_everything(every, names),
-        judge_overlap_nowhere(every, plan.shared),
-        judge_memory_in_proportion(plan, _measure_costs(plan, source)),
-        judge_nobody_holds_the_whole(every, names, fetching),
-        judge_downloads_complete(found, must_be_here=bool(nodes) and not has_folders),
-        judge_slices_as_planned(found, source.model, has_folders=has_folders),
-        judge_digests_match(
-            found,
-            shapes={name: word_shape(entry) for name, entry in source.headers_known.items()},
-            digests=_source_digests(source, {name for node in found for name in node.holding.digests}),
+        verdicts.judge_nodes_differ(all_nodes),
+        verdicts.judge_downloads_differ(fetching),
+        verdicts.judge_cover_everything(all_nodes, names),
+        verdicts.judge_overlap_nowhere(all_nodes, plan.shared),
+        verdicts.judge_memory_in_proportion(plan, cost),
+        verdicts.judge_nobody_holds_the_whole(all_nodes, names, fetching),
+        verdicts.judge_downloads_complete(chosen_nodes, must_be_here=bool(nodes) and not has_folders),
+        verdicts.judge_slices_as_planned(chosen_nodes, source.model, has_folders=has_folders),
+        verdicts.judge_digests_match(
+            chosen_nodes,
+            shapes={name: describe_shape(entry) for name, entry in source.headers_known.items()},
+            digests=_digest_source(source, {name for node in chosen_nodes for name in node.holding.digests}),
             has_folders=has_folders,
         ),
-        judge_reads_match(plan, found, has_records=records is not None),
+        verdicts.judge_reads_match(plan, chosen_nodes, has_records=records is not None),
     )
-    return Verification(plan=plan, model=source.model, nodes=found, verdicts=verdicts)
+    return Verification(plan=plan, model=source.model, nodes=chosen_nodes, verdicts=judged)
 
 
 def layers_read(record: ReadRecord | None, architecture: Architecture) -> tuple[int, ...] | None:
     """Return the layers of which a run opened tensors, ascending; None without a record."""
     if record is None:
         return None
-    found = {architecture.layer_of(name) for name in record.tensors}
-    return tuple(sorted(layer for layer in found if layer is not None))
+    layers = {architecture.layer_of(name) for name in record.tensors}
+    return tuple(sorted(layer for layer in layers if layer is not None))
+
+
+def _gather_evidence(
+    plan: PartitionPlan,
+    source: SliceSource,
+    chosen: Set[str],
+    slices: Path | None,
+    records: Mapping[str, ReadRecord],
+    access: HubAccess | None,
+) -> tuple[NodeVerification, ...]:
+    """Return the evidence about all nodes; folders of slices are read for chosen nodes only."""
+    sizes = source.measure_tensors(plan)
+    repository = Repository.of(source, plan, access=access)
+    gathered = []
+    for slice_ in plan.slices:
+        name = slice_.node.name
+        if slices is None or name not in chosen:
+            holding = Holding.planned(slice_, sizes)
+        else:
+            holding = Holding.found(slice_, slices / name)
+        gathered.append(
+            NodeVerification(
+                slice=slice_,
+                download=Download.of(slice_, source, repository),
+                holding=holding,
+                record=records.get(name),
+                layers=layers_read(records.get(name), source.architecture),
+                slice_bytes=sum(sizes.get(tensor, 0) for tensor in slice_.names),
+            )
+        )
+    return tuple(gathered)
 
 
 def _judge_plan(plan: PartitionPlan, source: SliceSource) -> SliceVerdict:
     """Decide whether the plan is whole and the checkpoint's, as far as headers and index file are known."""
     names = source.names
+    # Without any names headers are unknown too.
     entries = None if names is None else source.headers_known
     faults = plan.find_faults(entries, source.architecture, folder=source.folder, names=names)
     return SliceVerdict.of("plan_is_whole", "the plan agrees with itself and the checkpoint", faults)
 
 
-def _measure_costs(plan: PartitionPlan, source: SliceSource) -> ModelCost | None:
-    """Return the cost of the model's parts by its own tensors; None if they are not known."""
-    tensors = source.find_tensors()
-    if tensors is None:
-        return None
-    return measure_costs(tensors, source.architecture, source.config, plan.workload)
-
-
-def _source_digests(source: SliceSource, names: set[str]) -> dict[str, str]:
+def _digest_source(source: SliceSource, names: set[str]) -> dict[str, str]:
     """Compute the sha256 of the named tensors that the source has here."""
     if source.index is None or not names:
         return {}
@@ -200,7 +202,7 @@ def _source_digests(source: SliceSource, names: set[str]) -> dict[str, str]:
         }
 
 
-def _node_values(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:
+def _node_to_json(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:
     download, record, holding = node.download, node.record, node.holding
     share = plan.share(node.slice)
     return {
@@ -238,6 +240,8 @@ def _node_values(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:
             "bytes_asked": record.bytes_asked,
             "bytes_read": record.bytes_read,
             "bytes_read_again": record.bytes_read_again,
-            "bytes_read_over_slice": read_over_slice(record, node.slice_bytes) if node.slice_bytes else None,
+            "bytes_read_over_slice": verdicts.read_over_slice(record, node.slice_bytes)
+            if node.slice_bytes
+            else None,
         },
     }

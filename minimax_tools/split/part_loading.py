@@ -20,7 +20,7 @@ import torch
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, contradictions, faulty_checkpoint
+from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
 from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.size import word_size
@@ -86,7 +86,7 @@ class Weights:
         if not headers:
             raise CheckpointError(f"{self.model} holds no tensor of these layers")
         folder = next(iter(paths.values())).parent
-        faults = contradictions(self.weight_map, headers)
+        faults = find_index_faults(self.weight_map, headers)
         if faults:
             raise faulty_checkpoint(folder, faults)
         entries = {entry.name: entry for header in headers.values() for entry in header}

@@ -15,8 +15,8 @@ from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import (
     WeightFiles,
-    contradictions,
     faulty_checkpoint,
+    find_index_faults,
     read_index_json,
     weight_map_of,
 )
@@ -262,7 +262,7 @@ def _verify_shards(weight_map: Mapping[str, str], folder: Path) -> None:
             headers[file] = read_shard_header(folder / file)
         except CheckpointError as error:
             faults.append(f"shard {file} cannot be read ({error.what}: {error.found})")
-    faults += contradictions(weight_map, headers)
+    faults += find_index_faults(weight_map, headers)
     if faults:
         raise faulty_checkpoint(folder, faults)
 

@@ -11,6 +11,7 @@ import jinja2
 import jinja2.sandbox
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.config_file import read_config_file
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -29,7 +30,8 @@ def render_chat(folder: Path, prompt: str) -> str:
     Raises:
         CheckpointError: The checkpoint has no chat template, or one that cannot be rendered.
     """
-    config = _tokenizer_config(folder)
+    path = folder / "tokenizer_config.json"
+    config = read_config_file(path) if path.is_file() else {}
     special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
     try:
         return (
@@ -60,21 +62,6 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object", next_step="Fetch the file again.")
-    return config
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 from minimax_tools.text.chat import render_chat
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -60,7 +59,7 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 
 # The first file that names end tokens counts, as in transformers.
-_FILES = ("generation_config.json", "config.json")
+_FILES = ("generation_config.json", CONFIG_FILE)
 _KEY = "eos_token_id"
 
 
@@ -74,12 +73,7 @@ def read_end_tokens(folder: Path) -> frozenset[int]:
         path = folder / name
         if not path.is_file():
             continue
-        try:
-            named: Any = json.loads(path.read_text(encoding="utf-8")).get(_KEY)
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
-            ) from error
+        named = read_config_file(path).get(_KEY)
         if named is None:
             continue
         ids = named if isinstance(named, list) else [named]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from minimax_tools.checkpoint.index import TensorIndex, read_headers
 from minimax_tools.checkpoint.weight_files import (
     SAFETENSORS_SUFFIX,
     WeightFiles,
-    contradictions,
     faulty_checkpoint,
+    find_index_faults,
     read_index_json,
 )
 from minimax_tools.errors import CheckpointError
@@ -37,9 +37,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledEntry(TensorEntry):
-    """A tensor of a `.bin` file: `offset` of its first element, `size_bytes` of its values.
+    """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` the size of its values.
 
-    `stored` describes the elements in the file: strides, shared storages, bits, casts.
+    Args:
+        stored: Place of the elements in the file, and the computation of the values from them.
     """
 
     stored: StoredTensor
@@ -76,14 +77,16 @@ def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
     """
     with refusing(path, CheckpointError, next_step="Fetch the file again."):
         value = read_structure(path)
-    tensors, left_out = _state_dict(path, value)
-    _refuse_unreadable(path, tensors)
-    left_out += [str(name) for name, tensor in tensors.items() if not isinstance(tensor, StoredTensor)]
+    state_dict, left_out = _find_state_dict(path, value)
+    _refuse_unreadable(path, state_dict)
+    entries = []
+    for name, stored in state_dict.items():
+        if isinstance(stored, StoredTensor):
+            entries.append(_entry(path, name, stored))
+        else:
+            left_out.append(str(name))
     if left_out:
         _logger.info("%s: left out, as they are not tensors of its state dict: %s", path, ", ".join(left_out))
-    entries = (
-        _entry(path, name, stored) for name, stored in tensors.items() if isinstance(stored, StoredTensor)
-    )
     return tuple(sorted(entries, key=lambda entry: (entry.offset, entry.name)))
 
 
@@ -92,14 +95,14 @@ def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIn
 
     Args:
         path: The file or the folder.
-        may_lack_shards: Whether shards of the index file may be missing; their tensors are then `absent`.
+        may_lack_shards: True if shards that the index file names may be missing; their tensors are then `absent`.
 
     Raises:
         CheckpointError: As for `read_pickled_header`. Or a shard is missing or damaged, a tensor lies in two files,
             or the index file and the files contradict each other: the message lists all faults.
     """
     if path.is_file():
-        return _index(path.parent, {entry.name: entry for entry in read_pickled_header(path)})
+        return TensorIndex.of(path.parent, read_pickled_header(path))
     names = [file.name for file in path.iterdir()] if path.is_dir() else []
     files = WeightFiles.pickled_among(names)
     if files is None:
@@ -112,51 +115,31 @@ def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIn
     weight_map = None if files.index_file is None else read_index_json(path / files.index_file)["weight_map"]
     shards = files.shards if weight_map is None else tuple(sorted(set(weight_map.values())))
     missing = {shard for shard in shards if may_lack_shards and not (path / shard).is_file()}
-    entries = _read_shards(path, [shard for shard in shards if shard not in missing], weight_map)
-    absent = {name: file for name, file in (weight_map or {}).items() if file in missing}
-    return _index(path, entries, absent)
-
-
-def _read_shards(
-    folder: Path, shards: Sequence[str], weight_map: Mapping[str, str] | None
-) -> dict[str, PickledEntry]:
-    headers, faults = read_headers(
-        folder,
-        shards,
-        read_pickled_header,
-        word_damage=lambda error: f"cannot be read ({error.what}: {error.found})",
-    )
+    present = [shard for shard in shards if shard not in missing]
+    headers, faults = read_headers(path, present, read_pickled_header)
     if weight_map is not None:
-        faults += contradictions(weight_map, headers)
+        faults += find_index_faults(weight_map, headers)
     if faults:
-        raise faulty_checkpoint(folder, faults)
-    return {entry.name: entry for header in headers.values() for entry in header}
+        raise faulty_checkpoint(path, faults)
+    absent = {name: file for name, file in (weight_map or {}).items() if file in missing}
+    return TensorIndex.of(path, chain.from_iterable(headers.values()), absent)
 
 
-def _index(
-    folder: Path, entries: Mapping[str, TensorEntry], absent: Mapping[str, str] | None = None
-) -> TensorIndex:
-    return TensorIndex(
-        folder=folder,
-        entries=MappingProxyType(dict(sorted(entries.items()))),
-        absent=MappingProxyType(dict(sorted((absent or {}).items()))),
-    )
-
-
-def _state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:
+def _find_state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:
     """Find the mapping that holds the weights, and list the keys beside it."""
     if isinstance(value, InertRecord):
         raise _no_state_dict(path, f"an object of {value.module}.{value.name}")
     if not isinstance(value, Mapping):
         raise _no_state_dict(path, "a single tensor" if isinstance(value, StoredTensor) else f"{value!r:.80}")
-    nested = [key for key in _NESTED_KEYS if _holds_tensors(value.get(key))]
-    if len(nested) + _holds_tensors(value) > 1:
-        places = ", ".join(nested) + (", and beside them" if _holds_tensors(value) else "")
+    is_state_dict = _holds_tensors(value)
+    nested_keys = [key for key in _NESTED_KEYS if _holds_tensors(value.get(key))]
+    if len(nested_keys) + is_state_dict > 1:
+        places = ", ".join(nested_keys) + (", and beside them" if is_state_dict else "")
         raise _no_state_dict(path, f"tensors in several places: {places}")
-    if _holds_tensors(value):
+    if is_state_dict:
         return value, []
-    if nested:
-        return value[nested[0]], [str(key) for key in value if key != nested[0]]
+    if nested_keys:
+        return value[nested_keys[0]], [str(key) for key in value if key != nested_keys[0]]
     keys = ", ".join(str(key) for key in list(value)[:_NUM_KEYS_SHOWN])
     raise _no_state_dict(path, f"a dict with {keys or 'nothing'}")
 
@@ -166,7 +149,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Decide whether a value was a tensor when it was saved, also a kind that cannot be read."""
+    """Decide whether a value was a tensor when it was saved, perhaps of a kind that cannot be read."""
     if isinstance(value, InertRecord):
         return value.module in ("torch._utils", "torch._tensor") and value.name.startswith("_rebuild")
     return isinstance(value, StoredTensor | torch.Tensor)

@@ -38,14 +38,17 @@ class InertRecord:
         return f"<inert {self.module}.{self.name}>"
 
 
+_SCALARS = (str, bytes, int, float, complex, type(None), InertRecord)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
     """Names that become values. A builder returns NotImplemented if its object must stay inert.
 
     Args:
-        constants: Values of names.
-        builders: Functions that turn the arguments of a call into a value.
-        state_builders: Functions that turn a record and its state into a value.
+        constants: Values, by the name that the pickle gives for them.
+        builders: Functions that turn the arguments of a call into a value, by the name called.
+        state_builders: Functions that turn a record and its state into a value, by the record's name.
         persistent_load: Function that turns a reference to data outside the pickle into a value.
     """
 
@@ -70,7 +73,11 @@ def load_inert(file: IO[bytes], vocabulary: Vocabulary) -> Any:
 
 # The unpickler in Python: the one in C cannot be given other actions for opcodes.
 class _InertUnpickler(pickle._Unpickler):
-    """An unpickler that calls builders of its vocabulary and nothing else."""
+    """An unpickler that calls builders of its vocabulary and nothing else.
+
+    The base class keeps a `stack` of values and acts on it for each opcode, by the table `dispatch` (at the end). The
+    actions that would call something, or fill an object in, are replaced here. `memo` holds values used again.
+    """
 
     # Attributes of the base class that typeshed does not list.
     stack: list[Any]
@@ -93,15 +100,19 @@ class _InertUnpickler(pickle._Unpickler):
         self.append(self.find_class("copyreg", f"extension {code}"))
 
     def _instantiate(self, callee: Any, args: Any) -> None:
+        # For the opcodes INST and OBJ, whose actions of the base class end here.
         self._call(callee, tuple(args))
 
     def _call(self, callee: Any, args: Any, keywords: Any = None) -> None:
+        """Put the value of a call on the stack: what the vocabulary builds, else an inert record."""
         if not isinstance(args, tuple):
             raise pickle.UnpicklingError("a call's arguments are not a tuple")
         if not isinstance(callee, InertRecord):
+            # A value that the vocabulary built is called.
             kind = type(callee)
             record = InertRecord(module=kind.__module__, name=f"{kind.__qualname__}()", args=(callee, *args))
         elif callee.args is not None:
+            # The result of a call is called.
             record = InertRecord(module=callee.module, name=f"{callee.name}()", args=args)
         else:
             record = InertRecord(module=callee.module, name=callee.name, args=args)
@@ -110,7 +121,7 @@ class _InertUnpickler(pickle._Unpickler):
             self.append(record)
             return
         builder = self._vocabulary.builders.get((record.module, record.name))
-        self.append(record if builder is None else _built(record, builder, *args))
+        self.append(record if builder is None else _build(record, builder, *args))
 
     def _load_call(self) -> None:
         args = self.stack.pop()
@@ -123,21 +134,17 @@ class _InertUnpickler(pickle._Unpickler):
     def _load_state(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
         if not isinstance(record, InertRecord):
-            return  # Attributes of plain values and tensors are dropped.
+            # Attributes of plain values and tensors are dropped.
+            return
         record.state = state
         builder = self._vocabulary.state_builders.get((record.module, record.name))
-        value = record if builder is None else _built(record, builder, record, state)
+        value = record if builder is None else _build(record, builder, record, state)
         if value is not record:
             self.stack[-1] = value
+            # Later references to the object must give the value.
             self.memo = {index: value if kept is record else kept for index, kept in self.memo.items()}
 
-    def _load_item(self) -> None:
-        self._add([self.stack.pop()])
-
-    def _load_items(self) -> None:
-        self._add(self.pop_mark())
-
-    def _add(self, values: list[Any]) -> None:
+    def _add_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, InertRecord):
             target.items.extend(values)
@@ -150,12 +157,9 @@ class _InertUnpickler(pickle._Unpickler):
 
     def _load_pair(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._store([key, value])
+        self._add_pairs([key, value])
 
-    def _load_pairs(self) -> None:
-        self._store(self.pop_mark())
-
-    def _store(self, values: list[Any]) -> None:
+    def _add_pairs(self, values: list[Any]) -> None:
         target, pairs = self.stack[-1], _pairs(values)
         if isinstance(target, InertRecord):
             target.items.extend(pairs)
@@ -165,7 +169,8 @@ class _InertUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"{type(target).__name__} takes no pairs")
 
     def _load_dict(self) -> None:
-        pairs = _pairs(self.pop_mark())  # First, because it replaces `append`.
+        # `pop_mark` replaces `append`, so it must come first.
+        pairs = _pairs(self.pop_mark())
         self.append({hashable(key): value for key, value in pairs})
 
     def _load_frozenset(self) -> None:
@@ -178,11 +183,11 @@ class _InertUnpickler(pickle._Unpickler):
         pickle.NEWOBJ[0]: _load_call,
         pickle.NEWOBJ_EX[0]: _load_call_with_keywords,
         pickle.BUILD[0]: _load_state,
-        pickle.APPEND[0]: _load_item,
-        pickle.APPENDS[0]: _load_items,
-        pickle.ADDITEMS[0]: _load_items,
+        pickle.APPEND[0]: lambda self: self._add_items([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._add_items(self.pop_mark()),
+        pickle.ADDITEMS[0]: lambda self: self._add_items(self.pop_mark()),
         pickle.SETITEM[0]: _load_pair,
-        pickle.SETITEMS[0]: _load_pairs,
+        pickle.SETITEMS[0]: lambda self: self._add_pairs(self.pop_mark()),
         pickle.DICT[0]: _load_dict,
         pickle.FROZENSET[0]: _load_frozenset,
     }
@@ -193,13 +198,14 @@ def hashable(value: Any) -> Any:
 
     A deeply nested tuple could crash the process when it is hashed, or take forever.
     """
-    flat = isinstance(value, tuple) and all(isinstance(item, _SCALARS) for item in value)
-    if flat or isinstance(value, _SCALARS):
+    is_flat = isinstance(value, tuple) and all(isinstance(item, _SCALARS) for item in value)
+    if is_flat or isinstance(value, _SCALARS):
         return value
     return InertRecord(module="builtins", name="key", args=(value,))
 
 
-def _built(record: InertRecord, builder: Callable[..., Any], *args: Any) -> Any:
+def _build(record: InertRecord, builder: Callable[..., Any], *args: Any) -> Any:
+    """Return the builder's value, or the record if that must stay inert."""
     try:
         value = builder(*args)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -208,9 +214,7 @@ def _built(record: InertRecord, builder: Callable[..., Any], *args: Any) -> Any:
 
 
 def _pairs(values: list[Any]) -> list[tuple[Any, Any]]:
+    """Pair keys and values, which alternate."""
     if len(values) % 2:
         raise pickle.UnpicklingError("a key has no value")
     return list(zip(values[::2], values[1::2], strict=True))
-
-
-_SCALARS = (str, bytes, int, float, complex, type(None), InertRecord)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ from minimax_tools.torch_files.header import PickledEntry, read_pickled_index
 from minimax_tools.torch_files.stored import StoredTensor
 from minimax_tools.torch_files.torch_file import refusing
 
-# Piece of a file that is read at once for a tensor whose elements do not lie in a row.
-_PIECE_BYTES = 16 * 2**20
+# Most bytes of a file that are held beside a tensor whose elements do not lie in a row.
+_PIECE_BYTES = 16 << 20
 
 
 class PickledReader(CheckpointReader):
@@ -52,9 +53,6 @@ class PickledReader(CheckpointReader):
             return super().read(name)
         return self._read_view(entry, entry.stored)
 
-    def __enter__(self) -> PickledReader:
-        return self
-
     def _entry(self, name: str) -> PickledEntry:
         entry = self.index[name]
         if not isinstance(entry, PickledEntry):
@@ -62,6 +60,7 @@ class PickledReader(CheckpointReader):
         return entry
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
+        # The base class reads whole tensors only of these files, so the name tells which.
         entry = self._entry(entry.name)
         if not entry.stored.is_verbatim:
             self._fill_by_pieces(entry, entry.stored, out)
@@ -75,6 +74,7 @@ class PickledReader(CheckpointReader):
             out.copy_(self._read_view(entry, stored))
             return
         spans = [(size - 1) * stride for size, stride in zip(stored.shape, stored.stride, strict=True)]
+        # The dim that spans most of the file.
         dim = spans.index(max(spans))
         half = stored.shape[dim] // 2
         for start, length in ((0, half), (half, stored.shape[dim] - half)):
@@ -83,15 +83,8 @@ class PickledReader(CheckpointReader):
     def _read_view(self, entry: PickledEntry, stored: StoredTensor) -> torch.Tensor:
         """Read a tensor of `entry`, or a part of it, from the bytes of its first to its last element."""
         content = torch.empty(stored.extent_bytes, dtype=torch.uint8)
-        place = TensorEntry(
-            name=entry.name,
-            file=entry.file,
-            dtype=content.dtype,
-            shape=tuple(content.shape),
-            offset=stored.offset,
-            size_bytes=stored.extent_bytes,
-        )
-        super()._fill(place, content)
+        extent = replace(entry, offset=stored.offset, size_bytes=stored.extent_bytes)
+        super()._fill(extent, content)
         _check_crc32(entry, stored, content)
         # A damaged file may describe a tensor that torch refuses.
         with refusing(entry.file, CheckpointError, next_step="Fetch the file again."):

@@ -1,7 +1,7 @@
-"""The few names of a torch-saved pickle that become values, each by a function of this file.
+"""The few names of a torch-saved pickle that become values: the tables at the end map each to a function.
 
-A tensor is described without device, gradients or hooks, and keeps its strides. The caller makes it from the
-description. Devices, sparse and quantised tensors, and tensors without data stay inert.
+A tensor becomes a `StoredTensor`, without device, gradients or hooks, and keeps its strides. Devices, sparse and
+quantised tensors, and tensors without data stay inert.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +29,7 @@ def torch_vocabulary(
 
     Args:
         find_storage: Function that finds a storage in the file.
-        make_tensor: Function that turns a description into a value: a `torch.Tensor`, or the description itself.
+        make_tensor: Function that turns a `StoredTensor` into a value: a `torch.Tensor`, or itself.
     """
 
     def persistent_load(persistent_id: Any) -> Any:
@@ -36,23 +38,28 @@ def torch_vocabulary(
             return InertRecord(module="torch", name="persistent_id", args=(persistent_id,))
         return find_storage(storage_id).narrow(storage_id.window)
 
-    def made(builder: Callable[..., Any]) -> Callable[..., Any]:
-        def build(*args: Any) -> Any:
-            value = builder(*args)
-            return make_tensor(value) if isinstance(value, StoredTensor) else value
+    def build(builder: Callable[..., Any], *args: Any) -> Any:
+        value = builder(*args)
+        return make_tensor(value) if isinstance(value, StoredTensor) else value
 
-        return build
-
+    tensor_builders = (
+        *_TENSOR_BUILDERS.items(),
+        (("torch._tensor", "_rebuild_from_type_v2"), _tensor_of_type),
+    )
     return Vocabulary(
         constants=_DTYPES,
-        builders={**_BUILDERS, **{name: made(builder) for name, builder in _MAKING_TENSORS.items()}},
+        builders={**_BUILDERS, **{name: partial(build, builder) for name, builder in tensor_builders}},
         state_builders=_STATE_BUILDERS,
         persistent_load=persistent_load,
     )
 
 
 def parse_storage_id(persistent_id: Any) -> StorageId | None:
-    """Return the storage that a persistent id names; None if it names something else."""
+    """Return the storage that a persistent id names; None if it names something else.
+
+    A persistent id is a pickle's reference to data outside of it: torch.save writes ("storage", class, key, device,
+    number of elements), and in old files the window of a view.
+    """
     if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6):
         return None
     kind, storage_class, key, _, num_elements, *rest = persistent_id
@@ -95,8 +102,7 @@ def _with_bits(tensor: StoredTensor, metadata: tuple[Any, ...]) -> StoredTensor:
     bits = metadata[0] if metadata and metadata[0] else {}
     if not isinstance(bits, dict) or not set(bits) <= {"conj", "neg"}:
         raise ValueError("a tensor's metadata is unknown")
-    tensor = tensor.conj() if bits.get("conj") else tensor
-    return tensor.neg() if bits.get("neg") else tensor
+    return replace(tensor, is_conjugate=bool(bits.get("conj")), is_negative=bool(bits.get("neg")))
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -105,8 +111,10 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _tensor_of_type(build: Any, _type: Any, args: Any, *_: Any) -> Any:
     """Rebuild a tensor of a subclass, or with attributes, as a plain tensor."""
-    known = isinstance(build, InertRecord) and build.args is None and isinstance(args, tuple)
-    builder = _TENSOR_BUILDERS.get((build.module, build.name)) if known else None
+    # Only a name itself is known, not the result of a call of it.
+    if not isinstance(build, InertRecord) or build.args is not None or not isinstance(args, tuple):
+        return NotImplemented
+    builder = _TENSOR_BUILDERS.get((build.module, build.name))
     return NotImplemented if builder is None else builder(*args)
 
 
@@ -115,11 +123,7 @@ def _device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
     tensor = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
     if not isinstance(tensor, StoredTensor | torch.Tensor) or not isinstance(dtype, torch.dtype):
         raise TypeError("a device tensor has no data or no dtype")
-    return tensor.to(dtype)
-
-
-def _size(dims: Any) -> torch.Size:
-    return torch.Size(_integers(dims))
+    return replace(tensor, cast=dtype) if isinstance(tensor, StoredTensor) else tensor.to(dtype)
 
 
 def _ordered_dict(pairs: Any = ()) -> OrderedDict[Any, Any]:
@@ -128,20 +132,8 @@ def _ordered_dict(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict((hashable(key), value) for key, value in pairs)
 
 
-def _dict_without_factory(*_: Any) -> dict[Any, Any]:
-    return {}
-
-
 def _counter(counts: Any = None) -> Any:
     return dict(counts or {}) if isinstance(counts, dict | None) else NotImplemented
-
-
-def _set(items: Any = ()) -> set[Any]:
-    return set(_hashables(items))
-
-
-def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(_hashables(items))
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
@@ -151,9 +143,9 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 def _bytes_of_text(text: Any, encoding: Any) -> Any:
-    # Protocol 2 writes bytes so; other codecs run code, and stay inert.
-    known = isinstance(text, str) and encoding in ("latin1", "latin-1")
-    return text.encode("latin-1") if known else NotImplemented
+    # Protocol 2 writes bytes as Latin-1 text. Other codecs run code, and stay inert.
+    is_bytes = isinstance(text, str) and encoding in ("latin1", "latin-1")
+    return text.encode("latin-1") if is_bytes else NotImplemented
 
 
 def _bytearray(content: Any = b"", encoding: Any = None) -> Any:
@@ -161,32 +153,31 @@ def _bytearray(content: Any = b"", encoding: Any = None) -> Any:
     return bytearray(content) if isinstance(content, bytes | bytearray) else NotImplemented
 
 
-def _numpy_scalar(dtype: Any, content: Any = None) -> Any:
-    known = _numpy_dtype(dtype)
-    if known is None or not isinstance(content, bytes | bytearray):
+def _numpy_scalar(dtype_record: Any, content: Any = None) -> Any:
+    dtype = _numpy_dtype(dtype_record)
+    if dtype is None or not isinstance(content, bytes | bytearray):
         return NotImplemented
-    return np.frombuffer(content, known, count=1)[0].item()
+    return np.frombuffer(content, dtype, count=1)[0].item()
 
 
 def _numpy_array(record: InertRecord, state: Any) -> Any:
     """Rebuild a numpy array from the state of its pickle. Arrays of objects or fields stay inert."""
     if not isinstance(state, tuple) or len(state) != 5:
         return NotImplemented
-    _, shape, dtype, is_fortran, content = state
-    known = _numpy_dtype(dtype)
-    if known is None or not isinstance(content, bytes | bytearray):
+    _, shape, dtype_record, is_fortran, content = state
+    dtype = _numpy_dtype(dtype_record)
+    if dtype is None or not isinstance(content, bytes | bytearray):
         return NotImplemented
-    array = np.frombuffer(content, known).reshape(_integers(shape), order="F" if is_fortran else "C")
-    return array.astype(known.newbyteorder("="))
+    array = np.frombuffer(content, dtype).reshape(_integers(shape), order="F" if is_fortran else "C")
+    # In the machine's byte order, which torch needs.
+    return array.astype(dtype.newbyteorder("="))
 
 
 def _numpy_dtype(record: Any) -> np.dtype[Any] | None:
     """Return the dtype that an inert `numpy.dtype` describes; None unless it is of plain numbers."""
-    if (
-        not isinstance(record, InertRecord)
-        or (record.module, record.name) != ("numpy", "dtype")
-        or not record.args
-    ):
+    if not isinstance(record, InertRecord) or not record.args:
+        return None
+    if (record.module, record.name) != ("numpy", "dtype"):
         return None
     code = record.args[0]
     if not isinstance(code, str) or re.fullmatch(r"b1|[iu][1248]|f[248]|c(8|16)", code) is None:
@@ -249,9 +240,6 @@ _TENSOR_BUILDERS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
     }
 )
 
-_MAKING_TENSORS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
-    {**_TENSOR_BUILDERS, ("torch._tensor", "_rebuild_from_type_v2"): _tensor_of_type}
-)
 
 # Protocol 2 writes names of Python 2; numpy 2 moved its modules.
 _BUILTINS = ("builtins", "__builtin__")
@@ -259,13 +247,14 @@ _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 _BUILDERS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
     {
-        ("torch", "Size"): _size,
+        ("torch", "Size"): lambda dims: torch.Size(_integers(dims)),
         ("collections", "OrderedDict"): _ordered_dict,
-        ("collections", "defaultdict"): _dict_without_factory,
+        # The factory is not called: missing keys stay missing.
+        ("collections", "defaultdict"): lambda *_: {},
         ("collections", "Counter"): _counter,
         ("_codecs", "encode"): _bytes_of_text,
-        **_in_modules(_BUILTINS, "set", _set),
-        **_in_modules(_BUILTINS, "frozenset", _frozenset),
+        **_in_modules(_BUILTINS, "set", lambda items=(): set(_hashables(items))),
+        **_in_modules(_BUILTINS, "frozenset", lambda items=(): frozenset(_hashables(items))),
         **_in_modules(_BUILTINS, "complex", _complex),
         **_in_modules(_BUILTINS, "bytearray", _bytearray),
         **_in_modules(_NUMPY, "scalar", _numpy_scalar),

@@ -15,7 +15,7 @@ _MAX_BYTES = 2**62
 class StorageId:
     """A storage outside the pickle, as the pickle describes it.
 
-    `window` is (first element, number of elements) of an old file's view into the storage; None for all of it.
+    Old files store views of a storage: `window` is the view's (first element, number of elements), or None.
     """
 
     key: str
@@ -34,7 +34,7 @@ class Storage:
     """A storage, or a window of one, by its bytes in the file.
 
     Args:
-        key: Name of the storage in the file; windows of one storage share it.
+        key: Name of the storage in the file; all windows of the storage have the same.
         dtype: Dtype of its elements; uint8 if each tensor has its own dtype.
         offset: Offset of its first byte in the file.
         size_bytes: Length in bytes.
@@ -48,7 +48,7 @@ class Storage:
     crc32: int | None = None
 
     def narrow(self, window: tuple[int, int] | None) -> Storage:
-        """Return a window (first element, number of elements) of the storage; itself for None.
+        """Return a window (first element, number of elements) of the storage, or for None the storage itself.
 
         Raises:
             ValueError: The window reaches outside the storage.
@@ -73,7 +73,7 @@ class StoredTensor:
         start: Index of its first element in the storage.
         is_conjugate: Whether the values are the conjugates of the stored elements.
         is_negative: Whether the values are the negatives of the stored elements.
-        cast: Dtype of the tensor when it was saved, if that is not `dtype`.
+        cast: Dtype to which the values are cast when they are read; None for `dtype`.
 
     Raises:
         ValueError: The tensor reaches outside its storage.
@@ -101,7 +101,7 @@ class StoredTensor:
 
     @property
     def extent(self) -> int:
-        """Number of storage elements from the tensor's first to its last."""
+        """Number of the storage's elements from the tensor's first to its last, gaps included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
@@ -123,32 +123,23 @@ class StoredTensor:
 
     @property
     def is_verbatim(self) -> bool:
-        """True if the values are the stored bytes, in their order."""
+        """True if the values are the stored bytes, in their order: contiguous, and nothing to be computed."""
         if self.is_conjugate or self.is_negative or self.given_dtype != self.dtype:
             return False
-        expected = 1
+        if 0 in self.shape:
+            return True
+        contiguous_stride = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return 0 in self.shape
-            expected *= size
+            # The stride of a dim of size 1 is never used.
+            if size != 1 and stride != contiguous_stride:
+                return False
+            contiguous_stride *= size
         return True
 
     @property
     def repeats_elements(self) -> bool:
         """True if the tensor has more elements than its extent, as an expanded tensor has."""
         return math.prod(self.shape) > self.extent
-
-    def to(self, dtype: torch.dtype) -> StoredTensor:
-        """Return the same tensor, cast to `dtype` when it is read."""
-        return replace(self, cast=dtype)
-
-    def conj(self) -> StoredTensor:
-        """Return the same tensor, conjugated when it is read."""
-        return replace(self, is_conjugate=not self.is_conjugate)
-
-    def neg(self) -> StoredTensor:
-        """Return the same tensor, negated when it is read."""
-        return replace(self, is_negative=not self.is_negative)
 
     def narrow(self, dim: int, start: int, length: int) -> StoredTensor:
         """Return the part of the tensor that `torch.narrow` gives."""

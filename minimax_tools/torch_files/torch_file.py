@@ -1,7 +1,14 @@
 """Values of a file that torch.save wrote, read without running anything in it.
 
-Both layouts are read: the zip archive, and the older stream of pickles with the storages after them. `inert` reads the
-pickles, and `rebuild` has the names that become values. A storage is read only when a tensor is wanted.
+A file holds pickles, which describe the saved value, and storages: the bytes of its tensors. Both layouts are read:
+
+| layout | written by | content |
+|---|---|---|
+| zip archive | torch since 1.6 | a pickle data.pkl, and each storage as data/KEY |
+| stream | older versions | five pickles (mark, version, system, value, keys), then the storages |
+
+`inert` reads the pickles, and `rebuild` has the names that become values. A storage is read only when a tensor is
+wanted.
 """
 
 from __future__ import annotations
@@ -25,10 +32,12 @@ from minimax_tools.torch_files.inert import Vocabulary, load_inert
 from minimax_tools.torch_files.rebuild import parse_storage_id, torch_vocabulary
 from minimax_tools.torch_files.stored import Storage, StorageId, StoredTensor
 
+# First bytes of a zip archive and of each record in it; value of a stream's first pickle; first bytes of the text that
+# Git LFS puts in a file's place.
 _ZIP_MAGIC = b"PK\x03\x04"
 _STREAM_MAGIC = 0x1950A86A20F9469CFC6C
 _POINTER_MAGIC = b"version https://git-lfs"
-# Header of a zip record: it begins with the mark and ends with the lengths of name and extra field.
+# Header of a zip record: it begins with `_ZIP_MAGIC` and ends with the lengths of name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 # Number of elements, before each storage of a stream.
 _NUM_ELEMENTS = struct.Struct("<q")
@@ -58,8 +67,17 @@ def read_value(path: Path) -> Any:
         OSError, ValueError, and others: See `refusing`.
     """
     with path.open("rb") as file:
-        layout = _open(file)
-        return layout.load(_TensorMaker(file, layout).make)
+        layout = _open_layout(file)
+        contents: dict[str, torch.Tensor] = {}
+
+        def make_tensor(stored: StoredTensor) -> torch.Tensor:
+            storage = layout.storages[stored.storage.key]
+            if storage.key not in contents:
+                contents[storage.key] = _read_storage(file, storage)
+            start = stored.offset - storage.offset
+            return stored.view(contents[storage.key].narrow(0, start, stored.extent_bytes))
+
+        return layout.load(make_tensor)
 
 
 def read_structure(path: Path) -> Any:
@@ -69,16 +87,15 @@ def read_structure(path: Path) -> Any:
         OSError, ValueError, and others: See `refusing`.
     """
     with path.open("rb") as file:
-        return _open(file).load(lambda stored: stored)
+        return _open_layout(file).load(lambda stored: stored)
 
 
 @contextlib.contextmanager
 def refusing(path: Path, error_type: type[CannotRunError], *, next_step: str) -> Iterator[None]:
-    """Translate the errors of a missing, damaged or foreign file in the block into one that names it.
+    """Translate errors in the block, which reads a file, into an `error_type` that names the file.
 
     Raises:
-        CannotRunError: The file is missing or cannot be read; the class is `error_type`. `next_step` is for a
-            damaged file.
+        CannotRunError: The file is missing, or it is damaged or foreign; for the latter `next_step` is given.
     """
     try:
         yield
@@ -96,7 +113,7 @@ def refusing(path: Path, error_type: type[CannotRunError], *, next_step: str) ->
         ) from error
 
 
-def _open(file: io.BufferedReader) -> _ZipArchive | _PickleStream:
+def _open_layout(file: io.BufferedReader) -> _ZipArchive | _PickleStream:
     magic = file.read(len(_POINTER_MAGIC))
     if magic == _POINTER_MAGIC:
         raise ValueError("it is a Git LFS pointer: the file itself was never fetched")
@@ -105,9 +122,10 @@ def _open(file: io.BufferedReader) -> _ZipArchive | _PickleStream:
 
 
 class _ZipArchive:
-    """A zip of uncompressed records: data.pkl, and the storages as data/<key>."""
+    """A zip of uncompressed records; `storages` are found while the value is loaded."""
 
     def __init__(self, file: io.BufferedReader) -> None:
+        self.storages: dict[str, Storage] = {}
         self._file = file
         with zipfile.ZipFile(file) as archive:
             self._records = {record.filename: record for record in archive.infolist()}
@@ -115,45 +133,39 @@ class _ZipArchive:
         if len(pickles) != 1:
             raise ValueError(f"the archive holds {len(pickles)} files data.pkl, not one")
         self._folder = pickles[0].removesuffix("data.pkl")
-        self._storages: dict[str, Storage] = {}
         # Overlapping records could need more memory than the file has.
         if sum(record.file_size for record in self._records.values()) > _size_bytes(file):
             raise ValueError("the archive's records are larger than the archive")
 
     def load(self, make_tensor: Callable[[StoredTensor], Any]) -> Any:
-        if self._folder + "byteorder" in self._records and self._bytes("byteorder") != b"little":
+        if self._folder + "byteorder" in self._records and self._read_record("byteorder") != b"little":
             raise ValueError("the storages are not little-endian")
-        return load_inert(io.BytesIO(self._bytes("data.pkl")), torch_vocabulary(self.storage, make_tensor))
+        pickle_file = io.BytesIO(self._read_record("data.pkl"))
+        return load_inert(pickle_file, torch_vocabulary(self._find_storage, make_tensor))
 
-    def storage(self, storage_id: StorageId) -> Storage:
-        """Return the place of the whole storage, also for a window of it."""
+    def _find_storage(self, storage_id: StorageId) -> Storage:
+        """Return the whole storage, also for a window of it."""
         key = storage_id.key
-        if key not in self._storages:
-            self._storages[key] = self._place(f"data/{key}", key, storage_id.dtype)
-        found = self._storages[key]
-        if found.size_bytes != storage_id.size_bytes:
+        if key not in self.storages:
+            self.storages[key] = self._find_record(f"data/{key}", key=key)
+        storage = self.storages[key]
+        if storage.size_bytes != storage_id.size_bytes:
             raise ValueError(
-                f"storage {key} has {found.size_bytes} bytes, the pickle says {storage_id.size_bytes}"
+                f"storage {key} has {storage.size_bytes} bytes, the pickle says {storage_id.size_bytes}"
             )
-        return replace(found, dtype=storage_id.dtype)
+        return replace(storage, dtype=storage_id.dtype)
 
-    def whole(self, key: str) -> Storage:
-        """Return the place of a whole storage by its key."""
-        return self._storages[key]
+    def _read_record(self, name: str) -> bytes:
+        return _read_storage(self._file, self._find_record(name, key=name)).numpy().tobytes()
 
-    def _bytes(self, name: str) -> bytes:
-        return _read_storage(self._file, self._place(name, name, torch.uint8)).numpy().tobytes()
-
-    def _place(self, name: str, key: str, dtype: torch.dtype) -> Storage:
+    def _find_record(self, name: str, *, key: str) -> Storage:
+        """Return the place of a record's bytes as a storage of uint8."""
         record = self._records.get(self._folder + name)
         if record is None:
             raise ValueError(f"the archive holds no {name}")
         if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
             raise ValueError(f"{name} is compressed, which torch.save never does")
-        # Past the file's buffer, which would read far more than these few bytes.
-        header = os.pread(self._file.fileno(), _LOCAL_HEADER.size, record.header_offset)
-        if len(header) != _LOCAL_HEADER.size:
-            raise EOFError("the file ends too early")
+        header = _read_exactly(self._file, _LOCAL_HEADER.size, record.header_offset)
         mark, *lengths = _LOCAL_HEADER.unpack(header)
         if mark != _ZIP_MAGIC:
             raise ValueError(f"{name} does not lie where the archive says")
@@ -161,17 +173,17 @@ class _ZipArchive:
         _check_inside(self._file, offset, record.file_size)
         # torch writes zero when it leaves the checksum out.
         return Storage(
-            key=key, dtype=dtype, offset=offset, size_bytes=record.file_size, crc32=record.CRC or None
+            key=key, dtype=torch.uint8, offset=offset, size_bytes=record.file_size, crc32=record.CRC or None
         )
 
 
 class _PickleStream:
-    """The layout before torch 1.6: five pickles (mark, version, system, value, keys), then the storages."""
+    """A stream of pickles and storages; `storages` are found while the value is loaded."""
 
     def __init__(self, file: io.BufferedReader) -> None:
+        self.storages: dict[str, Storage] = {}
         self._file = file
         self._ids: dict[str, StorageId] = {}
-        self._storages: dict[str, Storage] = {}
 
     def load(self, make_tensor: Callable[[StoredTensor], Any]) -> Any:
         names_only = Vocabulary(persistent_load=self._note_storage)
@@ -184,55 +196,35 @@ class _PickleStream:
         load_inert(self._file, names_only)
         self._find_storages(load_inert(self._file, names_only))
         self._file.seek(start)
-        return load_inert(self._file, torch_vocabulary(self.storage, make_tensor))
+        return load_inert(self._file, torch_vocabulary(self._find_storage, make_tensor))
 
-    def storage(self, storage_id: StorageId) -> Storage:
-        """Return the place of the whole storage, also for a window of it."""
-        return replace(self._storages[storage_id.key], dtype=storage_id.dtype)
-
-    def whole(self, key: str) -> Storage:
-        """Return the place of a whole storage by its key."""
-        return self._storages[key]
+    def _find_storage(self, storage_id: StorageId) -> Storage:
+        """Return the whole storage, also for a window of it."""
+        return replace(self.storages[storage_id.key], dtype=storage_id.dtype)
 
     def _note_storage(self, persistent_id: Any) -> None:
-        found = parse_storage_id(persistent_id)
-        if found is not None and self._ids.setdefault(found.key, found).size_bytes != found.size_bytes:
-            raise ValueError(f"storage {found.key} has two sizes")
+        storage_id = parse_storage_id(persistent_id)
+        if storage_id is None:
+            return
+        first = self._ids.setdefault(storage_id.key, storage_id)
+        if first.size_bytes != storage_id.size_bytes:
+            raise ValueError(f"storage {storage_id.key} has two sizes")
 
     def _find_storages(self, keys: Any) -> None:
         if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(self._ids):
             raise ValueError("the storages are not those that the value names")
         position = self._file.tell()
         for key in map(str, keys):
-            found = self._ids[key]
-            prefix = os.pread(self._file.fileno(), _NUM_ELEMENTS.size, position)
-            if len(prefix) != _NUM_ELEMENTS.size:
-                raise EOFError("the file ends too early")
-            (num_elements,) = _NUM_ELEMENTS.unpack(prefix)
-            if num_elements != found.num_elements:
-                raise ValueError(f"storage {key} has {num_elements} elements, not {found.num_elements}")
+            storage_id = self._ids[key]
+            (num_elements,) = _NUM_ELEMENTS.unpack(_read_exactly(self._file, _NUM_ELEMENTS.size, position))
+            if num_elements != storage_id.num_elements:
+                raise ValueError(f"storage {key} has {num_elements} elements, not {storage_id.num_elements}")
             position += _NUM_ELEMENTS.size
-            _check_inside(self._file, position, found.size_bytes)
-            self._storages[key] = Storage(
-                key=key, dtype=found.dtype, offset=position, size_bytes=found.size_bytes
+            _check_inside(self._file, position, storage_id.size_bytes)
+            self.storages[key] = Storage(
+                key=key, dtype=storage_id.dtype, offset=position, size_bytes=storage_id.size_bytes
             )
-            position += found.size_bytes
-
-
-class _TensorMaker:
-    """Maker of tensors from an open file; tensors that shared a storage share it again."""
-
-    def __init__(self, file: io.BufferedReader, layout: _ZipArchive | _PickleStream) -> None:
-        self._file = file
-        self._layout = layout
-        self._contents: dict[str, torch.Tensor] = {}
-
-    def make(self, stored: StoredTensor) -> torch.Tensor:
-        whole = self._layout.whole(stored.storage.key)
-        if whole.key not in self._contents:
-            self._contents[whole.key] = _read_storage(self._file, whole)
-        content = self._contents[whole.key]
-        return stored.view(content.narrow(0, stored.offset - whole.offset, stored.extent_bytes))
+            position += storage_id.size_bytes
 
 
 def _read_storage(file: io.BufferedReader, storage: Storage) -> torch.Tensor:
@@ -247,6 +239,14 @@ def _read_storage(file: io.BufferedReader, storage: Storage) -> torch.Tensor:
         position += count
     if storage.crc32 is not None and zlib.crc32(view) != storage.crc32:
         raise ValueError(f"{storage.key} does not match its checksum")
+    return content
+
+
+def _read_exactly(file: io.BufferedReader, size_bytes: int, offset: int) -> bytes:
+    # Past the file's buffer, which would read far more than these few bytes.
+    content = os.pread(file.fileno(), size_bytes, offset)
+    if len(content) != size_bytes:
+        raise EOFError("the file ends too early")
     return content
 
 

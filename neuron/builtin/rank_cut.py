@@ -88,7 +88,7 @@ class RankCut:
         if self.dim == 0:
             for run in self.runs:
                 rows = range(run.source, run.source + run.length)
-                tensors.read_rows_into(name, rows, out[run.place : run.place + run.length])
+                tensors.read_into(name, out[run.place : run.place + run.length], rows=rows)
         elif self.runs:
             self._read_columns(tensors, name, out)
 
@@ -100,7 +100,7 @@ class RankCut:
         for start in range(0, num_rows, _BAND_ROWS):
             rows = range(start, min(start + _BAND_ROWS, num_rows))
             read = band[: len(rows)]
-            tensors.read_rows_into(name, rows, read, columns=columns)
+            tensors.read_into(name, read, rows=rows, columns=columns)
             for run in self.runs:
                 source = read.narrow(1, run.source - first, run.length)
                 copy_matrix(source, out[rows.start : rows.stop, run.place : run.place + run.length])

@@ -72,6 +72,6 @@ class GeneratedTensors(LayerTensors):
         """Return the shape in which an access gives the tensor."""
         return self._shapes[name] if self.is_stored(name) else super().given_shape(name)
 
-    def _value(self, name: str) -> torch.Tensor | None:
-        value = super()._value(name)
+    def _value_in_memory(self, name: str) -> torch.Tensor | None:
+        value = super()._value_in_memory(name)
         return self._make(name).to(self._stored[name]) if value is None else value

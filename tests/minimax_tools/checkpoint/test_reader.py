@@ -114,10 +114,10 @@ def test_rows_of_a_weight_are_those_of_the_whole(rows: range, dtype: torch.dtype
     with CheckpointReader(tmp_path) as reader:
         for name in plain:
             out = torch.empty(len(rows), 160, dtype=dtype)
-            reader.read_weight_rows_into(name, rows, out)
+            reader.read_weight_into(name, out, rows=rows)
             assert torch.equal(out, reader.read_weight(name, dtype)[rows.start : rows.stop])
             as_columns = torch.empty(160, len(rows), dtype=dtype)
-            reader.read_weight_rows_into(name, rows, as_columns.mT)
+            reader.read_weight_into(name, as_columns.mT, rows=rows)
             assert torch.equal(as_columns, out.mT)
 
 
@@ -135,18 +135,18 @@ def test_columns_of_rows_are_those_of_the_whole(
     with CheckpointReader(tmp_path) as reader:
         for name in plain:
             out = torch.empty(len(rows), len(columns), dtype=dtype)
-            reader.read_weight_rows_into(name, rows, out, columns=columns)
+            reader.read_weight_into(name, out, rows=rows, columns=columns)
             whole = reader.read_weight(name, dtype)
             assert torch.equal(out, whole[rows.start : rows.stop, columns.start : columns.stop])
             as_columns = torch.empty(len(columns), len(rows), dtype=dtype)
-            reader.read_weight_rows_into(name, rows, as_columns.mT, columns=columns)
+            reader.read_weight_into(name, as_columns.mT, rows=rows, columns=columns)
             assert torch.equal(as_columns, out.mT)
 
 
 def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
     save_file({"a": torch.ones(10, 4)}, tmp_path / "model.safetensors")
     with CheckpointReader(tmp_path) as reader:
-        reader.read_weight_rows_into("a", range(2, 5), torch.empty(3, 4))
+        reader.read_weight_into("a", torch.empty(3, 4), rows=range(2, 5))
         assert reader.num_bytes_read == 3 * 4 * 4
 
 
@@ -155,13 +155,13 @@ def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
     [
         (range(8, 11), 3, "a has 10 rows, not range"),
         (range(0, 4, 2), 2, "a has 10 rows"),
-        (range(2), 3, r"has a part of \[2, 4\], out has \[3, 4\]"),
+        (range(2), 3, r"has shape \[2, 4\], out has \[3, 4\]"),
     ],
 )
 def test_rows_that_are_not_there_are_refused(rows: range, height: int, fault: str, tmp_path: Path) -> None:
     save_file({"a": torch.ones(10, 4)}, tmp_path / "model.safetensors")
     with CheckpointReader(tmp_path) as reader, pytest.raises(ValueError, match=fault):
-        reader.read_weight_rows_into("a", rows, torch.empty(height, 4))
+        reader.read_weight_into("a", torch.empty(height, 4), rows=rows)
 
 
 def test_fp8_without_scales_is_refused(fp8_tensors: Tensors, write: Writer) -> None:

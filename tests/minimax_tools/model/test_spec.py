@@ -121,7 +121,7 @@ def test_every_fault_is_told_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read"), ("[]", "holds no object"), ("\x00", "cannot be read")],
+    [("{", "cannot be read"), ("[]", "holds no JSON object"), ("\x00", "cannot be read")],
 )
 def test_damaged_config_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"config.json {message}"):

@@ -160,6 +160,36 @@ def test_a_slice_with_the_whole_model_fails(plan: PartitionPlan, slices: Path, t
     assert failing(verify(plan, slices=slices))["nobody_holds_the_whole"] == "b holds all 827 tensors"
 
 
+def test_a_slice_with_the_whole_model_fails_even_if_no_other_slice_is_there(
+    plan: PartitionPlan, slices: Path, toy: Path
+) -> None:
+    everything = {
+        name: tensor for file in toy.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    rewrite(slices / "b", lambda tensors: tensors.update(everything))
+    shutil.rmtree(slices / "a")
+    assert failing(verify(plan, slices=slices))["nobody_holds_the_whole"] == "b holds all 827 tensors"
+
+
+def test_the_only_slice_that_is_there_is_not_said_to_hold_the_whole(
+    plan: PartitionPlan, slices: Path, toy: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(slices / "a")
+    # Without headers and index file the names of a llama's tensors are known from the plan alone.
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    config = json.loads((toy / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    for model in (str(toy), str(unknown)):
+        verdict = next(
+            verdict
+            for verdict in verify(plan, model=model, slices=slices).verdicts
+            if verdict.name == "nobody_holds_the_whole"
+        )
+        assert verdict.holds
+        assert verdict.claim == "no node holds or downloads the whole model"
+
+
 def test_two_nodes_with_the_same_layers_fail(plan: PartitionPlan) -> None:
     values = encode(plan)
     values["slices"][1]["layers"] = values["slices"][0]["layers"]

@@ -122,5 +122,5 @@ def test_missing_and_damaged_tokenizer_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json cannot be read"):
         render_chat(tmp_path, PROMPT)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json does not hold a JSON object"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json holds no JSON object"):
         render_chat(tmp_path, PROMPT)

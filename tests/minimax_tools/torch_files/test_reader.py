@@ -365,7 +365,9 @@ def test_missing_and_damaged_shards_are_listed_at_once(tmp_path: Path) -> None:
     folder = two_shards(tmp_path)
     (folder / "pytorch_model-00001-of-00002.bin").unlink()
     (folder / "pytorch_model-00002-of-00002.bin").write_bytes(b"text")
-    with pytest.raises(CheckpointError, match=r"2 faults.*00001-of-00002.bin is missing.*cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"2 faults.*00001-of-00002.bin is missing.*00002-of-00002.bin is damaged"
+    ):
         PickledReader(folder)
 
 

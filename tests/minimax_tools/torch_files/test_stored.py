@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_window_outside_its_storage_is_refused(window: tuple[int, int]) -> None:
 
 
 def test_cast_and_bits_are_kept_until_the_values_are_read() -> None:
-    tensor = stored((2,), (1,)).neg().to(torch.bfloat16)
+    tensor = replace(stored((2,), (1,)), is_negative=True, cast=torch.bfloat16)
     assert (tensor.given_dtype, tensor.dtype, tensor.is_verbatim) == (torch.bfloat16, torch.float32, False)
     content = torch.tensor([1.0, math.pi]).view(torch.uint8)
     assert torch.equal(tensor.view(content), torch.tensor([-1.0, -math.pi]).bfloat16())

@@ -1,4 +1,4 @@
-"""Byte ranges of files: neighbours are joined, and the kernel copies them from file to file.
+"""Byte ranges, copied from file to file by the kernel.
 
 `copy_file_range` copies bytes without loading them into this process. Where the system does not support it, for
 example between two file systems, the bytes pass through one small buffer.
@@ -8,43 +8,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from itertools import groupby
-from pathlib import Path
 from typing import BinaryIO
 
-from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.byte_ranges import ByteRange
 from minimax_tools.errors import CheckpointError
 
 # Bytes copied by one call: small enough to react to an interrupt, large enough to cost no time.
 _PIECE_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
 _UNSUPPORTED = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByteRange:
-    """Bytes `start` to `stop` of a file."""
-
-    file: Path
-    start: int
-    stop: int
-
-
-def join_ranges(entries: Iterable[TensorEntry]) -> Iterator[ByteRange]:
-    """Yield the byte ranges of tensors in their order; tensors without a gap between them share one range."""
-    joined: ByteRange | None = None
-    for entry in entries:
-        stop = entry.offset + entry.size_bytes
-        if joined is not None and (joined.file, joined.stop) == (entry.file, entry.offset):
-            joined = replace(joined, stop=stop)
-            continue
-        if joined is not None:
-            yield joined
-        joined = ByteRange(file=entry.file, start=entry.offset, stop=stop)
-    if joined is not None:
-        yield joined
 
 
 def copy_ranges(ranges: Iterable[ByteRange], target: BinaryIO) -> None:
@@ -55,7 +29,7 @@ def copy_ranges(ranges: Iterable[ByteRange], target: BinaryIO) -> None:
         OSError: The target cannot be written, or a source file cannot be read.
     """
     target.flush()
-    for file, group in groupby(ranges, key=lambda found: found.file):
+    for file, group in groupby(ranges, key=lambda byte_range: byte_range.file):
         try:
             source = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -63,19 +37,19 @@ def copy_ranges(ranges: Iterable[ByteRange], target: BinaryIO) -> None:
                 f"{file} cannot be opened", found=str(error), next_step="Fetch the file again."
             ) from error
         try:
-            for found in group:
-                _copy_range(found, source, target.fileno())
+            for byte_range in group:
+                _copy_range(byte_range, source, target.fileno())
         finally:
             os.close(source)
 
 
-def _copy_range(found: ByteRange, source: int, target: int) -> None:
-    position = _copy_in_kernel(source, target, found.start, found.stop)
-    position = _copy_through_buffer(source, target, position, found.stop)
-    if position < found.stop:
+def _copy_range(byte_range: ByteRange, source: int, target: int) -> None:
+    position = _copy_in_kernel(source, target, byte_range.start, byte_range.stop)
+    position = _copy_through_buffer(source, target, position, byte_range.stop)
+    if position < byte_range.stop:
         raise CheckpointError(
-            f"{found.file} became shorter",
-            expected=f"bytes {found.start} to {found.stop}",
+            f"{byte_range.file} became shorter",
+            expected=f"bytes {byte_range.start} to {byte_range.stop}",
             found=f"an end at {position}",
             next_step="Fetch the file again.",
         )

@@ -1,0 +1,29 @@
+"""Byte ranges of a checkpoint's files; those of neighbouring tensors are joined into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimax_tools.checkpoint.header import TensorEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """Bytes `start` to `stop` of a file."""
+
+    file: Path
+    start: int
+    stop: int
+
+
+def join_ranges(entries: Iterable[TensorEntry]) -> list[ByteRange]:
+    """Return the byte ranges of tensors in their order; tensors without a gap between them share one range."""
+    ranges: list[ByteRange] = []
+    for entry in entries:
+        start, stop = entry.offset, entry.offset + entry.size_bytes
+        if ranges and (ranges[-1].file, ranges[-1].stop) == (entry.file, start):
+            start = ranges.pop().start
+        ranges.append(ByteRange(file=entry.file, start=start, stop=stop))
+    return ranges
