@@ -18,7 +18,8 @@ import torch
 from minimax_tools.checkpoint.fp8 import scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, list_faults
-from minimax_tools.model.architecture import Architecture, ParamMapper
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.param_mapper import ParamMapper
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     EMBEDDING,

@@ -17,7 +17,8 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, list_faults
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
 from minimax_tools.machine.whole_file import whole_file
-from minimax_tools.model.architecture import Architecture, ParamMapper
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.param_mapper import ParamMapper
 from minimax_tools.partition.cost import (
     PART_EMBEDDING,
     ModelCost,

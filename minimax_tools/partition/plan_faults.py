@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.model.architecture import Architecture, ParamMapper
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.param_mapper import ParamMapper
 from minimax_tools.model.weight_names import SCALE_SUFFIX
 from minimax_tools.partition.cost import part_of
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice

@@ -1,0 +1,48 @@
+"""ParamMapper: the part of a model that a tensor belongs to."""
+
+from __future__ import annotations
+
+from minimax_tools.model.architecture import Architecture
+
+
+class ParamMapper:
+    """The part of a model that a tensor belongs to, by the tensor's name.
+
+    `model_type` is config.json's name for a family in `ARCHITECTURES`, or the `Architecture` itself. Every method
+    raises `UsageError` for an unknown name. Block scales and biases belong to the part of their weight.
+    """
+
+    @staticmethod
+    def is_embedding(name: str, model_type: str | Architecture) -> bool:
+        """Decide whether a tensor embeds token ids or positions."""
+        architecture = _architecture(model_type)
+        return _lies_under(name, architecture.token_embeddings + architecture.other_embeddings)
+
+    @staticmethod
+    def is_token_embedding(name: str, model_type: str | Architecture) -> bool:
+        """Decide whether a tensor embeds token ids."""
+        return _lies_under(name, _architecture(model_type).token_embeddings)
+
+    @staticmethod
+    def get_layer_number(name: str, model_type: str | Architecture) -> int | None:
+        """Return the decoder layer that a tensor belongs to; None for all other tensors."""
+        return _architecture(model_type).layer_of(name)
+
+    @staticmethod
+    def is_final_norm(name: str, model_type: str | Architecture) -> bool:
+        """Decide whether a tensor belongs to the norm after the last layer."""
+        return _lies_under(name, _architecture(model_type).final_norms)
+
+    @staticmethod
+    def is_lm_head(name: str, model_type: str | Architecture) -> bool:
+        """Decide whether a tensor belongs to the projection to logits."""
+        return _lies_under(name, _architecture(model_type).lm_heads)
+
+
+def _architecture(model_type: str | Architecture) -> Architecture:
+    return model_type if isinstance(model_type, Architecture) else Architecture.of(model_type)
+
+
+def _lies_under(name: str, paths: tuple[str, ...]) -> bool:
+    """Decide whether a tensor lies at or below one of `paths`."""
+    return any(name == path or name.startswith(path + ".") for path in paths)
