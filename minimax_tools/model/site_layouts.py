@@ -62,7 +62,8 @@ class Replicated:
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
         """Return the first piece, after checking that all pieces are bit-equal."""
-        _refuse_unequal(dict(enumerate(pieces)), what=what)
+        _refuse_other_shapes(pieces, what=what)
+        _refuse_unequal(list(enumerate(pieces)), what=what)
         return pieces[0]
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
@@ -138,7 +139,8 @@ class Sharded:
         joined = []
         for number, copies in sorted(self._copies_by_block(pieces, what=what).items()):
             _refuse_unequal(copies, what=f"{what}, block {number}")
-            joined.append(next(iter(copies.values())))
+            _, first_copy = copies[0]
+            joined.append(first_copy)
         return torch.cat(joined, dim=self.dim)
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
@@ -165,8 +167,8 @@ class Sharded:
 
     def _copies_by_block(
         self, pieces: Sequence[torch.Tensor], *, what: str
-    ) -> dict[int, dict[int, torch.Tensor]]:
-        """Return the copies of each block by its number, and for each block by rank."""
+    ) -> dict[int, list[tuple[int, torch.Tensor]]]:
+        """Return each block's copies by the block's number; a copy comes with the rank that holds it."""
         num_held = self._blocks_per_rank(len(pieces), what=what)
         size = pieces[0].shape[self.dim]
         if size % num_held:
@@ -177,13 +179,13 @@ class Sharded:
                 next_step="Name as many blocks as the ranks hold.",
             )
         width = size // num_held
-        copies: dict[int, dict[int, torch.Tensor]] = {}
+        copies: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for index, number in enumerate(self.blocks):
             if number is None:
                 continue
             rank, position = divmod(index, num_held)
             block = pieces[rank].narrow(self.dim, position * width, width)
-            copies.setdefault(number, {}).setdefault(rank, block)
+            copies.setdefault(number, []).append((rank, block))
         return copies
 
     def _blocks_per_rank(self, num_ranks: int, *, what: str) -> int:
@@ -250,19 +252,18 @@ def _are_equal_and_nonzero(pieces: Sequence[torch.Tensor]) -> bool:
     return bool(pieces[0].any()) and all(torch.equal(pieces[0], piece) for piece in pieces[1:])
 
 
-def _refuse_unequal(copies: dict[int, torch.Tensor], *, what: str) -> None:
-    """Raise if copies, by rank, differ in any bit."""
-    ranks = list(copies)
-    first = copies[ranks[0]]
-    _refuse_other_shapes(list(copies.values()), what=what)
+def _refuse_unequal(copies: Sequence[tuple[int, torch.Tensor]], *, what: str) -> None:
+    """Raise if copies of one shape, each with its rank, differ in any bit."""
+    first_rank, first = copies[0]
     # Bytes are compared, so that a NaN equals itself.
-    differing = [rank for rank in ranks if not torch.equal(_bytes_of(copies[rank]), _bytes_of(first))]
+    differing = [(rank, copy) for rank, copy in copies if not torch.equal(_bytes_of(copy), _bytes_of(first))]
     if differing:
-        named = f"rank{'s' if len(differing) > 1 else ''} {', '.join(map(str, differing))}"
-        largest = max(float((copies[rank].double() - first.double()).abs().max()) for rank in differing)
+        ranks = sorted({rank for rank, _ in differing})
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        largest = max(float((copy.double() - first.double()).abs().max()) for _, copy in differing)
         raise TargetError(
             f"{what} is not the same on all ranks",
-            expected=f"what rank {ranks[0]} has, bit for bit",
+            expected=f"what rank {first_rank} has, bit for bit",
             found=f"other values on {named}, the largest difference {largest:.3g}",
             next_step="If these are sums that each rank has a part of, a reduction is missing, or the site is "
             "@partial; if they are parts of the tensor, it is @shard(dim).",
