@@ -1,12 +1,14 @@
-"""ParamMapper: the part of a model that a tensor belongs to."""
+"""The part of a model that a tensor belongs to, by the tensor's name."""
 
 from __future__ import annotations
 
 from minimax_tools.model.architecture import Architecture
 
+PART_EMBEDDING, PART_NORM, PART_HEAD, PART_REST = "embedding", "final norm", "lm_head", "rest"
+
 
 class ParamMapper:
-    """The part of a model that a tensor belongs to, by the tensor's name.
+    """Questions about the part of a model that a tensor belongs to.
 
     `model_type` is config.json's name for a family in `ARCHITECTURES`, or the `Architecture` itself. Every method
     raises `UsageError` for an unknown name. Block scales and biases belong to the part of their weight.
@@ -37,6 +39,21 @@ class ParamMapper:
     def is_lm_head(name: str, model_type: str | Architecture) -> bool:
         """Decide whether a tensor belongs to the projection to logits."""
         return _lies_under(name, _architecture(model_type).lm_heads)
+
+
+def part_of(name: str, architecture: Architecture) -> int | str:
+    """Return the part that a tensor belongs to: a layer's number, or one of the `PART_` names.
+
+    `PART_REST` is everything else, such as modules that predict further tokens.
+    """
+    layer = ParamMapper.get_layer_number(name, architecture)
+    if layer is not None:
+        return layer
+    if ParamMapper.is_embedding(name, architecture):
+        return PART_EMBEDDING
+    if ParamMapper.is_final_norm(name, architecture):
+        return PART_NORM
+    return PART_HEAD if ParamMapper.is_lm_head(name, architecture) else PART_REST
 
 
 def _architecture(model_type: str | Architecture) -> Architecture:

@@ -1,6 +1,6 @@
 """PartitionPlan: the division of a checkpoint's tensors among nodes, as a value and as one JSON file.
 
-The file drives all later steps: fetch, extract, verify and run.
+All later steps read the file: slices are fetched, extracted, verified and run along it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, li
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.model.architecture import Architecture
-from minimax_tools.model.param_mapper import ParamMapper
-from minimax_tools.partition.cost import (
-    PART_EMBEDDING,
-    ModelCost,
-    TensorSize,
-    Workload,
-    part_of,
-)
+from minimax_tools.model.param_mapper import PART_EMBEDDING, ParamMapper, part_of
+from minimax_tools.partition.cost import ModelCost, Workload
+from minimax_tools.partition.expected_tensors import TensorSize
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan_faults import find_entry_faults, find_holding_faults, find_stage_faults
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
-from minimax_tools.partition.planners import Stage, plan_stages, stage_cost
+from minimax_tools.partition.planners import plan_stages
+from minimax_tools.partition.stage import Stage, stage_cost
 
-# Most users of a plan need its slices too.
+# Users of a plan import its slices from here too.
 __all__ = ["PartitionPlan", "PlannedTensor", "Slice", "make_plan"]
 
 SCHEMA_VERSION = 1
 
-# Lists that `json` breaks into lines and `write` joins: two bounds, or a tensor's name and byte range.
+# `json` writes each item of a list on a line of its own. `write` joins the lines of two kinds of short lists: two
+# bounds, and a tensor's name with its byte range.
 _NUMBER = r"\n\s*(\d+|null)"
 _PAIRS = re.compile(rf"\[{_NUMBER},{_NUMBER}\n\s*\]")
 _TENSORS = re.compile(rf'\[\n\s*("[^"\n]*"),{_NUMBER},{_NUMBER}\n\s*\]')
@@ -47,12 +44,12 @@ class PartitionPlan:
     """The division of a checkpoint's tensors among nodes.
 
     Args:
-        model: The checkpoint: a folder as it was given, or `owner/name@commit` of a hub's model.
-        model_type: Its `model_type` in config.json.
+        model: The checkpoint: a folder as it was given, or `owner/name@commit` of a model on a hub.
+        model_type: The checkpoint's `model_type` in config.json.
         planner: Name of the planner that divided the layers.
         workload: Inputs that the costs are for.
         num_hidden_layers: Number of layers of the whole model.
-        shared: Tensors that several slices hold on purpose: the reason by name.
+        shared: Tensors that several slices hold on purpose; by name, the reason.
         slices: The slices in the order in which a token passes them; idle nodes last.
 
     Raises:
@@ -68,7 +65,7 @@ class PartitionPlan:
     slices: tuple[Slice, ...]
 
     def __post_init__(self) -> None:
-        # A plan file may come from anywhere.
+        # A plan file may come from anywhere, so its numbers are checked.
         counts = {
             "number of slices": len(self.slices),
             "num_hidden_layers": self.num_hidden_layers,
@@ -101,7 +98,7 @@ class PartitionPlan:
         return len(slice_.stage.layers) / self.num_hidden_layers
 
     def memory_weight(self, slice_: Slice) -> tuple[float, float]:
-        """Return the interval of a slice's node in the memory of all nodes in a row, from 0 to 1."""
+        """Return start and end of a slice's share of all nodes' memory, laid end to end from 0 to 1."""
         memory = [other.node.memory_bytes for other in self.slices]
         rank = self.slices.index(slice_)
         return sum(memory[:rank]) / sum(memory), sum(memory[: rank + 1]) / sum(memory)
@@ -120,9 +117,9 @@ class PartitionPlan:
         folder: Path | None = None,
         names: Set[str] | None = None,
     ) -> list[str]:
-        """Return all faults of the plan in words; none if it is whole.
+        """Return all faults of the plan in words; empty if it meets all rules.
 
-        A whole plan meets these rules:
+        The rules:
 
         - The slices' layers meet, from the first layer to the last.
         - The first slice holds the embedding, the last one the head.
@@ -135,8 +132,8 @@ class PartitionPlan:
         Args:
             entries: The checkpoint's tensors by name; None to check the plan without a checkpoint.
             architecture: Naming of the tensors.
-            folder: The checkpoint's folder, if `entries` are given.
-            names: Names of all tensors, if `entries` holds only some of them.
+            folder: The checkpoint's folder, if `entries` is given; None if all shards lie at its top.
+            names: Names of all tensors of the checkpoint, if `entries` holds only some; None if it holds all.
         """
         faults = find_stage_faults(self.slices, self.num_hidden_layers)
         faults += find_holding_faults(self.slices, self.shared, architecture)
@@ -152,7 +149,7 @@ class PartitionPlan:
         *,
         folder: Path | None = None,
     ) -> None:
-        """Raise if the plan has faults, with all that `find_faults` finds.
+        """Check the plan by `find_faults`, and raise one error with all faults.
 
         Raises:
             CheckpointError: The plan has faults, or is not this checkpoint's.

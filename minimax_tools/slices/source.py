@@ -19,7 +19,9 @@ from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors, measure_costs
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.partition.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.stored_weights import StoredWeights, find_weight_map, read_index

@@ -26,7 +26,8 @@ from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import Workload, expected_tensors
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.expected_tensors import expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
