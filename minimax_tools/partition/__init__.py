@@ -2,7 +2,6 @@
 
 - `node`: machines that can hold a slice
 - `cost`: bytes, parameters and FLOPs of the model's parts
-- `expected_tensors`: sizes of a MiniMax-M2's tensors, from config.json alone
 - `cost_measurement`: the costs of a model, computed from its tensors' shapes
 - `chain`: runs of layers that fit a node
 - `node_order`: orders of nodes that can share all layers, and each node's run in an order

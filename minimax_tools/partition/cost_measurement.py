@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.model.architecture import Architecture
@@ -23,7 +24,6 @@ from minimax_tools.model.param_mapper import (
 )
 from minimax_tools.model.weight_names import EXPERTS, FLOAT32_NAMES, SCALE_SUFFIX
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
-from minimax_tools.partition.expected_tensors import TensorSize
 
 
 def measure_costs(

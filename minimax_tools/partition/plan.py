@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, list_faults
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
@@ -20,7 +21,6 @@ from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.param_mapper import PART_EMBEDDING, ParamMapper, part_of
 from minimax_tools.partition.cost import ModelCost, Workload
-from minimax_tools.partition.expected_tensors import TensorSize
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan_faults import find_entry_faults, find_holding_faults, find_stage_faults
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice

@@ -18,6 +18,8 @@ from types import MappingProxyType
 
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
+
 SCALE_ENDING = "_scale_inv"
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
 # Place of an expert's matrix: the grouped tensor, and the half of its rows.
@@ -27,21 +29,8 @@ _MATRICES: Mapping[str, tuple[str, str | None]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """A parameter or persistent buffer of a module, without data."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the filled slot."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)}"
+class Slot(TensorSize):
+    """A parameter or persistent buffer of a module, before it has data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

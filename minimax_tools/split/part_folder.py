@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import DTYPE_NAMES, TensorEntry, encode_header
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, Mm2Error, UsageError, list_faults
@@ -24,7 +25,6 @@ from minimax_tools.provenance import library_versions
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, read_causal_config
 from minimax_tools.split.causal_part import ModelPart, build_part
-from minimax_tools.split.module_names import Slot
 from minimax_tools.split.parts import Part, Role
 
 DESCRIPTION_FILE = "component.json"
@@ -43,20 +43,20 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         OSError: The disk is full, or cannot be written to.
         ValueError: A tensor has a dtype that safetensors does not know.
     """
-    slots = [
-        Slot(name=name, shape=tuple(tensors[name].shape), dtype=tensors[name].dtype)
-        for name in sorted(tensors)
+    sizes = [
+        TensorSize(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        for name, tensor in sorted(tensors.items())
     ]
-    for slot in slots:
-        if slot.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{slot.name} is {slot.dtype}, which safetensors does not know")
+    for size in sizes:
+        if size.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{size.name} is {size.dtype}, which safetensors does not know")
     checksums = {}
     with path.open("wb") as file:
-        file.write(encode_header(slots))
-        for slot in slots:
-            view = _bytes(tensors[slot.name].detach().to("cpu").contiguous())
-            file.write(view)
-            checksums[slot.name] = zlib.crc32(view)
+        file.write(encode_header(sizes))
+        for name, tensor in sorted(tensors.items()):
+            data = _bytes_of(tensor.detach().to("cpu").contiguous())
+            file.write(data)
+            checksums[name] = zlib.crc32(data)
         file.flush()
         os.fsync(file.fileno())
     return checksums
@@ -71,7 +71,7 @@ def read_tensor(
         CheckpointError: The tensor cannot be read, or its bytes have another checksum.
     """
     tensor = reader.read(entry.name)
-    found = zlib.crc32(_bytes(tensor))
+    found = zlib.crc32(_bytes_of(tensor))
     if found != crc32:
         raise CheckpointError(
             f"{entry.name} in {entry.file} is damaged",
@@ -82,7 +82,7 @@ def read_tensor(
     return tensor.to(device)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
     view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return view
 

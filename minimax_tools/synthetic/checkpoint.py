@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths, scale_shape
+from minimax_tools.checkpoint.expected_tensors import TensorSize, model_tensors
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.new_folder import new_folder
-from minimax_tools.model import weight_names
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -32,20 +31,6 @@ FP8 = torch.float8_e4m3fn
 
 _HUB_SHARD_BYTES = 1_840_000_000
 _LEAST_SHARDS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyntheticTensor:
-    """A tensor to write."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its data."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorMaker(Protocol):
@@ -98,7 +83,7 @@ def synthesize(
 
 
 def write_shards(
-    folder: Path, plan: tuple[SyntheticTensor, ...], weights: TensorMaker, *, shard_size_bytes: int | None
+    folder: Path, plan: tuple[TensorSize, ...], weights: TensorMaker, *, shard_size_bytes: int | None
 ) -> int:
     """Write the planned tensors to safetensors shards with their index; return the number of shards.
 
@@ -120,7 +105,7 @@ def write_shards(
     return len(shards)
 
 
-def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[SyntheticTensor, ...]:
+def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[TensorSize, ...]:
     """List the tensors of the checkpoint in alphabetical order, as on the hub.
 
     Raises:
@@ -134,32 +119,11 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[Syntheti
     if dtype == FP8:
         _refuse_ragged_blocks(spec)
     plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    plan = [
-        SyntheticTensor(name=name, shape=shape, dtype=plain_dtype)
-        for name, shape in (
-            (weight_names.EMBEDDING, (spec.vocab_size, spec.hidden_size)),
-            (weight_names.FINAL_NORM, (spec.hidden_size,)),
-            (weight_names.LM_HEAD, (spec.vocab_size, spec.hidden_size)),
-        )
-    ]
-    layer_shapes = weight_names.expected_layer_shapes(spec)
-    for layer in range(spec.num_hidden_layers):
-        for kind, shape in layer_shapes.items():
-            name = weight_names.layer_prefix(layer) + kind
-            is_linear = len(shape) == 2 and kind != weight_names.GATE
-            kept = (
-                torch.float32 if kind in weight_names.FLOAT32_NAMES else dtype if is_linear else plain_dtype
-            )
-            plan.append(SyntheticTensor(name=name, shape=shape, dtype=kept))
-            if kept == FP8:
-                scales = SyntheticTensor(
-                    name=weight_names.scale_name(name), shape=scale_shape(shape), dtype=torch.float32
-                )
-                plan.append(scales)
-    return tuple(sorted(plan, key=lambda tensor: tensor.name))
+    tensors = model_tensors(spec, matrix_dtype=dtype, plain_dtype=plain_dtype)
+    return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
-def write_tensor(file: BinaryIO, tensor: SyntheticTensor, weights: TensorMaker) -> None:
+def write_tensor(file: BinaryIO, tensor: TensorSize, weights: TensorMaker) -> None:
     """Make a tensor's data part by part, and append them to a file."""
     start = file.tell()
     for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
@@ -179,8 +143,8 @@ def _refuse_ragged_blocks(spec: ModelSpec) -> None:
         )
 
 
-def _split(plan: tuple[SyntheticTensor, ...], shard_size_bytes: int) -> dict[str, list[SyntheticTensor]]:
-    shards: list[list[SyntheticTensor]] = [[]]
+def _split(plan: tuple[TensorSize, ...], shard_size_bytes: int) -> dict[str, list[TensorSize]]:
+    shards: list[list[TensorSize]] = [[]]
     filled_bytes = 0
     for tensor in plan:
         if shards[-1] and filled_bytes + tensor.size_bytes > shard_size_bytes:
@@ -193,7 +157,7 @@ def _split(plan: tuple[SyntheticTensor, ...], shard_size_bytes: int) -> dict[str
     }
 
 
-def _write_shard(path: Path, shard: list[SyntheticTensor], weights: TensorMaker) -> None:
+def _write_shard(path: Path, shard: list[TensorSize], weights: TensorMaker) -> None:
     with path.open("wb") as file:
         file.write(encode_header(shard))
         for tensor in shard:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.architecture import Architecture
@@ -13,7 +14,6 @@ from minimax_tools.model.param_mapper import part_of
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.cost_measurement import measure_costs
-from minimax_tools.partition.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.synthetic.checkpoint import plan_tensors
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
