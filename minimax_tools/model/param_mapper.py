@@ -41,19 +41,19 @@ class ParamMapper:
         return _lies_under(name, _architecture(model_type).lm_heads)
 
 
-def part_of(name: str, architecture: Architecture) -> int | str:
+def part_of(name: str, model_type: str | Architecture) -> int | str:
     """Return the part that a tensor belongs to: a layer's number, or one of the `PART_` names.
 
     `PART_REST` is everything else, such as modules that predict further tokens.
     """
-    layer = ParamMapper.get_layer_number(name, architecture)
+    layer = ParamMapper.get_layer_number(name, model_type)
     if layer is not None:
         return layer
-    if ParamMapper.is_embedding(name, architecture):
+    if ParamMapper.is_embedding(name, model_type):
         return PART_EMBEDDING
-    if ParamMapper.is_final_norm(name, architecture):
+    if ParamMapper.is_final_norm(name, model_type):
         return PART_NORM
-    return PART_HEAD if ParamMapper.is_lm_head(name, architecture) else PART_REST
+    return PART_HEAD if ParamMapper.is_lm_head(name, model_type) else PART_REST
 
 
 def _architecture(model_type: str | Architecture) -> Architecture:

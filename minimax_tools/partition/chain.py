@@ -23,9 +23,6 @@ class NodeChain:
     Every node with layers is charged for the activations of the largest layer: all layers of one config.json need
     equally many.
 
-    Args:
-        cost: Cost of the model's parts.
-
     Attributes:
         memory: Bytes of weights, keys and values of the layers before each layer, and of all layers.
         flops: FLOPs per token of the layers before each layer, and of all layers.

@@ -38,11 +38,6 @@ _PRECISION = 1e-9
 def plan_stages(planner: str, cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     """Return the stages in the order in which a token passes them; idle nodes come last.
 
-    Args:
-        planner: One of `PLANNERS`.
-        cost: Cost of the model's parts.
-        nodes: The nodes.
-
     Raises:
         UsageError: The planner is unknown, or a node lacks a figure that the planner needs.
         CannotRunError: The nodes cannot hold the model.

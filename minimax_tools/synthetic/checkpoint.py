@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with numbers by seed.
+"""Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with random numbers of a seed.
 
 Shards are written with one tensor in memory at a time, into a temporary folder that is renamed at the end.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 
+# Size of a shard unless another is asked for: that of MiniMax-M2's shards on the hub, but at least four shards, so that
+# small checkpoints have several too.
 _HUB_SHARD_BYTES = 1_840_000_000
 _LEAST_SHARDS = 4
 
@@ -42,7 +45,7 @@ class TensorMaker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticCheckpoint:
-    """A written checkpoint; `size_bytes` counts the tensors' data."""
+    """A written checkpoint; `size_bytes` counts the tensors' data, without headers."""
 
     folder: Path
     num_tensors: int
@@ -55,15 +58,15 @@ def synthesize(
 ) -> SyntheticCheckpoint:
     """Write a checkpoint of `model` to the folder `output`, its linear layers stored in `dtype`.
 
-    The same arguments give the same bytes; FP8, BF16 and float32 copies of one seed are one model.
+    The same arguments give the same bytes. FP8, BF16 and float32 checkpoints of one seed hold the same model.
 
     Args:
         output: A folder that is absent or empty.
         model: Quantities of the model.
         dtype: float8_e4m3fn, bfloat16 or float32. Router gate and correction bias are always float32.
-        shard_size_bytes: Limit on a shard's data; a tensor is never split. None for four or more shards, at most
-            as large as the hub's.
-        seed: Seed of all numbers.
+        shard_size_bytes: Limit on a shard's data, exceeded only by a single larger tensor. None for four or more
+            shards, at most as large as the hub's.
+        seed: Seed of all random numbers.
 
     Raises:
         UsageError: `output` is not empty, or the quantities cannot be stored in `dtype`.
@@ -85,18 +88,14 @@ def synthesize(
 def write_shards(
     folder: Path, plan: tuple[TensorSize, ...], weights: TensorMaker, *, shard_size_bytes: int | None
 ) -> int:
-    """Write the planned tensors to safetensors shards with their index; return the number of shards.
+    """Write the planned tensors, in order, to shards with their index; return the number of shards.
 
-    Args:
-        folder: Folder of the shards.
-        plan: Tensors in the order of writing.
-        weights: Maker of the tensors.
-        shard_size_bytes: As in `synthesize`.
+    `shard_size_bytes` is that of `synthesize`.
     """
     size_bytes = sum(tensor.size_bytes for tensor in plan)
     if shard_size_bytes is None:
-        shard_size_bytes = min(_HUB_SHARD_BYTES, -(-size_bytes // _LEAST_SHARDS))
-    shards = _split(plan, shard_size_bytes)
+        shard_size_bytes = min(_HUB_SHARD_BYTES, math.ceil(size_bytes / _LEAST_SHARDS))
+    shards = _divide_into_shards(plan, shard_size_bytes)
     for file_name, shard in shards.items():
         _write_shard(folder / file_name, shard, weights)
         _log.info("%s: %d tensors", file_name, len(shard))
@@ -106,7 +105,7 @@ def write_shards(
 
 
 def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[TensorSize, ...]:
-    """List the tensors of the checkpoint in alphabetical order, as on the hub.
+    """List the tensors of a checkpoint whose linear layers are stored in `dtype`, in alphabetical order as on the hub.
 
     Raises:
         UsageError: A width does not fit FP8's blocks, or `dtype` is not one of the three.
@@ -124,10 +123,10 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[TensorSi
 
 
 def write_tensor(file: BinaryIO, tensor: TensorSize, weights: TensorMaker) -> None:
-    """Make a tensor's data part by part, and append them to a file."""
+    """Make a tensor's data block by block, and append them to a file."""
     start = file.tell()
-    for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
-        file.write(part.contiguous().view(torch.uint8).numpy().data)
+    for block in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
+        file.write(block.contiguous().view(torch.uint8).numpy().data)
     written = file.tell() - start
     assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes of {tensor.size_bytes}"
 
@@ -143,7 +142,7 @@ def _refuse_ragged_blocks(spec: ModelSpec) -> None:
         )
 
 
-def _split(plan: tuple[TensorSize, ...], shard_size_bytes: int) -> dict[str, list[TensorSize]]:
+def _divide_into_shards(plan: tuple[TensorSize, ...], shard_size_bytes: int) -> dict[str, list[TensorSize]]:
     shards: list[list[TensorSize]] = [[]]
     filled_bytes = 0
     for tensor in plan:

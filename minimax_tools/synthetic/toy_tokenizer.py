@@ -1,4 +1,4 @@
-"""The tokenizer of a synthetic checkpoint: byte-level BPE of a text, with MiniMax-M2's special tokens."""
+"""The tokenizer of a synthetic checkpoint: byte-level BPE trained on a text, with MiniMax-M2's special tokens."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ _CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
+# Text that the tokenizer is trained on. A change of it changes every synthetic checkpoint.
 _TEXT = """\
 The residual stream carries what every layer has written so far, and each layer reads it, computes, and adds
 its part. A port of a model to another device is right when every layer gives what the reference gives, up
@@ -88,7 +89,7 @@ class TokenIds:
 
 
 def write_tokenizer(folder: Path, *, vocab_size: int) -> TokenIds:
-    """Make a tokenizer of a built-in text and write its files; every id is below `vocab_size`.
+    """Train a tokenizer on a built-in text and write its files; every id is below `vocab_size`.
 
     Raises:
         UsageError: The vocabulary has no room for 256 bytes and the special tokens.
@@ -142,7 +143,7 @@ def _train(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # After the tokens of the text, as in MiniMax-M2's vocabulary.
+    # Special tokens come after those of the text, as in MiniMax-M2's vocabulary.
     tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
     tokenizer.add_tokens(list(_TEXT_TOKENS))
     return tokenizer
