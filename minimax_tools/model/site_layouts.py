@@ -43,13 +43,7 @@ class SiteLayout(Protocol):
         """
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """Cut one rank's piece from the whole tensor.
-
-        Args:
-            tensor: The whole tensor.
-            rank: Number of the rank that needs its piece.
-            num_ranks: Number of ranks.
-            what: Target, layer and site, named in errors.
+        """Cut the piece of `rank`, out of `num_ranks`, from the whole tensor.
 
         Raises:
             TargetError: The layout does not determine the rank's piece.

@@ -9,17 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The inputs that a model is planned for.
+    """The inputs that a model is planned for."""
 
-    Args:
-        context_length: Tokens in each row.
-        batch_size: Number of rows.
-        dtype: Dtype of weights and activations in memory.
-    """
-
-    context_length: int
-    batch_size: int = 1
-    dtype: torch.dtype = torch.bfloat16
+    context_length: int  # tokens in each row
+    batch_size: int = 1  # number of rows
+    dtype: torch.dtype = torch.bfloat16  # of weights and activations in memory
 
     @property
     def num_tokens(self) -> int:

@@ -32,13 +32,7 @@ def measure_costs(
     config: Mapping[str, Any],
     workload: Workload,
 ) -> ModelCost:
-    """Compute the cost of each part of a model.
-
-    Args:
-        tensors: All tensors of the checkpoint.
-        architecture: Naming of its tensors.
-        config: The content of its config.json.
-        workload: Inputs that the costs are for.
+    """Compute the cost of each part of a model, from all tensors of its checkpoint and its config.json.
 
     Raises:
         CheckpointError: Layers are missing, or there is no embedding or final norm.
@@ -56,11 +50,17 @@ def measure_costs(
     is_tied = PART_HEAD not in weights
     lm_head = token_embedding if is_tied else weights[PART_HEAD]
     layer_running_cost = sizes.layer_running_cost(workload)
+    # Bytes of one value for each token.
+    column_bytes = workload.num_tokens * workload.dtype.itemsize
     return ModelCost(
-        embedding=weights[PART_EMBEDDING] + sizes.embedding_running_cost(workload),
+        embedding=weights[PART_EMBEDDING] + PartCost(activation_bytes=sizes.hidden_size * column_bytes),
         layers=tuple(weights[layer] + layer_running_cost for layer in range(num_layers)),
         final_norm=weights[PART_NORM],
-        lm_head=lm_head + sizes.lm_head_running_cost(lm_head.num_parameters, workload),
+        # Also if it is tied, lm_head is multiplied, and gives the logits of all tokens.
+        lm_head=lm_head
+        + PartCost(
+            flops_per_token=2 * lm_head.num_parameters, activation_bytes=sizes.vocab_size * column_bytes
+        ),
         rest=weights.get(PART_REST, PartCost()),
         shared=token_embedding if is_tied else PartCost(),
         is_tied=is_tied,
@@ -113,16 +113,6 @@ class _ConfigSizes:
             activation_bytes=(block_values + expert_values) * workload.num_tokens * itemsize,
         )
 
-    def lm_head_running_cost(self, num_parameters: int, workload: Workload) -> PartCost:
-        """Return the cost of the product with `num_parameters` weights, and of the logits of all tokens."""
-        return PartCost(
-            flops_per_token=2 * num_parameters,
-            activation_bytes=self.vocab_size * workload.num_tokens * workload.dtype.itemsize,
-        )
-
-    def embedding_running_cost(self, workload: Workload) -> PartCost:
-        return PartCost(activation_bytes=self.hidden_size * workload.num_tokens * workload.dtype.itemsize)
-
 
 def _first_value(config: Mapping[str, Any], *keys: str) -> int:
     """Return the value of the first key that the config has; 0 if it has none."""
@@ -140,7 +130,7 @@ def _weight_cost(
         return PartCost(stored_bytes=tensor.size_bytes)
     num_parameters = math.prod(tensor.shape)
     flops = 0
-    # Only matrices of layers are multiplied; the embedding is looked up, and lm_head is counted by its own method.
+    # Only matrices of layers are multiplied; the embedding is looked up, and `measure_costs` counts lm_head.
     if isinstance(part, int) and len(tensor.shape) > 1:
         flops = 2 * num_parameters
         if EXPERTS in tensor.name:

@@ -184,6 +184,8 @@ def _next_of_each(
 
 def _most_promising(chain: NodeChain, fronts: _Fronts, *, limit: int) -> _Fronts:
     """Return the `limit` fronts that waste the least memory, or under a time limit the least throughput."""
+    if len(fronts) <= limit:
+        return fronts
 
     def waste(counts: tuple[int, ...]) -> float:
         stop, order = fronts[counts]
@@ -191,8 +193,4 @@ def _most_promising(chain: NodeChain, fronts: _Fronts, *, limit: int) -> _Fronts
             return sum(node.memory_bytes for node in order) - chain.memory[stop]
         return chain.max_seconds * sum(node.flops_per_second for node in order) - chain.flops[stop]
 
-    return (
-        fronts
-        if len(fronts) <= limit
-        else {counts: fronts[counts] for counts in sorted(fronts, key=waste)[:limit]}
-    )
+    return {counts: fronts[counts] for counts in sorted(fronts, key=waste)[:limit]}

@@ -244,16 +244,10 @@ def make_plan(
     cost: ModelCost,
     nodes: Sequence[Node],
 ) -> PartitionPlan:
-    """Divide a model among nodes.
+    """Divide a model among 1 to 64 nodes by a planner of `PLANNERS`.
 
-    Args:
-        model: The checkpoint, as the plan names it.
-        architecture: Naming of its tensors.
-        tensors: All tensors: from the headers, or from config.json with unknown places.
-        folder: The checkpoint's folder, if the tensors come from headers.
-        planner: One of `PLANNERS`.
-        cost: Cost of the model's parts.
-        nodes: 1 to 64 nodes.
+    `model` is the checkpoint's name in the plan. `tensors` come from its headers; or, if only config.json is known,
+    from `expected_tensors`, and their places are unknown. `folder` is the checkpoint's, if they come from headers.
 
     Raises:
         UsageError: The planner is unknown, or a node lacks a figure that the planner needs.

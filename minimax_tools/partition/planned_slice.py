@@ -46,12 +46,7 @@ class PlannedTensor:
 
     @classmethod
     def located(cls, entry: TensorEntry, folder: Path | None) -> PlannedTensor:
-        """Build the tensor of a header entry.
-
-        Args:
-            entry: The tensor as a shard's header describes it.
-            folder: The checkpoint's folder; None if all shards lie at its top.
-        """
+        """Build the tensor of a header entry; `folder` is the checkpoint's, or None if it has no subfolders."""
         file = entry.file.name if folder is None else entry.file.relative_to(folder).as_posix()
         return cls(name=entry.name, file=file, start=entry.offset, stop=entry.offset + entry.size_bytes)
 
@@ -65,18 +60,13 @@ class PlannedTensor:
 class Slice:
     """The part of a model that one node holds.
 
-    Args:
-        stage: The node and its parts of the model.
-        cost: Cost of these parts.
-        tensors: Tensors of these parts, sorted by file and place.
-
     Raises:
         UsageError: A cost is not a whole number of 0 or more.
     """
 
     stage: Stage
     cost: PartCost
-    tensors: tuple[PlannedTensor, ...]
+    tensors: tuple[PlannedTensor, ...]  # sorted by file and place
 
     def __post_init__(self) -> None:
         costs = asdict(self.cost).items()

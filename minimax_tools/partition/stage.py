@@ -11,19 +11,12 @@ from minimax_tools.partition.node import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A node and the parts of the model that it holds.
-
-    Args:
-        node: The node.
-        layers: The node's layers; may be empty.
-        has_embedding: True if the node holds the embedding.
-        has_head: True if the node holds the final norm, the lm_head and the rest (see `part_of`).
-    """
+    """A node and the parts of the model that it holds."""
 
     node: Node
-    layers: range
+    layers: range  # may be empty
     has_embedding: bool = False
-    has_head: bool = False
+    has_head: bool = False  # final norm, lm_head and the rest (see `part_of`)
 
     @property
     def is_used(self) -> bool:

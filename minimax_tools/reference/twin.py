@@ -28,11 +28,8 @@ _TENSORS = "mm2_tensors"
 class Float32Twin(TransformersLayer):
     """The float32 twin of one layer.
 
-    Args:
-        config: transformers' config of the checkpoint; it is not changed.
-        tensors: The layer's weights by the hub's relative names, in the dtype that the golden computes in.
-        layer: The layer's number.
-        device: Device to compute on.
+    `tensors` are the layer's weights by the hub's relative names, in the dtype that the golden computes in; `config` is
+    transformers' config of the checkpoint.
     """
 
     def __init__(

@@ -47,18 +47,11 @@ class LayerExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutEvaluation:
-    """Results of a model on held-out text.
+    """Results of a model on held-out text."""
 
-    Args:
-        num_tokens: Number of predicted tokens.
-        bits_per_byte: Cross entropy per byte of text.
-        bits_per_byte_random_experts: The same, if each token goes to the experts of another, random token.
-        layers: Choice of experts of each layer.
-    """
-
-    num_tokens: int
+    num_tokens: int  # that are predicted
     bits_per_byte: float
-    bits_per_byte_random_experts: float
+    bits_per_byte_random_experts: float  # if each token goes to the experts of another, random token
     layers: tuple[LayerExperts, ...]
 
 

@@ -100,9 +100,7 @@ def train_checkpoint(
         after=_evaluate(trainee, held_out, model, options),
     )
     for folder, dtype in outputs.items():
-        _write(
-            folder, learned, dtype=dtype, model=model, trainee=trainee, tokenizer=tokenizer, options=options
-        )
+        _write(folder, learned, trainee, tokenizer, dtype=dtype, model=model, options=options)
     return learned
 
 
@@ -124,11 +122,11 @@ def _evaluate(
 def _write(
     output: Path,
     learned: LearnedModel,
+    trainee: Trainee,
+    tokenizer: tokenizers.Tokenizer,
     *,
     dtype: torch.dtype,
     model: SyntheticModel,
-    trainee: Trainee,
-    tokenizer: tokenizers.Tokenizer,
     options: TrainingOptions,
 ) -> None:
     plan = plan_tensors(model, dtype=dtype)

@@ -62,19 +62,12 @@ class RandomStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRecipe:
-    """Distribution of a matrix.
+    """Distribution of a matrix."""
 
-    Args:
-        std: Standard deviation of a row of gain 1.
-        row_gain: Factor of each row, float64 [rows].
-        num_columns: Number of columns.
-        block_spread: Standard deviation of the logarithm of the blocks' factors.
-    """
-
-    std: float
-    row_gain: torch.Tensor
+    std: float  # of a row of gain 1
+    row_gain: torch.Tensor  # factor of each row, float64 [rows]
     num_columns: int
-    block_spread: float
+    block_spread: float  # standard deviation of the logarithm of the blocks' factors
 
     def scales(self, stream: RandomStream) -> torch.Tensor:
         """Draw the matrix's `weight_scale_inv`: float32, one value for each block."""

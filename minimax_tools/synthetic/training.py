@@ -79,7 +79,7 @@ def train(trainee: Trainee, text: TokenStream, options: TrainingOptions) -> Trai
         if step == _TIMED_STEPS[0]:
             timed_from_s = time.monotonic()
         rows = text.draw_rows(num_rows=options.batch_size, length=options.seq_len + 1, generator=generator)
-        loss = _train_step(trainee, optimiser, rows, options, rate_share=_rate_share(step, num_steps))
+        loss = _train_step(trainee, optimiser, rows, options, _rate_share(step, num_steps))
         step += 1
         if num_steps is None and step == _TIMED_STEPS[1]:
             num_steps = _count_steps(options.minutes, timed_from_s)
@@ -103,7 +103,6 @@ def _train_step(
     optimiser: torch.optim.Optimizer,
     rows: torch.Tensor,
     options: TrainingOptions,
-    *,
     rate_share: float,
 ) -> float:
     """Take one step with this share of the highest rates; return the mean loss of the rows, in nats per token."""
