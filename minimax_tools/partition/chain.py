@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from copy import copy
 from itertools import accumulate
+from typing import NamedTuple
 
 from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.node import Node
@@ -71,10 +72,9 @@ class NodeChain:
         room = self._room(node, ends)
         if room is None:
             return -1
-        memory, flops = room
-        stop = bisect_right(self.memory, self.memory[start] + memory) - 1
-        if flops is not None:
-            stop = min(stop, bisect_right(self.flops, self.flops[start] + flops) - 1)
+        stop = bisect_right(self.memory, self.memory[start] + room.memory) - 1
+        if room.flops is not None:
+            stop = min(stop, bisect_right(self.flops, self.flops[start] + room.flops) - 1)
         return max(stop, start)
 
     def reach_back(self, node: Node, stop: int, ends: PartCost = NO_ENDS) -> int:
@@ -86,23 +86,26 @@ class NodeChain:
         room = self._room(node, ends)
         if room is None:
             return self.num_layers + 1
-        memory, flops = room
-        start = bisect_left(self.memory, self.memory[stop] - memory)
-        if flops is not None:
-            start = max(start, bisect_left(self.flops, self.flops[stop] - flops))
+        start = bisect_left(self.memory, self.memory[stop] - room.memory)
+        if room.flops is not None:
+            start = max(start, bisect_left(self.flops, self.flops[stop] - room.flops))
         return min(start, stop)
 
-    def _room(self, node: Node, ends: PartCost) -> tuple[int, int | None] | None:
-        """Return a node's bytes and FLOPs left for layers beside `ends`; None if `ends` do not fit.
-
-        The FLOPs are None without a time limit. Negative bytes mean that no layer fits.
-        """
+    def _room(self, node: Node, ends: PartCost) -> _Room | None:
+        """Return what a node has left for layers beside `ends`; None if `ends` do not fit."""
         memory = node.memory_bytes - ends.held_bytes
         if memory < ends.activation_bytes:
             return None
         memory -= max(self.activation_bytes, ends.activation_bytes)
         if self.max_seconds is None:
-            return memory, None
+            return _Room(memory, None)
         # Whole FLOPs, so that reaching forward and backward agree to the last layer.
         flops = int(self.max_seconds * node.flops_per_second) - ends.flops_per_token
-        return None if flops < 0 else (memory, flops)
+        return None if flops < 0 else _Room(memory, flops)
+
+
+class _Room(NamedTuple):
+    """Room for layers on a node."""
+
+    memory: int  # bytes; negative if no layer fits
+    flops: int | None  # FLOPs per token; None without a time limit

@@ -35,7 +35,7 @@ class Float32Layer:
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> dict[Site, torch.Tensor]:
-        """Compute every site but the input, float32 on the CPU; no expert runs for padded rows.
+        """Compute every site but the input, float32 on the CPU; no expert runs for padding.
 
         Args:
             hidden_states: The layer's input [B,S,H].

@@ -26,6 +26,7 @@ from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 _MOST_SCORES = 2**22
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RoundedLayer:
     """A decoder layer, computed in several copies.
 
@@ -36,23 +37,15 @@ class RoundedLayer:
         seed: Seed of the random steps.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        kinds: tuple[RoundingKind, ...],
-        seed: int,
-    ) -> None:
-        self._spec = spec
-        self._tensors = tensors
-        self._kinds = kinds
-        self._seed = seed
+    spec: ModelSpec
+    tensors: Mapping[str, torch.Tensor]
+    kinds: tuple[RoundingKind, ...] = field(kw_only=True)
+    seed: int = field(kw_only=True)
 
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> tuple[dict[Site, torch.Tensor], ...]:
-        """Compute every site but the input, for each copy, float32; no expert runs for padded rows.
+        """Compute every site but the input, for each copy, float32; no expert runs for padding.
 
         Args:
             hidden_states: The layer's input [B,S,H].
@@ -62,12 +55,11 @@ class RoundedLayer:
                 choice; `router_weights` has the weights of the replayed choice, in its order.
         """
         with torch.no_grad():
-            sites = _Pass(self._spec, self._tensors, inputs, kinds=self._kinds, seed=self._seed).run(
-                hidden_states.float(), router_experts
-            )
-        chunks = {site: tensor.chunk(len(self._kinds)) for site, tensor in sites.items()}
+            sites = _Pass(self, inputs).run(hidden_states.float(), router_experts)
+        num_copies = len(self.kinds)
+        chunks = {site: tensor.chunk(num_copies) for site, tensor in sites.items()}
         return tuple(
-            {site: copies[number] for site, copies in chunks.items()} for number in range(len(self._kinds))
+            {site: copies[number] for site, copies in chunks.items()} for number in range(num_copies)
         )
 
 
@@ -75,16 +67,13 @@ class RoundedLayer:
 class _Pass:
     """A computation of all copies. Roundings are numbered in the order of their calls, so that order is fixed."""
 
-    spec: ModelSpec
-    tensors: Mapping[str, torch.Tensor]
+    layer: RoundedLayer
     inputs: Inputs
-    kinds: tuple[RoundingKind, ...] = field(kw_only=True)
-    seed: int = field(kw_only=True)
     draws: itertools.count[int] = field(default_factory=itertools.count)
 
     def run(self, hidden_bsh: torch.Tensor, router_experts: torch.Tensor | None) -> dict[Site, torch.Tensor]:
-        hidden_rsh = hidden_bsh.repeat(len(self.kinds), 1, 1)
-        mask_rs = self.inputs.attention_mask.to(hidden_rsh.device).repeat(len(self.kinds), 1)
+        hidden_rsh = hidden_bsh.repeat(len(self.layer.kinds), 1, 1)
+        mask_rs = self.inputs.attention_mask.to(hidden_rsh.device).repeat(len(self.layer.kinds), 1)
         sites = self._run_attention(hidden_rsh, mask_rs)
         self._run_moe(sites, mask_rs, router_experts)
         return sites
@@ -121,23 +110,27 @@ class _Pass:
         sites[Site.ROUTER_LOGITS] = linear(states, self._weight(weight_names.GATE, states))
         scores = sites[Site.ROUTER_LOGITS].sigmoid()
         biased = scores + self._weight(weight_names.CORRECTION_BIAS, states)
-        sites[Site.ROUTER_EXPERTS] = biased.topk(self.spec.num_experts_per_tok, dim=-1).indices
+        sites[Site.ROUTER_EXPERTS] = biased.topk(self.layer.spec.num_experts_per_tok, dim=-1).indices
         if router_experts is None:
-            lead = self.kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in self.kinds else 0
-            router_experts = sites[Site.ROUTER_EXPERTS].chunk(len(self.kinds))[lead]
-        experts = router_experts.long().to(states.device).repeat(len(self.kinds), 1, 1)
+            lead = (
+                self.layer.kinds.index(RoundingKind.NEAREST)
+                if RoundingKind.NEAREST in self.layer.kinds
+                else 0
+            )
+            router_experts = sites[Site.ROUTER_EXPERTS].chunk(len(self.layer.kinds))[lead]
+        experts = router_experts.long().to(states.device).repeat(len(self.layer.kinds), 1, 1)
         chosen = scores.gather(-1, experts)
         sites[Site.ROUTER_WEIGHTS] = chosen / chosen.sum(-1, keepdim=True)
         is_real = mask_rs.bool()
         delta = torch.zeros_like(states)
         delta[is_real] = upcast_experts(
-            self.tensors,
+            self.layer.tensors,
             states[is_real],
             experts[is_real],
             sites[Site.ROUTER_WEIGHTS][is_real],
             rounding=ExpertRounding(
                 # Experts number their roundings themselves: another seed keeps these apart from `draws`.
-                rounding=Rounding(seed=self.seed + 1),
+                rounding=Rounding(seed=self.layer.seed + 1),
                 kinds=self._row_kinds().repeat_interleave(mask_rs.sum(-1).cpu()),
             ),
         )
@@ -145,46 +138,46 @@ class _Pass:
         sites[Site.OUTPUT] = self._round(sites[Site.ATTN_RESIDUAL] + delta)
 
     def _weight(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        return self.tensors[name].to(like.device, torch.float32)
+        return self.layer.tensors[name].to(like.device, torch.float32)
 
     def _row_kinds(self) -> torch.Tensor:
         """Return the rounding kind of each row, [R]."""
-        return torch.tensor(self.kinds).repeat_interleave(self.inputs.batch_size)
+        return torch.tensor(self.layer.kinds).repeat_interleave(self.inputs.batch_size)
 
     def _round(self, values: torch.Tensor) -> torch.Tensor:
-        return Rounding(seed=self.seed).apply(values, self._row_kinds(), draw=next(self.draws))
+        return Rounding(seed=self.layer.seed).apply(values, self._row_kinds(), draw=next(self.draws))
 
     def _norm(self, states: torch.Tensor, weight: str) -> torch.Tensor:
-        normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.spec.rms_norm_eps)
+        normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.layer.spec.rms_norm_eps)
         return self._round(self._round(normed).mul_(self._weight(weight, states)))
 
     def _heads(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape [R,S,heads·D] to [R,heads,S,D]."""
-        heads: torch.Tensor = flat.unflatten(-1, (-1, self.spec.head_dim))
+        heads: torch.Tensor = flat.unflatten(-1, (-1, self.layer.spec.head_dim))
         return heads.transpose(1, 2)
 
     def _rotation(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of every position, [R,1,S,rotary_dim/2]; all heads share their rounding errors."""
-        rotary_dim = self.spec.rotary_dim
+        rotary_dim = self.layer.spec.rotary_dim
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         positions = self.inputs.position_ids.to(device)[:, None, :, None].float()
-        angles = (positions / self.spec.rope_theta**exponents).repeat(len(self.kinds), 1, 1, 1)
+        angles = (positions / self.layer.spec.rope_theta**exponents).repeat(len(self.layer.kinds), 1, 1, 1)
         return self._round(angles.cos()), self._round(angles.sin())
 
     def _rotate(self, flat: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         heads = self._heads(flat)
-        first, second = heads[..., : self.spec.rotary_dim].chunk(2, dim=-1)
+        first, second = heads[..., : self.layer.spec.rotary_dim].chunk(2, dim=-1)
         turned = (
             self._round(self._round(first * cos) - self._round(second * sin)),
             self._round(self._round(second * cos) + self._round(first * sin)),
         )
-        return torch.cat((*turned, heads[..., self.spec.rotary_dim :]), dim=-1)
+        return torch.cat((*turned, heads[..., self.layer.spec.rotary_dim :]), dim=-1)
 
     def _attend(
         self, q_rnsd: torch.Tensor, k_rksd: torch.Tensor, v_rksd: torch.Tensor, mask_rs: torch.Tensor
     ) -> torch.Tensor:
         """Compute causal attention [R,S,N·D] with padded keys hidden, some heads of a row at a time."""
-        groups = self.spec.num_attention_heads // self.spec.num_key_value_heads
+        groups = self.layer.spec.num_attention_heads // self.layer.spec.num_key_value_heads
         num_rows, num_heads, length, _ = q_rnsd.shape
         causal = torch.ones(length, length, dtype=torch.bool, device=q_rnsd.device).tril()
         context = torch.empty_like(q_rnsd)
@@ -197,7 +190,7 @@ class _Pass:
                 keys = k_rksd[row].repeat_interleave(groups, dim=0)[heads]
                 values = v_rksd[row].repeat_interleave(groups, dim=0)[heads]
                 scores = self._round_row(q_rnsd[row][heads] @ keys.transpose(-1, -2), kinds[row])
-                scores = self._round_row(scores * self.spec.head_dim**-0.5, kinds[row])
+                scores = self._round_row(scores * self.layer.spec.head_dim**-0.5, kinds[row])
                 # A finite minimum: a padded query that sees nothing must not become NaN.
                 scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
                 shares = self._round_row(scores.softmax(dim=-1), kinds[row])
@@ -205,7 +198,7 @@ class _Pass:
         return self._round(context.transpose(1, 2).flatten(2))
 
     def _round_row(self, values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-        return Rounding(seed=self.seed).apply(values[None], kind[None], draw=next(self.draws))[0]
+        return Rounding(seed=self.layer.seed).apply(values[None], kind[None], draw=next(self.draws))[0]
 
     def _multiply_halves(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply in halves, rounded before they are added, as two ranks of tensor parallelism do."""

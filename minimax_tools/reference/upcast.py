@@ -28,15 +28,10 @@ _DRAWS_PER_EXPERT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertRounding:
-    """The rounding of what each token's experts compute.
-
-    Args:
-        rounding: Source of the roundings.
-        kinds: int64 [T], the `RoundingKind` of each token, ascending.
-    """
+    """The rounding of what each token's experts compute."""
 
     rounding: Rounding
-    kinds: torch.Tensor
+    kinds: torch.Tensor  # int64 [T], the `RoundingKind` of each token, ascending
 
     def apply(self, values: torch.Tensor, tokens: torch.Tensor, *, expert: int, step: int) -> torch.Tensor:
         """Round values [t,…] of an expert's tokens [t], ascending, in place; `step` is one of its roundings."""

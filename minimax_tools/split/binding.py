@@ -39,14 +39,10 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A plan of reading.
+    """A plan of reading."""
 
-    Args:
-        slots: Slots to fill, by name.
-        sources: Name of the stored tensor that fills each place, in the order of reading.
-    """
-
-    slots: Mapping[str, Slot] = field(repr=False)
+    slots: Mapping[str, Slot] = field(repr=False)  # slots to fill, by name
+    # Name of the stored tensor that fills each place, in the order of reading.
     sources: Mapping[ParameterPlace, str] = field(repr=False)
 
     @property

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     # For annotations in modules that do not import transformers.
     CausalConfig: TypeAlias = PreTrainedConfig
-    CausalModel: TypeAlias = PreTrainedModel
 
 # Errors that transformers raises on damaged or unknown files.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)

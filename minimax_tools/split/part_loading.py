@@ -110,19 +110,12 @@ def first_dtype(reader: CheckpointReader) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartLoader:
-    """A loader of a checkpoint's components.
-
-    Args:
-        weights: Tensors of the checkpoint.
-        config: Config of the checkpoint.
-        implementation: Dtype and kernels of the components.
-        budget: Limit on the memory to allocate.
-    """
+    """A loader of a checkpoint's components."""
 
     weights: Weights
     config: CausalConfig
     implementation: Implementation
-    budget: MemoryBudget
+    budget: MemoryBudget  # limit on the memory to allocate
 
     def load(self, part: Part, *, device: torch.device) -> ModelPart:
         """Load a component from the shards that it needs, straight into its own memory.

@@ -21,18 +21,13 @@ class Role(TextEnum):
 class Part:
     """A component: bottom begins with the embedding, top ends in the final norm and the head.
 
-    Args:
-        role: Bottom, trunk or top.
-        span: Decoder layers of the component.
-        num_hidden_layers: Number of decoder layers in the whole model.
-
     Raises:
         UsageError: A component of this role cannot have these layers.
     """
 
     role: Role
-    span: Span
-    num_hidden_layers: int
+    span: Span  # decoder layers of the component
+    num_hidden_layers: int  # of the whole model
 
     def __post_init__(self) -> None:
         self.span.within(self.num_hidden_layers)

@@ -33,6 +33,7 @@ from minimax_tools.torch_files.inert import InertRecord
 from minimax_tools.torch_files.reader import PickledReader
 from minimax_tools.torch_files.torch_file import read_structure, refusing
 
+# Keys under which a file may name its component.
 _ROLE_KEYS = ("component", "component_type", "part", "role")
 
 
@@ -98,13 +99,14 @@ def _read_description(path: Path) -> _SeedDescription:
     beside = _read_metadata(metadata) if metadata.is_file() else {}
     inside = content if isinstance(content, Mapping) else {}
     given = {**beside, **{key: item for key, item in inside.items() if isinstance(key, str)}}
+    role_names = [given[key] for key in _ROLE_KEYS if isinstance(given.get(key), str)]
     try:
         return _SeedDescription(
-            role=Role(next(given[key] for key in _ROLE_KEYS if isinstance(given.get(key), str))),
+            role=Role(role_names[0]),
             span=Span(_layer_number(given["start_layer"]), _layer_number(given["end_layer"])),
             config=_config(given["config"]),
         )
-    except (KeyError, StopIteration, TypeError, ValueError, Mm2Error) as error:
+    except (LookupError, TypeError, ValueError, Mm2Error) as error:
         raise CheckpointError(
             f"{path} does not name its component and model",
             expected=f"component, start_layer, end_layer and config, in it or in {metadata.name} beside it",

@@ -26,18 +26,11 @@ _ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerExperts:
-    """The choice of experts of a layer over held-out text.
+    """The choice of experts of a layer over held-out text; information is mutual, in bits, and beyond chance."""
 
-    Args:
-        load: Share of the choices that each expert got; the shares add up to 1.
-        token_information: Mutual information in bits between a token and one of its experts, beyond chance.
-        next_token_information: Mutual information in bits between the next token and one of the experts, beyond
-            chance.
-    """
-
-    load: tuple[float, ...]
-    token_information: float
-    next_token_information: float
+    load: tuple[float, ...]  # share of the choices that each expert got, with sum 1
+    token_information: float  # between a token and one of its experts
+    next_token_information: float  # between the next token and one of these experts
 
     @property
     def load_range(self) -> tuple[float, float]:
@@ -57,15 +50,10 @@ class HeldOutEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
-    """Bits per byte of the same held-out text without a model.
+    """Bits per byte of the same held-out text in codes without a model."""
 
-    Args:
-        unigram: Code by the frequencies of bytes in the training text.
-        lzma: Growth of the lzma-compressed training text when the held-out text is appended.
-    """
-
-    unigram: float
-    lzma: float
+    unigram: float  # by the frequencies of bytes in the training text
+    lzma: float  # growth of the compressed training text when the held-out text is appended
 
 
 def evaluate(

@@ -108,6 +108,7 @@ def _check_outputs(outputs: dict[Path, torch.dtype], model: SyntheticModel) -> N
     """Check before the training that its checkpoints can be written."""
     for folder, dtype in outputs.items():
         refuse_occupied(folder)
+        # The plan itself is not needed yet: making it checks the quantities.
         plan_tensors(model, dtype=dtype)
 
 
@@ -146,9 +147,11 @@ def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
     """Cut held-out rows of 1 to 500 tokens, from different passages if there are enough."""
     prompts = []
     for number, length in enumerate(PROMPT_LENGTHS):
+        # Evenly spread over the held-out passages.
         passage = corpus.held_out[number * len(corpus.held_out) // len(PROMPT_LENGTHS)]
         offsets = tokenizer.encode(passage).offsets
-        prompts.append(passage[: offsets[min(length, len(offsets)) - 1][1]])
+        _, end = offsets[min(length, len(offsets)) - 1]
+        prompts.append(passage[:end])
     return prompts
 
 

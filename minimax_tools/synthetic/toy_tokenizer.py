@@ -109,7 +109,19 @@ def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Token
             expected=f"at least {MIN_VOCAB_SIZE}: every byte and the special tokens",
             next_step="Give a larger --vocab-size.",
         )
-    return _train(texts, vocab_size=vocab_size - len(_SPECIAL_TOKENS) - len(_TEXT_TOKENS))
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(_SPECIAL_TOKENS) - len(_TEXT_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # Special tokens come after those of the text, as in MiniMax-M2's vocabulary.
+    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
+    tokenizer.add_tokens(list(_TEXT_TOKENS))
+    return tokenizer
 
 
 def save_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenIds:
@@ -131,19 +143,3 @@ def find_token_ids(tokenizer: tokenizers.Tokenizer) -> TokenIds:
     """Return the ids of the special tokens of a tokenizer that was made here."""
     ids = tokenizer.get_vocab()
     return TokenIds(bos_token_id=ids[_BOS_TOKEN], eos_token_id=ids[_EOS_TOKEN])
-
-
-def _train(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    # Special tokens come after those of the text, as in MiniMax-M2's vocabulary.
-    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
-    tokenizer.add_tokens(list(_TEXT_TOKENS))
-    return tokenizer
