@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from reflinks import BLOCK_BYTES, clone_range
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.model.weight_names import layer_of
-from minimax_tools.synthetic.checkpoint import FP8, SyntheticTensor, plan_tensors, write_tensor
+from minimax_tools.synthetic.checkpoint import FP8, plan_tensors, write_tensor
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -41,7 +42,7 @@ class PlannedShard:
     """
 
     file_name: str
-    tensors: tuple[SyntheticTensor, ...]
+    tensors: tuple[TensorSize, ...]
     source: PlannedShard | None = None
 
     def __post_init__(self) -> None:
@@ -112,8 +113,8 @@ def write_shards(folder: Path, shards: Sequence[PlannedShard], weights: Syntheti
 _Key = tuple[int, int]  # layer, part: part 0 is what is never cloned
 
 
-def _group_tensors(tensors: Sequence[SyntheticTensor]) -> dict[_Key, list[SyntheticTensor]]:
-    groups: dict[_Key, list[SyntheticTensor]] = {}
+def _group_tensors(tensors: Sequence[TensorSize]) -> dict[_Key, list[TensorSize]]:
+    groups: dict[_Key, list[TensorSize]] = {}
     filled_bytes: dict[int, int] = {}
     for tensor in tensors:
         layer = layer_of(tensor.name)

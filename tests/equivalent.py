@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.new_folder import new_folder
 from minimax_tools.model import weight_names
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.synthetic.checkpoint import SyntheticTensor, write_json, write_shards
+from minimax_tools.synthetic.checkpoint import write_json, write_shards
 
 Tensors = dict[str, torch.Tensor]
 # Changes tensors and the values of config.json in place; a generator draws the numbers.
@@ -259,7 +260,7 @@ def rewrite_checkpoint(source: Path, output: Path, *, changes: Sequence[str], se
         CHANGES[change](tensors, config, spec, generator)
     _refuse_overflow(tensors)
     plan = tuple(
-        SyntheticTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        TensorSize(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
         for name, tensor in sorted(tensors.items())
     )
     size_bytes = sum(tensor.size_bytes for tensor in plan)

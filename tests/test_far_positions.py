@@ -13,7 +13,7 @@ import pytest
 from compare.diagnosis.cli import main as mm2_diagnose
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.reader import Capture
-from minimax_tools.model.inputs import word_positions
+from minimax_tools.model.inputs import format_positions
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
@@ -80,7 +80,7 @@ def judge(toy: Path, command: Command, tmp_path: Path) -> Judge:
 
 def test_default_golden_says_its_positions_and_is_certified(far_golden: Path) -> None:
     capture = Capture.open(far_golden)
-    assert word_positions(capture.read_inputs()) == "positions 0-143, 4088-4103, 65528-65543, 196592-196607"
+    assert format_positions(capture.read_inputs()) == "positions 0-143, 4088-4103, 65528-65543, 196592-196607"
     certificate = capture.manifest.certificate
     assert certificate is not None
     assert {str(check.outcome) for check in certificate.checks} == {"passed"}

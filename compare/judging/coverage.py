@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.inputs import word_positions
+from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
@@ -39,7 +39,7 @@ def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
     for source in (reference, target):
         if source.known_description is not None:
             inputs = source.read_inputs()
-            return f"{int(inputs.attention_mask.sum())} at {word_positions(inputs)}"
+            return f"{int(inputs.attention_mask.sum())} at {format_positions(inputs)}"
     return ""
 
 

@@ -14,7 +14,7 @@ import torch
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EXPERTS, expected_layer_shapes, layer_bytes, vocabulary_bytes
-from minimax_tools.partition.planners import Stage
+from minimax_tools.partition.stage import Stage
 
 # Loading also holds the pieces being stacked. Measured: 1.8 layers to load one.
 _LOADING_LAYERS = 0.8

@@ -11,7 +11,7 @@ from minimax_tools.errors import CheckpointError
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.partition.planners import Stage
+from minimax_tools.partition.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

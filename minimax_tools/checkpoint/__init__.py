@@ -2,6 +2,7 @@
 
 - `header`: the table of one safetensors shard
 - `weight_files`: the weight files of a checkpoint, and the claims of its index
+- `expected_tensors`: the tensors of a MiniMax-M2, from config.json alone
 - `index`: the shard and offset of each tensor
 - `byte_ranges`: byte ranges of tensors, neighbours joined
 - `shard_files`: bytes of shards, through the page cache or past it

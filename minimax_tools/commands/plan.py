@@ -10,7 +10,8 @@ import torch
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import dtype_option, model_option, output_options
 from minimax_tools.commands.plan_text import describe_plan, plan_values
-from minimax_tools.partition.cost import Workload, measure_costs
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
 from minimax_tools.partition.plan import make_plan
 from minimax_tools.partition.planners import PLANNERS

@@ -1,4 +1,4 @@
-"""The token rows of a run, padded to one batch."""
+"""The batch of token ids that a run computes: one prompt per row, padded to one length."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from minimax_tools.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """A batch of token rows.
+    """A batch of token ids: B rows, padded to S tokens.
 
     Args:
         input_ids: int64 [B,S].
-        attention_mask: int64 [B,S], 1 on real rows, 0 on padding.
+        attention_mask: int64 [B,S], 1 on real tokens, 0 on padding.
         position_ids: int64 [B,S], counted over each row's real tokens from its first position on. Right padding
             repeats the row's last position, left padding its first.
         source: Origin of the rows, in a few words.
+
+    Raises:
+        ValueError: The three tensors have different shapes, or are not two-dimensional.
     """
 
     input_ids: torch.Tensor
@@ -29,7 +32,7 @@ class Inputs:
 
     def __post_init__(self) -> None:
         shapes = {tuple(tensor.shape) for tensor in self.tensors().values()}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        if len(shapes) != 1 or self.input_ids.ndim != 2:
             raise ValueError(f"inputs need one [B,S] shape, got {sorted(shapes)}")
 
     @property
@@ -49,12 +52,12 @@ class Inputs:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Real tokens of each row."""
+        """Number of real tokens in each row."""
         return tuple(int(length) for length in self.attention_mask.sum(dim=1))
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens of all rows."""
+        """Number of real tokens in all rows."""
         return int(self.attention_mask.sum())
 
     @property
@@ -64,16 +67,14 @@ class Inputs:
 
     def row_positions(self) -> list[list[int]]:
         """List the positions of each row's tokens, without padding."""
-        return [
-            positions[mask.bool()].tolist()
-            for positions, mask in zip(self.position_ids, self.attention_mask, strict=True)
-        ]
+        return self._without_padding(self.position_ids)
 
     def real_rows(self) -> list[list[int]]:
         """List the token ids of each row, without padding."""
-        return [
-            ids[mask.bool()].tolist() for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)
-        ]
+        return self._without_padding(self.input_ids)
+
+    def _without_padding(self, tensor: torch.Tensor) -> list[list[int]]:
+        return [row[mask.bool()].tolist() for row, mask in zip(tensor, self.attention_mask, strict=True)]
 
     def digest(self) -> str:
         """Compute sha256 over ids, mask and positions."""
@@ -112,8 +113,8 @@ def pad_rows(
     Args:
         rows: Token ids of each row.
         padding_side: `left` or `right`.
-        buckets: Allowed lengths; empty for the longest row's length.
-        pad_token_id: Token id of padding.
+        buckets: Allowed padded lengths; empty to pad to the longest row's length.
+        pad_token_id: Token id that fills the padding.
         source: Origin of the rows, in a few words.
         start_positions: Position of each row's first token; empty if all rows begin at 0.
 
@@ -124,21 +125,13 @@ def pad_rows(
         raise UsageError("a run needs at least one row of tokens")
     if not all(rows):
         raise UsageError(f"row {rows.index([])} has no token")
-    longest = max(len(row) for row in rows)
-    fitting = [bucket for bucket in buckets if bucket >= longest]
-    if buckets and not fitting:
-        raise UsageError(
-            f"the longest row has {longest} tokens",
-            expected=f"at most the largest bucket, {max(buckets)}",
-            next_step="Give --pad-to a larger bucket, or --max-length to truncate.",
-        )
-    length = min(fitting) if buckets else longest
+    length = _padded_length(max(len(row) for row in rows), buckets)
     input_ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros((len(rows), length), dtype=torch.int64)
     for index, row in enumerate(rows):
-        window = slice(length - len(row), length) if padding_side == "left" else slice(0, len(row))
-        input_ids[index, window] = torch.tensor(row, dtype=torch.int64)
-        attention_mask[index, window] = 1
+        start = length - len(row) if padding_side == "left" else 0
+        input_ids[index, start : start + len(row)] = torch.tensor(row, dtype=torch.int64)
+        attention_mask[index, start : start + len(row)] = 1
     starts = torch.tensor(start_positions or (0,) * len(rows), dtype=torch.int64)
     position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0) + starts[:, None]
     return Inputs(
@@ -146,13 +139,29 @@ def pad_rows(
     )
 
 
+def _padded_length(longest: int, buckets: tuple[int, ...]) -> int:
+    if not buckets:
+        return longest
+    fitting = [bucket for bucket in buckets if bucket >= longest]
+    if not fitting:
+        raise UsageError(
+            f"the longest row has {longest} tokens",
+            expected=f"at most the largest bucket, {max(buckets)}",
+            next_step="Give --pad-to a larger bucket, or --max-length to truncate.",
+        )
+    return min(fitting)
+
+
 def num_positions_left(last_position: int, max_position_embeddings: int) -> int:
-    """Count the tokens that can follow a row's last; the very last is no input and needs no position."""
+    """Count the tokens that can be generated after a row whose last token is at `last_position`.
+
+    The last generated token is never fed to the model, so it needs no position.
+    """
     return max_position_embeddings - last_position
 
 
 def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Draw uniform random ids: one row for each length, `batch_size` times."""
+    """Draw rows of uniform random token ids: one row of each length, repeated `batch_size` times."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(0, vocab_size, (length,), generator=generator).tolist()
@@ -161,25 +170,29 @@ def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, s
     ]
 
 
-def word_positions(inputs: Inputs) -> str:
-    """Return the positions of the real tokens in words, such as `positions 0-99, 4096-4111`; padding is not counted."""
+def format_positions(inputs: Inputs) -> str:
+    """Format the positions of the real tokens as ranges: `positions 0-99, 4096-4111`."""
     positions = inputs.position_ids[inputs.attention_mask.bool()].unique().tolist()
-    breaks = [index for index in range(1, len(positions)) if positions[index] != positions[index - 1] + 1]
-    bounds = zip([0, *breaks], [*breaks, len(positions)], strict=True)
-    runs = [(positions[start], positions[stop - 1]) for start, stop in bounds]
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    ranges: list[tuple[int, int]] = []
+    for position in positions:
+        if ranges and position == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], position)
+        else:
+            ranges.append((position, position))
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
     return f"position{'s' if len(positions) > 1 else ''} {words}"
 
 
 def decoded_rows(attention_mask: torch.Tensor, num_rows: int) -> range:
-    """Choose the columns of a batch to decode: at least the last `num_rows` real ones of each prompt.
+    """Choose the columns of a batch to decode one at a time, out of S.
 
-    A shorter prompt is decoded from its second row on. Columns after the last real row are left out.
+    The range holds at least the last `num_rows` real tokens of each prompt, but never a prompt's first token. It ends
+    with the last real token of the batch.
 
     Args:
         attention_mask: [B,S] of 0/1.
-        num_rows: Number of rows, less than the longest prompt has.
+        num_rows: Number of tokens to decode, less than the longest prompt has.
     """
-    real = [prompt.nonzero().flatten().tolist() for prompt in attention_mask]
-    starts = [columns[max(len(columns) - num_rows, 1)] for columns in real if len(columns) > 1]
-    return range(min(starts), max(columns[-1] for columns in real) + 1)
+    real_columns = [mask.nonzero().flatten().tolist() for mask in attention_mask]
+    starts = [columns[max(len(columns) - num_rows, 1)] for columns in real_columns if len(columns) > 1]
+    return range(min(starts), max(columns[-1] for columns in real_columns) + 1)

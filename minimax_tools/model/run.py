@@ -1,6 +1,7 @@
-"""A run before it starts: its layers, its mode, and the sites to keep.
+"""Run: which layers are computed, from which inputs, and which sites are kept.
 
-`single-layer`, `multi-layer`, `component`, `sweep` and `full` are presets of `Run`.
+Each command that runs layers (`full`, `single-layer`, `multi-layer`, `sweep`, `bisect`, `component`) has a function
+below that builds its `Run`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from minimax_tools.text_enum import TextEnum
 class Mode(TextEnum):
     """Source of a layer's input."""
 
-    ISOLATED = "isolated"  # the golden's own input, for each layer
+    ISOLATED = "isolated"  # the golden's input of that layer
     CHAINED = "chained"  # the output of the layer before
 
 
@@ -37,13 +38,13 @@ class Component(TextEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """The sites that a component takes from the golden, and the sites that it computes."""
+    """The sites at which a component gets the golden's values, and the sites that it computes."""
 
     fed: tuple[Site, ...]
     computed: tuple[Site, ...]
 
 
-_ATTENTION = (
+_ATTENTION_SITES = (
     Site.Q_PROJ,
     Site.K_PROJ,
     Site.V_PROJ,
@@ -54,16 +55,16 @@ _ATTENTION = (
     Site.ATTN_CONTEXT,
     Site.ATTN_DELTA,
 )
-_ROUTER = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
+_ROUTER_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
 
 BOUNDARIES: Mapping[Component, Boundary] = MappingProxyType(
     {
-        Component.ATTENTION: Boundary(fed=(Site.INPUT_NORM,), computed=_ATTENTION),
-        Component.ROUTER: Boundary(fed=(Site.POST_NORM,), computed=_ROUTER),
+        Component.ATTENTION: Boundary(fed=(Site.INPUT_NORM,), computed=_ATTENTION_SITES),
+        Component.ROUTER: Boundary(fed=(Site.POST_NORM,), computed=_ROUTER_SITES),
         Component.EXPERTS: Boundary(
             fed=(Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS), computed=(Site.MOE_DELTA,)
         ),
-        Component.MOE: Boundary(fed=(Site.POST_NORM,), computed=(*_ROUTER, Site.MOE_DELTA)),
+        Component.MOE: Boundary(fed=(Site.POST_NORM,), computed=(*_ROUTER_SITES, Site.MOE_DELTA)),
         Component.INPUT_NORM: Boundary(fed=(Site.INPUT,), computed=(Site.INPUT_NORM,)),
         Component.POST_NORM: Boundary(fed=(Site.ATTN_RESIDUAL,), computed=(Site.POST_NORM,)),
     }
@@ -72,14 +73,21 @@ BOUNDARIES: Mapping[Component, Boundary] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run before it starts.
+    """The plan of a run.
 
     Args:
         name: Name of the capture directory, unique for the host.
-        sites: Sites to keep of every layer, in execution order.
-        model_sites: Sites to keep outside the layers.
-        component: The only component that runs; None for whole layers.
-        decode_rows: Number of each prompt's last rows that are computed one at a time, from cached keys and values.
+        span: The layers that run.
+        mode: Source of each layer's input.
+        sites: Sites of every layer to keep, in execution order.
+        model_sites: Sites outside the layers to keep.
+        component: The only component of a layer that runs; None for whole layers.
+        decode_rows: Number of tokens at each prompt's end that are decoded: computed one at a time, from cached keys
+            and values. 0 computes all tokens at once.
+
+    Raises:
+        UsageError: No site is kept, or a component is to decode.
+        ValueError: The sites are not in execution order, or repeat.
     """
 
     name: str
@@ -108,14 +116,14 @@ class Run:
 
     @property
     def computed_sites(self) -> tuple[Site, ...]:
-        """Kept sites that the run computes, and that can be judged."""
+        """Kept sites that the run itself computes: only these can be judged."""
         return tuple(site for site in self.sites if site not in self.fed_sites)
 
     def decoding(self, num_rows: int) -> Run:
-        """Return this run with its last `num_rows` decoded, under a name of its own."""
-        return (
-            replace(self, name=f"{self.name}_decode_{num_rows}", decode_rows=num_rows) if num_rows else self
-        )
+        """Return this run with `num_rows` tokens of each prompt decoded and a name that says so; unchanged for 0."""
+        if num_rows == 0:
+            return self
+        return replace(self, name=f"{self.name}_decode_{num_rows}", decode_rows=num_rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as a manifest holds it."""
@@ -134,7 +142,7 @@ class Run:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
-        """Return the run that a manifest describes; captures from before there was decoding lack `decode_rows`."""
+        """Return the run that a manifest describes. Manifests of old captures lack `decode_rows`: 0."""
         span = {"start": record["start_layer"], "stop": record["stop_layer"]}
         return decode_fields(cls, {**record, "span": span})
 
@@ -155,13 +163,9 @@ def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:
 
 
 def single_layer_run(layer: int, *, sites_level: str) -> Run:
-    """Return a run of one layer on the golden's input, or without a golden on computed input."""
-    return Run(
-        name=f"single_layer_{layer}",
-        span=Span.single(layer),
-        mode=Mode.ISOLATED,
-        sites=SITE_LEVELS[sites_level],
-    )
+    """Return a run of one layer, isolated. Without a golden, the layer's input is computed."""
+    name, span = f"single_layer_{layer}", Span.single(layer)
+    return Run(name=name, span=span, mode=Mode.ISOLATED, sites=SITE_LEVELS[sites_level])
 
 
 def multi_layer_run(span: Span, *, sites_level: str) -> Run:
@@ -177,17 +181,13 @@ def sweep_run(span: Span, *, sites_level: str) -> Run:
 
 
 def bisect_run(span: Span) -> Run:
-    """Return a run that searches layers by chains, each from the golden's input."""
-    return Run(
-        name=f"bisect_{span.start}_to_{span.last}",
-        span=span,
-        mode=Mode.CHAINED,
-        sites=SITE_LEVELS["layer"],
-    )
+    """Return a run of the layers that a bisection searches. Each probe chains some, from the golden's input."""
+    name = f"bisect_{span.start}_to_{span.last}"
+    return Run(name=name, span=span, mode=Mode.CHAINED, sites=SITE_LEVELS["layer"])
 
 
 def component_run(layer: int, component: Component) -> Run:
-    """Return a run of one component of a layer on the golden's values."""
+    """Return a run of one component of a layer, from the golden's values."""
     boundary = BOUNDARIES[component]
     sites = tuple(sorted((*boundary.fed, *boundary.computed), key=lambda site: site.order))
     return Run(

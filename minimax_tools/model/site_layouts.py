@@ -1,14 +1,16 @@
-"""Layouts of a site over ranks: assembly of its tensor from the ranks' pieces.
+"""Site layouts: how the ranks' pieces make up a site's tensor.
 
 A layout is written after `@` in a port's `sites`, and in the map of a capture that another tool wrote.
 
-| text | the pieces |
+| text | a rank's piece |
 |---|---|
-| `@replicate` | the whole, bit-equal on all ranks |
-| `@shard(dim)` | parts of equal size along a dim, in rank order |
-| `@shard(dim; 0,1,2,-,3,4,5,-)` | blocks of equal size along a dim, in rank order, by their logical numbers: |
-| | `-` is padding, and a number that comes twice stands for copies, which must be bit-equal |
-| `@partial` | a sum that is still to be reduced |
+| `@replicate` | the whole tensor, bit-equal on all ranks |
+| `@shard(dim)` | a part along `dim`; parts have one size and lie in rank order |
+| `@shard(dim; 0,1,2,-,3,4,5,-)` | as many blocks along `dim` as any other rank |
+| `@partial` | an addend: the ranks' pieces are still to be summed |
+
+Blocks are listed rank after rank by their place in the whole tensor. `-` is a block of padding. A block that is listed
+twice is held twice; the copies must be bit-equal.
 """
 
 from __future__ import annotations
@@ -22,33 +24,29 @@ import torch
 
 from minimax_tools.errors import TargetError
 
-_SHARD = re.compile(r"shard\(\s*(?P<dim>-?\d+)\s*(?:;(?P<blocks>[\d\s,-]+))?\)")
+_SHARD_FORM = re.compile(r"shard\(\s*(?P<dim>-?\d+)\s*(?:;(?P<blocks>[\d\s,-]+))?\)")
 _FORMS = "'@replicate', '@partial', '@shard(dim)' or '@shard(dim; 0,1,-,…)'"
-_ASK_REDUCTION = (
-    "If these are sums that each rank has a part of, a reduction is missing, or the site is @partial; "
-    "if they are parts of the tensor, it is @shard(dim)."
-)
 
 
 class SiteLayout(Protocol):
-    """Protocol of the forms above."""
+    """A layout: `Replicated`, `Partial` or `Sharded`."""
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """Assemble the logical tensor.
+        """Assemble the whole tensor.
 
         Args:
             pieces: Pieces in rank order, on the CPU.
-            what: Target, layer and site, for errors.
+            what: Target, layer and site, named in errors.
 
         Raises:
-            TargetError: The pieces are not of this form.
+            TargetError: The pieces contradict the layout.
         """
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """Cut a rank's piece from a logical tensor.
+        """Cut the piece of `rank`, out of `num_ranks`, from the whole tensor.
 
         Raises:
-            TargetError: The piece is unknown.
+            TargetError: The layout does not determine the rank's piece.
         """
 
 
@@ -57,35 +55,32 @@ class Replicated:
     """The whole tensor on every rank."""
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """Return the first piece after proving all pieces equal."""
-        _refuse_unequal(dict(enumerate(pieces)), what=what)
+        """Return the first piece, after checking that all pieces are bit-equal."""
+        _refuse_other_shapes(pieces, what=what)
+        _refuse_unequal(list(enumerate(pieces)), what=what)
         return pieces[0]
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """Return the tensor."""
+        """Return the whole tensor."""
         return tensor
 
     def __str__(self) -> str:
         return "@replicate"
 
 
-def _are_wholes(pieces: Sequence[torch.Tensor]) -> bool:
-    """Decide whether all pieces are equal and not zero."""
-    return bool(pieces[0].any()) and all(torch.equal(pieces[0], piece) for piece in pieces[1:])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """Parts of a sum."""
+    """An addend on every rank; their sum is the tensor."""
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """Add up the pieces in float32, rounded once to their dtype."""
+        """Sum the pieces in float32, and round once to their dtype."""
         _refuse_other_shapes(pieces, what=what)
-        if not pieces[0].is_floating_point() or _are_wholes(pieces):
+        is_float = pieces[0].is_floating_point()
+        if not is_float or _are_equal_and_nonzero(pieces):
             raise TargetError(
                 f"{what} is no sum that each rank has a part of",
                 expected="floating-point numbers that differ between ranks",
-                found=str(pieces[0].dtype) if not pieces[0].is_floating_point() else "the same on all ranks",
+                found="the same on all ranks" if is_float else str(pieces[0].dtype),
                 next_step="It is @replicate, or a part of it was added up already.",
             )
         total = torch.zeros(pieces[0].shape, dtype=torch.float32)
@@ -94,7 +89,7 @@ class Partial:
         return total.to(pieces[0].dtype)
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """Raise: the parts of a sum are unknown."""
+        """Raise TargetError: a sum does not determine its addends."""
         raise TargetError(
             f"{what} cannot be fed on several ranks: it is @partial, and a sum does not tell its parts",
             next_step="Name a site behind the reduction, or run on one rank.",
@@ -106,12 +101,15 @@ class Partial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded:
-    """Parts along a dim.
+    """Parts along a dim, each of one or several blocks.
 
     Args:
-        dim: Dim of the tensor that the port shows; negative numbers count from the last.
-        blocks: Logical numbers of the blocks in rank order, equally many on each rank; None for padding. Empty for
-            one block on each rank, in order.
+        dim: Dim of the tensor as the port shows it; negative numbers count from the last.
+        blocks: Number of each block in the whole tensor, None for padding; listed rank after rank, equally many for
+            each rank. Empty for one block per rank, in rank order.
+
+    Raises:
+        TargetError: A block of the whole tensor is on no rank.
     """
 
     dim: int
@@ -127,37 +125,24 @@ class Sharded:
             )
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """Join the blocks in logical order after proving copies equal."""
+        """Join the blocks in the whole tensor's order, after checking that copies are bit-equal."""
         _refuse_other_shapes(pieces, what=what)
         self._refuse_missing_dim(pieces[0], what=what)
         if not self.blocks:
             return torch.cat(list(pieces), dim=self.dim)
-        per_rank = self._blocks_per_rank(len(pieces), what=what)
-        size = pieces[0].shape[self.dim]
-        if size % per_rank:
-            raise TargetError(
-                f"{what} does not divide into the blocks of {self}",
-                expected=f"a multiple of {per_rank} along dim {self.dim} on every rank",
-                found=str(list(pieces[0].shape)),
-                next_step="Name as many blocks as the ranks hold.",
-            )
-        copies: dict[int, dict[int, torch.Tensor]] = {}
-        for index, number in enumerate(self.blocks):
-            if number is not None:
-                rank, place = divmod(index, per_rank)
-                width = size // per_rank
-                block = pieces[rank].narrow(self.dim, place * width, width)
-                copies.setdefault(number, {}).setdefault(rank, block)
-        for number, of_rank in copies.items():
-            _refuse_unequal(of_rank, what=f"{what}, block {number}")
-        return torch.cat([next(iter(copies[number].values())) for number in sorted(copies)], dim=self.dim)
+        joined = []
+        for number, copies in sorted(self._copies_by_block(pieces, what=what).items()):
+            _refuse_unequal(copies, what=f"{what}, block {number}")
+            _, first_copy = copies[0]
+            joined.append(first_copy)
+        return torch.cat(joined, dim=self.dim)
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
         """Join the rank's blocks, with zeros for padding."""
         self._refuse_missing_dim(tensor, what=what)
         blocks = self.blocks or tuple(range(num_ranks))
+        num_held = Sharded(dim=self.dim, blocks=blocks)._blocks_per_rank(num_ranks, what=what)
         num_blocks = len(set(blocks) - {None})
-        per_rank = Sharded(dim=self.dim, blocks=blocks)._blocks_per_rank(num_ranks, what=what)
         size = tensor.shape[self.dim]
         if size % num_blocks:
             raise TargetError(
@@ -168,11 +153,34 @@ class Sharded:
             )
         width = size // num_blocks
         padding = torch.zeros_like(tensor.narrow(self.dim, 0, width))
-        own = blocks[rank * per_rank : (rank + 1) * per_rank]
-        parts = [
-            padding if number is None else tensor.narrow(self.dim, number * width, width) for number in own
+        held = [
+            padding if number is None else tensor.narrow(self.dim, number * width, width)
+            for number in blocks[rank * num_held : (rank + 1) * num_held]
         ]
-        return torch.cat(parts, dim=self.dim)
+        return torch.cat(held, dim=self.dim)
+
+    def _copies_by_block(
+        self, pieces: Sequence[torch.Tensor], *, what: str
+    ) -> dict[int, list[tuple[int, torch.Tensor]]]:
+        """Return each block's copies by the block's number; a copy comes with the rank that holds it."""
+        num_held = self._blocks_per_rank(len(pieces), what=what)
+        size = pieces[0].shape[self.dim]
+        if size % num_held:
+            raise TargetError(
+                f"{what} does not divide into the blocks of {self}",
+                expected=f"a multiple of {num_held} along dim {self.dim} on every rank",
+                found=str(list(pieces[0].shape)),
+                next_step="Name as many blocks as the ranks hold.",
+            )
+        width = size // num_held
+        copies: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for index, number in enumerate(self.blocks):
+            if number is None:
+                continue
+            rank, position = divmod(index, num_held)
+            block = pieces[rank].narrow(self.dim, position * width, width)
+            copies.setdefault(number, []).append((rank, block))
+        return copies
 
     def _blocks_per_rank(self, num_ranks: int, *, what: str) -> int:
         if len(self.blocks) % num_ranks:
@@ -202,17 +210,18 @@ def parse_layout(text: str) -> SiteLayout:
     """Parse the text after the `@`.
 
     Raises:
-        TargetError: The text has none of the forms above.
+        TargetError: The text has none of the forms in this module's docstring.
     """
     if text == "replicate":
         return Replicated()
     if text == "partial":
         return Partial()
-    match = _SHARD.fullmatch(text)
+    match = _SHARD_FORM.fullmatch(text)
     try:
         if match is not None:
             return Sharded(dim=int(match["dim"]), blocks=_parse_blocks(match["blocks"]))
     except ValueError:
+        # The form lets through lists such as `0,,1` or `1-`, which hold no numbers.
         pass
     raise TargetError(f"the layout '@{text}' cannot be read", expected=_FORMS)
 
@@ -233,21 +242,25 @@ def _refuse_other_shapes(pieces: Sequence[torch.Tensor], *, what: str) -> None:
             )
 
 
-def _refuse_unequal(copies: dict[int, torch.Tensor], *, what: str) -> None:
-    """Raise if copies, by rank, differ in any bit."""
-    ranks = list(copies)
-    first = copies[ranks[0]]
-    _refuse_other_shapes(list(copies.values()), what=what)
-    # Bytes are compared: a NaN equals itself.
-    others = [rank for rank in ranks if not torch.equal(_bytes_of(copies[rank]), _bytes_of(first))]
-    if others:
-        named = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-        largest = max(float((copies[rank].double() - first.double()).abs().max()) for rank in others)
+def _are_equal_and_nonzero(pieces: Sequence[torch.Tensor]) -> bool:
+    return bool(pieces[0].any()) and all(torch.equal(pieces[0], piece) for piece in pieces[1:])
+
+
+def _refuse_unequal(copies: Sequence[tuple[int, torch.Tensor]], *, what: str) -> None:
+    """Raise if copies of one shape, each with its rank, differ in any bit."""
+    first_rank, first = copies[0]
+    # Bytes are compared, so that a NaN equals itself.
+    differing = [(rank, copy) for rank, copy in copies if not torch.equal(_bytes_of(copy), _bytes_of(first))]
+    if differing:
+        ranks = sorted({rank for rank, _ in differing})
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        largest = max(float((copy.double() - first.double()).abs().max()) for _, copy in differing)
         raise TargetError(
             f"{what} is not the same on all ranks",
-            expected=f"what rank {ranks[0]} has, bit for bit",
+            expected=f"what rank {first_rank} has, bit for bit",
             found=f"other values on {named}, the largest difference {largest:.3g}",
-            next_step=_ASK_REDUCTION,
+            next_step="If these are sums that each rank has a part of, a reduction is missing, or the site is "
+            "@partial; if they are parts of the tensor, it is @shard(dim).",
         )
 
 

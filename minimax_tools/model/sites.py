@@ -1,4 +1,4 @@
-"""Sites: the named points of a decoder layer and of the model, and the inputs of each.
+"""Sites: the named points at which tensors of a layer, or of the model around the layers, are compared.
 
 Shapes use B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token.
 """
@@ -60,7 +60,7 @@ class ModelSite(TextEnum):
 
 _ORDER: Mapping[Site, int] = MappingProxyType({site: order for order, site in enumerate(Site)})
 
-# The data-flow graph of a layer: blame follows these edges.
+# The sites that each site is computed from: the data-flow graph of a layer. The search for a fault follows it.
 SITE_INPUTS: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     {
         Site.INPUT: (),
@@ -84,6 +84,7 @@ SITE_INPUTS: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     }
 )
 
+# The sites to keep, by the name that --sites takes.
 SITE_LEVELS: Mapping[str, tuple[Site, ...]] = MappingProxyType(
     {
         "layer": (Site.INPUT, Site.OUTPUT),

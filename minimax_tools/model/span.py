@@ -1,4 +1,4 @@
-"""A half-open range of decoder layers, and its notation."""
+"""Span: a half-open range of decoder layers, written `A:B`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from minimax_tools.errors import UsageError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Layers `start` to `stop - 1`; never empty, never negative."""
+    """Layers `start` to `stop - 1`, at least one.
+
+    Raises:
+        UsageError: The range is empty, or starts below 0.
+    """
 
     start: int
     stop: int
@@ -36,10 +40,10 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Parse the half-open notation `A:B`.
+        """Parse `A:B`: layers A to B - 1.
 
         Raises:
-            UsageError: The text has another form, or describes no layers.
+            UsageError: The text has another form, or the range is empty.
         """
         match = re.fullmatch(r"(\d+):(\d+)", text.strip())
         if match is None:
@@ -52,7 +56,7 @@ class Span:
         return self.stop - 1
 
     def within(self, num_hidden_layers: int) -> Span:
-        """Return this span if a model of `num_hidden_layers` layers has all of it.
+        """Return this span, after checking that a model of `num_hidden_layers` layers has all its layers.
 
         Raises:
             UsageError: The span exceeds the last layer.

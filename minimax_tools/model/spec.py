@@ -13,12 +13,12 @@ from typing import Any
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 
-# Constants of the MiniMax-M2 graph: a checkpoint with others is another model.
+# Settings that every MiniMax-M2 has. A config.json with other values describes another computation.
 _FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
     {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "hidden_act": "silu"}
 )
 _MODEL_TYPE = "minimax_m2"
-# Taken from config.json as they are.
+# Positive integers that are copied from config.json; the other fields are derived.
 _COPIED_FIELDS = (
     "hidden_size",
     "num_hidden_layers",
@@ -36,7 +36,10 @@ _COPIED_FIELDS = (
 class ModelSpec:
     """The quantities of a MiniMax-M2, under Hugging Face's names.
 
-    `raw` is config.json; every other field is derived from it and checked.
+    `raw` is the whole of config.json; all other fields are read from it.
+
+    Raises:
+        CheckpointError: A size is not a positive integer, or two sizes contradict each other.
     """
 
     hidden_size: int
@@ -56,11 +59,11 @@ class ModelSpec:
     raw: Mapping[str, Any] = field(repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in (*_COPIED_FIELDS, "head_dim", "rotary_dim")}
         faults = [
-            f"{name} is {getattr(self, name)!r}"
-            for name in (*_COPIED_FIELDS, "head_dim", "rotary_dim")
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+            f"{name} is {size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1
         ]
+        # Only valid sizes can be divided and compared.
         faults = faults or self._contradictions()
         if faults:
             raise CheckpointError("config.json describes no MiniMax-M2", found="; ".join(faults))
@@ -133,11 +136,11 @@ class ModelSpec:
         return self.num_key_value_heads * self.head_dim
 
     def digest(self) -> str:
-        """Compute sha256 over the derived quantities: equal for an FP8 and a BF16 copy of one model."""
+        """Compute sha256 over `quantities`. It is equal for an FP8 and a BF16 copy of one model."""
         return hashlib.sha256(json.dumps(self.quantities(), sort_keys=True).encode()).hexdigest()
 
     def quantities(self) -> dict[str, int | float | bool]:
-        """Return the derived quantities by name: everything but `raw`."""
+        """Return every field but `raw`, by name."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "raw"}
 
 

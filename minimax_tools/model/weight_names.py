@@ -17,7 +17,7 @@ from minimax_tools.model.spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"  # [vocab,H]
 FINAL_NORM = "model.norm.weight"  # [H]
-LM_HEAD = "lm_head.weight"  # [vocab,H]; absent where the embedding is tied
+LM_HEAD = "lm_head.weight"  # [vocab,H]; absent if the embedding is tied
 
 Q_PROJ = "self_attn.q_proj.weight"  # [N·D,H]
 K_PROJ = "self_attn.k_proj.weight"  # [K·D,H]
@@ -30,12 +30,12 @@ POST_NORM = "post_attention_layernorm.weight"  # [H]
 GATE = "block_sparse_moe.gate.weight"  # [E,H]
 CORRECTION_BIAS = "block_sparse_moe.e_score_correction_bias"  # [E]
 
-# Part of the names of all experts' tensors, and of no others.
+# Every expert tensor's name contains this, and no other tensor's does.
 EXPERTS = ".experts."
 ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
 ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
 
-# The router decides in float32: these two are never rounded to the run's dtype.
+# The router computes in float32: these two tensors are never rounded to the run's dtype.
 FLOAT32_NAMES = (GATE, CORRECTION_BIAS)
 
 EXPERT_GATE, EXPERT_DOWN, EXPERT_UP = "w1", "w2", "w3"  # [I,H], [H,I], [I,H]
@@ -47,7 +47,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def head_name(spec: ModelSpec) -> str:
-    """Return the name of the tensor that is lm_head's weight: the embedding's where the two are tied."""
+    """Return the name of lm_head's weight; if it is tied, that is the embedding."""
     return EMBEDDING if spec.tie_word_embeddings else LM_HEAD
 
 
@@ -73,7 +73,7 @@ def scale_name(weight_name: str) -> str:
 
 
 def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of a layer's tensors by relative name, scales left out, experts in integer order."""
+    """Return the shapes of a layer's tensors by relative name, without FP8 scales, experts in numeric order."""
     hidden, intermediate = spec.hidden_size, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         Q_PROJ: (spec.query_width, hidden),
@@ -95,7 +95,7 @@ def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 
 
 def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the size of a decoder layer in `dtype`, router gate and correction bias in float32."""
+    """Return the bytes of a decoder layer in `dtype`, with router gate and correction bias in float32."""
     return sum(
         math.prod(shape) * (torch.float32 if name in FLOAT32_NAMES else dtype).itemsize
         for name, shape in expected_layer_shapes(spec).items()
@@ -103,5 +103,5 @@ def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def vocabulary_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the size of the embedding in `dtype`; the lm_head has the same size."""
+    """Return the bytes of the embedding in `dtype`. An untied lm_head has as many."""
     return spec.vocab_size * spec.hidden_size * dtype.itemsize

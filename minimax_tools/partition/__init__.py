@@ -2,7 +2,10 @@
 
 - `node`: machines that can hold a slice
 - `cost`: bytes, parameters and FLOPs of the model's parts
-- `chain`: runs of layers that fit a node, and orders of nodes that can share all layers
+- `cost_measurement`: the costs of a model, computed from its tensors' shapes
+- `chain`: runs of layers that fit a node
+- `node_order`: orders of nodes that can share all layers, and each node's run in an order
+- `stage`: a node and the parts of the model that it holds
 - `planners`: the division of layers among nodes, by memory, by throughput or by hand
 - `planned_slice`: the part of a model that one node holds, with the places of its tensors
 - `plan`: all slices of a model, as a value and as a file

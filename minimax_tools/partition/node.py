@@ -17,7 +17,7 @@ from minimax_tools.model.span import Span
 MAX_NODES = 64
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_EXAMPLE = "NAME:memory=40GB,tflops=312 (tflops and layers=A:B where the planner needs them)"
+_NODE_FORM = "NAME:memory=40GB,tflops=312 (tflops and layers=A:B where the planner needs them)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Node:
         if self.tflops is not None and not (math.isfinite(self.tflops) and self.tflops > 0):
             faults.append(f"tflops is {self.tflops}")
         if faults:
-            raise UsageError(f"{self.name!r} is no node", expected=_EXAMPLE, found="; ".join(faults))
+            raise UsageError(f"{self.name!r} is no node", expected=_NODE_FORM, found="; ".join(faults))
 
     @property
     def flops_per_second(self) -> float:
@@ -58,7 +58,7 @@ class Node:
 
     @classmethod
     def parse(cls, text: str) -> Node:
-        """Read `a100:memory=40GB,tflops=312`.
+        """Parse a node written as `a100:memory=40GB,tflops=312`.
 
         Raises:
             UsageError: The text is not of that form.
@@ -67,7 +67,7 @@ class Node:
         pairs = [pair.partition("=") for pair in rest.split(",")] if rest else []
         values = {key.strip(): value.strip() for key, _, value in pairs}
         if len(values) != len(pairs) or "name" in values:
-            raise UsageError(f"node {text!r} gives a value twice", expected=_EXAMPLE)
+            raise UsageError(f"node {text!r} gives a value twice", expected=_NODE_FORM)
         return cls.from_values({"name": name.strip(), **values})
 
     @classmethod
@@ -81,7 +81,7 @@ class Node:
         if unknown or "name" not in values or "memory" not in values:
             raise UsageError(
                 f"node {values.get('name', '')!r} cannot be understood",
-                expected=_EXAMPLE,
+                expected=_NODE_FORM,
                 found=f"unknown: {', '.join(unknown)}" if unknown else "no name or no memory",
             )
         try:
@@ -94,17 +94,17 @@ class Node:
             )
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"node {values['name']!r} cannot be understood", expected=_EXAMPLE, found=str(error)
+                f"node {values['name']!r} cannot be understood", expected=_NODE_FORM, found=str(error)
             ) from error
 
 
 def is_node_name(name: str) -> bool:
-    """Decide whether a name is allowed for a node, whose files and folders bear it."""
+    """Decide whether a node may have this name, which its files and folders bear too."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes as a tuple, if there are 1 to 64 and their names differ.
+    """Check that there are 1 to `MAX_NODES` nodes and that their names differ; return them as a tuple.
 
     Raises:
         UsageError: There are none or too many, or two have the same name.
@@ -121,15 +121,15 @@ def check_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def read_nodes(path: Path) -> tuple[Node, ...]:
-    """Read a JSON file of nodes: a list of objects with `name`, `memory`, and where needed `tflops` and `layers`.
+    """Read a JSON file of nodes: a list of objects with `name`, `memory`, and optionally `tflops` and `layers`.
 
     Raises:
         UsageError: The file is not such a list.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        records = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
-    if not isinstance(found, list) or not all(isinstance(values, dict) for values in found):
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UsageError(f"{path} holds no list of nodes", expected='[{"name": "a", "memory": "40GB"}, …]')
-    return tuple(Node.from_values(values) for values in found)
+    return tuple(Node.from_values(record) for record in records)

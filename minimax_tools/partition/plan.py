@@ -1,6 +1,6 @@
 """PartitionPlan: the division of a checkpoint's tensors among nodes, as a value and as one JSON file.
 
-The file drives all later steps: fetch, extract, verify and run.
+All later steps read the file: slices are fetched, extracted, verified and run along it.
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, list_faults
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
 from minimax_tools.machine.whole_file import whole_file
-from minimax_tools.model.architecture import Architecture, ParamMapper
-from minimax_tools.partition.cost import (
-    PART_EMBEDDING,
-    ModelCost,
-    TensorSize,
-    Workload,
-    part_of,
-)
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.param_mapper import PART_EMBEDDING, ParamMapper, part_of
+from minimax_tools.partition.cost import ModelCost, Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan_faults import find_entry_faults, find_holding_faults, find_stage_faults
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
-from minimax_tools.partition.planners import Stage, plan_stages, stage_cost
+from minimax_tools.partition.planners import plan_stages
+from minimax_tools.partition.stage import Stage, stage_cost
 
-# Most users of a plan need its slices too.
+# Users of a plan import its slices from here too.
 __all__ = ["PartitionPlan", "PlannedTensor", "Slice", "make_plan"]
 
 SCHEMA_VERSION = 1
 
-# Lists that `json` breaks into lines and `write` joins: two bounds, or a tensor's name and byte range.
+# `json` writes each item of a list on a line of its own. `write` joins the lines of two kinds of short lists: two
+# bounds, and a tensor's name with its byte range.
 _NUMBER = r"\n\s*(\d+|null)"
 _PAIRS = re.compile(rf"\[{_NUMBER},{_NUMBER}\n\s*\]")
 _TENSORS = re.compile(rf'\[\n\s*("[^"\n]*"),{_NUMBER},{_NUMBER}\n\s*\]')
@@ -46,12 +44,12 @@ class PartitionPlan:
     """The division of a checkpoint's tensors among nodes.
 
     Args:
-        model: The checkpoint: a folder as it was given, or `owner/name@commit` of a hub's model.
-        model_type: Its `model_type` in config.json.
+        model: The checkpoint: a folder as it was given, or `owner/name@commit` of a model on a hub.
+        model_type: The checkpoint's `model_type` in config.json.
         planner: Name of the planner that divided the layers.
         workload: Inputs that the costs are for.
         num_hidden_layers: Number of layers of the whole model.
-        shared: Tensors that several slices hold on purpose: the reason by name.
+        shared: Tensors that several slices hold on purpose; by name, the reason.
         slices: The slices in the order in which a token passes them; idle nodes last.
 
     Raises:
@@ -67,7 +65,7 @@ class PartitionPlan:
     slices: tuple[Slice, ...]
 
     def __post_init__(self) -> None:
-        # A plan file may come from anywhere.
+        # A plan file may come from anywhere, so its numbers are checked.
         counts = {
             "number of slices": len(self.slices),
             "num_hidden_layers": self.num_hidden_layers,
@@ -100,7 +98,7 @@ class PartitionPlan:
         return len(slice_.stage.layers) / self.num_hidden_layers
 
     def memory_weight(self, slice_: Slice) -> tuple[float, float]:
-        """Return the interval of a slice's node in the memory of all nodes in a row, from 0 to 1."""
+        """Return start and end of a slice's share of all nodes' memory, laid end to end from 0 to 1."""
         memory = [other.node.memory_bytes for other in self.slices]
         rank = self.slices.index(slice_)
         return sum(memory[:rank]) / sum(memory), sum(memory[: rank + 1]) / sum(memory)
@@ -119,9 +117,9 @@ class PartitionPlan:
         folder: Path | None = None,
         names: Set[str] | None = None,
     ) -> list[str]:
-        """Return all faults of the plan in words; none if it is whole.
+        """Return all faults of the plan in words; empty if it meets all rules.
 
-        A whole plan meets these rules:
+        The rules:
 
         - The slices' layers meet, from the first layer to the last.
         - The first slice holds the embedding, the last one the head.
@@ -134,8 +132,8 @@ class PartitionPlan:
         Args:
             entries: The checkpoint's tensors by name; None to check the plan without a checkpoint.
             architecture: Naming of the tensors.
-            folder: The checkpoint's folder, if `entries` are given.
-            names: Names of all tensors, if `entries` holds only some of them.
+            folder: The checkpoint's folder, if `entries` is given; None if all shards lie at its top.
+            names: Names of all tensors of the checkpoint, if `entries` holds only some; None if it holds all.
         """
         faults = find_stage_faults(self.slices, self.num_hidden_layers)
         faults += find_holding_faults(self.slices, self.shared, architecture)
@@ -151,7 +149,7 @@ class PartitionPlan:
         *,
         folder: Path | None = None,
     ) -> None:
-        """Raise if the plan has faults, with all that `find_faults` finds.
+        """Check the plan by `find_faults`, and raise one error with all faults.
 
         Raises:
             CheckpointError: The plan has faults, or is not this checkpoint's.
@@ -246,16 +244,10 @@ def make_plan(
     cost: ModelCost,
     nodes: Sequence[Node],
 ) -> PartitionPlan:
-    """Divide a model among nodes.
+    """Divide a model among 1 to 64 nodes by a planner of `PLANNERS`.
 
-    Args:
-        model: The checkpoint, as the plan names it.
-        architecture: Naming of its tensors.
-        tensors: All tensors: from the headers, or from config.json with unknown places.
-        folder: The checkpoint's folder, if the tensors come from headers.
-        planner: One of `PLANNERS`.
-        cost: Cost of the model's parts.
-        nodes: 1 to 64 nodes.
+    `model` is the checkpoint's name in the plan. `tensors` come from its headers; or, if only config.json is known,
+    from `expected_tensors`, and their places are unknown. `folder` is the checkpoint's, if they come from headers.
 
     Raises:
         UsageError: The planner is unknown, or a node lacks a figure that the planner needs.

@@ -13,12 +13,12 @@ from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import PartCost
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.planners import Stage
+from minimax_tools.partition.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
-    """A tensor and its place: bytes `start` to `stop` of `file`, all None before the headers are known.
+    """A tensor and its place: bytes `start` to `stop` of `file`. A place that is not known yet is None.
 
     `file` is relative to the checkpoint's folder, and inside it.
 
@@ -35,10 +35,10 @@ class PlannedTensor:
         # A plan file may come from anywhere, and later steps open and write files by these names.
         is_name = isinstance(self.name, str) and self.name != ""
         is_file = self.file is None or (isinstance(self.file, str) and _is_inside(self.file))
-        is_run = self.start is None and self.stop is None
+        is_range = self.start is None and self.stop is None
         if type(self.start) is int and type(self.stop) is int:
-            is_run = self.file is not None and 0 <= self.start <= self.stop
-        if not (is_name and is_file and is_run):
+            is_range = self.file is not None and 0 <= self.start <= self.stop
+        if not (is_name and is_file and is_range):
             raise UsageError(
                 f"{self.name} has no valid place in a checkpoint",
                 found=f"bytes {self.start} to {self.stop} of {self.file!r}",
@@ -46,13 +46,13 @@ class PlannedTensor:
 
     @classmethod
     def located(cls, entry: TensorEntry, folder: Path | None) -> PlannedTensor:
-        """Build the tensor of a header; `folder` is the checkpoint's, or None if it has no folders inside."""
+        """Build the tensor of a header entry; `folder` is the checkpoint's, or None if it has no subfolders."""
         file = entry.file.name if folder is None else entry.file.relative_to(folder).as_posix()
         return cls(name=entry.name, file=file, start=entry.offset, stop=entry.offset + entry.size_bytes)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in its file; 0 if unknown."""
+        """Number of bytes in the file; 0 if unknown."""
         return 0 if self.start is None or self.stop is None else self.stop - self.start
 
 
@@ -60,18 +60,13 @@ class PlannedTensor:
 class Slice:
     """The part of a model that one node holds.
 
-    Args:
-        stage: The node and its parts of the model.
-        cost: Cost of these parts.
-        tensors: Their tensors, in the order of files and places.
-
     Raises:
         UsageError: A cost is not a whole number of 0 or more.
     """
 
     stage: Stage
     cost: PartCost
-    tensors: tuple[PlannedTensor, ...]
+    tensors: tuple[PlannedTensor, ...]  # sorted by file and place
 
     def __post_init__(self) -> None:
         costs = asdict(self.cost).items()
@@ -83,7 +78,7 @@ class Slice:
 
     @property
     def node(self) -> Node:
-        """The node that holds it."""
+        """The node that holds the slice."""
         return self.stage.node
 
     @property
@@ -93,12 +88,12 @@ class Slice:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its tensors."""
+        """Names of the slice's tensors."""
         return tuple(tensor.name for tensor in self.tensors)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files that hold some of its tensors, sorted; none before the headers are known."""
+        """Files that hold the slice's tensors, sorted; none before the tensors' places are known."""
         return tuple(sorted({tensor.file for tensor in self.tensors if tensor.file is not None}))
 
     def to_json(self) -> dict[str, Any]:
@@ -143,5 +138,6 @@ class Slice:
 
 
 def _is_inside(file: str) -> bool:
+    """Decide whether a relative path stays inside the folder that it is relative to."""
     path = PurePosixPath(file)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in file

@@ -7,65 +7,36 @@
 | `balanced` | so that the slowest node is as fast as possible |
 | `manual` | as each node says |
 
-Every planner keeps to the nodes' memory, embedding, head and activations included. All but `manual` find a division
-wherever there is one (see `find_order` for the one exception). `memory` and `compute` give each node at least one
-layer where enough layers fit. If there are more nodes than layers, the last nodes stay idle. The same nodes and costs
-give the same division, in whatever order the nodes are given.
+Rules of all planners:
+
+- No node gets more than its memory holds, counting embedding, head and activations.
+- A division is found if there is one. `find_order` names the exception; `manual` searches for none.
+- `memory` and `compute` give each node at least one layer if enough layers fit.
+- If there are more nodes than layers, the last nodes stay idle.
+- The order in which nodes are given does not matter.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
 from minimax_tools.errors import CannotRunError, UsageError, list_faults
 from minimax_tools.machine.size import word_size
-from minimax_tools.partition.chain import NodeChain, count_room, divide, find_order
-from minimax_tools.partition.cost import PART_EMBEDDING, ModelCost, PartCost
+from minimax_tools.partition.chain import NodeChain
+from minimax_tools.partition.cost import ModelCost
 from minimax_tools.partition.node import Node, check_nodes
+from minimax_tools.partition.node_order import count_room, divide, find_order
+from minimax_tools.partition.stage import Stage, stage_cost
 
-# Relative precision of the slowest stage's time: far finer than any throughput is known.
+# Relative precision to which the balanced planner finds the slowest stage's time: finer than throughputs are known.
 _PRECISION = 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A node and the parts of the model that it holds.
-
-    Args:
-        node: The node.
-        layers: Its layers; may be empty.
-        has_embedding: True if it holds the embedding.
-        has_head: True if it holds the final norm and the lm_head.
-    """
-
-    node: Node
-    layers: range
-    has_embedding: bool = False
-    has_head: bool = False
-
-    @property
-    def is_used(self) -> bool:
-        """True if it holds anything."""
-        return bool(self.layers) or self.has_embedding or self.has_head
-
-    def holds(self, part: int | str) -> bool:
-        """Decide whether a part of the model, as `part_of` names it, belongs to this stage."""
-        if isinstance(part, int):
-            return part in self.layers
-        return self.has_embedding if part == PART_EMBEDDING else self.has_head
 
 
 def plan_stages(planner: str, cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     """Return the stages in the order in which a token passes them; idle nodes come last.
-
-    Args:
-        planner: One of `PLANNERS`.
-        cost: Cost of the model's parts.
-        nodes: The nodes.
 
     Raises:
         UsageError: The planner is unknown, or a node lacks a figure that the planner needs.
@@ -76,46 +47,44 @@ def plan_stages(planner: str, cost: ModelCost, nodes: Sequence[Node]) -> tuple[S
     return PLANNERS[planner](cost, check_nodes(nodes))
 
 
-def stage_cost(cost: ModelCost, stage: Stage) -> PartCost:
-    """Return the cost of all parts of a stage."""
-    return cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
-
-
 def _plan_memory(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     nodes = sorted(nodes, key=lambda node: (node.memory_bytes, node.name), reverse=True)
     return _plan_by_shares(NodeChain(cost), nodes, _targets_by_memory)
 
 
 def _plan_compute(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
-    return _plan_by_shares(NodeChain(cost), _by_speed(nodes, "compute"), _targets_by_speed)
+    return _plan_by_shares(NodeChain(cost), _sort_by_speed(nodes, "compute"), _targets_by_speed)
 
 
 def _plan_by_shares(
     chain: NodeChain, nodes: Sequence[Node], find_targets: Callable[[NodeChain, Sequence[Node]], list[float]]
 ) -> tuple[Stage, ...]:
     order = _require_order(chain, nodes)
-    return _stages(nodes, order, divide(chain, order, find_targets(chain, order)))
+    return _make_stages(nodes, order, divide(chain, order, find_targets(chain, order)))
 
 
 def _plan_balanced(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
-    nodes = _by_speed(nodes, "balanced")
+    """Search by bisection for the shortest time in which every node can compute its run for one token."""
+    nodes = _sort_by_speed(nodes, "balanced")
     chain = NodeChain(cost)
     order = _require_order(chain, nodes)
     runs = divide(chain, order, _targets_by_speed(chain, order))
-    slowest = _slowest(chain, order, runs)
+    slowest = _slowest_seconds(chain, order, runs)
+    # No division takes less time than if all nodes worked all the time.
     total_speed = sum(node.flops_per_second for node in nodes)
     impossible = cost.whole.flops_per_token / total_speed * (1 - _PRECISION)
     while slowest > impossible * (1 + _PRECISION):
-        limited = chain.within((impossible + slowest) / 2)
+        limit = (impossible + slowest) / 2
+        limited = chain.within(limit)
         faster = find_order(limited, nodes)
         if faster is None:
-            impossible = (impossible + slowest) / 2
+            impossible = limit
             continue
         order = faster
         runs = divide(limited, order, _targets_by_speed(chain, order))
         # The division may be faster than the limit.
-        slowest = min(slowest, _slowest(chain, order, runs))
-    return _stages(nodes, order, runs)
+        slowest = min(slowest, _slowest_seconds(chain, order, runs))
+    return _make_stages(nodes, order, runs)
 
 
 def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
@@ -126,23 +95,23 @@ def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
             found=f"none for {list_faults(without)}",
             next_step="Write --node NAME:memory=40GB,layers=A:B, half-open.",
         )
-    runs = sorted(
-        ((node, node.layers) for node in nodes if node.layers is not None), key=lambda found: found[1]
-    )
-    bounds = [0, *(bound for _, span in runs for bound in (span.start, span.stop)), len(cost.layers)]
-    if bounds[::2] != bounds[1::2]:
+    runs = [(node, node.layers) for node in nodes if node.layers is not None]
+    runs.sort(key=lambda run: run[1])
+    starts = [span.start for _, span in runs] + [len(cost.layers)]
+    stops = [0] + [span.stop for _, span in runs]
+    if starts != stops:
         raise UsageError(
             "these runs do not cover each layer of the model once",
             expected=f"runs that meet, from layer 0 to {len(cost.layers) - 1}",
             found=", ".join(f"{node.name}: {span}" for node, span in runs),
         )
     order = [node for node, _ in runs]
-    stages = _stages(nodes, order, [range(span.start, span.stop) for _, span in runs])
-    too_large = [
-        f"{stage.node.name} needs {word_size(needed)} and has {word_size(stage.node.memory_bytes)}"
-        for stage in stages
-        if (needed := stage_cost(cost, stage).memory_bytes) > stage.node.memory_bytes
-    ]
+    stages = _make_stages(nodes, order, [range(span.start, span.stop) for _, span in runs])
+    too_large = []
+    for stage in stages:
+        needed, memory = stage_cost(cost, stage).memory_bytes, stage.node.memory_bytes
+        if needed > memory:
+            too_large.append(f"{stage.node.name} needs {word_size(needed)} and has {word_size(memory)}")
     if too_large:
         raise CannotRunError(
             "the chosen layers do not fit their nodes",
@@ -157,64 +126,71 @@ PLANNERS: Mapping[str, Callable[[ModelCost, Sequence[Node]], tuple[Stage, ...]]]
 )
 
 
-def _stages(nodes: Sequence[Node], order: Sequence[Node], runs: Sequence[range]) -> tuple[Stage, ...]:
+def _make_stages(nodes: Sequence[Node], order: Sequence[Node], runs: Sequence[range]) -> tuple[Stage, ...]:
     stages = [
         Stage(node=node, layers=layers, has_embedding=position == 0, has_head=position == len(order) - 1)
         for position, (node, layers) in enumerate(zip(order, runs, strict=True))
     ]
     used = [stage for stage in stages if stage.is_used]
-    end = used[-1].layers.stop
-    idle = [node for node in nodes if node not in {stage.node for stage in used}]
-    return (*used, *(Stage(node=node, layers=range(end, end)) for node in idle))
+    used_nodes = {stage.node for stage in used}
+    no_layers = range(used[-1].layers.stop, used[-1].layers.stop)
+    idle = [Stage(node=node, layers=no_layers) for node in nodes if node not in used_nodes]
+    return (*used, *idle)
 
 
 def _targets_by_memory(chain: NodeChain, order: Sequence[Node]) -> list[float]:
-    """Return the end of each node's run if layers could be cut and all nodes were equally full."""
+    """Return the end of each node's run, in layers with fractions, for which all nodes are equally full."""
     activations = [chain.activation_bytes] * len(order)
     total = chain.memory[-1] + sum(ends.held_bytes for ends in chain.ends(len(order))) + sum(activations)
     memory = [node.memory_bytes for node in order]
     targets = [
-        _position(chain.memory, total * (share / sum(memory)) - chain.cost.embedding.held_bytes - before)
-        for share, before in zip(accumulate(memory), accumulate(activations), strict=True)
+        _layer_at(
+            chain.memory, total * (memory_so_far / sum(memory)) - chain.cost.embedding.held_bytes - others
+        )
+        for memory_so_far, others in zip(accumulate(memory), accumulate(activations), strict=True)
     ]
     return _round_shares(targets) if chain.is_uniform else targets
 
 
 def _targets_by_speed(chain: NodeChain, order: Sequence[Node]) -> list[float]:
-    """Return the end of each node's run if layers could be cut and all nodes took equally long."""
+    """Return the end of each node's run, in layers with fractions, for which all nodes take equally long."""
     total = chain.cost.whole.flops_per_token
     speeds = [node.flops_per_second for node in order]
     targets = [
-        _position(chain.flops, total * (share / sum(speeds)) - chain.cost.embedding.flops_per_token)
-        for share in accumulate(speeds)
+        _layer_at(chain.flops, total * (speed_so_far / sum(speeds)) - chain.cost.embedding.flops_per_token)
+        for speed_so_far in accumulate(speeds)
     ]
     return _round_shares(targets) if chain.is_uniform else targets
 
 
 def _round_shares(targets: Sequence[float]) -> list[float]:
-    """Return the targets moved so that each share is a whole number of layers.
+    """Return the targets moved so that each node's share is a whole number of layers.
 
     Shares are rounded down, and the layers left over go to the largest fractions. Rounding the targets themselves
     could give a node more layers than a larger node.
     """
-    shares = [max(stop - start, 0.0) for start, stop in zip([0.0, *targets], targets, strict=False)]
-    whole = [int(share) for share in shares]
-    left = round(targets[-1]) - sum(whole)
-    by_fraction = sorted(range(len(shares)), key=lambda place: (whole[place] - shares[place], place))
-    for place in by_fraction[: max(left, 0)]:
-        whole[place] += 1
-    return [float(stop) for stop in accumulate(whole)]
+    starts = [0.0, *targets[:-1]]
+    shares = [max(stop - start, 0.0) for start, stop in zip(starts, targets, strict=True)]
+    rounded = [int(share) for share in shares]
+    num_left = round(targets[-1]) - sum(rounded)
+    by_fraction = sorted(
+        range(len(shares)), key=lambda position: (rounded[position] - shares[position], position)
+    )
+    for position in by_fraction[: max(num_left, 0)]:
+        rounded[position] += 1
+    return [float(stop) for stop in accumulate(rounded)]
 
 
-def _position(prefix: Sequence[int], value: float) -> float:
-    """Return the number of layers, with a fraction, at which the running sum `prefix` reaches `value`."""
-    layer = min(max(bisect_right(prefix, value) - 1, 0), len(prefix) - 2)
-    size = prefix[layer + 1] - prefix[layer]
-    part = (value - prefix[layer]) / size if size else 0.0
-    return layer + min(max(part, 0.0), 1.0)
+def _layer_at(sums: Sequence[int], value: float) -> float:
+    """Return the number of layers, with a fraction, at which the running sum over the layers reaches `value`."""
+    layer = min(max(bisect_right(sums, value) - 1, 0), len(sums) - 2)
+    size = sums[layer + 1] - sums[layer]
+    fraction = (value - sums[layer]) / size if size else 0.0
+    return layer + min(max(fraction, 0.0), 1.0)
 
 
-def _by_speed(nodes: Sequence[Node], planner: str) -> list[Node]:
+def _sort_by_speed(nodes: Sequence[Node], planner: str) -> list[Node]:
+    """Return the nodes, the fastest first, after checking that each has a throughput."""
     without = [node.name for node in nodes if node.tflops is None]
     if without:
         raise UsageError(
@@ -225,7 +201,8 @@ def _by_speed(nodes: Sequence[Node], planner: str) -> list[Node]:
     return sorted(nodes, key=lambda node: (node.flops_per_second, node.memory_bytes, node.name), reverse=True)
 
 
-def _slowest(chain: NodeChain, order: Sequence[Node], runs: Sequence[range]) -> float:
+def _slowest_seconds(chain: NodeChain, order: Sequence[Node], runs: Sequence[range]) -> float:
+    """Return the time of the slowest node for one token."""
     return max(
         chain.seconds(node, layers, ends)
         for node, layers, ends in zip(order, runs, chain.ends(len(order)), strict=True)
@@ -233,22 +210,23 @@ def _slowest(chain: NodeChain, order: Sequence[Node], runs: Sequence[range]) -> 
 
 
 def _require_order(chain: NodeChain, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return an order of nodes that can share the model: only as many as there are layers, where they suffice."""
-    able = [node for node in nodes if chain.longest(node)]
-    for chosen in (able[: chain.num_layers], able, nodes):
-        order = find_order(chain, chosen) if chosen else None
+    """Return an order of nodes that can share the model, of no more nodes than layers if these suffice."""
+    able = [node for node in nodes if chain.longest(node) > 0]
+    for candidates in (able[: chain.num_layers], able, nodes):
+        order = find_order(chain, candidates) if candidates else None
         if order is not None:
             return order
-    layer = max(chain.cost.layers, key=lambda layer: layer.held_bytes)
-    rooms = [
-        f"{node.name}: {word_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"
-        for node in nodes
-        for longest in (chain.longest(node),)
-    ]
+    largest = max(chain.cost.layers, key=lambda layer: layer.held_bytes)
+    rooms = []
+    for node in nodes:
+        longest = chain.longest(node)
+        rooms.append(
+            f"{node.name}: {word_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"
+        )
     raise CannotRunError(
         f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} cannot hold the model",
-        expected=f"room for {word_size(chain.cost.whole.held_bytes)} of weights, keys and values, in pieces of a "
-        f"layer ({word_size(layer.held_bytes)}), and on each node {word_size(layer.activation_bytes)} of activations",
+        expected=f"room for {word_size(chain.cost.whole.held_bytes)} of weights, keys and values, in pieces of a layer "
+        f"({word_size(largest.held_bytes)}), and on each node {word_size(largest.activation_bytes)} of activations",
         found=f"{list_faults(_shortages(chain, nodes))} ({list_faults(rooms)})",
         next_step="Add nodes or memory, or plan for a shorter context or fewer rows.",
     )

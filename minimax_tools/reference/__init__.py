@@ -1,10 +1,10 @@
-"""The reference: what a MiniMax-M2 computes, to be trusted and read.
+"""MiniMax-M2's decoder layer and head, computed in ways that goldens and ports are held against.
 
 - `layer`: the decoder layer as a plain torch module, every site exposed
 - `float32_stages`: the decoder layer as a graph, one function for each site
 - `float32_layer`: that graph in float32, one expert in memory
 - `head`: final norm and lm_head in float32
-- `modules`: transformers' own modules, and where the sites show in them
+- `modules`: transformers' own modules, and which module shows each site
 - `transformers_layer`: transformers' layer by itself
 - `twin`: transformers' layer in float32, for the noise floor
 - `upcast`: experts in float32 from weights of fewer bits

@@ -1,7 +1,7 @@
-"""Float32Layer: mm2's own decoder layer in float32, site by site, with as little of its weights as its rows need.
+"""Float32Layer: mm2's own decoder layer in float32, which computes one site or all of them.
 
-Goldens and ports are held against it. Experts run one at a time, and only those that the rows are routed to.
-B batch, S sequence, T tokens, H hidden.
+Goldens and ports are held against it. Experts run one at a time, and only those that tokens are routed to.
+B batch, S sequence, T tokens (B·S), H hidden, k experts per token.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Float32Layer:
 
     Args:
         spec: The model.
-        tensors: The layer's weights by the hub's relative names; each is read when it is needed, and upcast. Those of
-            attention and of the norms are kept.
+        tensors: The layer's weights by the hub's relative names. Each is read and upcast when it is needed; only
+            experts' weights are read again for each use.
     """
 
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -35,29 +35,29 @@ class Float32Layer:
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> dict[Site, torch.Tensor]:
-        """Compute every site but the input, float32 on the CPU; no expert runs for padded rows.
+        """Compute every site but the input, float32 on the CPU; no expert runs for padding.
 
         Args:
-            hidden_states: [B,S,H], the layer's input.
-            inputs: Mask and positions.
+            hidden_states: The layer's input [B,S,H].
+            inputs: The batch, for its mask and positions.
             router_experts: int64 [B,S,k], the choice to replay; None for the layer's own. `router_experts` of the
                 result is always the layer's own.
         """
-        given = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
+        replayed = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
         sites = {Site.INPUT: hidden_states.float()}
         for site in Site:
             if site is not Site.INPUT:
-                sites[site] = self.compute(site, {**sites, **given}, inputs)
+                sites[site] = self.compute(site, {**sites, **replayed}, inputs)
         del sites[Site.INPUT]
         return sites
 
     def compute(self, site: Site, values: Mapping[Site, torch.Tensor], inputs: Inputs) -> torch.Tensor:
-        """Compute one site, float32 on the CPU (experts int64), from the sites that it is computed from.
+        """Compute one site, float32 on the CPU (experts int64), from other sites.
 
         Args:
-            site: Any but the input.
-            values: At least `SITE_INPUTS` of it, float32 (experts int64), in the shapes that `Site` gives.
-            inputs: Mask and positions.
+            site: Any site but the input.
+            values: At least the sites in `SITE_INPUTS[site]`, float32 (experts int64), in the shapes that `Site` gives.
+            inputs: The batch, for its mask and positions.
         """
         layer = _Values(spec=self._spec, tensors=self._tensors, kept=self._kept, inputs=inputs, given=values)
         with torch.no_grad():
@@ -67,7 +67,7 @@ class Float32Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Values:
-    """Sites of all tokens of a batch, padding included (see `LayerValues`)."""
+    """Given sites of all tokens of a batch, padding included: `LayerValues` of a layer without decoding."""
 
     spec: ModelSpec
     tensors: Mapping[str, torch.Tensor]
@@ -105,7 +105,7 @@ class _Values:
         return self.kept[name]
 
     def run_experts(self) -> torch.Tensor:
-        """Run the experts of real tokens one after the other, and add them up: [T,H]."""
+        """Run the experts of real tokens one after the other, and sum their outputs: [T,H], 0 on padding."""
         is_real = self.attention_mask.flatten().bool()
         states = self[Site.POST_NORM][is_real]
         experts, shares = self[Site.ROUTER_EXPERTS][is_real], self[Site.ROUTER_WEIGHTS][is_real]

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from minimax_tools.model.sites import ModelSite
 
+# Rows of lm_head that are upcast at a time: at H 3072, 200 MB in float32 instead of 2.5 GB for 200 064 rows.
 _SLAB_ROWS = 16384
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Float32Head:
     """The model's head in float32.
 
     Args:
-        norm: [H], the final norm's weight, in the dtype that the reference holds it in.
-        lm_head: [vocab,H], likewise; upcast a slab at a time.
-        eps: The norm's epsilon.
+        norm: Weight of the final norm [H], of any float dtype.
+        lm_head: Weight of lm_head [vocab,H], of any float dtype; upcast a slab of rows at a time.
+        eps: Epsilon of the final norm.
     """
 
-    def __init__(self, norm: torch.Tensor, lm_head: torch.Tensor, *, eps: float) -> None:
-        self._norm = norm
-        self._lm_head = lm_head
-        self._eps = eps
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+    eps: float = field(kw_only=True)
 
     def run(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
         """Compute final_norm [B,S,H] and logits [B,S,vocab], float32, of the last layer's output [B,S,H]."""
@@ -29,15 +32,15 @@ class Float32Head:
         return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: self.score(normed)}
 
     def normalise(self, hidden_states: torch.Tensor, *, rounds: bool = False) -> torch.Tensor:
-        """Compute final_norm [B,S,H]: float32, or BF16 where it rounds as models do."""
+        """Compute final_norm [B,S,H] in float32; if `rounds`, in BF16, rounded before and after the weighting."""
         states = hidden_states.to(torch.float32)
-        normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self._eps)
+        normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)
         if rounds:
-            return (normed.bfloat16().float() * self._norm.to(torch.float32)).bfloat16()
-        return normed * self._norm.to(torch.float32)
+            return (normed.bfloat16().float() * self.norm.to(torch.float32)).bfloat16()
+        return normed * self.norm.to(torch.float32)
 
     def score(self, normed: torch.Tensor) -> torch.Tensor:
         """Compute logits [B,S,vocab], float32, of final_norm [B,S,H]."""
         states = normed.to(torch.float32)
-        slabs = [states @ slab.to(torch.float32).T for slab in self._lm_head.split(_SLAB_ROWS)]
+        slabs = [states @ slab.to(torch.float32).T for slab in self.lm_head.split(_SLAB_ROWS)]
         return torch.cat(slabs, dim=-1)

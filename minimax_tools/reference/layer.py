@@ -1,7 +1,7 @@
 """ReferenceLayer: MiniMax-M2's decoder layer in plain PyTorch, written to be read; every site is exposed.
 
-Its parameters bear the hub's names, so a checkpoint's layer loads as it is.
-Shapes: B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k of them
+Parameters have the hub's names, so a checkpoint's layer loads unchanged. `config` is transformers' config.
+B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class ReferenceNorm(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Normalise [..., width] over its last dim."""
-        exact = states.float()
-        normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
-        weighed: torch.Tensor = self.weight * normed.to(states.dtype)
-        return weighed
+        states_f32 = states.float()
+        normed = states_f32 * torch.rsqrt(states_f32.pow(2).mean(-1, keepdim=True) + self.eps)
+        weighted: torch.Tensor = self.weight * normed.to(states.dtype)
+        return weighted
 
 
 class ReferenceAttention(nn.Module):
-    """Attention over whole-width normed queries and keys, of which the first dims of each head rotate."""
+    """Attention: q_norm and k_norm span all heads, and RoPE rotates the first dims of each head."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ReferenceAttention(nn.Module):
     def forward(
         self, states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """[B,S,H] to attn_delta [B,S,H]."""
+        """Compute attn_delta [B,S,H] from normed states [B,S,H]."""
         q_bnsd = self.q_rope(self.rotate(self.heads(self.q_norm(self.q_proj(states))), position_ids))
         k_bksd = self.k_rope(self.rotate(self.heads(self.k_norm(self.k_proj(states))), position_ids))
         v_bksd = self.heads(self.v_proj(states))
@@ -60,7 +60,7 @@ class ReferenceAttention(nn.Module):
         return delta
 
     def heads(self, flat: torch.Tensor) -> torch.Tensor:
-        """[B,S,heads·D] to [B,heads,S,D]."""
+        """Reshape [B,S,heads·D] to [B,heads,S,D]."""
         heads: torch.Tensor = flat.unflatten(-1, (-1, self.config.head_dim))
         return heads.transpose(1, 2)
 
@@ -75,14 +75,14 @@ class ReferenceAttention(nn.Module):
         return torch.cat((*turned, heads[..., rotary_dim:]), dim=-1)
 
     def repeat(self, heads: torch.Tensor) -> torch.Tensor:
-        """[B,K,S,D] to [B,N,S,D]: query head j reads kv head j // (N/K)."""
+        """Expand [B,K,S,D] to [B,N,S,D]: query head j reads kv head j // (N/K)."""
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         return heads.repeat_interleave(groups, dim=1)
 
     def attend(
         self, q_bnsd: torch.Tensor, k_bnsd: torch.Tensor, v_bnsd: torch.Tensor, attention_mask: torch.Tensor
     ) -> torch.Tensor:
-        """Causal attention with padded keys hidden; scores and softmax in float32. Returns [B,S,N·D]."""
+        """Compute causal attention [B,S,N·D] with padded keys hidden; scores and softmax are float32."""
         scores = q_bnsd.float() @ k_bnsd.float().transpose(-1, -2) * self.config.head_dim**-0.5
         length = scores.shape[-1]
         causal = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()
@@ -94,7 +94,7 @@ class ReferenceAttention(nn.Module):
 
 
 class ReferenceExpert(nn.Module):
-    """w2(silu(w1 y) ⊙ w3 y)."""
+    """An expert: w2(silu(w1 x) ⊙ w3 x)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class ReferenceExpert(nn.Module):
         self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[T,H] to [T,H]."""
+        """Run the expert on [T,H]: [T,H]."""
         output: torch.Tensor = self.w2(nn.functional.silu(self.w1(states)) * self.w3(states))
         return output
 
@@ -117,12 +117,12 @@ class ReferenceGate(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[T,H] to logits [T,E], float32."""
+        """Compute the logits [T,E], float32, of [T,H]."""
         return states.float() @ self.weight.T
 
 
 class ReferenceRouter(nn.Module):
-    """The correction bias chooses experts; their unbiased scores weigh them."""
+    """The choice of experts by biased scores, and their weights by unbiased scores."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class ReferenceRouter(nn.Module):
     def forward(
         self, logits: torch.Tensor, correction_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [T,E] to experts [T,k] and weights [T,k] float32 that sum to one."""
+        """Return experts [T,k] and their weights [T,k], float32 with sum 1, from logits [T,E]."""
         scores = logits.sigmoid()
         experts = (scores + correction_bias).topk(self.config.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(-1, experts)
@@ -139,7 +139,7 @@ class ReferenceRouter(nn.Module):
 
 
 class ReferenceMoe(nn.Module):
-    """A mixture of experts: each token goes through k of them, summed in float32."""
+    """The mixture of experts; the outputs of each token's k experts are summed in float32."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -149,19 +149,22 @@ class ReferenceMoe(nn.Module):
         self.experts = nn.ModuleList(ReferenceExpert(config) for _ in range(config.num_local_experts))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[B,S,H] to moe_delta [B,S,H]."""
+        """Compute moe_delta [B,S,H] from normed states [B,S,H]."""
         states_th = states.flatten(0, 1)
         experts, weights = self.router(self.gate(states_th), self.e_score_correction_bias)
         total = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
         for number, expert in enumerate(self.experts):
-            # Every token through every expert: no shape depends on the routing, as lazy devices want it.
+            # Every token goes through every expert: lazy devices recompile when a shape depends on the routing.
             affinity = torch.where(experts == number, weights, 0.0).sum(-1, keepdim=True)
             total = total + expert(states_th).float() * affinity
         return total.to(states.dtype).view(states.shape)
 
 
 class ReferenceLayer(nn.Module):
-    """The decoder layer: called as `ReferenceLayer(config, layer_idx)`, like any target."""
+    """The decoder layer, built as any target is: `ReferenceLayer(config, layer_idx)`.
+
+    `sites` names the module that shows each site, in the notation of a port's `sites`.
+    """
 
     sites: Mapping[str, str] = MappingProxyType(
         {
@@ -194,7 +197,7 @@ class ReferenceLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """[B,S,H], mask [B,S] of 0/1 and positions [B,S] to the layer's output [B,S,H]."""
+        """Compute the layer's output [B,S,H] from its input [B,S,H], a 0/1 mask [B,S] and positions [B,S]."""
         normed = self.input_layernorm(hidden_states)
         residual = hidden_states + self.self_attn(normed, attention_mask, position_ids)
         output: torch.Tensor = residual + self.block_sparse_moe(self.post_attention_layernorm(residual))

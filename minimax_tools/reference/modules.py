@@ -1,6 +1,6 @@
-"""transformers' own MiniMax-M2 modules, and where mm2's sites show in them.
+"""transformers' own MiniMax-M2 modules, and the recording of mm2's sites in them.
 
-`transformers` is imported inside the functions: this file imports on a host without it.
+`transformers` is imported inside the functions, so that this file can be imported on a host without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from minimax_tools.model.sites import Site
 if TYPE_CHECKING:
     from transformers import MiniMaxM2Config
 
-# Relative to a decoder layer; q_rope and k_rope show in no module, only to the attention function.
+# The module that shows each site, relative to a decoder layer. q_rope and k_rope are inputs of no module: only the
+# attention function gets them (see `_recording_attention`).
 LAYER_TAPS: Mapping[Site, Tap] = MappingProxyType(
     {
         Site.INPUT: Tap(path="input_layernorm", point="input"),
@@ -44,7 +45,7 @@ LAYER_TAPS: Mapping[Site, Tap] = MappingProxyType(
         Site.OUTPUT: Tap(path=""),
     }
 )
-# Receives post-RoPE queries [B,N,S,D] and keys [B,K,S,D].
+# A callback that gets the queries [B,N,S,D] and keys [B,K,S,D] after RoPE.
 RecordRope = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -74,14 +75,10 @@ def read_config(folder: Path, *, num_hidden_layers: int) -> MiniMaxM2Config:
 def recording_layer(
     layer: torch.nn.Module, *, sites: Iterable[Site], attn_implementation: str
 ) -> Iterator[dict[Site, torch.Tensor]]:
-    """Record a decoder layer's sites while the block lasts; a site appears when it is computed.
+    """Record sites of a decoder layer that runs in the block; yield the tensors, filled as they are computed.
 
-    The tensors are copied to the CPU as the hooks fire, in the shapes that transformers gives them.
-
-    Args:
-        layer: transformers' decoder layer.
-        sites: The sites to record.
-        attn_implementation: The attention implementation that the layer runs with.
+    `layer` is transformers' decoder layer, which runs with `attn_implementation`. Tensors are copied to the CPU at
+    once, in transformers' shapes.
     """
     wanted = frozenset(sites)
     taps = {site: tap for site, tap in LAYER_TAPS.items() if site in wanted}
@@ -100,7 +97,7 @@ def recording_layer(
 def _recording_attention(
     module: torch.nn.Module, record: RecordRope, attn_implementation: str
 ) -> Iterator[None]:
-    """Show `record` the queries and keys of one attention module, as attention is about to use them."""
+    """Call `record` with the queries and keys of one attention module, just before attention uses them."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.minimax_m2.modeling_minimax_m2 import eager_attention_forward
 

@@ -1,8 +1,9 @@
 """RoundedLayer: copies of a decoder layer computed side by side in float32, each rounding in its own way.
 
-One pass gives the exact layer, and samples of the noise that BF16 adds to a right layer. Copies round wherever some
-right implementation does, attention's scores and the experts' partial sums too. Weights are read and upcast once.
-B batch, S sequence, C copies, R rows (C·B), T real tokens, H hidden, N heads, K kv heads, D head_dim, k experts.
+An exact copy is the layer's true value; the other copies are samples of the noise that BF16 adds to a correct layer.
+They round wherever any correct implementation does, including attention's scores and the experts' partial sums.
+Weights are read and upcast once for all copies.
+B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, k experts per token.
 """
 
 from __future__ import annotations
@@ -21,71 +22,64 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounding import Rounding, RoundingKind
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 
-# Scores that are held at a time.
+# Attention scores of one row that are held at a time, 16 MB in float32. It trades memory for speed.
 _MOST_SCORES = 2**22
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RoundedLayer:
     """A decoder layer, computed in several copies.
 
     Args:
         spec: The model.
         tensors: The layer's weights by the hub's relative names, of any float dtype; each is read when it is needed.
-        kinds: How each copy rounds, ascending.
-        seed: Of what is random.
+        kinds: The kind of rounding of each copy, ascending.
+        seed: Seed of the random steps.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        kinds: tuple[RoundingKind, ...],
-        seed: int,
-    ) -> None:
-        self._spec = spec
-        self._tensors = tensors
-        self._kinds = kinds
-        self._seed = seed
+    spec: ModelSpec
+    tensors: Mapping[str, torch.Tensor]
+    kinds: tuple[RoundingKind, ...] = field(kw_only=True)
+    seed: int = field(kw_only=True)
 
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> tuple[dict[Site, torch.Tensor], ...]:
-        """Compute every site but the input, for each copy, float32; no expert runs for padded rows.
+        """Compute every site but the input, for each copy, float32; no expert runs for padding.
 
         Args:
-            hidden_states: [B,S,H], the layer's input.
-            inputs: Mask and positions.
-            router_experts: int64 [B,S,k], the choice that all copies replay; None for that of the copy that rounds to
-                nearest, or of the first where none does. The site tells each copy's own choice, and the weights are
-                those of what was replayed, in its order.
+            hidden_states: The layer's input [B,S,H].
+            inputs: The batch, for its mask and positions.
+            router_experts: int64 [B,S,k], the choice that all copies replay; None for the choice of the first copy
+                that rounds to nearest, or else of the first copy. The site `router_experts` has each copy's own
+                choice; `router_weights` has the weights of the replayed choice, in its order.
         """
         with torch.no_grad():
-            sites = _Pass(self._spec, self._tensors, inputs, kinds=self._kinds, seed=self._seed).run(
-                hidden_states.float(), router_experts
-            )
-        size = inputs.batch_size
+            sites = _Pass(self, inputs).run(hidden_states.float(), router_experts)
+        num_copies = len(self.kinds)
+        chunks = {site: tensor.chunk(num_copies) for site, tensor in sites.items()}
         return tuple(
-            {site: tensor[copy * size : (copy + 1) * size] for site, tensor in sites.items()}
-            for copy in range(len(self._kinds))
+            {site: copies[number] for site, copies in chunks.items()} for number in range(num_copies)
         )
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A pass over all copies; roundings are numbered in the order of their calls."""
+    """A computation of all copies. Roundings are numbered in the order of their calls, so that order is fixed."""
 
-    spec: ModelSpec
-    tensors: Mapping[str, torch.Tensor]
+    layer: RoundedLayer
     inputs: Inputs
-    kinds: tuple[RoundingKind, ...] = field(kw_only=True)
-    seed: int = field(kw_only=True)
     draws: itertools.count[int] = field(default_factory=itertools.count)
 
-    def run(self, hidden_rsh: torch.Tensor, router_experts: torch.Tensor | None) -> dict[Site, torch.Tensor]:
-        spec, copies = self.spec, len(self.kinds)
-        hidden = hidden_rsh.repeat(copies, 1, 1)
-        mask = self.inputs.attention_mask.to(hidden.device)
+    def run(self, hidden_bsh: torch.Tensor, router_experts: torch.Tensor | None) -> dict[Site, torch.Tensor]:
+        hidden_rsh = hidden_bsh.repeat(len(self.layer.kinds), 1, 1)
+        mask_rs = self.inputs.attention_mask.to(hidden_rsh.device).repeat(len(self.layer.kinds), 1)
+        sites = self._run_attention(hidden_rsh, mask_rs)
+        self._run_moe(sites, mask_rs, router_experts)
+        return sites
+
+    def _run_attention(self, hidden: torch.Tensor, mask_rs: torch.Tensor) -> dict[Site, torch.Tensor]:
+        """Compute the sites up to `post_norm`."""
         cos, sin = self._rotation(hidden.device)
         sites = {Site.INPUT_NORM: self._norm(hidden, weight_names.INPUT_NORM)}
         for projection, weight in (
@@ -99,94 +93,104 @@ class _Pass:
         sites[Site.Q_ROPE] = self._rotate(sites[Site.Q_NORM], cos, sin)
         sites[Site.K_ROPE] = self._rotate(sites[Site.K_NORM], cos, sin)
         sites[Site.ATTN_CONTEXT] = self._attend(
-            sites[Site.Q_ROPE], sites[Site.K_ROPE], self._heads(sites[Site.V_PROJ]), mask.repeat(copies, 1)
+            sites[Site.Q_ROPE], sites[Site.K_ROPE], self._heads(sites[Site.V_PROJ]), mask_rs
         )
-        sites[Site.ATTN_DELTA] = self._add_halves(
+        sites[Site.ATTN_DELTA] = self._multiply_halves(
             sites[Site.ATTN_CONTEXT], self._weight(weight_names.O_PROJ, hidden)
         )
         sites[Site.ATTN_RESIDUAL] = self._round(hidden + sites[Site.ATTN_DELTA])
         sites[Site.POST_NORM] = self._norm(sites[Site.ATTN_RESIDUAL], weight_names.POST_NORM)
-        sites[Site.ROUTER_LOGITS] = linear(sites[Site.POST_NORM], self._weight(weight_names.GATE, hidden))
+        return sites
+
+    def _run_moe(
+        self, sites: dict[Site, torch.Tensor], mask_rs: torch.Tensor, router_experts: torch.Tensor | None
+    ) -> None:
+        """Add the sites after `post_norm`."""
+        states = sites[Site.POST_NORM]
+        sites[Site.ROUTER_LOGITS] = linear(states, self._weight(weight_names.GATE, states))
         scores = sites[Site.ROUTER_LOGITS].sigmoid()
-        bias = self._weight(weight_names.CORRECTION_BIAS, hidden)
-        sites[Site.ROUTER_EXPERTS] = (scores + bias).topk(spec.num_experts_per_tok, dim=-1).indices
+        biased = scores + self._weight(weight_names.CORRECTION_BIAS, states)
+        sites[Site.ROUTER_EXPERTS] = biased.topk(self.layer.spec.num_experts_per_tok, dim=-1).indices
         if router_experts is None:
-            lead = self.kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in self.kinds else 0
-            router_experts = sites[Site.ROUTER_EXPERTS].chunk(copies)[lead]
-        experts = router_experts.long().to(hidden.device).repeat(copies, 1, 1)
+            lead = (
+                self.layer.kinds.index(RoundingKind.NEAREST)
+                if RoundingKind.NEAREST in self.layer.kinds
+                else 0
+            )
+            router_experts = sites[Site.ROUTER_EXPERTS].chunk(len(self.layer.kinds))[lead]
+        experts = router_experts.long().to(states.device).repeat(len(self.layer.kinds), 1, 1)
         chosen = scores.gather(-1, experts)
         sites[Site.ROUTER_WEIGHTS] = chosen / chosen.sum(-1, keepdim=True)
-        real = mask.bool().repeat(copies, 1)
-        delta = torch.zeros_like(sites[Site.POST_NORM])
-        delta[real] = upcast_experts(
-            self.tensors,
-            sites[Site.POST_NORM][real],
-            experts[real],
-            sites[Site.ROUTER_WEIGHTS][real],
+        is_real = mask_rs.bool()
+        delta = torch.zeros_like(states)
+        delta[is_real] = upcast_experts(
+            self.layer.tensors,
+            states[is_real],
+            experts[is_real],
+            sites[Site.ROUTER_WEIGHTS][is_real],
             rounding=ExpertRounding(
-                rounding=Rounding(seed=self.seed + 1),
-                kinds=self._row_kinds().repeat_interleave(mask.sum(-1).repeat(copies).cpu()),
+                # Experts number their roundings themselves: another seed keeps these apart from `draws`.
+                rounding=Rounding(seed=self.layer.seed + 1),
+                kinds=self._row_kinds().repeat_interleave(mask_rs.sum(-1).cpu()),
             ),
         )
         sites[Site.MOE_DELTA] = delta
         sites[Site.OUTPUT] = self._round(sites[Site.ATTN_RESIDUAL] + delta)
-        return sites
 
     def _weight(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        return self.tensors[name].to(like.device, torch.float32)
+        return self.layer.tensors[name].to(like.device, torch.float32)
 
     def _row_kinds(self) -> torch.Tensor:
         """Return the rounding kind of each row, [R]."""
-        return torch.tensor(self.kinds).repeat_interleave(self.inputs.batch_size)
+        return torch.tensor(self.layer.kinds).repeat_interleave(self.inputs.batch_size)
 
     def _round(self, values: torch.Tensor) -> torch.Tensor:
-        return Rounding(seed=self.seed).apply(values, self._row_kinds(), draw=next(self.draws))
+        return Rounding(seed=self.layer.seed).apply(values, self._row_kinds(), draw=next(self.draws))
 
     def _norm(self, states: torch.Tensor, weight: str) -> torch.Tensor:
-        normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.spec.rms_norm_eps)
+        normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.layer.spec.rms_norm_eps)
         return self._round(self._round(normed).mul_(self._weight(weight, states)))
 
     def _heads(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape [R,S,heads·D] to [R,heads,S,D]."""
-        heads: torch.Tensor = flat.unflatten(-1, (-1, self.spec.head_dim))
+        heads: torch.Tensor = flat.unflatten(-1, (-1, self.layer.spec.head_dim))
         return heads.transpose(1, 2)
 
     def _rotation(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of every position, [R,1,S,rotary_dim/2]: what they are rounded by, all heads share."""
-        rotary_dim = self.spec.rotary_dim
+        """Return cos and sin of every position, [R,1,S,rotary_dim/2]; all heads share their rounding errors."""
+        rotary_dim = self.layer.spec.rotary_dim
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         positions = self.inputs.position_ids.to(device)[:, None, :, None].float()
-        angles = (positions / self.spec.rope_theta**exponents).repeat(len(self.kinds), 1, 1, 1)
+        angles = (positions / self.layer.spec.rope_theta**exponents).repeat(len(self.layer.kinds), 1, 1, 1)
         return self._round(angles.cos()), self._round(angles.sin())
 
     def _rotate(self, flat: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         heads = self._heads(flat)
-        first, second = heads[..., : self.spec.rotary_dim].chunk(2, dim=-1)
+        first, second = heads[..., : self.layer.spec.rotary_dim].chunk(2, dim=-1)
         turned = (
             self._round(self._round(first * cos) - self._round(second * sin)),
             self._round(self._round(second * cos) + self._round(first * sin)),
         )
-        return torch.cat((*turned, heads[..., self.spec.rotary_dim :]), dim=-1)
+        return torch.cat((*turned, heads[..., self.layer.spec.rotary_dim :]), dim=-1)
 
     def _attend(
         self, q_rnsd: torch.Tensor, k_rksd: torch.Tensor, v_rksd: torch.Tensor, mask_rs: torch.Tensor
     ) -> torch.Tensor:
-        """Compute causal attention, padded keys hidden: [R,S,N·D]."""
-        groups = self.spec.num_attention_heads // self.spec.num_key_value_heads
+        """Compute causal attention [R,S,N·D] with padded keys hidden, some heads of a row at a time."""
+        groups = self.layer.spec.num_attention_heads // self.layer.spec.num_key_value_heads
         num_rows, num_heads, length, _ = q_rnsd.shape
         causal = torch.ones(length, length, dtype=torch.bool, device=q_rnsd.device).tril()
         context = torch.empty_like(q_rnsd)
-        block = max(_MOST_SCORES // length**2, 1)
+        heads_at_once = max(_MOST_SCORES // length**2, 1)
         kinds = self._row_kinds()
         for row in range(num_rows):
             visible = causal & mask_rs[row].bool()
-            for start in range(0, num_heads, block):
-                heads = slice(start, min(start + block, num_heads))
-                keys, values = (
-                    side[row].repeat_interleave(groups, dim=0)[heads] for side in (k_rksd, v_rksd)
-                )
+            for start in range(0, num_heads, heads_at_once):
+                heads = slice(start, min(start + heads_at_once, num_heads))
+                keys = k_rksd[row].repeat_interleave(groups, dim=0)[heads]
+                values = v_rksd[row].repeat_interleave(groups, dim=0)[heads]
                 scores = self._round_row(q_rnsd[row][heads] @ keys.transpose(-1, -2), kinds[row])
-                scores = self._round_row(scores * self.spec.head_dim**-0.5, kinds[row])
+                scores = self._round_row(scores * self.layer.spec.head_dim**-0.5, kinds[row])
                 # A finite minimum: a padded query that sees nothing must not become NaN.
                 scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
                 shares = self._round_row(scores.softmax(dim=-1), kinds[row])
@@ -194,10 +198,10 @@ class _Pass:
         return self._round(context.transpose(1, 2).flatten(2))
 
     def _round_row(self, values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-        return Rounding(seed=self.seed).apply(values[None], kind[None], draw=next(self.draws))[0]
+        return Rounding(seed=self.layer.seed).apply(values[None], kind[None], draw=next(self.draws))[0]
 
-    def _add_halves(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply in halves that are rounded before they are added, as two ranks of tensor parallelism do."""
-        pieces = zip(states.chunk(2, dim=-1), weight.chunk(2, dim=-1), strict=True)
-        first, second = (self._round(linear(part, columns)) for part, columns in pieces)
+    def _multiply_halves(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply in halves, rounded before they are added, as two ranks of tensor parallelism do."""
+        halves = zip(states.chunk(2, dim=-1), weight.chunk(2, dim=-1), strict=True)
+        first, second = (self._round(linear(part, columns)) for part, columns in halves)
         return self._round(first + second)

@@ -1,4 +1,4 @@
-"""TransformersLayer: transformers' decoder layer by itself, on a golden's input and, where wanted, with its experts."""
+"""TransformersLayer: one decoder layer of transformers, run by itself on a golden's input."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 
 class TransformersLayer:
-    """A layer on the meta device, whose weights the caller binds; its rotary embedding is real.
+    """A decoder layer that is built without weights; `bind` gives it some.
 
     Args:
         config: transformers' config, which names the implementations of attention and experts.
         layer: The layer's number.
-        device: Where to compute.
+        device: Device to compute on.
+        dtype: Dtype to compute in; None for that of the input.
     """
 
-    def __init__(self, config: MiniMaxM2Config, *, layer: int, device: torch.device) -> None:
+    def __init__(
+        self, config: MiniMaxM2Config, *, layer: int, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
         from transformers.models.minimax_m2.modeling_minimax_m2 import (
             MiniMaxM2DecoderLayer,
             MiniMaxM2RotaryEmbedding,
@@ -34,12 +37,13 @@ class TransformersLayer:
 
         self._config = config
         self._device = device
+        self._dtype = dtype
         with torch.device("meta"):
             self.module: torch.nn.Module = MiniMaxM2DecoderLayer(config, layer).eval()
         self._rotary = MiniMaxM2RotaryEmbedding(config).to(device)
 
     def bind(self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
-        """Give the layer weights by the hub's relative names, in a dtype or their own; others stay as they are."""
+        """Give the layer some weights, by the hub's relative names, in `dtype` or else in their own."""
         weights = {
             name.replace("block_sparse_moe.", "mlp."): tensor.to(self._device, dtype)
             for name, tensor in tensors.items()
@@ -57,11 +61,12 @@ class TransformersLayer:
         """Run the layer and return its sites on the CPU.
 
         Args:
-            hidden_states: [B,S,H], in the dtype to compute in.
-            inputs: Mask and positions.
-            router_experts: int64 [B,S,k], the choice that the experts replay; None to let the layer choose.
+            hidden_states: The layer's input [B,S,H].
+            inputs: The batch, for its mask and positions.
+            router_experts: int64 [B,S,k], the choice that the experts replay, so that a flipped near-tie does not
+                count as an arithmetic error; None to let the layer choose.
             sites: Sites to return. `router_experts` is the layer's own choice; `router_weights` are the weights of
-                the choice that was replayed, in its order.
+                the replayed choice, in its order.
         """
         own_choice = Recorder(
             self.module, {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}, keep=copy_to_host
@@ -69,9 +74,9 @@ class TransformersLayer:
         recording = recording_layer(
             self.module, sites=sites, attn_implementation=str(self._config._attn_implementation)
         )
-        # The layer's own choice is seen before the replay replaces it: hooks fire in the order they were made.
+        # Hooks fire in the order of registration: `own_choice` records the choice before `_replaying` replaces it.
         with torch.no_grad(), own_choice, _replaying(self.module, router_experts), recording as tensors:
-            self._forward(hidden_states.to(self._device), inputs)
+            self._forward(hidden_states.to(self._device, self._dtype), inputs)
         recorded = {**tensors, **own_choice.tensors}
         return {site: shape_to_batch(site, recorded[site], inputs.batch_shape) for site in sites}
 
@@ -96,13 +101,12 @@ class TransformersLayer:
 
 @contextlib.contextmanager
 def _replaying(layer: torch.nn.Module, router_experts: torch.Tensor | None) -> Iterator[None]:
-    """Replace the gate's choice by another, with the weights that the gate's own scores give it."""
+    """Replace the gate's choice of experts in the block, weighted by the gate's own scores; None keeps it."""
+    if router_experts is None:
+        yield
+        return
 
-    def replace(
-        _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...] | None:
-        if router_experts is None:
-            return None
+    def replace(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         logits, _weights, choice = output
         experts = router_experts.reshape(choice.shape).to(choice.device, choice.dtype)
         scores = logits.sigmoid().gather(1, experts)

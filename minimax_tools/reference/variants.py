@@ -1,8 +1,8 @@
-"""Variants: samples of how far right ways to compute a decoder layer in BF16 stray from its float32 twin.
+"""Variants: samples of the error that a correct BF16 implementation of a decoder layer may have.
 
-Right implementations round in different places. A golden measures the effect on its own model and prompts: one variant
-rounds to nearest wherever some right implementation rounds, others are off by random half steps there. A port is held,
-at each site and token, against the variant that strays furthest.
+Correct implementations round in different places. The variant `nearest` rounds to BF16 wherever any correct
+implementation rounds; `random_1`, `random_2` … move the values there by up to half a BF16 step. A golden computes the
+variants on its own prompts. A port may be as far from the float32 twin as the farthest variant, at each site and token.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import RoundingKind
 
-# How many a golden measures unless it is told otherwise.
+# Number of variants that a golden computes by default, and the most that it computes: each costs one more copy.
 DEFAULT_NUM_VARIANTS = 2
 MOST_VARIANTS = 8
 _NEAREST = "nearest"
 
 
 def variant_names(number: int) -> tuple[str, ...]:
-    """Return the names of so many variants: `nearest`, `random_1`, `random_2` and so on."""
-    return tuple(_NEAREST if draw == 0 else f"random_{draw}" for draw in range(number))
+    """Return the names of the first `number` variants: `nearest`, `random_1`, `random_2` and so on."""
+    return (_NEAREST, *(f"random_{draw}" for draw in range(1, number)))[:number]
 
 
 def run_variants(
@@ -41,16 +41,16 @@ def run_variants(
     """Compute the variants of one layer side by side.
 
     Args:
-        names: As `variant_names` gives them.
-        hidden_states: [B,S,H], the golden's own input, where the layer is to be computed.
-        inputs: Mask and positions.
+        names: Names from `variant_names`.
+        hidden_states: The golden's input of the layer [B,S,H], on the device to compute on.
+        inputs: The batch, for its mask and positions.
         spec: The model.
         tensors: The layer's weights by the hub's relative names.
-        router_experts: int64 [B,S,k], the golden's choice: a near-tie that flips is no rounding error.
-        layer: The layer's number, which seeds what is random.
+        router_experts: int64 [B,S,k], the golden's choice, which all variants replay: a flip is no rounding error.
+        layer: The layer's number, which is the seed of the random steps.
 
     Returns:
-        By name every site but the input, float32 where it was computed.
+        For each variant by name, every site but the input, float32 on the same device.
     """
     kinds = tuple(RoundingKind.NEAREST if name == _NEAREST else RoundingKind.RANDOM for name in names)
     computed = RoundedLayer(spec, tensors, kinds=kinds, seed=layer).run(

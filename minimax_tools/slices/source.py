@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError, list_faults
@@ -20,7 +21,8 @@ from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
 from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors, measure_costs
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.stored_weights import StoredWeights, find_weight_map, read_index

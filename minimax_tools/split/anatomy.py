@@ -1,7 +1,7 @@
 """Anatomy of a causal language model: its layers, and the modules called before and after them.
 
-The model runs with a stand-in for every module that belongs to a part. Hidden states must come out bit for bit as they
-went in. The order of the calls tells which modules come before the layers and which after.
+To find them, the model runs with stand-ins for its layers and for all modules that hold tensors. Hidden states must
+come out bit for bit as they went in. The order of the calls tells which modules come before the layers.
 """
 
 from __future__ import annotations
@@ -9,60 +9,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.split.stand_ins import AddsNothing, Elsewhere, PassThrough
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Name of any layer in a list of calls.
 _LAYER = "a layer"
 
 
-class PassThrough(nn.Module):
-    """Stand-in for a layer of another part: returns its hidden states unchanged.
+class AroundLayers(NamedTuple):
+    """Names of the modules that the decoder calls before its layers, and of those that it calls after them."""
 
-    Args:
-        layer: Layer that it stands for.
-        in_tuple: Whether the model's loop expects a layer to return a tuple.
-    """
-
-    def __init__(self, layer: nn.Module, *, in_tuple: bool) -> None:
-        super().__init__()
-        self._in_tuple = in_tuple
-        # The model's loop may read such attributes, as the kind of attention.
-        for name, value in vars(layer).items():
-            if isinstance(value, (str, int)) and not name.startswith("_"):
-                setattr(self, name, value)
-
-    def forward(
-        self, hidden_states: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return `hidden_states` [B,S,H]."""
-        return (hidden_states, None) if self._in_tuple else hidden_states
-
-
-class AddsNothing(nn.Module):
-    """Stand-in for the position embeddings of another part."""
-
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Return -0.0, which changes no number when it is added; +0.0 would turn -0.0 into 0.0."""
-        return torch.tensor(-0.0)
-
-
-class Elsewhere(nn.Module):
-    """Stand-in for a module of another part that is never called."""
-
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Raise, always.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError("this module belongs to another part of the split model")
+    before: tuple[str, ...]
+    after: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +36,10 @@ class Anatomy:
     """Modules of a model by their place: layers, modules around the layers, head.
 
     Args:
-        model: Model that they belong to.
+        model: Model that the modules belong to.
         decoder: Module that runs the layers.
-        stack: List of layers that the decoder iterates over.
-        layers: Layers, as they were before stand-ins took their place.
+        stack: List of layers that the decoder iterates over; stand-ins are put into it.
+        layers: The model's own layers.
         around: Other modules of the decoder that hold tensors or apply dropout, by name.
         embedding: Name of the token embedding in `around`.
         head: Modules that the model applies after its decoder, by name.
@@ -92,7 +58,7 @@ class Anatomy:
         """Find the modules of a model, which stays as it is.
 
         Raises:
-            CheckpointError: The model lacks a list of its layers with a token embedding beside it.
+            CheckpointError: The decoder has no list of its layers, or no token embedding beside it.
         """
         decoder = model.get_decoder()
         children = dict(decoder.named_children())
@@ -122,22 +88,19 @@ class Anatomy:
             head=head,
         )
 
-    def prove_divisible(self, dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def prove_divisible(self, dtype: torch.dtype) -> AroundLayers:
         """Put stand-ins everywhere, and check that hidden states come out bit for bit as they went in.
-
-        Returns:
-            Names of the modules that the decoder calls before its layers, and after them.
 
         Raises:
             CheckpointError: Hidden states change outside the layers, or another module is called between layers.
         """
-        self._empty(in_tuple=False)
+        self._put_stand_ins(in_tuple=False)
         compute_buffers(self.model, torch.device("cpu"))
         try:
             return self._trace(dtype)
         except CheckpointError:
-            # In some models a layer returns a tuple.
-            self._empty(in_tuple=True)
+            # In some models a layer returns a tuple, so they fail with the first stand-ins.
+            self._put_stand_ins(in_tuple=True)
             return self._trace(dtype)
 
     def put_back(self, layers: range, names: tuple[str, ...]) -> None:
@@ -147,7 +110,7 @@ class Anatomy:
         for name in names:
             setattr(self.decoder, name, self.around[name])
 
-    def _empty(self, *, in_tuple: bool) -> None:
+    def _put_stand_ins(self, *, in_tuple: bool) -> None:
         for number, layer in enumerate(self.layers):
             self.stack[number] = PassThrough(layer, in_tuple=in_tuple)
         for name, module in self.around.items():
@@ -156,7 +119,8 @@ class Anatomy:
         for name in self.head:
             setattr(self.model, name, Elsewhere())
 
-    def _trace(self, dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _trace(self, dtype: torch.dtype) -> AroundLayers:
+        """Run the stand-ins on random hidden states, check the result, and sort the modules by their calls."""
         generator = torch.Generator().manual_seed(0)
         states = torch.randn(2, 3, self.model.config.hidden_size, generator=generator).to(dtype)
         mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -178,8 +142,7 @@ class Anatomy:
             )
         return self._around_layers([name for name in calls if name == _LAYER or name in self.around])
 
-    def _around_layers(self, calls: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names in `around` that were called before the layers, and after them."""
+    def _around_layers(self, calls: list[str]) -> AroundLayers:
         start = calls.index(_LAYER) if _LAYER in calls else len(calls)
         stop = start + len(self.layers)
         # The trace starts from hidden states, so the token embedding is not called.
@@ -191,7 +154,7 @@ class Anatomy:
                 expected="every module to be called before its layers or after them",
                 found=", ".join(sorted(strays | before & after)) or "calls between layers",
             )
-        return tuple(sorted(before)), tuple(sorted(after))
+        return AroundLayers(tuple(sorted(before)), tuple(sorted(after)))
 
 
 @contextlib.contextmanager
@@ -213,7 +176,7 @@ def _recording_calls(decoder: nn.Module, stack: nn.ModuleList) -> Iterator[list[
 
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds, as transformers does, and put them on `device`."""
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies, and put them on `device`."""
     modules = {name.rpartition(".")[0] for name, buffer in model.named_non_persistent_buffers()}
     for name in modules:
         module = model.get_submodule(name)
@@ -221,6 +184,7 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
             buffer = module._buffers[leaf]
             if buffer is not None and buffer.is_meta:
                 setattr(module, leaf, torch.empty_like(buffer, device=device))
+                # transformers' own initialisation fills the buffer.
                 with torch.no_grad():
                     model._init_weights(module)
         for leaf in module._non_persistent_buffers_set:

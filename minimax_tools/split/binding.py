@@ -1,4 +1,8 @@
-"""Plan of which stored tensor fills which parameter of a module, made before any data is read."""
+"""Binding: which stored tensor fills which parameter of a module, planned before any data is read.
+
+A slot is a parameter or persistent buffer to fill. A place is a whole slot, or one expert's rows in a slot that holds
+all experts of a layer (see `module_names`).
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,17 @@ from typing import Protocol
 
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.fp8 import scale_shape
+from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.split.module_names import SCALE_ENDING, ModuleNames, ParameterPlace, Slot
 
-
-class TensorFacts(Protocol):
-    """Dtype and shape of a stored tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Stored dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Stored shape."""
+# Tensors of a checkpoint by full name, as headers describe them.
+StoredTensors = Mapping[str, TensorSize | TensorEntry]
 
 
 class TensorSource(Protocol):
@@ -42,9 +39,10 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A plan: the slots, and the stored tensor that fills each of their places."""
+    """A plan of reading."""
 
-    slots: Mapping[str, Slot] = field(repr=False)
+    slots: Mapping[str, Slot] = field(repr=False)  # slots to fill, by name
+    # Name of the stored tensor that fills each place, in the order of reading.
     sources: Mapping[ParameterPlace, str] = field(repr=False)
 
     @property
@@ -54,7 +52,7 @@ class Binding:
 
     @property
     def num_tensors(self) -> int:
-        """Number of stored tensors that are read, scales not counted."""
+        """Number of stored tensors that are read, without FP8 scales."""
         return len(self.sources)
 
     def fill(
@@ -85,17 +83,18 @@ class Binding:
             for slot in self.slots.values()
         }
 
-        def fill_one(place: ParameterPlace) -> None:
+        def fill_place(place: ParameterPlace) -> None:
             view = place.view(filled[place.slot])
             if view.dtype.is_floating_point:
                 source.read_weight_into(self.sources[place], view)
             else:
-                _read_whole(source, self.sources[place], view)
+                _read_integers(source, self.sources[place], view)
             report(view.nbytes)
 
         with CorePool("binding") as pool:
             try:
-                for _ in pool.map(fill_one, self.sources):
+                # Taking the results raises the first error of a thread.
+                for _ in pool.map(fill_place, self.sources):
                     pass
             finally:
                 # After an error the waiting places are not filled.
@@ -105,7 +104,7 @@ class Binding:
 
 def plan_binding(
     slots: Mapping[str, Slot],
-    stored: Mapping[str, TensorFacts],
+    stored: StoredTensors,
     names: ModuleNames,
     *,
     layers: range,
@@ -115,37 +114,26 @@ def plan_binding(
 
     Args:
         slots: Slots to fill, by name.
-        stored: Tensors of the checkpoint (or of the open shards) by full name, in the order of reading.
-        names: Relation of the model's names to the checkpoint's.
+        stored: Tensors of the checkpoint, or of its open shards, in the order of reading.
+        names: Names of the model, which match the checkpoint's.
         layers: Layers of the component. A stored tensor of these layers that the model lacks is a fault.
-        where: Place of the checkpoint, for messages.
+        where: Path of the checkpoint, named in errors.
 
     Raises:
         CheckpointError: A slot has no tensor or two, a shape or dtype does not fit, FP8 lacks its scales, or a
             tensor is left over. The message lists all faults.
     """
-    found: dict[ParameterPlace, str] = {}
     faults: list[str] = []
-    for name in stored:
-        if _is_scale(name, stored):
-            continue
-        place = names.place_of(name)
-        if place is None:
-            if not names.is_ignored(name) and names.layer_of(name) in (None, *layers):
-                faults.append(f"{name}: the model has no place for it")
-        elif place in found:
-            faults.append(f"{name} and {found[place]} are the same tensor of the model")
-        else:
-            found[place] = name
+    stored_at = _match_places(stored, names, layers, faults)
     chosen: dict[ParameterPlace, str] = {}
     for slot in slots.values():
-        chosen.update(_fill_slot(slot, found, names, faults))
+        chosen.update(_fill_slot(slot, stored_at, names, faults))
     for place, name in chosen.items():
         faults += _misfits(name, stored, expected=place.shape_in(slots[place.slot]), slot=slots[place.slot])
     if faults:
         raise unfit_checkpoint(where, faults)
-    position = {name: number for number, name in enumerate(stored)}
-    sources = dict(sorted(chosen.items(), key=lambda item: position[item[1]]))
+    reading_order = {name: number for number, name in enumerate(stored)}
+    sources = dict(sorted(chosen.items(), key=lambda item: reading_order[item[1]]))
     return Binding(slots=MappingProxyType(dict(slots)), sources=MappingProxyType(sources))
 
 
@@ -158,27 +146,48 @@ def unfit_checkpoint(where: Path, faults: list[str]) -> CheckpointError:
     )
 
 
-def _fill_slot(
-    slot: Slot, found: Mapping[ParameterPlace, str], names: ModuleNames, faults: list[str]
+def _match_places(
+    stored: StoredTensors, names: ModuleNames, layers: range, faults: list[str]
 ) -> dict[ParameterPlace, str]:
-    whole = ParameterPlace(slot=slot.name)
-    if whole in found:
-        return {whole: found[whole]}
+    """Return the stored name of each place of the model that has one; append to `faults` what has no place."""
+    stored_at: dict[ParameterPlace, str] = {}
+    for name in stored:
+        if _is_scale(name, stored):
+            continue
+        place = names.place_of(name)
+        if place is None:
+            if not names.is_ignored(name) and names.layer_of(name) in (None, *layers):
+                faults.append(f"{name}: the model has no place for it")
+        elif place in stored_at:
+            faults.append(f"{name} and {stored_at[place]} are the same tensor of the model")
+        else:
+            stored_at[place] = name
+    return stored_at
+
+
+def _fill_slot(
+    slot: Slot, stored_at: Mapping[ParameterPlace, str], names: ModuleNames, faults: list[str]
+) -> dict[ParameterPlace, str]:
+    """Return the stored name for each place of a slot; append to `faults` which are missing or too many."""
+    whole_slot = ParameterPlace(slot=slot.name)
+    if whole_slot in stored_at:
+        return {whole_slot: stored_at[whole_slot]}
     tied = names.tied.get(slot.name)
-    if tied is not None and ParameterPlace(slot=tied) in found:
-        return {whole: found[ParameterPlace(slot=tied)]}
-    wanted = _expert_places(slot)
-    have = {place: found[place] for place in wanted if place in found}
-    if not have:
+    if tied is not None and ParameterPlace(slot=tied) in stored_at:
+        return {whole_slot: stored_at[ParameterPlace(slot=tied)]}
+    expert_places = _expert_places(slot)
+    chosen = {place: stored_at[place] for place in expert_places if place in stored_at}
+    if not chosen:
         faults.append(f"{slot}: found nothing")
     else:
-        faults += [f"{place}: found nothing" for place in wanted if place not in found]
-    beyond = [place for place in found if place.slot == slot.name and place not in have]
-    faults += [f"{found[place]}: {slot} has no such expert" for place in beyond]
-    return have
+        faults += [f"{place}: found nothing" for place in expert_places if place not in stored_at]
+    beyond = [place for place in stored_at if place.slot == slot.name and place not in chosen]
+    faults += [f"{stored_at[place]}: {slot} has no such expert" for place in beyond]
+    return chosen
 
 
 def _expert_places(slot: Slot) -> list[ParameterPlace]:
+    """List the places of a slot that holds all experts of a layer; empty for any other slot."""
     name = slot.name.rpartition(".")[2]
     halves: dict[str, tuple[str | None, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": (None,)}
     if name not in halves or len(slot.shape) != 3:
@@ -190,9 +199,7 @@ def _expert_places(slot: Slot) -> list[ParameterPlace]:
     ]
 
 
-def _misfits(
-    name: str, stored: Mapping[str, TensorFacts], *, expected: tuple[int, ...], slot: Slot
-) -> list[str]:
+def _misfits(name: str, stored: StoredTensors, *, expected: tuple[int, ...], slot: Slot) -> list[str]:
     tensor = stored[name]
     faults = []
     if tuple(tensor.shape) != expected:
@@ -211,12 +218,13 @@ def _misfits(
     return faults
 
 
-def _is_scale(name: str, stored: Mapping[str, TensorFacts]) -> bool:
+def _is_scale(name: str, stored: StoredTensors) -> bool:
     weight = stored.get(name.removesuffix(SCALE_ENDING)) if name.endswith(SCALE_SUFFIX) else None
     return weight is not None and weight.dtype == torch.float8_e4m3fn
 
 
-def _read_whole(source: TensorSource, name: str, view: torch.Tensor) -> None:
+def _read_integers(source: TensorSource, name: str, view: torch.Tensor) -> None:
+    """Fill `view`, which may be on a device; `read_into` only writes to the CPU."""
     if view.device.type == "cpu":
         source.read_into(name, view)
         return

@@ -21,9 +21,8 @@ from minimax_tools.split.binding import unfit_checkpoint
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    # For annotations where transformers is not imported.
+    # For annotations in modules that do not import transformers.
     CausalConfig: TypeAlias = PreTrainedConfig
-    CausalModel: TypeAlias = PreTrainedModel
 
 # Errors that transformers raises on damaged or unknown files.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
@@ -78,11 +77,7 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
 
 
 def make_causal_config(values: Mapping[str, Any], *, where: Path) -> PreTrainedConfig:
-    """Make transformers' config from the values of a config.json.
-
-    Args:
-        values: Keys and values of config.json.
-        where: Source of the values, for messages.
+    """Make transformers' config from the values of a config.json; errors name their source `where`.
 
     Raises:
         CheckpointError: transformers does not know the model.
@@ -107,13 +102,7 @@ def is_quantised(config: PreTrainedConfig) -> bool:
 def load_whole(
     folder: Path, config: PreTrainedConfig, *, implementation: Implementation, show_progress: bool
 ) -> PreTrainedModel:
-    """Load the whole model on the CPU with transformers, FP8 dequantised.
-
-    Args:
-        folder: Folder of the checkpoint.
-        config: Config of the checkpoint; it is not changed.
-        implementation: Dtype and kernels of the model.
-        show_progress: Whether transformers shows its progress bar.
+    """Load the whole model on the CPU with transformers, FP8 dequantised, with its progress bar if asked for.
 
     Raises:
         CheckpointError: transformers cannot load the model, or a weight is missing or left over.
@@ -150,7 +139,7 @@ def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _dequantising(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the argument that dequantises FP8: GPUs of capability 8.9 or more would run FP8 matmuls."""
+    """Return the argument that dequantises FP8. Without it, GPUs of capability 8.9 or more run FP8 matmuls."""
     stored = _quantization(config)
     if not stored:
         return {}
@@ -167,12 +156,17 @@ def _dequantising(config: PreTrainedConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _progress_bar(shown: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bars in the block."""
     from transformers.utils import logging
 
+    def show(shown: bool) -> None:
+        (bars.enable_progress_bar if shown else bars.disable_progress_bar)()
+
+    # transformers' module has no types.
     bars: Any = logging
     was_shown = bars.is_progress_bar_enabled()
-    (bars.enable_progress_bar if shown else bars.disable_progress_bar)()
+    show(shown)
     try:
         yield
     finally:
-        (bars.enable_progress_bar if was_shown else bars.disable_progress_bar)()
+        show(was_shown)

@@ -1,8 +1,8 @@
-"""A part of transformers' causal language model: some of its layers, with stand-ins for all other modules.
+"""ModelPart: a part of transformers' causal language model, with stand-ins for the modules of other parts.
 
-The model is built on the meta device and keeps its own forward. So its layers keep their numbers and compute as in the
-whole model. Each build proves that only layers, embedding, norm and head change hidden states. Any architecture that
-passes this proof can be split.
+The model is built on the meta device and keeps transformers' forward, so its layers keep their numbers and compute as
+in the whole model. Each build checks that only layers, embedding, norm and head change hidden states. An architecture
+that passes this check can be split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minimax_tools.split.parts import Part
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# The router stays float32, as the checkpoint stores it; transformers would round it.
+# Parameters by model_type that stay float32: the router, as the checkpoint stores it. transformers would round it.
 _FLOAT32_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"minimax_m2": (r"\.mlp\.gate\.weight$", r"\.mlp\.e_score_correction_bias$")}
 )
@@ -36,14 +36,7 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """A component as a model: parameters and buffers are on the meta device until `take`.
-
-    Args:
-        model: transformers' model, with stand-ins for the modules of other components.
-        names: Relation of the model's names to a checkpoint's.
-        part: Component that the model is.
-        implementation: Dtype and kernels of the model.
-    """
+    """A component as transformers' model. Parameters and buffers are on the meta device until `take`."""
 
     model: PreTrainedModel
     names: ModuleNames
@@ -58,7 +51,7 @@ class ModelPart:
         }
 
     def take(self, tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> ModelPart:
-        """Give the model its `tensors`, one for every slot; other buffers are computed on `device`."""
+        """Give the model its tensors, one for every slot, and compute other buffers on `device`; return this part."""
         for name, tensor in tensors.items():
             module, leaf = _parent(self.model, name)
             setattr(module, leaf, tensor if leaf in module._buffers else nn.Parameter(tensor))
@@ -70,12 +63,7 @@ class ModelPart:
 
 
 def build_part(config: PreTrainedConfig, part: Part, implementation: Implementation) -> ModelPart:
-    """Build a component of the model that `config` describes, without data, ready for inference.
-
-    Args:
-        config: transformers' config of the whole model; it is not changed.
-        part: Component to build.
-        implementation: Dtype and kernels of the component.
+    """Build a component of the model that `config` describes, without data, for inference.
 
     Raises:
         CheckpointError: transformers has no such causal language model, or the model cannot be split because
@@ -84,11 +72,10 @@ def build_part(config: PreTrainedConfig, part: Part, implementation: Implementat
     model = _build_whole(config, implementation)
     _keep_float32(model, implementation.dtype)
     anatomy = Anatomy.of(model)
-    names = _names(model, anatomy.stack)
+    names = _module_names(model, anatomy.stack)
     before, after = anatomy.prove_divisible(implementation.dtype)
-    anatomy.put_back(
-        part.layers, (*(before if part.has_embedding else ()), *(after if part.has_head else ()))
-    )
+    own_modules = (before if part.has_embedding else ()) + (after if part.has_head else ())
+    anatomy.put_back(part.layers, own_modules)
     if part.has_head:
         for name, module in anatomy.head.items():
             setattr(model, name, module)
@@ -98,13 +85,13 @@ def build_part(config: PreTrainedConfig, part: Part, implementation: Implementat
 def _build_whole(config: PreTrainedConfig, implementation: Implementation) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    plain = copy.deepcopy(config)
-    # FP8 weights are dequantised when they are read.
-    if hasattr(plain, "quantization_config"):
-        del plain.quantization_config
+    # FP8 weights are dequantised when they are read, so the model is built without quantisation.
+    plain_config = copy.deepcopy(config)
+    if hasattr(plain_config, "quantization_config"):
+        del plain_config.quantization_config
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(plain, **implementation.arguments())
+            model = AutoModelForCausalLM.from_config(plain_config, **implementation.arguments())
     except (ValueError, ImportError) as error:
         raise CheckpointError(
             f"transformers cannot build a causal language model of type {config.model_type!r}",
@@ -124,11 +111,11 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if any(re.search(pattern, name) for pattern in patterns):
             module, leaf = _parent(model, name)
-            exact = torch.empty_like(tensor, dtype=torch.float32)
-            setattr(module, leaf, exact if leaf in module._buffers else nn.Parameter(exact))
+            in_float32 = torch.empty_like(tensor, dtype=torch.float32)
+            setattr(module, leaf, in_float32 if leaf in module._buffers else nn.Parameter(in_float32))
 
 
-def _names(model: PreTrainedModel, stack: nn.ModuleList) -> ModuleNames:
+def _module_names(model: PreTrainedModel, stack: nn.ModuleList) -> ModuleNames:
     tied = dict(model.all_tied_weights_keys)
     return ModuleNames(
         known=frozenset(model.state_dict()),
@@ -141,5 +128,6 @@ def _names(model: PreTrainedModel, stack: nn.ModuleList) -> ModuleNames:
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a parameter or buffer, and its name in that module."""
     path, _, leaf = name.rpartition(".")
     return model.get_submodule(path), leaf

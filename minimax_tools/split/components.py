@@ -1,6 +1,6 @@
 """SplitModel: bottom, trunk or top of a causal language model, as a module that runs by itself.
 
-Shapes: B batch, S sequence, H hidden, V vocabulary
+B batch, S sequence, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from torch import nn
 
 from minimax_tools.machine.size import word_size
 from minimax_tools.split.causal_part import ModelPart
+from minimax_tools.split.devices import DeviceName
 from minimax_tools.split.part_folder import read_part, write_part
-from minimax_tools.split.parts import DeviceName, Part
+from minimax_tools.split.parts import Part
 from minimax_tools.split.seed_file import read_seed_file
 
 
@@ -55,14 +56,15 @@ class SplitModel(nn.Module):
             ValueError: `inputs` has another dtype or shape than this component takes, or the mask or positions do not
                 fit it.
         """
-        self._check(inputs, attention_mask, position_ids)
-        moved = {
-            "inputs_embeds" if not self.part.has_embedding else "input_ids": inputs,
+        self._check_inputs(inputs, attention_mask, position_ids)
+        given = {
+            "input_ids" if self.part.has_embedding else "inputs_embeds": inputs,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
         }
-        # `use_cache` stays the config's: without a cache transformers reads gaps in positions as packed sequences.
-        arguments = {name: tensor.to(self.device) for name, tensor in moved.items() if tensor is not None}
+        # `use_cache` is left as the config has it: without a cache, transformers takes gaps in positions for borders of
+        # packed sequences.
+        arguments = {name: tensor.to(self.device) for name, tensor in given.items() if tensor is not None}
         if self.part.has_head:
             logits: torch.Tensor = self.model(**arguments).logits
             return logits
@@ -76,7 +78,7 @@ class SplitModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its hidden states."""
+        """Dtype of the component's hidden states."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -98,18 +100,18 @@ class SplitModel(nn.Module):
     def load(cls, path: str | Path, device: DeviceName = "cpu") -> SplitModel:
         """Load a component from the folder that `save` wrote, or from an older `.pt` file.
 
-        Nothing in a `.pt` file is called. If `bottom.pt` does not exist, the folder `bottom` is loaded.
+        No code in a `.pt` file is run. If `bottom.pt` does not exist, the folder `bottom` is loaded.
 
         Raises:
             CheckpointError: The path is missing, damaged, or not a component.
             MissingExtraError: transformers is missing.
         """
-        place = Path(path).expanduser()
-        if place.is_file():
-            return cls(read_seed_file(place, device=torch.device(device)))
-        if not place.exists() and place.suffix == ".pt" and place.with_suffix("").is_dir():
-            place = place.with_suffix("")
-        return cls(read_part(place, device=torch.device(device)))
+        source = Path(path).expanduser()
+        if source.is_file():
+            return cls(read_seed_file(source, device=torch.device(device)))
+        if not source.exists() and source.suffix == ".pt" and source.with_suffix("").is_dir():
+            source = source.with_suffix("")
+        return cls(read_part(source, device=torch.device(device)))
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -118,7 +120,7 @@ class SplitModel(nn.Module):
             f"{word_size(self.size_bytes)} on {self.device})"
         )
 
-    def _check(
+    def _check_inputs(
         self,
         inputs: torch.Tensor,
         attention_mask: torch.Tensor | None,
@@ -135,8 +137,11 @@ class SplitModel(nn.Module):
                     f"{self.part.role} takes hidden states [batch, sequence, {width}] of {self.dtype}, not {found}"
                 )
         for name, tensor in (("attention_mask", attention_mask), ("position_ids", position_ids)):
-            rows = (inputs.shape[0], 1) if name == "position_ids" else (inputs.shape[0],)
-            if tensor is not None and tuple(tensor.shape) not in [(row, inputs.shape[1]) for row in rows]:
+            batch_size, length = inputs.shape[:2]
+            shapes = [(batch_size, length)]
+            if name == "position_ids":
+                shapes.append((1, length))
+            if tensor is not None and tuple(tensor.shape) not in shapes:
                 raise ValueError(
                     f"{name} is {list(tensor.shape)}, expected {list(inputs.shape[:2])} as the inputs"
                 )

@@ -1,4 +1,4 @@
-"""A factory of split models: bottom, trunk and top, from a checkpoint's folder or a hub id."""
+"""ModelFactory: bottom, trunk and top of a model, loaded from a checkpoint's folder or a hub id."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,10 @@ from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, is_quantised, read_causal_config
 from minimax_tools.split.causal_part import ModelPart
 from minimax_tools.split.components import SplitModel
+from minimax_tools.split.devices import DeviceName, choose_devices
 from minimax_tools.split.part_folder import refuse_foreign
-from minimax_tools.split.part_loading import Weights, first_dtype, load_part, load_parts_of_whole
-from minimax_tools.split.parts import DeviceName, Part, Role, choose_devices, plan_parts
+from minimax_tools.split.part_loading import PartLoader, Weights, first_dtype
+from minimax_tools.split.parts import Part, Role, plan_parts
 from minimax_tools.split.shard_loader import ShardLoader
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ class ModelFactory:
             split_point_1: First layer of trunk. Bottom has the embedding and the layers before it.
             split_point_2: First layer of top, which also has the final norm and the head.
             device: Device of all components.
-            device_map: `auto` (see `auto_device_map`), or a device for each of bottom, trunk and top. It takes the
-                place of `device`.
+            device_map: `auto` (see `auto_device_map`), or a device for each of bottom, trunk and top. `device` is
+                then ignored.
             low_memory: Load the components one after the other, each from its own shards, straight into its own
-                memory. A model in one file is loaded whole.
+                memory. A model in a single file is loaded whole all the same.
             verbose: Report on stderr what is loaded, how fast, and the memory after each component.
             storage_path: Folder for `auto_save`, which makes the folders bottom, trunk and top in it.
             auto_save: Save each component as soon as it is loaded.
@@ -83,91 +83,58 @@ class ModelFactory:
             MissingExtraError: transformers is missing.
         """
         require_golden_extra("a split model")
-        request = _Request(
-            model=str(model_name_or_path),
-            devices=choose_devices(device, device_map, num_gpus=torch.cuda.device_count()),
-            low_memory=low_memory,
-            storage=_parse_storage(storage_path, auto_save=auto_save),
-            budget=_parse_budget(memory_budget),
-        )
+        devices = choose_devices(device, device_map, num_gpus=torch.cuda.device_count())
+        storage = _parse_storage(storage_path, auto_save=auto_save)
+        budget = _parse_budget(memory_budget)
         if dtype is not None and dtype not in _DTYPES:
             raise UsageError(f"dtype is {dtype}", expected="one of " + ", ".join(map(str, _DTYPES)))
-        with narrating(verbose):
-            config = _read_config(request.model, model_type)
+        with logging_to_stderr(verbose):
+            config = _read_config(str(model_name_or_path), model_type)
             parts = plan_parts(split_point_1, split_point_2, num_hidden_layers=config.num_hidden_layers)
-            weights = Weights.of(request.model)
+            weights = Weights.of(str(model_name_or_path))
             implementation = Implementation(
                 dtype=dtype or _choose_dtype(config, weights),
                 attn=attn_implementation,
                 experts=experts_implementation,
             )
-            loaded = _load(request, weights, config, parts, implementation)
-            bottom, trunk, top = _finish(request, loaded)
+            loader = PartLoader(weights=weights, config=config, implementation=implementation, budget=budget)
+            loaded = _load(loader, parts, devices, low_memory=low_memory)
+            bottom, trunk, top = _finish(loaded, storage)
         return bottom, trunk, top
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    model: str
-    devices: Mapping[Role, torch.device]
-    low_memory: bool
-    storage: Path | None
-    budget: MemoryBudget
-
-    @property
-    def folders(self) -> Mapping[Role, Path]:
-        """Folder of each component; empty unless components are saved."""
-        return {} if self.storage is None else {role: self.storage / str(role) for role in Role}
-
-
 def _load(
-    request: _Request,
-    weights: Weights,
-    config: CausalConfig,
-    parts: tuple[Part, ...],
-    implementation: Implementation,
+    loader: PartLoader, parts: tuple[Part, ...], devices: Mapping[Role, torch.device], *, low_memory: bool
 ) -> Iterator[ModelPart]:
-    is_sharded = ShardLoader.is_sharded_model(request.model)
-    # transformers would unpickle .bin files, which may run code.
-    if weights.are_pickled or (request.low_memory and is_sharded):
+    model = loader.weights.model
+    is_sharded = ShardLoader.is_sharded_model(model)
+    # transformers would unpickle .bin files, which may run code: these are never loaded whole.
+    if loader.weights.are_pickled or (low_memory and is_sharded):
         for part in parts:
-            yield load_part(
-                weights,
-                config,
-                part,
-                implementation=implementation,
-                device=request.devices[part.role],
-                budget=request.budget,
-            )
+            yield loader.load(part, device=devices[part.role])
         return
-    if request.low_memory:
+    if low_memory:
         logger.info("The model is not sharded: it is loaded whole.")
-    yield from load_parts_of_whole(
-        weights,
-        resolve_model(request.model),
-        config,
-        parts,
-        implementation=implementation,
-        devices=request.devices,
-        budget=request.budget,
-    )
+    yield from loader.load_out_of_whole(resolve_model(model), parts, devices=devices)
 
 
-def _finish(request: _Request, loaded: Iterator[ModelPart]) -> Iterator[SplitModel]:
-    for folder in request.folders.values():
-        refuse_foreign(folder)
-    is_told = logger.isEnabledFor(logging.INFO)
+def _finish(loaded: Iterator[ModelPart], storage: Path | None) -> Iterator[SplitModel]:
+    """Yield each component once it is loaded and, if there is a folder for them, saved."""
+    if storage is not None:
+        for role in Role:
+            refuse_foreign(storage / str(role))
     tracker = MemoryTracker()
-    with tracker if is_told else contextlib.nullcontext():
-        for one in loaded:
-            component = SplitModel(one)
-            del one
-            tracker.snapshot(f"{component.part.role.capitalize()} loaded")
+    with tracker if logger.isEnabledFor(logging.INFO) else contextlib.nullcontext():
+        for model_part in loaded:
+            component = SplitModel(model_part)
+            # The loop's name would keep the component's memory while the next is loaded.
+            del model_part
+            role = component.part.role
+            tracker.snapshot(f"{role.capitalize()} loaded")
             logger.info("%s", tracker.report())
-            if request.storage is not None:
-                folder = request.folders[component.part.role]
-                component.save(folder)
-                logger.info("Saved %s to %s", component.part.role, folder)
+            if storage is not None:
+                component.save(storage / str(role))
+                logger.info("Saved %s to %s", role, storage / str(role))
             yield component
         logger.info("%s", tracker.summary())
 
@@ -188,7 +155,7 @@ def _read_config(model: str, model_type: str) -> CausalConfig:
 
 
 def _choose_dtype(config: CausalConfig, weights: Weights) -> torch.dtype:
-    """Choose the dtype as transformers does."""
+    """Choose the dtype as transformers does: that of the config, else of the first weight; BF16 for FP8."""
     if is_quantised(config):
         return torch.bfloat16
     dtype = config.dtype
@@ -217,8 +184,8 @@ def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
 
 
 @contextlib.contextmanager
-def narrating(verbose: bool) -> Iterator[None]:
-    """Show the package's log messages on stderr in the block, unless a handler shows them already."""
+def logging_to_stderr(verbose: bool) -> Iterator[None]:
+    """Write the package's log messages to stderr in the block, if `verbose` and no handler shows them already."""
     logger = logging.getLogger("minimax_tools")
     if not verbose or (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
         yield

@@ -1,4 +1,6 @@
-"""Names of a checkpoint's tensors matched with the names of a module's parameters.
+"""ModuleNames: which parameter of a module a checkpoint's tensor belongs to, by its name.
+
+Names differ in three ways:
 
 | difference | checkpoint | module |
 |---|---|---|
@@ -18,35 +20,24 @@ from types import MappingProxyType
 
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
+
 SCALE_ENDING = "_scale_inv"
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
-# Place of an expert's matrix: the grouped tensor, and the half of its rows.
+# Where each matrix of an expert lies: the grouped tensor, and the half of the expert's rows in it.
 _GATE, _UP, _DOWN = ("gate_up_proj", "gate"), ("gate_up_proj", "up"), ("down_proj", None)
 _MATRICES: Mapping[str, tuple[str, str | None]] = MappingProxyType(
     {"w1": _GATE, "gate_proj": _GATE, "w3": _UP, "up_proj": _UP, "w2": _DOWN, "down_proj": _DOWN}
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """A parameter or persistent buffer of a module, without data."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the filled slot."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)}"
+class Slot(TensorSize):
+    """A parameter or persistent buffer of a module, before it has data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlace:
-    """Place of a stored tensor: a whole slot, or an expert's rows in a grouped slot.
+    """Place of a stored tensor: a whole slot, or one expert's rows in a slot that groups all experts.
 
     Args:
         slot: Name of the slot.
@@ -89,7 +80,7 @@ class ModuleNames:
         known: Parameters and persistent buffers of the whole model, other components included.
         prefix: Prefix of the base model, which some checkpoints leave out and others add.
         layers: Path of the list of decoder layers, prefix included.
-        tied: Slot whose tensor may fill another slot that has none stored, by that other slot.
+        tied: For a slot that may have no stored tensor, the tied slot whose tensor fills it instead.
         ignored: Patterns of stored names that the model does not use.
     """
 
@@ -123,17 +114,18 @@ class ModuleNames:
     def shift_layer(self, stored_name: str, shift: int) -> str:
         """Return the stored name with its layer number raised by `shift`; names outside the layers stay."""
         layer = self.layer_of(stored_name)
+        if layer is None:
+            return stored_name
         path = self.layers.removeprefix(f"{self.prefix}.")
-        return (
-            stored_name
-            if layer is None
-            else stored_name.replace(f"{path}.{layer}.", f"{path}.{layer + shift}.", 1)
-        )
+        return stored_name.replace(f"{path}.{layer}.", f"{path}.{layer + shift}.", 1)
 
     def select(
         self, stored_names: Collection[str], slots: Mapping[str, Slot], *, layers: range
     ) -> frozenset[str]:
-        """Select the stored names that `plan_binding` needs to fill `slots` and to find tensors left over."""
+        """Select the stored names that `plan_binding` needs: those that fill `slots`, and those without a place.
+
+        Without a place in the model, a name counts if it belongs to `layers` or to no layer.
+        """
         weights = {name: name.removesuffix(SCALE_ENDING) for name in stored_names}
         places = {name: self.place_of(weight) for name, weight in weights.items()}
         present = {place.slot for place in places.values() if place is not None}
@@ -149,8 +141,9 @@ class ModuleNames:
         """Decide whether the model declares that it does not use that tensor."""
         return any(re.search(pattern, stored_name) for pattern in self.ignored)
 
-    def _spellings(self, name: str) -> Iterator[str]:
-        for text in dict.fromkeys((name, name.replace(".block_sparse_moe.", ".mlp."))):
-            yield text
-            yield f"{self.prefix}.{text}"
-            yield text.removeprefix(f"{self.prefix}.")
+    def _spellings(self, stored_name: str) -> Iterator[str]:
+        """Yield the names that a stored tensor may have in the model."""
+        for name in dict.fromkeys((stored_name, stored_name.replace(".block_sparse_moe.", ".mlp."))):
+            yield name
+            yield f"{self.prefix}.{name}"
+            yield name.removeprefix(f"{self.prefix}.")

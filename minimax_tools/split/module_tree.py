@@ -1,7 +1,7 @@
 """Tensor names of any causal language model that transformers knows, read from its tree of modules.
 
-The tree is built without memory for weights. Each path is given as the tree has it, as the hub's files have it, and as
-files of the base model alone have it.
+The tree is built on the meta device, without weights. Each path gets up to three spellings: that of the tree, of the
+hub's files, and of files saved from the base model alone.
 """
 
 from __future__ import annotations
@@ -45,15 +45,10 @@ def read_architecture(folder: Path) -> Architecture:
             found=f"{type(error).__name__}: {error}",
             next_step="Use a transformers that knows the model, or give the Architecture itself.",
         ) from error
-    return describe_tree(model)
+    return _describe_tree(model)
 
 
-def describe_tree(model: PreTrainedModel) -> Architecture:
-    """Describe the tensor names of a transformers model, on any device, also meta.
-
-    Raises:
-        CheckpointError: As for `read_architecture`.
-    """
+def _describe_tree(model: PreTrainedModel) -> Architecture:
     config = model.config
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     paths = {module: path for path, module in model.named_modules()}
@@ -61,22 +56,23 @@ def describe_tree(model: PreTrainedModel) -> Architecture:
     head = paths.get(model.get_output_embeddings())
     if config.is_encoder_decoder or embedding is None or head is None or num_layers is None:
         raise _unfit(model, "a model that is not a decoder with a token embedding and a head")
+    # The module that holds the embedding also holds the layers and the final norm.
     trunk = embedding.rpartition(".")[0]
-    lists = [
+    layer_lists = [
         name
         for name, module in model.get_submodule(trunk).named_children()
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
     ]
-    if len(lists) != 1:
-        raise _unfit(model, f"{len(lists)} lists of {num_layers} layers in {trunk or 'the model'}")
+    if len(layer_lists) != 1:
+        raise _unfit(model, f"{len(layer_lists)} lists of {num_layers} layers in {trunk or 'the model'}")
     roles: dict[str, list[str]] = {"embedding": [], "norm": []}
-    for name, role in _roles(model, trunk, left_out={lists[0], embedding.rpartition(".")[2]}):
+    for name, role in _roles(model, trunk, left_out={layer_lists[0], embedding.rpartition(".")[2]}):
         roles[role].append(_join(trunk, name))
     if not roles["norm"]:
         raise _unfit(model, "no norm after its layers")
     return Architecture(
         model_type=str(config.model_type),
-        layers=_spellings(model, (_join(trunk, lists[0]),), inside="0"),
+        layers=_spellings(model, (_join(trunk, layer_lists[0]),), inside="0"),
         token_embeddings=_spellings(model, (embedding,)),
         other_embeddings=_spellings(model, tuple(roles["embedding"])),
         final_norms=_spellings(model, tuple(roles["norm"])),
@@ -88,12 +84,12 @@ def describe_tree(model: PreTrainedModel) -> Architecture:
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
     import transformers
 
-    # The class in config.json named the tensors; for vision models it is not the AutoModelForCausalLM class.
+    # The class that config.json names gave the tensors their names. For vision models AutoModelForCausalLM is another.
     for name in config.architectures or ():
-        kind = getattr(transformers, str(name), None)
+        model_class = getattr(transformers, str(name), None)
         # A config may name any object of transformers; only models are built.
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            model: PreTrainedModel = kind(config)
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            model: PreTrainedModel = model_class(config)
             return model
     model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model
@@ -117,19 +113,20 @@ def _roles(model: PreTrainedModel, trunk: str, *, left_out: set[str]) -> Iterato
 
 
 def _spellings(model: PreTrainedModel, paths: tuple[str, ...], *, inside: str = "") -> tuple[str, ...]:
-    """Return each path as in the tree, as in the hub's files, and as in files of the base model alone."""
-    found: dict[str, None] = {}
+    """Return all spellings of each path; `inside` is the path of a submodule that holds tensors."""
+    spellings: list[str] = []
     for path in paths:
         for spelling in (path, _hub_path(model, path, inside)):
-            base = spelling.removeprefix(model.base_model_prefix + ".")
-            found.update(dict.fromkeys((spelling, base)))
-    return tuple(found)
+            spellings += [spelling, spelling.removeprefix(model.base_model_prefix + ".")]
+    # Each once, in order.
+    return tuple(dict.fromkeys(spellings))
 
 
 def _hub_path(model: PreTrainedModel, path: str, inside: str) -> str:
     from transformers.core_model_loading import revert_weight_conversion
 
-    # The smallest tensor (of a norm or an embedding) is at most renamed on loading; its tail stays.
+    # transformers may rename or fuse tensors on loading. The one of fewest dims (a norm's or an embedding's) is at most
+    # renamed, and the end of its name stays: what precedes the end is the path in the hub's files.
     root = _join(path, inside)
     tensors = dict(model.get_submodule(root).state_dict())
     tail = min(tensors, key=lambda name: (tensors[name].dim(), name))

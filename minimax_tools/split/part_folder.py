@@ -1,21 +1,18 @@
 """Folder of a saved component: its tensors, the model's config.json, and component.json, which describes it.
 
-A folder is written to a temporary sibling and renamed, so it is whole or absent.
+A folder is written as a temporary sibling and renamed, so it is complete or absent.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.header import DTYPE_NAMES, TensorEntry, encode_header
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, Mm2Error, UsageError, list_faults
 from minimax_tools.machine.new_folder import sync_path
@@ -24,7 +21,7 @@ from minimax_tools.provenance import library_versions
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, read_causal_config
 from minimax_tools.split.causal_part import ModelPart, build_part
-from minimax_tools.split.module_names import Slot
+from minimax_tools.split.part_tensors import read_tensor, write_tensors
 from minimax_tools.split.parts import Part, Role
 
 DESCRIPTION_FILE = "component.json"
@@ -33,62 +30,8 @@ _FORMAT = "mm2 split component"
 _VERSION = 1
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Write tensors in the order of their names, and flush them to the disk.
-
-    Returns:
-        The crc32 of each tensor's bytes, by name.
-
-    Raises:
-        OSError: The disk is full, or cannot be written to.
-        ValueError: A tensor has a dtype that safetensors does not know.
-    """
-    slots = [
-        Slot(name=name, shape=tuple(tensors[name].shape), dtype=tensors[name].dtype)
-        for name in sorted(tensors)
-    ]
-    for slot in slots:
-        if slot.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{slot.name} is {slot.dtype}, which safetensors does not know")
-    checksums = {}
-    with path.open("wb") as file:
-        file.write(encode_header(slots))
-        for slot in slots:
-            view = _bytes(tensors[slot.name].detach().to("cpu").contiguous())
-            file.write(view)
-            checksums[slot.name] = zlib.crc32(view)
-        file.flush()
-        os.fsync(file.fileno())
-    return checksums
-
-
-def read_tensor(
-    reader: CheckpointReader, entry: TensorEntry, *, crc32: int, device: torch.device
-) -> torch.Tensor:
-    """Read a tensor to `device`, in its stored dtype.
-
-    Raises:
-        CheckpointError: The tensor cannot be read, or its bytes have another checksum.
-    """
-    tensor = reader.read(entry.name)
-    found = zlib.crc32(_bytes(tensor))
-    if found != crc32:
-        raise CheckpointError(
-            f"{entry.name} in {entry.file} is damaged",
-            expected=f"crc32 {crc32:08x}",
-            found=f"{found:08x}",
-            next_step="Copy the folder again, or save the component anew.",
-        )
-    return tensor.to(device)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
-    return view
-
-
 def write_part(folder: Path, loaded: ModelPart) -> None:
-    """Save a component; a component that lies there already is replaced.
+    """Save a component to `folder`; a component that the folder already holds is replaced.
 
     Raises:
         UsageError: The folder holds something else.
@@ -122,14 +65,14 @@ def read_part(folder: Path, *, device: torch.device) -> ModelPart:
     """
     require_golden_extra("a split model")
     description = _read_description(folder)
-    part, implementation = _parse(folder, description)
+    part, implementation = _parse_description(folder, description)
     model_part = build_part(read_causal_config(folder), part, implementation)
     tensors = _read_tensors(folder, model_part, description["tensors"], device=device)
     return model_part.take(tensors, device=device)
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise if a component cannot be saved to `folder`.
+    """Check that a component may be saved to `folder`: it is new, empty or holds a component.
 
     Raises:
         UsageError: The folder holds something else.
@@ -183,7 +126,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def _parse(folder: Path, description: Mapping[str, Any]) -> tuple[Part, Implementation]:
+def _parse_description(folder: Path, description: Mapping[str, Any]) -> tuple[Part, Implementation]:
     try:
         part = Part(
             role=Role(description["component"]),
@@ -233,10 +176,11 @@ def _read_tensors(
 
 
 def _replace(folder: Path, temporary: Path) -> None:
+    """Rename `temporary` to `folder`; if that fails, the former folder is put back."""
     if not folder.exists():
         temporary.rename(folder)
         return
-    # A folder with content cannot be replaced in one step.
+    # A folder with content cannot be replaced in one step, so it is moved aside.
     former = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(former, ignore_errors=True)
     folder.rename(former)

@@ -1,6 +1,6 @@
-"""Loading of components from a checkpoint: one by itself, or all three out of the whole model.
+"""PartLoader: loads components from a checkpoint, one by itself or all three out of the whole model.
 
-A component by itself needs its own memory and that of the few tensors that are being read. Out of the whole model the
+One by itself needs memory for the component and for the few tensors that are being read. Out of the whole model, the
 components take over the memory that transformers filled.
 """
 
@@ -24,7 +24,7 @@ from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_che
 from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.size import word_size
-from minimax_tools.split.binding import Binding, plan_binding
+from minimax_tools.split.binding import plan_binding
 from minimax_tools.split.causal_model import Implementation, load_whole
 from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.module_names import ModuleNames, Slot
@@ -41,15 +41,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Index of a checkpoint: its tensors, each with its shard.
+    """A checkpoint's tensors, each with its shard."""
 
-    Args:
-        model: Folder or hub id of the checkpoint.
-        weight_map: Shard name by tensor name.
-    """
-
-    model: str
-    weight_map: Mapping[str, str] = field(repr=False)
+    model: str  # folder or hub id of the checkpoint
+    weight_map: Mapping[str, str] = field(repr=False)  # name of the shard by name of the tensor
 
     @classmethod
     def of(cls, model: str) -> Weights:
@@ -113,121 +108,95 @@ def first_dtype(reader: CheckpointReader) -> torch.dtype:
     raise CheckpointError(f"the dtype of {reader.folder} is unknown", next_step="Give dtype.")
 
 
-def load_part(
-    weights: Weights,
-    config: CausalConfig,
-    part: Part,
-    *,
-    implementation: Implementation,
-    device: torch.device,
-    budget: MemoryBudget,
-) -> ModelPart:
-    """Load a component from the shards that it needs, straight into its own memory.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartLoader:
+    """A loader of a checkpoint's components."""
 
-    Raises:
-        CheckpointError: A shard cannot be fetched or read, or the model cannot be split. Or tensors are missing,
-            have another shape or are left over: the message lists them all.
-        MemoryBudgetError: The component does not fit the budget; nothing was allocated.
-    """
-    logger.info("Loading component: %s", part)
-    model_part = build_part(config, part, implementation)
-    tensors = _read(weights, model_part, model_part.slots(), device=device, budget=budget)
-    return model_part.take(tensors, device=device)
+    weights: Weights
+    config: CausalConfig
+    implementation: Implementation
+    budget: MemoryBudget  # limit on the memory to allocate
 
+    def load(self, part: Part, *, device: torch.device) -> ModelPart:
+        """Load a component from the shards that it needs, straight into its own memory.
 
-def load_parts_of_whole(
-    weights: Weights,
-    folder: Path,
-    config: CausalConfig,
-    parts: tuple[Part, ...],
-    *,
-    implementation: Implementation,
-    devices: Mapping[Role, torch.device],
-    budget: MemoryBudget,
-) -> Iterator[ModelPart]:
-    """Load the whole model with transformers, and yield its components one after the other.
+        Raises:
+            CheckpointError: A shard cannot be fetched or read, or the model cannot be split. Or tensors are missing,
+                have another shape or are left over: the message lists them all.
+            MemoryBudgetError: The component does not fit the budget; nothing was allocated.
+        """
+        logger.info("Loading component: %s", part)
+        model_part = build_part(self.config, part, self.implementation)
+        return model_part.take(self._read(model_part, model_part.slots(), device=device), device=device)
 
-    Components share no memory. Tensors that transformers rounds (the router of a MiniMax-M2) are read again.
+    def load_out_of_whole(
+        self, folder: Path, parts: tuple[Part, ...], *, devices: Mapping[Role, torch.device]
+    ) -> Iterator[ModelPart]:
+        """Load the whole model from `folder` with transformers, and yield its components one after the other.
 
-    Args:
-        weights: Index of the checkpoint.
-        folder: Folder with all shards.
-        config: Config of the checkpoint.
-        parts: Components to load.
-        implementation: Dtype and kernels of the components.
-        devices: Device of each component.
-        budget: Limit on the memory to allocate.
+        Components share no memory. Tensors that transformers rounds (the router of a MiniMax-M2) are read again.
 
-    Raises:
-        CheckpointError: As for `load_part`.
-        MemoryBudgetError: The whole model does not fit the budget.
-    """
-    built = [build_part(config, part, implementation) for part in parts]
-    _require_whole(built, budget)
-    logger.info("Loading the whole model: %s", folder)
-    whole = load_whole(
-        folder, config, implementation=implementation, show_progress=logger.isEnabledFor(logging.INFO)
-    )
-    state = whole.state_dict()
-    del whole
-    taken: set[int] = set()
-    for model_part in built:
-        logger.info("Taking component out of the whole model: %s", model_part.part)
-        device, slots = devices[model_part.part.role], model_part.slots()
-        tensors = {
-            name: _unshared(state[name], taken, device=device)
-            for name, slot in slots.items()
-            if state[name].dtype == slot.dtype
-        }
-        rounded = {name: slot for name, slot in slots.items() if name not in tensors}
-        tensors |= _read(weights, model_part, rounded, device=device, budget=budget) if rounded else {}
-        for name in slots:
-            del state[name]
-        yield model_part.take(tensors, device=device)
+        Raises:
+            CheckpointError: A shard cannot be read, the model cannot be split, or tensors do not fit it.
+            MemoryBudgetError: The whole model does not fit the budget.
+        """
+        built = [build_part(self.config, part, self.implementation) for part in parts]
+        self._require_whole(built)
+        logger.info("Loading the whole model: %s", folder)
+        is_verbose = logger.isEnabledFor(logging.INFO)
+        whole = load_whole(folder, self.config, implementation=self.implementation, show_progress=is_verbose)
+        state = whole.state_dict()
+        # From here on `state` alone holds the tensors, so that each is freed once no component needs it.
+        del whole
+        taken: set[int] = set()
+        for model_part in built:
+            logger.info("Taking component out of the whole model: %s", model_part.part)
+            device, slots = devices[model_part.part.role], model_part.slots()
+            tensors = {
+                name: _unshared(state[name], taken, device=device)
+                for name, slot in slots.items()
+                if state[name].dtype == slot.dtype
+            }
+            rounded = {name: slot for name, slot in slots.items() if name not in tensors}
+            if rounded:
+                tensors |= self._read(model_part, rounded, device=device)
+            for name in slots:
+                del state[name]
+            yield model_part.take(tensors, device=device)
 
+    def _require_whole(self, built: list[ModelPart]) -> None:
+        slots = [slot for model_part in built for slot in model_part.slots().values()]
+        # transformers holds a layer's experts twice while it fuses them.
+        largest = max(slot.size_bytes for slot in slots)
+        self.budget.require(sum(slot.size_bytes for slot in slots) + largest, "loading the whole model")
 
-def _read(
-    weights: Weights,
-    model_part: ModelPart,
-    slots: Mapping[str, Slot],
-    *,
-    device: torch.device,
-    budget: MemoryBudget,
-) -> dict[str, torch.Tensor]:
-    part, names = model_part.part, model_part.names
-    with weights.open(names, slots, layers=part.layers) as reader:
-        stored = in_disk_order(reader.index)
-        binding = plan_binding(slots, stored, names, layers=part.layers, where=reader.folder)
-        held_bytes = binding.size_bytes if device.type == "cpu" else 0
-        passing_bytes = max(stored[name].size_bytes for name in binding.sources.values())
-        purpose = f"loading {part}"
-        logger.info(
-            "Loading parameters: %s from %d tensors", word_size(binding.size_bytes), binding.num_tensors
-        )
-        started_s = time.monotonic()
-        with budget.reserve(held_bytes + passing_bytes * (os.cpu_count() or 1), purpose) as reservation:
-            tensors = binding.fill(reader, device=device, report=reservation.touched)
-        _report_speed(binding, time.monotonic() - started_s)
-    return tensors
+    def _read(
+        self, model_part: ModelPart, slots: Mapping[str, Slot], *, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        part, names = model_part.part, model_part.names
+        with self.weights.open(names, slots, layers=part.layers) as reader:
+            stored = in_disk_order(reader.index)
+            binding = plan_binding(slots, stored, names, layers=part.layers, where=reader.folder)
+            held_bytes = binding.size_bytes if device.type == "cpu" else 0
+            # Each thread holds at most one stored tensor besides.
+            passing_bytes = max(stored[name].size_bytes for name in binding.sources.values())
+            passing_bytes *= os.cpu_count() or 1
+            size = word_size(binding.size_bytes)
+            logger.info("Loading parameters: %s from %d tensors", size, binding.num_tensors)
+            started_s = time.monotonic()
+            with self.budget.reserve(held_bytes + passing_bytes, f"loading {part}") as reservation:
+                tensors = binding.fill(reader, device=device, report=reservation.touched)
+        duration_s = time.monotonic() - started_s
+        rate = word_size(int(binding.size_bytes / max(duration_s, 1e-6)))
+        logger.info("Loaded %s in %.1f s (%s/s)", size, duration_s, rate)
+        return tensors
 
 
 def _unshared(tensor: torch.Tensor, taken: set[int], *, device: torch.device) -> torch.Tensor:
-    """Return the tensor on `device`, in memory that no other component has."""
+    """Return the tensor on `device`, in memory whose address is not yet in `taken`; tied tensors share theirs."""
     moved = tensor.to(device)
     address = moved.data_ptr()
     if address in taken and moved.numel():
         return moved.clone()
     taken.add(address)
     return moved
-
-
-def _require_whole(built: list[ModelPart], budget: MemoryBudget) -> None:
-    slots = [slot for model_part in built for slot in model_part.slots().values()]
-    # transformers holds a layer's experts twice while it fuses them.
-    largest = max(slot.size_bytes for slot in slots)
-    budget.require(sum(slot.size_bytes for slot in slots) + largest, "loading the whole model")
-
-
-def _report_speed(binding: Binding, duration_s: float) -> None:
-    rate = word_size(int(binding.size_bytes / max(duration_s, 1e-6)))
-    logger.info("Loaded %s in %.1f s (%s/s)", word_size(binding.size_bytes), duration_s, rate)

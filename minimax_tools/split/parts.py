@@ -1,14 +1,10 @@
-"""Parts of a split model: bottom, trunk and top, their decoder layers, and the device of each."""
+"""Parts of a split model, also called components: bottom, trunk and top, with their decoder layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-import torch
-
-from minimax_tools.errors import BackendError, UsageError
+from minimax_tools.errors import UsageError
 from minimax_tools.model.span import Span
 from minimax_tools.text_enum import TextEnum
 
@@ -25,23 +21,18 @@ class Role(TextEnum):
 class Part:
     """A component: bottom begins with the embedding, top ends in the final norm and the head.
 
-    Args:
-        role: Bottom, trunk or top.
-        span: Decoder layers of the component.
-        num_hidden_layers: Number of decoder layers in the whole model.
-
     Raises:
         UsageError: A component of this role cannot have these layers.
     """
 
     role: Role
-    span: Span
-    num_hidden_layers: int
+    span: Span  # decoder layers of the component
+    num_hidden_layers: int  # of the whole model
 
     def __post_init__(self) -> None:
         self.span.within(self.num_hidden_layers)
-        begins, ends = self.span.start == 0, self.span.stop == self.num_hidden_layers
-        if (begins, ends) != (self.role is Role.BOTTOM, self.role is Role.TOP):
+        has_first, has_last = self.span.start == 0, self.span.stop == self.num_hidden_layers
+        if (has_first, has_last) != (self.role is Role.BOTTOM, self.role is Role.TOP):
             raise UsageError(
                 f"{self.span} cannot be the {self.role} of a model of {self.num_hidden_layers} layers",
                 expected="bottom to begin with layer 0, top to end with the last layer, trunk to do neither",
@@ -63,9 +54,10 @@ class Part:
         return self.role is Role.TOP
 
     def __str__(self) -> str:
-        also = {Role.BOTTOM: " + embedding", Role.TRUNK: "", Role.TOP: " + final norm + lm_head"}
-        numbers = f"{self.span.start}-{self.span.last}" if len(self.span) > 1 else f"{self.span.start}"
-        return f"{self.role} (layer{'s' if len(self.span) > 1 else ''} {numbers}{also[self.role]})"
+        other_modules = {Role.BOTTOM: " + embedding", Role.TRUNK: "", Role.TOP: " + final norm + lm_head"}
+        one_layer = len(self.span) == 1
+        layers = f"layer {self.span.start}" if one_layer else f"layers {self.span.start}-{self.span.last}"
+        return f"{self.role} ({layers}{other_modules[self.role]})"
 
 
 def plan_parts(split_point_1: int, split_point_2: int, *, num_hidden_layers: int) -> tuple[Part, Part, Part]:
@@ -75,8 +67,8 @@ def plan_parts(split_point_1: int, split_point_2: int, *, num_hidden_layers: int
         UsageError: A component would have no layer.
     """
     points = (split_point_1, split_point_2)
-    is_whole = all(isinstance(point, int) and not isinstance(point, bool) for point in points)
-    if not is_whole or not 0 < split_point_1 < split_point_2 < num_hidden_layers:
+    are_integers = all(isinstance(point, int) and not isinstance(point, bool) for point in points)
+    if not are_integers or not 0 < split_point_1 < split_point_2 < num_hidden_layers:
         raise UsageError(
             "these split points leave a component without layers",
             expected=f"0 < split_point_1 < split_point_2 < {num_hidden_layers}, the number of layers",
@@ -89,102 +81,3 @@ def plan_parts(split_point_1: int, split_point_2: int, *, num_hidden_layers: int
         for role, start, stop in zip(Role, bounds, bounds[1:], strict=False)
     )
     return bottom, trunk, top
-
-
-DeviceName = str | torch.device
-
-
-def auto_device_map(num_gpus: int) -> Mapping[Role, str]:
-    """Return the devices of `device_map="auto"`: GPUs go to trunk and top first.
-
-    | GPUs | bottom | trunk | top |
-    |---|---|---|---|
-    | 0 | CPU | CPU | CPU |
-    | 1 | CPU | GPU 0 | GPU 0 |
-    | 2 | CPU | GPU 0 | GPU 1 |
-    | 3 or more | GPU 0 | GPU 1 | GPU 2 |
-
-    Raises:
-        ValueError: The number is negative.
-    """
-    if num_gpus < 0:
-        raise ValueError(f"num_gpus is {num_gpus}, expected 0 or more")
-    rules = (
-        ("cpu", "cpu", "cpu"),
-        ("cpu", "cuda:0", "cuda:0"),
-        ("cpu", "cuda:0", "cuda:1"),
-        ("cuda:0", "cuda:1", "cuda:2"),
-    )
-    return MappingProxyType(dict(zip(Role, rules[min(num_gpus, 3)], strict=True)))
-
-
-def choose_devices(
-    device: DeviceName,
-    device_map: str | Mapping[str, DeviceName] | None,
-    *,
-    num_gpus: int,
-) -> Mapping[Role, torch.device]:
-    """Choose the device of each component.
-
-    Args:
-        device: Device of all components, unless a map is given.
-        device_map: None, `auto`, or a device for each of bottom, trunk and top.
-        num_gpus: Number of CUDA devices of this machine.
-
-    Raises:
-        UsageError: The map is none of these, or a name is not a device.
-        BackendError: A device is not on this machine.
-    """
-    names: Mapping[str, DeviceName]
-    if device_map is None:
-        names = dict.fromkeys(map(str, Role), device)
-    elif device_map == "auto":
-        names = {str(role): name for role, name in auto_device_map(num_gpus).items()}
-    elif isinstance(device_map, Mapping):
-        names = _complete(device_map)
-    else:
-        raise UsageError(
-            "device_map cannot be used",
-            expected="None, 'auto', or a dict with a device for each of bottom, trunk and top",
-            found=repr(device_map),
-            next_step="For a single device give device= alone.",
-        )
-    return MappingProxyType({role: _parse(role, names[str(role)], num_gpus=num_gpus) for role in Role})
-
-
-def _complete(device_map: Mapping[str, DeviceName]) -> Mapping[str, DeviceName]:
-    # Keys may be `Role`s or plain text.
-    names = {str(key): name for key, name in device_map.items()}
-    missing = [str(role) for role in Role if str(role) not in names]
-    unknown = [key for key in names if key not in {str(role) for role in Role}]
-    if missing or unknown:
-        faults = [
-            *(f"no device for {role}" for role in missing),
-            *(f"unknown key {key!r}" for key in unknown),
-        ]
-        raise UsageError(
-            "device_map does not name the three components",
-            expected="a device for each of bottom, trunk and top",
-            found="; ".join(faults),
-        )
-    return names
-
-
-def _parse(role: Role, name: DeviceName, *, num_gpus: int) -> torch.device:
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"{name!r}, given for {role}, is not a device", expected="for example 'cpu', 'cuda' or 'cuda:1'"
-        ) from error
-    if device.type == "meta":
-        raise UsageError(f"{role} cannot be on the meta device, which holds no data")
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        if device.index >= num_gpus:
-            raise BackendError(
-                f"there is no {device}, which {role} should go to",
-                found=f"{num_gpus} CUDA devices",
-                next_step="Choose another device, or device_map='auto'.",
-            )
-    return device

@@ -1,18 +1,18 @@
-"""Components in `.pt` files of older tools, decoded tensor by tensor; nothing in a file is called.
+"""Components in `.pt` files of older tools, decoded tensor by tensor. No pickled code is run.
 
 Two kinds are read:
 
 - a dict with the state dict, the config, and the component's name and layers
 - a state dict alone, with `<name>_metadata.json` beside it
 
-Layers may be numbered from the component's first one. The prefix of the base model is often left out.
+In some files the component's first layer has number 0. The prefix of the base model is often left out.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,7 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, Mm2Error
 from minimax_tools.model.span import Span
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.split.binding import TensorSource, plan_binding
+from minimax_tools.split.binding import plan_binding
 from minimax_tools.split.causal_model import Implementation, make_causal_config
 from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.module_names import ModuleNames
@@ -33,11 +33,12 @@ from minimax_tools.torch_files.inert import InertRecord
 from minimax_tools.torch_files.reader import PickledReader
 from minimax_tools.torch_files.torch_file import read_structure, refusing
 
+# Keys under which a file may name its component.
 _ROLE_KEYS = ("component", "component_type", "part", "role")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
+class _SeedDescription:
     """Name, layers and config of a component, as its file tells."""
 
     role: Role
@@ -54,11 +55,11 @@ def read_seed_file(path: Path, *, device: torch.device) -> ModelPart:
         MissingExtraError: transformers is missing.
     """
     require_golden_extra("a split model")
-    facts = _read_facts(path)
-    config = make_causal_config(facts.config, where=path)
+    description = _read_description(path)
+    config = make_causal_config(description.config, where=path)
     with PickledReader(path) as reader:
         implementation = Implementation(dtype=first_dtype(reader))
-        part = _part(path, facts, num_hidden_layers=config.num_hidden_layers)
+        part = _make_part(path, description, num_hidden_layers=config.num_hidden_layers)
         model_part = build_part(config, part, implementation)
         stored = in_disk_order(reader.index)
         renamed = _renumber(stored, model_part.names, part)
@@ -69,53 +70,43 @@ def read_seed_file(path: Path, *, device: torch.device) -> ModelPart:
             layers=part.layers,
             where=path,
         )
-        source = _Renamed(reader, {new: name for name, new in renamed.items()})
-        tensors = binding.fill(source, device=device)
+        # The binding names tensors as the whole model does; the reader knows them by their stored names.
+        stored_names = {new: name for name, new in renamed.items()}
+        sources = {place: stored_names[name] for place, name in binding.sources.items()}
+        tensors = replace(binding, sources=sources).fill(reader, device=device)
     return model_part.take(tensors, device=device)
-
-
-class _Renamed:
-    """A tensor source whose tensors have other names."""
-
-    def __init__(self, source: TensorSource, stored_names: Mapping[str, str]) -> None:
-        self._source = source
-        self._stored_names = stored_names
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        self._source.read_into(self._stored_names[name], out)
-
-    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
-        self._source.read_weight_into(self._stored_names[name], out)
 
 
 def _renumber(stored: Mapping[str, TensorEntry], names: ModuleNames, part: Part) -> dict[str, str]:
     """Return each stored name with the layer number of the whole model, by the stored name."""
     numbers = {names.layer_of(name) for name in stored} - {None}
+    # Numbers 0 to n-1 of n layers are counted from the component's first layer.
     shift = part.span.start if numbers == set(range(len(part.span))) else 0
     return {name: names.shift_layer(name, shift) for name in stored}
 
 
-def _part(path: Path, facts: _Facts, *, num_hidden_layers: int) -> Part:
+def _make_part(path: Path, description: _SeedDescription, *, num_hidden_layers: int) -> Part:
     try:
-        return Part(role=facts.role, span=facts.span, num_hidden_layers=num_hidden_layers)
+        return Part(role=description.role, span=description.span, num_hidden_layers=num_hidden_layers)
     except Mm2Error as error:
         raise CheckpointError(f"{path} contradicts itself", found=str(error)) from error
 
 
-def _read_facts(path: Path) -> _Facts:
+def _read_description(path: Path) -> _SeedDescription:
     with refusing(path, CheckpointError, next_step="Copy it again from the host that wrote it."):
-        value = read_structure(path)
+        content = read_structure(path)
     metadata = path.with_name(f"{path.stem}_metadata.json")
     beside = _read_metadata(metadata) if metadata.is_file() else {}
-    inside = value if isinstance(value, Mapping) else {}
+    inside = content if isinstance(content, Mapping) else {}
     given = {**beside, **{key: item for key, item in inside.items() if isinstance(key, str)}}
+    role_names = [given[key] for key in _ROLE_KEYS if isinstance(given.get(key), str)]
     try:
-        return _Facts(
-            role=Role(next(given[key] for key in _ROLE_KEYS if isinstance(given.get(key), str))),
-            span=Span(_whole(given["start_layer"]), _whole(given["end_layer"])),
+        return _SeedDescription(
+            role=Role(role_names[0]),
+            span=Span(_layer_number(given["start_layer"]), _layer_number(given["end_layer"])),
             config=_config(given["config"]),
         )
-    except (KeyError, StopIteration, TypeError, ValueError, Mm2Error) as error:
+    except (LookupError, TypeError, ValueError, Mm2Error) as error:
         raise CheckpointError(
             f"{path} does not name its component and model",
             expected=f"component, start_layer, end_layer and config, in it or in {metadata.name} beside it",
@@ -149,7 +140,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def _whole(value: Any) -> int:
+def _layer_number(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{value!r:.80} is not a layer number")
     return value

@@ -1,9 +1,8 @@
-"""A loader of parts of checkpoints: the shards and tensors that a component needs, from a folder or the hub."""
+"""ShardLoader: the shards and tensors that a component of a split model needs, from a folder or the hub."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,87 +22,18 @@ from minimax_tools.checkpoint.weight_files import (
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import fetch_files, list_files
-from minimax_tools.model.architecture import Architecture, ParamMapper
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.param_mapper import PART_EMBEDDING, PART_HEAD, PART_NORM, ParamMapper, part_of
+from minimax_tools.split.parts import Role
 from minimax_tools.torch_files.header import PICKLED_SUFFIXES, PickledEntry, read_shard_header
 from minimax_tools.torch_files.reader import PickledReader
 
-COMPONENTS = ("bottom", "trunk", "top")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitComponent:
-    """Layers and other modules of a component.
-
-    Args:
-        name: bottom, trunk or top.
-        layers: Decoder layers; may be empty.
-        include_embedding: Whether the embeddings belong to the component.
-        include_final_norm: Whether the norm after the last layer belongs to it.
-        include_lm_head: Whether the head belongs to it. A tied head is the token embedding.
-
-    Raises:
-        ValueError: The name is unknown, or `layers` is not an ascending run of layers.
-    """
-
-    name: str
-    layers: range
-    include_embedding: bool = False
-    include_final_norm: bool = False
-    include_lm_head: bool = False
-
-    def __post_init__(self) -> None:
-        if self.name not in COMPONENTS:
-            raise ValueError(f"component is {self.name!r}, expected one of {', '.join(COMPONENTS)}")
-        if self.layers.step != 1 or not 0 <= self.layers.start <= self.layers.stop:
-            raise ValueError(f"the layers of {self.name} are {self.layers}, expected 0 <= first <= end")
-
-    def select(self, names: Collection[str], model_type: str | Architecture) -> frozenset[str]:
-        """Select the tensors of the component among a checkpoint's names; FP8 scales come with their weight.
-
-        Raises:
-            CheckpointError: The checkpoint lacks a layer, or the embedding, norm or head.
-            UsageError: `model_type` is not known.
-        """
-        chosen, found_layers = set(), set()
-        for name in names:
-            layer = ParamMapper.get_layer_number(name, model_type)
-            if layer is not None and layer in self.layers:
-                chosen.add(name)
-                found_layers.add(layer)
-        missing = [f"layer {layer}" for layer in self.layers if layer not in found_layers]
-        for part, found in self._parts(names, model_type):
-            chosen |= found
-            if not found:
-                missing.append(part)
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint lacks tensors of {self.name}",
-                expected=f"layers {self.layers.start} to {self.layers.stop - 1} and what else was asked for",
-                found="nothing of " + ", ".join(missing[:12]) + (", …" if len(missing) > 12 else ""),
-                next_step="Check the split points against num_hidden_layers, and model_type against config.json.",
-            )
-        return frozenset(chosen)
-
-    def _parts(self, names: Collection[str], model_type: str | Architecture) -> list[tuple[str, set[str]]]:
-        parts = []
-        if self.include_embedding:
-            found = {name for name in names if ParamMapper.is_embedding(name, model_type)}
-            parts.append(("the embedding", found))
-        if self.include_final_norm:
-            found = {name for name in names if ParamMapper.is_final_norm(name, model_type)}
-            parts.append(("the final norm", found))
-        if self.include_lm_head:
-            found = {name for name in names if ParamMapper.is_lm_head(name, model_type)}
-            tied = {name for name in names if ParamMapper.is_token_embedding(name, model_type)}
-            parts.append(("lm_head, nor an embedding that it is tied to", found or tied))
-        return parts
-
 
 class ShardLoader:
-    """Loader of parts of checkpoints: safetensors if there are any, else `.bin`; sharded or in one file.
+    """A loader of parts of checkpoints: of safetensors if there are any, else of `.bin` files.
 
-    A checkpoint is a folder or a hub id. `access` names the hub; the environment does so by default. Only needed
-    files are fetched, and only wanted tensors are read. A missing network or folder is an error, never an answer.
+    A checkpoint is a folder or a hub id. `access` says how to reach the hub; by default, environment variables do.
+    Only needed files are fetched, and only wanted tensors are read. Without network or folder, every method raises.
 
     | to get | call |
     |---|---|
@@ -127,8 +57,8 @@ class ShardLoader:
     def load_index_json(model_path: str | Path, *, access: HubAccess | None = None) -> dict[str, Any]:
         """Return the index: `weight_map` maps each tensor to its file, `metadata` is a dict.
 
-        An index file is checked against the headers of the shards that are here; shards may be absent. If there is
-        no index file, all files are fetched and their headers give the index.
+        An index file is checked against the headers of the shards on this machine; shards may be absent. If there is
+        no index file, all files are fetched, and the index is made from their headers.
 
         Raises:
             CheckpointError: As for `is_sharded_model`. Or the index file or a shard is damaged, they contradict
@@ -160,15 +90,18 @@ class ShardLoader:
         include_final_norm: bool = False,
         include_lm_head: bool = False,
     ) -> set[str]:
-        """Return the names of the files that hold a component's tensors; see `get_names_for_component`."""
+        """Return the names of the files that hold a component's tensors.
+
+        Arguments and errors are those of `get_names_for_component`.
+        """
         names = ShardLoader.get_names_for_component(
             index_json,
             component,
             layer_range,
             model_type,
-            include_embedding=include_embedding,
-            include_final_norm=include_final_norm,
-            include_lm_head=include_lm_head,
+            include_embedding,
+            include_final_norm,
+            include_lm_head,
         )
         weight_map = _weight_map(index_json)
         return {weight_map[name] for name in names}
@@ -187,10 +120,10 @@ class ShardLoader:
 
         Args:
             index_json: Index from `load_index_json`.
-            component: bottom, trunk or top; the other arguments say what belongs to it.
+            component: bottom, trunk or top. It is named in errors; the other arguments say what belongs to it.
             layer_range: First layer, and the layer after the last.
-            model_type: Model type of config.json, or the `Architecture` of an unknown model type.
-            include_embedding: Whether the embeddings are included, of positions too.
+            model_type: `model_type` of config.json, or the `Architecture` of a model that mm2 does not know.
+            include_embedding: Whether the embeddings of tokens and of positions are included.
             include_final_norm: Whether the norm after the last layer is included.
             include_lm_head: Whether the head is included. For a tied head the token embedding is included.
 
@@ -199,14 +132,28 @@ class ShardLoader:
             UsageError: `model_type` is unknown.
             ValueError: The component is unknown, or the range ends before it starts.
         """
-        chosen = SplitComponent(
-            name=component,
-            layers=range(*layer_range),
-            include_embedding=include_embedding,
-            include_final_norm=include_final_norm,
-            include_lm_head=include_lm_head,
-        )
-        return set(chosen.select(_weight_map(index_json), model_type))
+        layers = range(*layer_range)
+        if component not in tuple(Role):
+            raise ValueError(f"component is {component!r}, expected one of {', '.join(Role)}")
+        if not 0 <= layers.start <= layers.stop:
+            raise ValueError(f"the layers of {component} are {layers}, expected 0 <= first <= end")
+        by_part = _names_by_part(_weight_map(index_json), model_type)
+        parts: dict[int | str, str] = {layer: f"layer {layer}" for layer in layers}
+        if include_embedding:
+            parts[PART_EMBEDDING] = "the embedding"
+        if include_final_norm:
+            parts[PART_NORM] = "the final norm"
+        if include_lm_head:
+            parts[PART_HEAD] = "lm_head, nor an embedding that it is tied to"
+        missing = [description for part, description in parts.items() if not by_part.get(part)]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint lacks tensors of {component}",
+                expected=f"layers {layers.start} to {layers.stop - 1} and what else was asked for",
+                found="nothing of " + ", ".join(missing[:12]) + (", …" if len(missing) > 12 else ""),
+                next_step="Check the split points against num_hidden_layers, and model_type against config.json.",
+            )
+        return {name for part in parts for name in by_part[part]}
 
     @staticmethod
     def download_shards_if_needed(
@@ -225,8 +172,8 @@ class ShardLoader:
     ) -> dict[str, torch.Tensor]:
         """Read the tensors of one file whose names `filter_fn` accepts, on the CPU and in their stored dtypes.
 
-        Only the header and the bytes of these tensors are read; the file is not mapped. Several names of one tensor
-        in a `.bin` file share their memory again.
+        Only the header and the bytes of these tensors are read; the file is not mapped. Names that share a tensor in
+        a `.bin` file share its memory here too.
 
         Raises:
             CheckpointError: The file is missing, damaged or of another format.
@@ -237,6 +184,16 @@ class ShardLoader:
         reader = PickledReader if path.suffix in PICKLED_SUFFIXES else CheckpointReader
         with reader(path.parent, index=index) as opened:
             return _read_once(opened, wanted)
+
+
+def _names_by_part(names: Collection[str], model_type: str | Architecture) -> dict[int | str, list[str]]:
+    """Return the names of each part's tensors; those of a tied head are the token embedding's."""
+    by_part: dict[int | str, list[str]] = {}
+    for name in names:
+        by_part.setdefault(part_of(name, model_type), []).append(name)
+    if PART_HEAD not in by_part:
+        by_part[PART_HEAD] = [name for name in names if ParamMapper.is_token_embedding(name, model_type)]
+    return by_part
 
 
 def _find_weights(model_path: str | Path, access: HubAccess | None) -> WeightFiles:
@@ -253,6 +210,7 @@ def _find_weights(model_path: str | Path, access: HubAccess | None) -> WeightFil
 
 
 def _verify_shards(weight_map: Mapping[str, str], folder: Path) -> None:
+    """Check the index against the headers of the shards in `folder`; absent shards are skipped."""
     headers: dict[str, tuple[TensorEntry, ...]] = {}
     faults = []
     for file in sorted(set(weight_map.values())):
@@ -268,10 +226,11 @@ def _verify_shards(weight_map: Mapping[str, str], folder: Path) -> None:
 
 
 def _read_once(reader: CheckpointReader, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Read the tensors; names of one tensor in a `.bin` file get one tensor."""
     tensors: dict[str, torch.Tensor] = {}
     first_names: dict[Any, str] = {}
     for name, entry in entries.items():
-        # Safetensors never share data: only empty tensors lie at one place.
+        # Tensors of safetensors never share data, so each counts as its own place.
         place = (entry.file, entry.stored) if isinstance(entry, PickledEntry) else name
         first = first_names.setdefault(place, name)
         tensors[name] = reader.read(name) if first == name else tensors[first]

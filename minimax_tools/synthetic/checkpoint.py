@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with numbers by seed.
+"""Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with random numbers of a seed.
 
 Shards are written with one tensor in memory at a time, into a temporary folder that is renamed at the end.
 """
@@ -15,12 +15,12 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths, scale_shape
+from minimax_tools.checkpoint.expected_tensors import TensorSize, model_tensors
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.new_folder import new_folder
-from minimax_tools.model import weight_names
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -30,22 +30,10 @@ _log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 
+# Size of a shard unless another is asked for: that of MiniMax-M2's shards on the hub, but at least four shards, so that
+# small checkpoints have several too.
 _HUB_SHARD_BYTES = 1_840_000_000
 _LEAST_SHARDS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyntheticTensor:
-    """A tensor to write."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its data."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorMaker(Protocol):
@@ -57,7 +45,7 @@ class TensorMaker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticCheckpoint:
-    """A written checkpoint; `size_bytes` counts the tensors' data."""
+    """A written checkpoint; `size_bytes` counts the tensors' data, without headers."""
 
     folder: Path
     num_tensors: int
@@ -70,15 +58,15 @@ def synthesize(
 ) -> SyntheticCheckpoint:
     """Write a checkpoint of `model` to the folder `output`, its linear layers stored in `dtype`.
 
-    The same arguments give the same bytes; FP8, BF16 and float32 copies of one seed are one model.
+    The same arguments give the same bytes. FP8, BF16 and float32 checkpoints of one seed hold the same model.
 
     Args:
         output: A folder that is absent or empty.
         model: Quantities of the model.
         dtype: float8_e4m3fn, bfloat16 or float32. Router gate and correction bias are always float32.
-        shard_size_bytes: Limit on a shard's data; a tensor is never split. None for four or more shards, at most
-            as large as the hub's.
-        seed: Seed of all numbers.
+        shard_size_bytes: Limit on a shard's data, exceeded only by a single larger tensor. None for four or more
+            shards, at most as large as the hub's.
+        seed: Seed of all random numbers.
 
     Raises:
         UsageError: `output` is not empty, or the quantities cannot be stored in `dtype`.
@@ -98,20 +86,16 @@ def synthesize(
 
 
 def write_shards(
-    folder: Path, plan: tuple[SyntheticTensor, ...], weights: TensorMaker, *, shard_size_bytes: int | None
+    folder: Path, plan: tuple[TensorSize, ...], weights: TensorMaker, *, shard_size_bytes: int | None
 ) -> int:
-    """Write the planned tensors to safetensors shards with their index; return the number of shards.
+    """Write the planned tensors, in order, to shards with their index; return the number of shards.
 
-    Args:
-        folder: Folder of the shards.
-        plan: Tensors in the order of writing.
-        weights: Maker of the tensors.
-        shard_size_bytes: As in `synthesize`.
+    `shard_size_bytes` is that of `synthesize`.
     """
     size_bytes = sum(tensor.size_bytes for tensor in plan)
     if shard_size_bytes is None:
-        shard_size_bytes = min(_HUB_SHARD_BYTES, -(-size_bytes // _LEAST_SHARDS))
-    shards = _split(plan, shard_size_bytes)
+        shard_size_bytes = min(_HUB_SHARD_BYTES, math.ceil(size_bytes / _LEAST_SHARDS))
+    shards = _divide_into_shards(plan, shard_size_bytes)
     for file_name, shard in shards.items():
         _write_shard(folder / file_name, shard, weights)
         _log.info("%s: %d tensors", file_name, len(shard))
@@ -120,8 +104,8 @@ def write_shards(
     return len(shards)
 
 
-def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[SyntheticTensor, ...]:
-    """List the tensors of the checkpoint in alphabetical order, as on the hub.
+def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[TensorSize, ...]:
+    """List the tensors of a checkpoint whose linear layers are stored in `dtype`, in alphabetical order as on the hub.
 
     Raises:
         UsageError: A width does not fit FP8's blocks, or `dtype` is not one of the three.
@@ -134,36 +118,15 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[Syntheti
     if dtype == FP8:
         _refuse_ragged_blocks(spec)
     plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    plan = [
-        SyntheticTensor(name=name, shape=shape, dtype=plain_dtype)
-        for name, shape in (
-            (weight_names.EMBEDDING, (spec.vocab_size, spec.hidden_size)),
-            (weight_names.FINAL_NORM, (spec.hidden_size,)),
-            (weight_names.LM_HEAD, (spec.vocab_size, spec.hidden_size)),
-        )
-    ]
-    layer_shapes = weight_names.expected_layer_shapes(spec)
-    for layer in range(spec.num_hidden_layers):
-        for kind, shape in layer_shapes.items():
-            name = weight_names.layer_prefix(layer) + kind
-            is_linear = len(shape) == 2 and kind != weight_names.GATE
-            kept = (
-                torch.float32 if kind in weight_names.FLOAT32_NAMES else dtype if is_linear else plain_dtype
-            )
-            plan.append(SyntheticTensor(name=name, shape=shape, dtype=kept))
-            if kept == FP8:
-                scales = SyntheticTensor(
-                    name=weight_names.scale_name(name), shape=scale_shape(shape), dtype=torch.float32
-                )
-                plan.append(scales)
-    return tuple(sorted(plan, key=lambda tensor: tensor.name))
+    tensors = model_tensors(spec, matrix_dtype=dtype, plain_dtype=plain_dtype)
+    return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
-def write_tensor(file: BinaryIO, tensor: SyntheticTensor, weights: TensorMaker) -> None:
-    """Make a tensor's data part by part, and append them to a file."""
+def write_tensor(file: BinaryIO, tensor: TensorSize, weights: TensorMaker) -> None:
+    """Make a tensor's data block by block, and append them to a file."""
     start = file.tell()
-    for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
-        file.write(part.contiguous().view(torch.uint8).numpy().data)
+    for block in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
+        file.write(block.contiguous().view(torch.uint8).numpy().data)
     written = file.tell() - start
     assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes of {tensor.size_bytes}"
 
@@ -179,8 +142,8 @@ def _refuse_ragged_blocks(spec: ModelSpec) -> None:
         )
 
 
-def _split(plan: tuple[SyntheticTensor, ...], shard_size_bytes: int) -> dict[str, list[SyntheticTensor]]:
-    shards: list[list[SyntheticTensor]] = [[]]
+def _divide_into_shards(plan: tuple[TensorSize, ...], shard_size_bytes: int) -> dict[str, list[TensorSize]]:
+    shards: list[list[TensorSize]] = [[]]
     filled_bytes = 0
     for tensor in plan:
         if shards[-1] and filled_bytes + tensor.size_bytes > shard_size_bytes:
@@ -193,7 +156,7 @@ def _split(plan: tuple[SyntheticTensor, ...], shard_size_bytes: int) -> dict[str
     }
 
 
-def _write_shard(path: Path, shard: list[SyntheticTensor], weights: TensorMaker) -> None:
+def _write_shard(path: Path, shard: list[TensorSize], weights: TensorMaker) -> None:
     with path.open("wb") as file:
         file.write(encode_header(shard))
         for tensor in shard:

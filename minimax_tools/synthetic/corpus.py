@@ -1,7 +1,7 @@
-"""Text to train on: named corpora that are on every machine with Python, and files of the user.
+"""Text to train on: named corpora that every machine with Python has, and files of the user.
 
 Repeated paragraphs are kept once. The text is cut at line ends into passages of about 4 kB. Every twentieth passage is
-held out: never trained on.
+held out: the model is evaluated on it, but never trained.
 """
 
 from __future__ import annotations
@@ -15,24 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import tokenizers
-import torch
-
 from minimax_tools.errors import UsageError
-from minimax_tools.synthetic.toy_tokenizer import find_token_ids
 
+# Least size of a passage; the last one may be shorter.
 _PASSAGE_BYTES = 4096
+# One of so many passages is held out.
 _HELD_OUT_EVERY = 20
+# One to train on, and one to hold out.
 _LEAST_PASSAGES = 2
 _LICENCE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """A text with its name."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +36,7 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Digest of the training passages, because the corpora depend on the machine's Python."""
+        """Digest of the training passages: named corpora differ between Python versions."""
         digest = hashlib.sha256()
         for passage in self.training:
             digest.update(passage.encode() + b"\0")
@@ -67,29 +58,28 @@ def read_corpus(texts: tuple[str, ...]) -> Corpus:
         UsageError: A name is neither, a file cannot be read, or there is too little text.
     """
     documents = [document for text in texts for document in _documents(text)]
-    passages = list(_cut("\n\n".join(_new_paragraphs(documents))))
+    passages = list(_cut_passages("\n\n".join(_distinct_paragraphs(documents))))
     if len(passages) < _LEAST_PASSAGES:
         raise UsageError(
             f"--text {' '.join(texts)} holds too little text",
             expected=f"more than {_PASSAGE_BYTES} bytes: a part of it is held out",
             found=f"{sum(len(passage.encode()) for passage in passages)} bytes",
         )
-    # Of a short text the last passage is held out.
-    held_out = {i for i in range(len(passages)) if i % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1}
-    held_out = held_out or {len(passages) - 1}
+    # A text of fewer than 20 passages holds out its last one.
+    held_out = set(range(_HELD_OUT_EVERY - 1, len(passages), _HELD_OUT_EVERY)) or {len(passages) - 1}
     return Corpus(
         name="+".join(texts),
-        training=tuple(passage for i, passage in enumerate(passages) if i not in held_out),
-        held_out=tuple(passages[i] for i in sorted(held_out)),
+        training=tuple(passage for index, passage in enumerate(passages) if index not in held_out),
+        held_out=tuple(passages[index] for index in sorted(held_out)),
     )
 
 
-def _documents(text: str) -> Iterator[Document]:
+def _documents(text: str) -> Iterator[str]:
     if text in CORPORA:
         yield from CORPORA[text]()
         return
     try:
-        yield Document(name=text, text=Path(text).read_text(encoding="utf-8"))
+        yield Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--text {text} cannot be read",
@@ -98,19 +88,20 @@ def _documents(text: str) -> Iterator[Document]:
         ) from error
 
 
-def _new_paragraphs(documents: list[Document]) -> Iterator[str]:
+def _distinct_paragraphs(documents: list[str]) -> Iterator[str]:
     """Yield the paragraphs of the documents, each once."""
-    seen: set[str] = set()
+    yielded: set[str] = set()
     for document in documents:
-        for paragraph in document.text.split("\n\n"):
-            key = " ".join(paragraph.split())
-            if key and key not in seen:
-                seen.add(key)
+        for paragraph in document.split("\n\n"):
+            # Paragraphs that differ in white space only are one.
+            words = " ".join(paragraph.split())
+            if words and words not in yielded:
+                yielded.add(words)
                 yield paragraph.strip("\n")
 
 
-def _cut(text: str) -> Iterator[str]:
-    """Yield passages of whole lines, of at least 4 kB except for the last."""
+def _cut_passages(text: str) -> Iterator[str]:
+    """Yield passages of whole lines; each has at least `_PASSAGE_BYTES`, but the last may have fewer."""
     lines: list[str] = []
     size_bytes = 0
     for line in text.splitlines(keepends=True):
@@ -127,48 +118,48 @@ def _standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _sources(*packages: str) -> Iterator[Document]:
+def _sources(*packages: str) -> Iterator[str]:
     """Yield the sources of packages of the standard library, sorted by name."""
     for package in packages:
         for path in sorted((_standard_library() / package).glob("*.py")):
-            yield Document(name=f"{package}/{path.name}", text=path.read_text(encoding="utf-8"))
+            yield path.read_text(encoding="utf-8")
 
 
-def _prose() -> Iterator[Document]:
+def _prose() -> Iterator[str]:
     """Yield Python's manual as `help()` shows it, then the docstrings of the standard library's modules."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
-        yield Document(name=f"topics/{name}", text=topics[name])
+        yield topics[name]
     for path in sorted(_standard_library().glob("*.py")):
-        yield Document(name=f"docstrings/{path.name}", text="\n\n".join(_docstrings(path)) + "\n")
+        yield "\n\n".join(_docstrings(path)) + "\n"
 
 
 def _docstrings(path: Path) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         text = ast.get_docstring(node) if isinstance(node, documented) else None
-        # A docstring of one line repeats the function's name.
+        # Docstrings of one line are left out: most repeat the function's name.
         if text and "\n" in text:
             yield text
 
 
-def _licences() -> Iterator[Document]:
+def _licences() -> Iterator[str]:
     """Yield the licences of Python and of all installed distributions, each text once."""
-    seen: set[str] = set()
-    own = _standard_library() / "LICENSE.txt"
-    found = [own] if own.is_file() else []
+    yielded: set[str] = set()
+    paths = [_standard_library() / "LICENSE.txt"]
     for distribution in importlib.metadata.distributions():
         names = [file for file in distribution.files or () if file.name.upper().startswith(_LICENCE_NAMES)]
-        found += [Path(str(distribution.locate_file(name))) for name in names]
-    for path in sorted(found, key=lambda path: path.parts[-3:]):
+        paths += [Path(str(distribution.locate_file(name))) for name in names]
+    # The same order wherever Python is installed.
+    for path in sorted(paths, key=lambda path: path.parts[-3:]):
         text = path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else ""
-        if text and text not in seen:
-            seen.add(text)
-            yield Document(name=str(path), text=text)
+        if text and text not in yielded:
+            yielded.add(text)
+            yield text
 
 
-CORPORA: Mapping[str, Callable[[], Iterator[Document]]] = MappingProxyType(
+CORPORA: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(
     {
         "prose": _prose,
         "python-asyncio-and-email": lambda: _sources("asyncio", "email"),
@@ -177,52 +168,3 @@ CORPORA: Mapping[str, Callable[[], Iterator[Document]]] = MappingProxyType(
         "licences": _licences,
     }
 )
-
-
-class TokenStream:
-    """Passages as one row of token ids, with the end token after each passage.
-
-    Args:
-        passages: Text to encode.
-        tokenizer: Tokenizer of the model.
-    """
-
-    def __init__(self, passages: tuple[str, ...], *, tokenizer: tokenizers.Tokenizer) -> None:
-        end = find_token_ids(tokenizer).eos_token_id
-        encoded = tokenizer.encode_batch(list(passages), add_special_tokens=False)
-        self.ids = torch.tensor([id_ for row in encoded for id_ in (*row.ids, end)], dtype=torch.int64)
-        self.num_bytes = sum(len(passage.encode()) for passage in passages)
-
-    def draw_rows(self, *, num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Draw rows of ids [num_rows, length] that begin anywhere in the text.
-
-        Raises:
-            UsageError: The text is shorter than a row.
-        """
-        self._refuse_short(length)
-        starts = torch.randint(len(self.ids) - length + 1, (num_rows, 1), generator=generator)
-        return self.ids[starts + torch.arange(length)]
-
-    def cut_rows(self, *, length: int, most: int) -> torch.Tensor:
-        """Return the first rows of the text without overlap, at most `most`: [rows, length].
-
-        Raises:
-            UsageError: The text is shorter than a row.
-        """
-        self._refuse_short(length)
-        num_rows = min(most, len(self.ids) // length)
-        return self.ids[: num_rows * length].view(num_rows, length)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Mean bytes of text per token."""
-        return self.num_bytes / len(self.ids)
-
-    def _refuse_short(self, length: int) -> None:
-        if len(self.ids) < length:
-            raise UsageError(
-                "there is too little text for a row",
-                expected=f"at least {length} tokens, the length of a row",
-                found=f"{len(self.ids)} tokens",
-                next_step="Give more --text, or a smaller --seq-len.",
-            )

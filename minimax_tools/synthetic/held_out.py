@@ -1,9 +1,9 @@
-"""Evaluation of a trained model on held-out text: bits per byte, beside simpler codes, and its choice of experts.
+"""Evaluation of a trained model on held-out text: its bits per byte, those of simpler codes, and its choice of experts.
 
 Experts are specialised if both hold:
 
-- a token tells about its experts: mutual information in bits, less that of shuffled experts
-- other experts do worse: held-out bits per byte when each token gets the experts of another token, its weights kept
+- Tokens predict experts: the mutual information of tokens and experts exceeds that of shuffled experts.
+- Other experts do worse: bits per byte rise if each token goes to another token's experts, with its own weights.
 """
 
 from __future__ import annotations
@@ -15,27 +15,22 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.synthetic.corpus import Corpus, TokenStream
+from minimax_tools.synthetic.corpus import Corpus
+from minimax_tools.synthetic.token_stream import TokenStream
 from minimax_tools.synthetic.trainee import Trainee
 
+# Most tokens that are evaluated, and rows of a batch: they trade precision and memory for time.
 _MOST_TOKENS = 32_768
 _ROWS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerExperts:
-    """The choice of experts of a layer over held-out text.
+    """The choice of experts of a layer over held-out text; information is mutual, in bits, and beyond chance."""
 
-    Args:
-        load: Share of the choices that each expert got; the shares add up to 1.
-        token_information: Mutual information in bits between a token and one of its experts, beyond chance.
-        next_token_information: Mutual information in bits between the next token and one of the experts, beyond
-            chance.
-    """
-
-    load: tuple[float, ...]
-    token_information: float
-    next_token_information: float
+    load: tuple[float, ...]  # share of the choices that each expert got, with sum 1
+    token_information: float  # between a token and one of its experts
+    next_token_information: float  # between the next token and one of these experts
 
     @property
     def load_range(self) -> tuple[float, float]:
@@ -45,62 +40,49 @@ class LayerExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutEvaluation:
-    """Results of a model on held-out text; `layers` has the choice of experts of each layer."""
+    """Results of a model on held-out text."""
 
-    num_tokens: int
+    num_tokens: int  # that are predicted
     bits_per_byte: float
-    bits_per_byte_random_experts: float
+    bits_per_byte_random_experts: float  # if each token goes to the experts of another, random token
     layers: tuple[LayerExperts, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
-    """Bits per byte of the same held-out text without a model.
+    """Bits per byte of the same held-out text in codes without a model."""
 
-    Args:
-        unigram: Code by the frequencies of bytes in the training text.
-        lzma: Growth of the lzma-compressed training text when the held-out text is appended.
-    """
-
-    unigram: float
-    lzma: float
+    unigram: float  # by the frequencies of bytes in the training text
+    lzma: float  # growth of the compressed training text when the held-out text is appended
 
 
 def evaluate(
     trainee: Trainee, text: TokenStream, *, length: int, num_experts: int, seed: int
 ) -> HeldOutEvaluation:
-    """Evaluate a model on at most 32 768 tokens of held-out `text`, in rows of `length` tokens.
-
-    Args:
-        trainee: Model to evaluate.
-        text: Held-out text.
-        length: Number of tokens of a row.
-        num_experts: Number of experts of a layer.
-        seed: Seed of the shuffles.
-    """
+    """Evaluate a model on at most 32 768 tokens of held-out `text`, in rows of `length` tokens; `seed` shuffles."""
     rows = text.cut_rows(length=length + 1, most=max(1, _MOST_TOKENS // length))
     generator = torch.Generator().manual_seed(seed)
 
-    def exchange(experts: torch.Tensor) -> torch.Tensor:
+    def shuffle(experts: torch.Tensor) -> torch.Tensor:
         return experts[torch.randperm(len(experts), generator=generator)]
 
     loss, choices = _run(trainee, rows)
-    with trainee.rerouted(exchange):
+    with trainee.rerouted(shuffle):
         random_loss, _ = _run(trainee, rows)
-    now, following = rows[:, :-1].flatten(), rows[:, 1:].flatten()
+    tokens, next_tokens = rows[:, :-1].flatten(), rows[:, 1:].flatten()
     layers = tuple(
         LayerExperts(
             load=_load(choice, num_experts),
-            token_information=_information(now, choice, generator),
-            next_token_information=_information(following, choice, generator),
+            token_information=_information(tokens, choice, generator),
+            next_token_information=_information(next_tokens, choice, generator),
         )
         for choice in choices
     )
-    per_byte = 1 / math.log(2) / text.bytes_per_token
+    bits_per_byte_of_a_nat = 1 / math.log(2) / text.bytes_per_token
     return HeldOutEvaluation(
         num_tokens=rows[:, 1:].numel(),
-        bits_per_byte=loss * per_byte,
-        bits_per_byte_random_experts=random_loss * per_byte,
+        bits_per_byte=loss * bits_per_byte_of_a_nat,
+        bits_per_byte_random_experts=random_loss * bits_per_byte_of_a_nat,
         layers=layers,
     )
 
@@ -110,7 +92,7 @@ def measure_rivals(corpus: Corpus) -> Rivals:
     training = "".join(corpus.training).encode()
     held_out = "".join(corpus.held_out).encode()
     counts = Counter(training)
-    # Each byte counts once more, so that none is impossible.
+    # Each of the 256 bytes counts once more, so that none has probability 0.
     total = len(training) + 256
     unigram = sum(-math.log2((counts[byte] + 1) / total) for byte in held_out) / len(held_out)
     grown = len(_compress(training + held_out)) - len(_compress(training))
@@ -118,7 +100,7 @@ def measure_rivals(corpus: Corpus) -> Rivals:
 
 
 def _compress(data: bytes) -> bytes:
-    # A dictionary as large as the text.
+    # A dictionary of 32 MB, so that all of the text counts.
     return lzma.compress(data, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 25}])
 
 
@@ -128,13 +110,12 @@ def _run(trainee: Trainee, rows: torch.Tensor) -> tuple[float, list[torch.Tensor
     was_training = trainee.module.training
     trainee.module.eval()
     losses, choices = [], []
-    for part in rows.split(_ROWS_AT_ONCE):
-        losses.append(trainee.token_losses(part).flatten())
+    for batch in rows.split(_ROWS_AT_ONCE):
+        losses.append(trainee.token_losses(batch).flatten())
         choices.append(trainee.choices)
     trainee.module.train(was_training)
-    return float(torch.cat(losses).double().mean()), [
-        torch.cat(layer) for layer in zip(*choices, strict=True)
-    ]
+    choices_of_layers = [torch.cat(batches) for batches in zip(*choices, strict=True)]
+    return float(torch.cat(losses).double().mean()), choices_of_layers
 
 
 def _load(choice: torch.Tensor, num_experts: int) -> tuple[float, ...]:
@@ -143,16 +124,17 @@ def _load(choice: torch.Tensor, num_experts: int) -> tuple[float, ...]:
 
 
 def _information(tokens: torch.Tensor, choice: torch.Tensor, generator: torch.Generator) -> float:
-    """Return the mutual information in bits, less that of shuffled experts, which is chance."""
+    """Return the mutual information in bits, less that of shuffled experts, which arises by chance."""
     shuffled = choice[torch.randperm(len(choice), generator=generator)]
     return _mutual_information(tokens, choice) - _mutual_information(tokens, shuffled)
 
 
 def _mutual_information(tokens: torch.Tensor, choice: torch.Tensor) -> float:
+    """Return the mutual information in bits between tokens [T] and one of their experts [T,k]."""
     num_experts = int(choice.max()) + 1
     cells = (tokens[:, None] * num_experts + choice).flatten()
     joint = torch.bincount(cells, minlength=(int(tokens.max()) + 1) * num_experts).double()
     joint = joint.unflatten(0, (-1, num_experts)) / joint.sum()
-    expected = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True)
-    seen = joint > 0
-    return float((joint[seen] * (joint[seen] / expected[seen]).log2()).sum())
+    independent = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True)
+    occurs = joint > 0
+    return float((joint[occurs] * (joint[occurs] / independent[occurs]).log2()).sum())

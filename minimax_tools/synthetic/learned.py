@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ from typing import Any
 import tokenizers
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.machine.new_folder import new_folder, refuse_occupied
-from minimax_tools.model import weight_names
 from minimax_tools.synthetic.checkpoint import plan_tensors, write_json, write_shards
-from minimax_tools.synthetic.corpus import Corpus, TokenStream, read_corpus
+from minimax_tools.synthetic.corpus import Corpus, read_corpus
 from minimax_tools.synthetic.held_out import HeldOutEvaluation, Rivals, evaluate, measure_rivals
+from minimax_tools.synthetic.learned_weights import LearnedWeights
+from minimax_tools.synthetic.massive_channels import plant_massive_channels
+from minimax_tools.synthetic.token_stream import TokenStream
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer, save_tokenizer
 from minimax_tools.synthetic.trainee import Trainee
@@ -38,13 +38,13 @@ _log = logging.getLogger(__name__)
 HELD_OUT_PROMPTS = "held_out.json"
 HELD_OUT_TEXT = "held_out.txt"
 TRAINING_RECORD = "training.json"
-# Tokens of the held-out prompts.
+# Length of each held-out prompt, in tokens.
 PROMPT_LENGTHS = (157, 1, 4, 61, 500, 17)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
-    """A trained model: its training, and its evaluation on held-out text before and after."""
+    """A trained model: its training, and its evaluation on held-out text before and after the training."""
 
     folders: tuple[Path, ...]
     course: TrainingCourse
@@ -70,45 +70,45 @@ def train_checkpoint(
         model: Quantities of the model.
         texts: Names of corpora, or files.
         options: Options of the training.
-        num_massive_channels: Number of massive channels that the untrained model gets.
+        num_massive_channels: Number of massive channels to plant in the untrained model.
 
     Raises:
         UsageError: A folder is not empty, the quantities cannot be stored, or there is too little text.
         MissingExtraError: transformers or accelerate is not installed.
         CheckpointError: The checkpoint cannot be written.
     """
-    _refuse_useless(outputs, model)
+    _check_outputs(outputs, model)
     corpus = read_corpus(texts)
     tokenizer = make_tokenizer(corpus.training, vocab_size=model.vocab_size)
-    streams = [TokenStream(part, tokenizer=tokenizer) for part in (corpus.training, corpus.held_out)]
-    _log.info("%s: %d tokens to train on, %d held out", corpus.name, *(len(stream.ids) for stream in streams))
+    training = TokenStream(corpus.training, tokenizer=tokenizer)
+    held_out = TokenStream(corpus.held_out, tokenizer=tokenizer)
+    _log.info("%s: %d tokens to train on, %d held out", corpus.name, len(training.ids), len(held_out.ids))
     config = model.config(dtype=torch.float32, token_ids=find_token_ids(tokenizer))
-    # Small models need a wider start than MiniMax-M2's 0.02.
+    # The standard deviation of the first weights. MiniMax-M2's 0.02 is too small for narrow models.
     config["initializer_range"] = 0.5 / math.sqrt(model.hidden_size)
     trainee = Trainee(config, seed=options.seed)
     if num_massive_channels:
         plant_massive_channels(trainee, count=num_massive_channels, seed=options.seed)
-    before = _evaluate(trainee, streams[1], model, options)
-    course = train(trainee, streams[0], options)
+    before = _evaluate(trainee, held_out, model, options)
+    course = train(trainee, training, options)
     learned = LearnedModel(
         folders=tuple(outputs),
         course=course,
         corpus=corpus,
         rivals=measure_rivals(corpus),
         before=before,
-        after=_evaluate(trainee, streams[1], model, options),
+        after=_evaluate(trainee, held_out, model, options),
     )
     for folder, dtype in outputs.items():
-        _write(
-            folder, learned, dtype=dtype, model=model, trainee=trainee, tokenizer=tokenizer, options=options
-        )
+        _write(folder, learned, trainee, tokenizer, dtype=dtype, model=model, options=options)
     return learned
 
 
-def _refuse_useless(outputs: dict[Path, torch.dtype], model: SyntheticModel) -> None:
-    """Raise before the training if its checkpoints cannot be written."""
+def _check_outputs(outputs: dict[Path, torch.dtype], model: SyntheticModel) -> None:
+    """Check before the training that its checkpoints can be written."""
     for folder, dtype in outputs.items():
         refuse_occupied(folder)
+        # The plan itself is not needed yet: making it checks the quantities.
         plan_tensors(model, dtype=dtype)
 
 
@@ -123,11 +123,11 @@ def _evaluate(
 def _write(
     output: Path,
     learned: LearnedModel,
+    trainee: Trainee,
+    tokenizer: tokenizers.Tokenizer,
     *,
     dtype: torch.dtype,
     model: SyntheticModel,
-    trainee: Trainee,
-    tokenizer: tokenizers.Tokenizer,
     options: TrainingOptions,
 ) -> None:
     plan = plan_tensors(model, dtype=dtype)
@@ -147,9 +147,11 @@ def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
     """Cut held-out rows of 1 to 500 tokens, from different passages if there are enough."""
     prompts = []
     for number, length in enumerate(PROMPT_LENGTHS):
+        # Evenly spread over the held-out passages.
         passage = corpus.held_out[number * len(corpus.held_out) // len(PROMPT_LENGTHS)]
         offsets = tokenizer.encode(passage).offsets
-        prompts.append(passage[: offsets[min(length, len(offsets)) - 1][1]])
+        _, end = offsets[min(length, len(offsets)) - 1]
+        prompts.append(passage[:end])
     return prompts
 
 
@@ -176,73 +178,3 @@ def training_record(
             "python": platform.python_version(),
         },
     }
-
-
-_ORDINARY = 0.5  # root mean square of an ordinary channel of the embedding
-_MASSIVE = (32.0, -28.0, 24.0, -20.0)  # in turn; 40 to 64 times an ordinary channel
-_MASSIVE_AFTER_NORM = 2.0  # where an ordinary channel is 1
-
-
-def plant_massive_channels(trainee: Trainee, *, count: int, seed: int) -> None:
-    """Give an untrained model `count` massive channels, drawn by `seed`, in place.
-
-    In these channels all rows of the embedding hold the same large number. The weights of the norms undo what these
-    channels add to the mean square.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    parameters = dict(trainee.module.named_parameters())
-    embedding = parameters["model.embed_tokens.weight"]
-    hidden_size = embedding.shape[1]
-    channels = torch.randperm(hidden_size, generator=generator)[:count]
-    magnitudes = torch.tensor([_MASSIVE[number % len(_MASSIVE)] for number in range(count)])
-    rms = math.sqrt(_ORDINARY**2 + float(magnitudes.square().sum()) / hidden_size)
-    with torch.no_grad():
-        embedding.normal_(std=_ORDINARY, generator=generator)
-        embedding[:, channels] = magnitudes
-        for name, parameter in parameters.items():
-            if name.endswith("layernorm.weight") or name == "model.norm.weight":
-                parameter.fill_(rms / _ORDINARY)
-                parameter[channels] = _MASSIVE_AFTER_NORM * rms / magnitudes.abs()
-
-
-_LARGEST_CODE = 448.0
-
-
-class LearnedWeights:
-    """Maker of a checkpoint's tensors from float32 tensors.
-
-    Args:
-        tensors: All tensors of the model by the hub's names, float32 on the CPU.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Make the whole tensor `name` of `shape` in `dtype`; FP8 codes and scales are computed."""
-        if name.endswith(weight_names.SCALE_SUFFIX):
-            tensor = quantise(self._tensors[name.removesuffix("_scale_inv")])[1]
-        elif dtype == torch.float8_e4m3fn:
-            tensor = quantise(self._tensors[name])[0]
-        else:
-            tensor = self._tensors[name].to(dtype)
-        assert tensor.shape == shape, f"{name} is {list(tensor.shape)}, planned as {list(shape)}"
-        yield tensor
-
-
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a weight [R,C] to FP8 in blocks of 128 × 128.
-
-    The largest value of a block becomes ±448, the largest code; a block of zeros has scale 1.
-
-    Returns:
-        Codes, float8_e4m3fn [R,C], and the scales to multiply them with, float32 [ceil(R/128), ceil(C/128)].
-    """
-    num_rows, num_columns = weight.shape
-    padding = (0, -num_columns % BLOCK_SIZE, 0, -num_rows % BLOCK_SIZE)
-    padded = torch.nn.functional.pad(weight.float(), padding)
-    blocks = padded.unflatten(1, (-1, BLOCK_SIZE)).unflatten(0, (-1, BLOCK_SIZE))
-    largest = blocks.abs().amax(dim=(1, 3))
-    scale = torch.where(largest > 0, largest / _LARGEST_CODE, 1.0)
-    codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:num_rows, :num_columns]
-    return codes.clamp(-_LARGEST_CODE, _LARGEST_CODE).to(torch.float8_e4m3fn).contiguous(), scale

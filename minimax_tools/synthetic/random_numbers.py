@@ -1,7 +1,7 @@
 """Random numbers that are the same on every host, and FP8 matrices made of them.
 
 A seed and a name choose a stream of integers (PCG64). A matrix is `code × scale_inv`. A code is a random byte looked up
-in a table of 256 FP8 values. A scale gives a block of 128 × 128 its spread.
+in a table of 256 FP8 values. Each block of 128 × 128 codes has a scale, which sets the block's standard deviation.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import torch
 
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, scale_shape
 
+# Largest finite value of float8_e4m3fn.
 _FP8_MAX = 448.0
 
 
 def _unit_levels() -> torch.Tensor:
-    # Quantiles of the logistic distribution: the largest of 256 lies at 3.4 standard deviations, not at 2.9.
+    # 256 quantiles of the logistic distribution, whose tails are heavier than the normal's: the largest lies at 3.4
+    # standard deviations instead of 2.9.
     quantiles = torch.tensor([math.log((2 * i + 1) / (511 - 2 * i)) for i in range(256)], dtype=torch.float64)
     return quantiles / quantiles.square().mean().sqrt()
 
 
-LEVELS = _unit_levels()  # float64, [256], mean 0, variance 1: the value of each byte
+# The value of each byte: float64 [256], mean 0, variance 1.
+LEVELS = _unit_levels()
 _LEVEL_MAX = float(LEVELS.max())
 
 
@@ -37,13 +40,13 @@ class RandomStream:
 
     def draw_bytes(self, count: int) -> bytearray:
         """Draw `count` uniform bytes."""
-        words = self._bits.random_raw(-(-count // 8)).astype("<u8", copy=False)
+        words = self._bits.random_raw(math.ceil(count / 8)).astype("<u8", copy=False)
         return bytearray(words.view(np.uint8).data[:count])
 
     def draw_normal(self, *shape: int) -> torch.Tensor:
         """Draw float64 numbers of mean 0 and variance 1, within ±4.9, nearly normal."""
         parts = np.frombuffer(self.draw_bytes(16 * math.prod(shape)), dtype="<u2").reshape(*shape, 8)
-        # A sum of eight integers is exact on every host; normals of a library are not.
+        # A sum of eight uniform integers is exact on every host; a library's normal numbers are not.
         sums = torch.from_numpy(parts.astype(np.int64).sum(-1)).double()
         return (sums - 4 * 65535) / (65536 * math.sqrt(8 / 12))
 
@@ -59,12 +62,12 @@ class RandomStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRecipe:
-    """Distribution of a matrix: standard deviation, a factor for each row, the spread between blocks."""
+    """Distribution of a matrix."""
 
-    std: float
-    row_gain: torch.Tensor  # float64, [rows]
+    std: float  # of a row of gain 1
+    row_gain: torch.Tensor  # factor of each row, float64 [rows]
     num_columns: int
-    block_spread: float
+    block_spread: float  # standard deviation of the logarithm of the blocks' factors
 
     def scales(self, stream: RandomStream) -> torch.Tensor:
         """Draw the matrix's `weight_scale_inv`: float32, one value for each block."""
@@ -75,20 +78,17 @@ class MatrixRecipe:
 
     def codes(self, stream: RandomStream) -> torch.Tensor:
         """Draw the matrix's FP8 codes as uint8 [rows, columns]; the largest row of a block reaches ±448."""
-        share = (
-            self.row_gain / _block_peaks(self.row_gain).repeat_interleave(BLOCK_SIZE)[: len(self.row_gain)]
-        )
+        row_peaks = _block_peaks(self.row_gain).repeat_interleave(BLOCK_SIZE)[: len(self.row_gain)]
+        shares, run_lengths = torch.unique_consecutive(self.row_gain / row_peaks, return_counts=True)
         codes = bytearray()
-        for value, num_rows in zip(*torch.unique_consecutive(share, return_counts=True), strict=True):
-            table = (
-                (LEVELS * (float(value) * _FP8_MAX / _LEVEL_MAX))
-                .float()
-                .to(torch.float8_e4m3fn)
-                .view(torch.uint8)
-            )
-            codes += stream.draw_bytes(int(num_rows) * self.num_columns).translate(bytes(table.tolist()))
+        # Rows of one gain share a table of codes.
+        for share, num_rows in zip(shares.tolist(), run_lengths.tolist(), strict=True):
+            values = (LEVELS * (share * _FP8_MAX / _LEVEL_MAX)).float()
+            table = bytes(values.to(torch.float8_e4m3fn).view(torch.uint8).tolist())
+            codes += stream.draw_bytes(num_rows * self.num_columns).translate(table)
         return torch.frombuffer(codes, dtype=torch.uint8).view(-1, self.num_columns)
 
 
 def _block_peaks(row_gain: torch.Tensor) -> torch.Tensor:
+    """Return the largest gain of each block of rows."""
     return torch.stack([part.max() for part in row_gain.split(BLOCK_SIZE)])

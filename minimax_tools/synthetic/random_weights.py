@@ -9,7 +9,8 @@
 | router | logits of standard deviation 1.5 to 1.7; biases of 8 to 9.5 lift experts of low scores |
 | experts | gate wider than up; w2 sized to its share of the stream |
 
-All channels of the stream grow by the same rate from layer to layer.
+The stream is the residual stream: hidden states between layers. All its channels grow by the same rate from layer to
+layer. A gain is a factor on a row, a head or a channel.
 """
 
 from __future__ import annotations
@@ -25,48 +26,50 @@ from minimax_tools.model import weight_names
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.random_numbers import MatrixRecipe, RandomStream
 
+# All numbers are chosen, not measured: they make activations, routing and growth like those of trained models. A spread
+# is the standard deviation of a gain's logarithm.
 _ATTENTION_SHARE = 0.15  # ‖attn_delta‖ / ‖input‖
 _MOE_SHARE = 0.11  # ‖moe_delta‖ / ‖input‖
 _EMBEDDING_RMS = 0.1
-_NARROW_MASSIVE = (23.0, -21.0)
-_WIDE_MASSIVE = (38.0, -30.0, 22.0)
+_NARROW_MASSIVE = (23.0, -21.0)  # massive channels of narrow models, in units of the median channel
+_WIDE_MASSIVE = (38.0, -30.0, 22.0)  # of models of this hidden size or more:
 _WIDE_HIDDEN_SIZE = 2048
-_MASSIVE_AFTER_NORM = 2.0  # on average, where an ordinary channel is 1
+_MASSIVE_AFTER_NORM = 2.0  # mean magnitude; an ordinary channel has 1
 _MASSIVE_SPREAD = 0.05  # between tokens
-_MASSIVE_LEAD = (
-    1.15  # times the stream's growth: deltas align with the stream, which grows a little faster than designed
-)
-_NORM_SPREAD = 0.25
-_TOKEN_SPREAD = 0.15
-_BLOCK_SPREAD = 0.25
-_HEAD_SPREAD = 0.3
+# Growth of massive channels relative to the stream's designed growth: deltas align with the stream, so the stream grows
+# a little faster than designed.
+_MASSIVE_LEAD = 1.15
+_NORM_SPREAD = 0.25  # between channels
+_TOKEN_SPREAD = 0.15  # between rows of embedding and lm_head
+_BLOCK_SPREAD = 0.25  # between FP8 blocks
+_HEAD_SPREAD = 0.3  # between heads of q_proj, k_proj and v_proj
 _QK_NORM_MEAN = 1.9
-_QK_NORM_HEAD_SPREAD = 0.35
-_QK_NORM_SPREAD = 0.15
+_QK_NORM_HEAD_SPREAD = 0.35  # between heads
+_QK_NORM_SPREAD = 0.15  # between dims of a head
 _CONTEXT_RMS = 0.75  # of attn_context for values of variance 1, because softmax averages
-_GATE_STD = 1.5
+_GATE_STD = 1.5  # of gate for states of variance 1
 _UP_STD = 1.0
 _ACTIVATION_RMS = 1.1  # of silu(gate) × up
-_EXPERT_SPREAD = 0.15
+_EXPERT_SPREAD = 0.15  # between experts' matrices
 _ROUTER_LOGIT_STD = 1.5
 _BIAS_LIMITS = (8.0, 9.5)
-_BIAS_CENTRES = (8.4, 9.1)
+_BIAS_CENTRES = (8.4, 9.1)  # bounds of a layer's mean bias
 _BIAS_STD = 0.10
 _OFFSET_OF_BIAS = 8.0  # logits per unit of bias: the inverse of the sigmoid's slope near a score of 0.85
 _LOGIT_STD = 2.5
-_ELEMENTS_AT_ONCE = 1 << 22  # of the embedding and lm_head, which are made in parts
+_ELEMENTS_AT_ONCE = 1 << 22  # of embedding and lm_head, made in blocks: 16 MB in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class ResidualStream:
     """The residual stream as designed: its massive channels and its growth."""
 
-    channels: tuple[int, ...]
-    magnitudes: tuple[float, ...]  # signed, in units of the median channel
+    channels: tuple[int, ...]  # indices of the massive channels
+    magnitudes: tuple[float, ...]  # their signed values, in units of the median channel
     hidden_size: int
 
     @classmethod
-    def design(cls, hidden_size: int, *, seed: int) -> Stream:
+    def design(cls, hidden_size: int, *, seed: int) -> ResidualStream:
         """Design the stream of a model of this width; `seed` draws the massive channels."""
         magnitudes = _WIDE_MASSIVE if hidden_size >= _WIDE_HIDDEN_SIZE else _NARROW_MASSIVE
         order = RandomStream(seed=seed, name="massive channels").draw_order(hidden_size)
@@ -100,12 +103,12 @@ class Stream:
 
 
 class SyntheticWeights:
-    """Maker of the tensors of the model `spec` by their full names; holds none."""
+    """Maker of the tensors of the model `spec` by their full names; each is made anew, none is kept."""
 
     def __init__(self, spec: ModelSpec, *, seed: int) -> None:
         self._spec = spec
         self._seed = seed
-        self._stream = Stream.design(spec.hidden_size, seed=seed)
+        self._stream = ResidualStream.design(spec.hidden_size, seed=seed)
 
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Make the tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU.
@@ -137,6 +140,7 @@ class SyntheticWeights:
     ) -> Iterator[torch.Tensor]:
         random, is_embedding = self._random(name), name == weight_names.EMBEDDING
         std = _EMBEDDING_RMS if is_embedding else _LOGIT_STD / math.sqrt(self._spec.hidden_size)
+        # A multiple of 8 rows, so that the bytes of every block but the last are a multiple of 8.
         rows_at_once = max(8, _ELEMENTS_AT_ONCE // shape[1] // 8 * 8)
         for start in range(0, shape[0], rows_at_once):
             num_rows = min(rows_at_once, shape[0] - start)
@@ -144,10 +148,10 @@ class SyntheticWeights:
             codes, scales = recipe.codes(random), recipe.scales(random)
             values = dequantise(codes.view(torch.float8_e4m3fn), scales, dtype=torch.float32)
             values *= random.draw_gain(num_rows, 1, spread=_TOKEN_SPREAD).float()
-            for channel, magnitude in self._stream.massive if is_embedding else ():
-                values[:, channel] = (
-                    std * magnitude * random.draw_gain(num_rows, spread=_MASSIVE_SPREAD).float()
-                )
+            if is_embedding:
+                for channel, magnitude in self._stream.massive:
+                    gain = random.draw_gain(num_rows, spread=_MASSIVE_SPREAD).float()
+                    values[:, channel] = std * magnitude * gain
             yield values.to(torch.bfloat16).to(dtype)
 
     def _norm(self, name: str, *, width: int) -> torch.Tensor:
@@ -167,7 +171,8 @@ class SyntheticWeights:
         bias = self._correction_bias(
             name.replace(weight_names.GATE, weight_names.CORRECTION_BIAS), count=shape[0]
         )
-        # Training sets the bias against an expert's mean score, which the massive channels give it.
+        # In a trained model the bias compensates an expert's mean score. Here the massive channels, nearly constant,
+        # give the experts their mean scores.
         offset = (bias.mean() - bias) * _OFFSET_OF_BIAS / (_MASSIVE_AFTER_NORM * len(self._stream.channels))
         for channel, magnitude in self._stream.massive:
             weight[:, channel] = math.copysign(1, magnitude) * offset
@@ -190,29 +195,33 @@ class SyntheticWeights:
         return codes
 
     def _massive_rows(self, name: str, recipe: MatrixRecipe) -> torch.Tensor:
-        # attn_context has a constant part: v_proj's columns for the massive channels. These rows add it up.
-        values = self._codes(name.replace(weight_names.O_PROJ, weight_names.V_PROJ))[
-            :, list(self._stream.channels)
-        ]
-        heads: torch.Tensor = values.T.unflatten(1, (-1, self._spec.head_dim))
+        """Return o_proj's rows of the massive channels as FP8 codes, which make these channels grow with the stream.
+
+        The massive channels are nearly constant, so attn_context has a constant part: v_proj's columns of these
+        channels. Rows equal to those columns add it up.
+        """
+        v_codes = self._codes(name.replace(weight_names.O_PROJ, weight_names.V_PROJ))
+        heads: torch.Tensor = v_codes[:, list(self._stream.channels)].T.unflatten(
+            1, (-1, self._spec.head_dim)
+        )
         num_repeats = self._spec.num_attention_heads // self._spec.num_key_value_heads
         rows = heads.repeat_interleave(num_repeats, 1).flatten(1).contiguous().view(torch.float8_e4m3fn)
-        # A block has one scale for these rows and for ordinary rows of gain 1: that of the larger.
+        # A block has one scale for these rows and for ordinary rows of gain 1, and the larger of the two sets it.
         share = recipe.row_gain[list(self._stream.channels)].clamp(max=1).float()
         return (rows.float() * share[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _recipe(self, name: str) -> MatrixRecipe:
         layer = weight_names.layer_of(name) or 0
-        random = self._random(f"{name} gains")
+        gains = self._random(f"{name} gains")
         if name.endswith(weight_names.O_PROJ):
             return self._output_recipe(layer)
         if name.endswith((weight_names.Q_PROJ, weight_names.K_PROJ, weight_names.V_PROJ)):
             is_query = name.endswith(weight_names.Q_PROJ)
             num_heads = self._spec.num_attention_heads if is_query else self._spec.num_key_value_heads
-            return self._projection_recipe(random.draw_gain(num_heads, spread=_HEAD_SPREAD))
-        return self._expert_recipe(
-            name.split(".")[-2], layer, gain=math.exp(_EXPERT_SPREAD * float(random.draw_normal(1)))
-        )
+            return self._projection_recipe(gains.draw_gain(num_heads, spread=_HEAD_SPREAD))
+        # The part of the name before `.weight`: w1, w2 or w3.
+        matrix = name.split(".")[-2]
+        return self._expert_recipe(matrix, layer, gain=math.exp(_EXPERT_SPREAD * float(gains.draw_normal(1))))
 
     def _projection_recipe(self, head_gain: torch.Tensor) -> MatrixRecipe:
         return MatrixRecipe(
@@ -224,14 +233,9 @@ class SyntheticWeights:
 
     def _output_recipe(self, layer: int) -> MatrixRecipe:
         spec, stream = self._spec, self._stream
-        std = (
-            _ATTENTION_SHARE
-            * stream.rms
-            * stream.median_channel(layer)
-            / _CONTEXT_RMS
-            / math.sqrt(spec.query_width)
-        )
-        # At a gain of 1, a row equal to v_proj's column adds so much to its massive channel.
+        std = _ATTENTION_SHARE * stream.rms * stream.median_channel(layer) / _CONTEXT_RMS
+        std /= math.sqrt(spec.query_width)
+        # What a row of gain 1 that equals v_proj's column adds to its massive channel.
         added = spec.query_width * std * _MASSIVE_AFTER_NORM / math.sqrt(spec.hidden_size)
         row_gain = _ones(spec.hidden_size)
         wanted = _MASSIVE_LEAD * stream.growth * stream.mean_magnitude * stream.median_channel(layer)

@@ -14,13 +14,15 @@ from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
+# Widths are multiples of 8, so that every tensor of a shard begins at a multiple of 8 bytes.
 _ALIGNMENT = 8
+# As in MiniMax-M2's config.json.
 _MAX_POSITION_EMBEDDINGS = 196608
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticModel:
-    """Quantities of a synthetic MiniMax-M2, under Hugging Face's names; the defaults are a toy of 15 MB in FP8.
+    """Quantities of a synthetic MiniMax-M2, under Hugging Face's names. The defaults are a toy of 15 MB in FP8.
 
     Raises:
         UsageError: The quantities do not describe a MiniMax-M2.

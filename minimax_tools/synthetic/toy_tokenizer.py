@@ -1,4 +1,4 @@
-"""The tokenizer of a synthetic checkpoint: byte-level BPE of a text, with MiniMax-M2's special tokens."""
+"""The tokenizer of a synthetic checkpoint: byte-level BPE trained on a text, with MiniMax-M2's special tokens."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ _CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
+# Text that the tokenizer is trained on. A change of it changes every synthetic checkpoint.
 _TEXT = """\
 The residual stream carries what every layer has written so far, and each layer reads it, computes, and adds
 its part. A port of a model to another device is right when every layer gives what the reference gives, up
@@ -88,7 +89,7 @@ class TokenIds:
 
 
 def write_tokenizer(folder: Path, *, vocab_size: int) -> TokenIds:
-    """Make a tokenizer of a built-in text and write its files; every id is below `vocab_size`.
+    """Train a tokenizer on a built-in text and write its files; every id is below `vocab_size`.
 
     Raises:
         UsageError: The vocabulary has no room for 256 bytes and the special tokens.
@@ -108,7 +109,19 @@ def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Token
             expected=f"at least {MIN_VOCAB_SIZE}: every byte and the special tokens",
             next_step="Give a larger --vocab-size.",
         )
-    return _train(texts, vocab_size=vocab_size - len(_SPECIAL_TOKENS) - len(_TEXT_TOKENS))
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(_SPECIAL_TOKENS) - len(_TEXT_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # Special tokens come after those of the text, as in MiniMax-M2's vocabulary.
+    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
+    tokenizer.add_tokens(list(_TEXT_TOKENS))
+    return tokenizer
 
 
 def save_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenIds:
@@ -130,19 +143,3 @@ def find_token_ids(tokenizer: tokenizers.Tokenizer) -> TokenIds:
     """Return the ids of the special tokens of a tokenizer that was made here."""
     ids = tokenizer.get_vocab()
     return TokenIds(bos_token_id=ids[_BOS_TOKEN], eos_token_id=ids[_EOS_TOKEN])
-
-
-def _train(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    # After the tokens of the text, as in MiniMax-M2's vocabulary.
-    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
-    tokenizer.add_tokens(list(_TEXT_TOKENS))
-    return tokenizer

@@ -1,4 +1,4 @@
-"""A MiniMax-M2 of transformers in float32, to be trained: its loss, its choice of experts, its tensors.
+"""Trainee: transformers' MiniMax-M2 in float32, with its loss, its choice of experts and its tensors.
 
 B batch, S sequence, T tokens (B·S), k experts of a token.
 """
@@ -16,7 +16,7 @@ from minimax_tools.model import weight_names
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import make_causal_config
 
-# Changes a layer's choice of experts [T,k].
+# A function that returns other experts [T,k] for a layer's choice [T,k].
 Reroute = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -48,13 +48,13 @@ class Trainee:
         for layer, module in enumerate(self._layers()):
             module.get_submodule("mlp.gate").register_forward_hook(self._hook(layer))
 
-    def token_losses(self, rows_BS: torch.Tensor) -> torch.Tensor:
-        """Return the cross entropy [B, S-1] in nats of all tokens of the rows except the first; ids are int64."""
-        logits = self.module(input_ids=rows_BS[:, :-1], use_cache=False).logits
+    def token_losses(self, rows_bs: torch.Tensor) -> torch.Tensor:
+        """Return the cross entropy [B, S-1] in nats of all tokens but each row's first, from token ids int64 [B,S]."""
+        logits = self.module(input_ids=rows_bs[:, :-1], use_cache=False).logits
         losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), rows_BS[:, 1:].flatten(), reduction="none"
+            logits.flatten(0, 1).float(), rows_bs[:, 1:].flatten(), reduction="none"
         )
-        return losses.view(rows_BS.shape[0], -1)
+        return losses.view(rows_bs.shape[0], -1)
 
     @property
     def choices(self) -> list[torch.Tensor]:
@@ -62,9 +62,9 @@ class Trainee:
         return [self._choices[layer] for layer in sorted(self._choices)]
 
     def balance(self, *, rate: float) -> None:
-        """Move each expert's correction bias by `rate`: up if it took fewer tokens than the mean, else down.
+        """Move each expert's correction bias by `rate`: up if the expert got fewer tokens than the mean, else down.
 
-        The load is that of the last forward. No gradient moves the bias.
+        Tokens are those of the last forward. No gradient moves the bias.
         """
         for layer, choice in zip(self._layers(), self.choices, strict=True):
             load = torch.bincount(choice.flatten(), minlength=self._num_experts).float()
@@ -89,31 +89,34 @@ class Trainee:
         return list(self.module.get_submodule("model.layers").children())
 
     def _hook(self, layer: int) -> Callable[..., Any]:
-        def note(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> Any:
+        """Return a hook of the layer's gate that records the choice of experts, rerouted if that is asked for."""
+
+        def record(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> Any:
             logits, weights, experts = output
             if self._reroute is not None:
                 experts = self._reroute(experts)
             self._choices[layer] = experts.detach()
             return logits, weights, experts
 
-        return note
+        return record
 
 
 def _hub_tensors(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield transformers' tensors under the hub's names, with one tensor for each matrix of an expert."""
     for name, tensor in state.items():
         layer = weight_names.layer_of(name)
         if name.endswith("mlp.experts.gate_up_proj"):
             for expert, gate_up in enumerate(tensor):
                 gate, up = gate_up.chunk(2)
-                yield _expert(layer, expert, weight_names.EXPERT_GATE), gate
-                yield _expert(layer, expert, weight_names.EXPERT_UP), up
+                yield _expert_name(layer, expert, weight_names.EXPERT_GATE), gate
+                yield _expert_name(layer, expert, weight_names.EXPERT_UP), up
         elif name.endswith("mlp.experts.down_proj"):
             for expert, down in enumerate(tensor):
-                yield _expert(layer, expert, weight_names.EXPERT_DOWN), down
+                yield _expert_name(layer, expert, weight_names.EXPERT_DOWN), down
         else:
             yield name.replace(".mlp.", ".block_sparse_moe."), tensor
 
 
-def _expert(layer: int | None, expert: int, matrix: str) -> str:
+def _expert_name(layer: int | None, expert: int, matrix: str) -> str:
     assert layer is not None, "experts belong to layers"
     return weight_names.layer_prefix(layer) + weight_names.expert_weight(expert, matrix)

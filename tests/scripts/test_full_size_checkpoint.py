@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.header import encode_header, read_header
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -25,7 +26,7 @@ from minimax_tools.errors import CannotRunError
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of, layer_prefix
-from minimax_tools.synthetic.checkpoint import FP8, SyntheticTensor, synthesize
+from minimax_tools.synthetic.checkpoint import FP8, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -56,8 +57,8 @@ def made(*arguments: object) -> dict[str, Any]:
     return described
 
 
-def planned(*names: str) -> tuple[SyntheticTensor, ...]:
-    return tuple(SyntheticTensor(name=name, shape=(16, 16), dtype=FP8) for name in names)
+def planned(*names: str) -> tuple[TensorSize, ...]:
+    return tuple(TensorSize(name=name, shape=(16, 16), dtype=FP8) for name in names)
 
 
 def source_name(name: str, *, is_cloned: bool) -> str:

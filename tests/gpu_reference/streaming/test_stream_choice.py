@@ -24,7 +24,7 @@ from minimax_tools.machine.memory import MemoryBudget, MemoryUsage, give_back_fr
 from minimax_tools.partition.cost import PartCost
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import Slice
-from minimax_tools.partition.planners import Stage
+from minimax_tools.partition.stage import Stage
 from minimax_tools.ranks.rank_place import RankPlace
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.inputs import Inputs, num_positions_left, pad_rows, random_rows, word_positions
+from minimax_tools.model.inputs import Inputs, format_positions, num_positions_left, pad_rows, random_rows
 
 ROWS = [[5, 6, 7], [8]]
 
@@ -60,11 +60,11 @@ def test_positions_are_worded_as_runs_without_padding(starts: tuple[int, int], w
     inputs = pad_rows(
         ROWS, padding_side="right", buckets=(8,), pad_token_id=9, source="a test", start_positions=starts
     )
-    assert word_positions(inputs) == words
+    assert format_positions(inputs) == words
 
 
 def test_one_position_is_worded_as_one() -> None:
-    assert word_positions(pad([[1]])) == "position 0"
+    assert format_positions(pad([[1]])) == "position 0"
 
 
 def test_tokens_that_the_model_has_positions_for_can_follow() -> None:

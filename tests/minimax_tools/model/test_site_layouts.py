@@ -93,6 +93,14 @@ def test_copies_that_differ_are_named() -> None:
         parse_layout("shard(0; 0,0)").assemble(pieces, what=WHAT)
 
 
+def test_copies_on_one_rank_that_differ_are_named() -> None:
+    pieces = [torch.tensor([1.0, 1.0]), torch.tensor([2.0, 3.0])]
+    with pytest.raises(
+        TargetError, match="q_proj, block 1 is not the same .* on rank 1, the largest difference 1"
+    ):
+        parse_layout("shard(0; 0,0,1,1)").assemble(pieces, what=WHAT)
+
+
 def test_pieces_of_other_shapes_are_named() -> None:
     with pytest.raises(TargetError, match=r"another shape or dtype on rank 1 .*\[2, 3, 4\].*\[2, 3, 2\]"):
         Sharded(dim=2).assemble([WHOLE, WHOLE[..., :2]], what=WHAT)

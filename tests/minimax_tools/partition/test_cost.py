@@ -6,19 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.param_mapper import part_of
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import (
-    ModelCost,
-    PartCost,
-    TensorSize,
-    Workload,
-    expected_tensors,
-    measure_costs,
-    part_of,
-)
+from minimax_tools.partition.cost import ModelCost, PartCost, Workload
+from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.synthetic.checkpoint import plan_tensors
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds

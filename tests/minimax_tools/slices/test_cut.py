@@ -21,12 +21,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import Workload, expected_tensors
+from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
@@ -35,7 +36,7 @@ from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.folder import SliceFolder, write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
-from minimax_tools.synthetic.checkpoint import SyntheticTensor, synthesize
+from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
@@ -86,7 +87,7 @@ def write_sparse(folder: Path, shards: list[dict[str, tuple[int, ...]]], *, num_
     config = {"model_type": "llama", "hidden_size": 2, "num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     for number, shapes in enumerate(shards):
-        tensors = [SyntheticTensor(name=name, shape=shapes[name], dtype=torch.bfloat16) for name in shapes]
+        tensors = [TensorSize(name=name, shape=shapes[name], dtype=torch.bfloat16) for name in shapes]
         header, path = encode_header(tensors), folder / f"model-{number}.safetensors"
         path.write_bytes(header)
         os.truncate(path, len(header) + sum(tensor.size_bytes for tensor in tensors))

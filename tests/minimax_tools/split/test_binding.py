@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.errors import CheckpointError
 from minimax_tools.split.binding import Binding, plan_binding
 from minimax_tools.split.module_names import ModuleNames, ParameterPlace, Slot
@@ -32,12 +32,6 @@ NAMES = ModuleNames(
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=(r"rotary_emb\.inv_freq$",),
 )
-
-
-@dataclass(frozen=True)
-class Fact:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class MappedTensors:
@@ -72,8 +66,11 @@ def tensors() -> dict[str, torch.Tensor]:
     return dict(sorted(found.items()))
 
 
-def facts(stored: Mapping[str, torch.Tensor]) -> dict[str, Fact]:
-    return {name: Fact(tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+def facts(stored: Mapping[str, torch.Tensor]) -> dict[str, TensorSize]:
+    return {
+        name: TensorSize(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+        for name, tensor in stored.items()
+    }
 
 
 def plan(stored: Mapping[str, torch.Tensor], slots: Mapping[str, Slot] = SLOTS) -> Binding:

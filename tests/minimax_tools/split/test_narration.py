@@ -5,21 +5,21 @@ import logging
 
 import pytest
 
-from minimax_tools.split.factory import narrating
+from minimax_tools.split.factory import logging_to_stderr
 
 logger = logging.getLogger("minimax_tools.split.tests")
 package = logging.getLogger("minimax_tools")
 
 
 def test_messages_show_on_stderr_while_the_block_lasts(capsys: pytest.CaptureFixture[str]) -> None:
-    with narrating(True):
+    with logging_to_stderr(True):
         logger.info("loading")
     logger.info("over")
     assert capsys.readouterr() == ("", "loading\n")
 
 
 def test_nothing_shows_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with narrating(False):
+    with logging_to_stderr(False):
         logger.info("loading")
     assert capsys.readouterr() == ("", "")
 
@@ -28,7 +28,7 @@ def test_what_is_shown_already_is_not_shown_twice(capsys: pytest.CaptureFixture[
     stream = io.StringIO()
     package.handlers[:] = [logging.StreamHandler(stream)]
     package.setLevel(logging.INFO)
-    with narrating(True):
+    with logging_to_stderr(True):
         logger.info("loading")
     assert stream.getvalue() == "loading\n"
     assert capsys.readouterr() == ("", "")
@@ -37,6 +37,6 @@ def test_what_is_shown_already_is_not_shown_twice(capsys: pytest.CaptureFixture[
 def test_logging_is_as_before_after_an_error() -> None:
     before = (package.level, package.propagate, list(package.handlers))
     with pytest.raises(RuntimeError):
-        with narrating(True):
+        with logging_to_stderr(True):
             raise RuntimeError
     assert (package.level, package.propagate, list(package.handlers)) == before

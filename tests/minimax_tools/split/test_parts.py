@@ -7,7 +7,8 @@ import torch
 
 from minimax_tools.errors import BackendError, UsageError
 from minimax_tools.model.span import Span
-from minimax_tools.split.parts import Part, Role, auto_device_map, choose_devices, plan_parts
+from minimax_tools.split.devices import auto_device_map, choose_devices
+from minimax_tools.split.parts import Part, Role, plan_parts
 
 
 def test_three_components_hold_every_layer_once() -> None:

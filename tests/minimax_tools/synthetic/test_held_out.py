@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from minimax_tools.synthetic.corpus import Corpus, TokenStream
+from minimax_tools.synthetic.corpus import Corpus
 from minimax_tools.synthetic.held_out import HeldOutEvaluation, evaluate, measure_rivals
 from minimax_tools.synthetic.learned import LearnedModel
+from minimax_tools.synthetic.token_stream import TokenStream
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer
 from minimax_tools.synthetic.trainee import Trainee

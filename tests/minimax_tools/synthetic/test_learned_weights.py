@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.fp8 import dequantise
-from minimax_tools.synthetic.learned import quantise
+from minimax_tools.synthetic.learned_weights import quantise
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (128, 256), (200, 130)])

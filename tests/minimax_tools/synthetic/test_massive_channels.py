@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from minimax_tools.synthetic.learned import plant_massive_channels
+from minimax_tools.synthetic.massive_channels import plant_massive_channels
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 from minimax_tools.synthetic.trainee import Trainee

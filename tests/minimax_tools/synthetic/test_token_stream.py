@@ -5,7 +5,7 @@ import tokenizers
 import torch
 
 from minimax_tools.errors import UsageError
-from minimax_tools.synthetic.corpus import TokenStream
+from minimax_tools.synthetic.token_stream import TokenStream
 from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from minimax_tools.synthetic.corpus import TokenStream
+from minimax_tools.synthetic.token_stream import TokenStream
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer
 from minimax_tools.synthetic.trainee import Trainee

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minimax_tools.errors import CheckpointError, UsageError
-from minimax_tools.model.inputs import Inputs, word_positions
+from minimax_tools.model.inputs import Inputs, format_positions
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.prompts import InputRequest, build_inputs
 from minimax_tools.text.tokenizer import encode_texts
@@ -122,7 +122,7 @@ def test_random_rows_have_the_lengths_asked_for(toy: Path) -> None:
 def test_rows_that_nobody_names_pass_a_window_and_lie_far_out(toy: Path) -> None:
     inputs = build(toy)
     assert inputs.lengths == (144, 16, 16, 16)
-    assert word_positions(inputs) == "positions 0-143, 4088-4103, 65528-65543, 196592-196607"
+    assert format_positions(inputs) == "positions 0-143, 4088-4103, 65528-65543, 196592-196607"
     assert build(toy, batch_size=2).row_positions() == inputs.row_positions() * 2
     assert build(toy, max_length=4).lengths == (4, 4, 4, 4)
 
@@ -139,11 +139,11 @@ def test_rows_that_nobody_names_pass_a_window_and_lie_far_out(toy: Path) -> None
 )
 def test_default_rows_fit_a_small_model(toy: Path, num_positions: int, positions: str) -> None:
     spec = replace(ModelSpec.from_folder(toy), max_position_embeddings=num_positions)
-    assert word_positions(build_inputs(InputRequest(), folder=toy, spec=spec)) == positions
+    assert format_positions(build_inputs(InputRequest(), folder=toy, spec=spec)) == positions
 
 
 def test_named_rows_begin_at_0(toy: Path) -> None:
-    assert word_positions(build(toy, prompts=tuple(PROMPTS))).startswith("positions 0-")
+    assert format_positions(build(toy, prompts=tuple(PROMPTS))).startswith("positions 0-")
     assert build(toy, seq_lens=(3, 2)).row_positions() == [[0, 1, 2], [0, 1]]
 
 
