@@ -64,8 +64,8 @@ def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
             "limit": trial.limit,
             "repairs": [repair.text for repair in trial.repairs],
             "repaired_error": trial.repaired_error,
-            "kept_error": to_json(trial.kept_error),
-            "kept_as": trial.kept_as,
+            "kept_error": to_json(trial.exact_error),
+            "kept_as": trial.exact_in,
             "failure": trial.failure,
         },
         "is_loaded": inspection.compared is not None,
@@ -98,7 +98,7 @@ def _word_trial(trial: TrialOutcome) -> str:
         return f"{off}; once this is undone, by {trial.repaired_error:.1e}: {with_them}."
     if trial.is_quantised:
         return (
-            f"{off}; on weights that quantisation keeps ({trial.kept_as}) it agrees to {trial.kept_error:.1e}: "
+            f"{off}; on weights that quantisation keeps ({trial.exact_in}) it agrees to {trial.exact_error:.1e}: "
             "the error is that of quantisation."
         )
     return f"{off}, and no known repair of the weights helps."
