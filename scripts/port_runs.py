@@ -25,7 +25,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 
 def request_run(folder: Path, golden: Capture, target: Target, run: Run) -> DeviceRequest:
-    """Describe a BF16 run of a port over the inputs of a golden; `folder` is the checkpoint."""
+    """Describe a BF16 run of a port over the inputs of a golden; `folder` is that of the checkpoint."""
     return DeviceRequest(
         folder=folder,
         spec=ModelSpec.from_folder(folder),
@@ -51,9 +51,15 @@ def run_port(
 def run_on_ranks(
     command: str, folder: Path, golden: Capture, *, tp_degree: int, backend: str, directory: Path
 ) -> Capture:
-    """Run mm2's own layer on several ranks, by the command `sweep` or `full` of `mm2-test`.
+    """Run mm2's own layer on several ranks, and capture it in `directory`, which is emptied first.
 
-    The capture lies in `directory`, which is emptied first; `folder` is the checkpoint.
+    Args:
+        command: Command of `mm2-test`: `sweep` or `full`.
+        folder: Folder of the checkpoint.
+        golden: The golden that gives the inputs.
+        tp_degree: Number of ranks that share a layer.
+        backend: Device of the run.
+        directory: Directory of the capture.
 
     Raises:
         BackendError: The ranks could not run.
@@ -76,7 +82,7 @@ def run_on_ranks(
         cwd=_REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"},
     )
-    # 1 is a verdict, and the capture is there.
+    # With exit code 1 the verdict is fail, and the capture is complete.
     if done.returncode not in (0, 1):
         raise BackendError(f"{tp_degree} ranks on {backend} did not run", found=done.stderr[-2000:])
     return Capture.open(directory)
