@@ -1,6 +1,6 @@
 """Time and memory of comparing two captures.
 
-The seeds are the scripts that mm2 replaces. A ratio `a_over_b` is the time of a over the time of b.
+The seeds are the comparison scripts that came before mm2. A ratio `a_over_b` is the time of a over the time of b.
 
 - `seed_over_ours`: the seeds' `compute_difference_metrics` (torch) over mm2's figures of a pair. Both read all sites of
   the same two captures from memory, and leave medians out.
