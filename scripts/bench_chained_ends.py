@@ -54,7 +54,6 @@ class ChainEnd:
     """The end of one chain.
 
     Args:
-        length: Number of layers in the chain.
         error: Error of the chain's last output, in the unit of `compare.chains.chain_noise`.
         unit: That unit, relative to the output.
     """
@@ -115,14 +114,9 @@ def figures(ends: list[ChainEnd], dtype: torch.dtype) -> Iterator[Figure]:
 def measure(
     shape: str, *, seed: int, dtype: torch.dtype, every: int, ports: tuple[tuple[str, str], ...] = PORTS
 ) -> Iterator[ChainEnd]:
-    """Yield the ends of chains of right ports on one model; each layer of a chain ends a shorter chain.
+    """Yield the ends of chains of right ports on one model of `SHAPES`; each layer of a chain ends a shorter chain.
 
-    Args:
-        shape: Name of the model, of `SHAPES`.
-        seed: Seed of weights and inputs.
-        dtype: Dtype of the runs.
-        every: A chain begins at each multiple of this layer number.
-        ports: Targets and their backends.
+    A chain begins at each multiple of the layer number `every`.
     """
     with tempfile.TemporaryDirectory(prefix="mm2-chains-") as scratch:
         folder = Path(scratch) / "model"

@@ -42,9 +42,6 @@ class _Run:
     """A run of a dying port by one command.
 
     Args:
-        command: Command of `mm2-test`.
-        death: How the port dies.
-        exit_code: Exit code of the command.
         says_pass: True if the output claims a pass.
         is_named: True if the error names the target, the layer and what the port did last.
         keeps_layers: True if the layers before the death are stored; None if none ran, or the command stores none.

@@ -40,7 +40,6 @@ class FigureGroup:
     Args:
         stored: Name of the checkpoint that the runs need, a key of `_DTYPES`; None if they need none.
         measure: Yields the figures; takes the bench, and the checkpoint if one is needed.
-        figures: Names of the figures, for --only.
     """
 
     stored: str | None

@@ -105,13 +105,8 @@ def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
 def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str, floor: str) -> Table:
     """Fit the limits for goldens that kept only the statistics of their noise floor.
 
-    They are at least as wide as the limits with twins: on machines whose bits differ more, the estimate is off as far.
-
-    Args:
-        records: Records of right ports.
-        table: Limits for goldens with twins, in the same mode.
-        mode: `isolated` or `chained`.
-        floor: `stats` or `stats_variants`.
+    They are at least as wide as `table`, the limits for goldens with twins: on machines whose bits differ more, the
+    estimate is off as far.
     """
     ratios = {
         site: {figure: limit for figure, limit in limits.items() if figure in RATIO_FIGURES}
@@ -208,14 +203,7 @@ def limits_text(
     backends: tuple[str, ...],
     measured: Mapping[str, Any],
 ) -> str:
-    """Return the text of the calibration file.
-
-    Args:
-        tables: Limits by table, site and figure.
-        scalars: Numbers that hold for all tables.
-        backends: Backends on which right ports were measured.
-        measured: Script, machine, versions and extent of the measurements.
-    """
+    """Return the text of the calibration file; `measured` says how the limits were measured."""
     lines = [_HEADING, "measured:"]
     lines += [f"  {name}: {json.dumps(value, ensure_ascii=False)}" for name, value in measured.items()]
     lines += ["", f"backends: [{', '.join(backends)}]"]

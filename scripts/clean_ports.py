@@ -134,9 +134,6 @@ class CleanPort:
     """A right port.
 
     Args:
-        name: Name of the implementation.
-        target: Value of `--target`.
-        backend: Device of the run.
         tp_degree: Number of ranks that share a layer; 1 runs in this process.
     """
 

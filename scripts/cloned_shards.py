@@ -36,12 +36,7 @@ _SHARD_BYTES = 2_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedShard:
-    """A shard to write, or to clone.
-
-    Args:
-        file_name: Name of the file.
-        tensors: The tensors in the order of the file.
-        source: The shard to clone, equal but for the names of its tensors; None for a shard that is written.
+    """A shard to write, or to clone from `source`: a shard that differs only in the names of its tensors.
 
     Raises:
         ValueError: `source` holds other shapes or dtypes, or the data do not fill whole blocks.

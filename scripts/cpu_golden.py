@@ -47,13 +47,7 @@ def write_model(folder: Path, model: SyntheticModel, *, dtype: torch.dtype = FP8
 def request_text_rows(
     folder: Path, lengths: Sequence[int], *, seed: int, padding_side: str = "right"
 ) -> InputRequest:
-    """Cut token rows out of the held-out text in the folder of a trained model.
-
-    Args:
-        folder: Folder of the trained model.
-        lengths: Number of tokens of each row.
-        seed: Chooses the place in the text.
-        padding_side: `left` or `right`.
+    """Cut token rows of these lengths out of the held-out text of a trained model; `seed` chooses the place.
 
     Raises:
         CheckpointError: The model has no such text, or too little of it.

@@ -17,8 +17,6 @@ class Figure:
     """A measured figure and its goal.
 
     Args:
-        figure: Name of the figure.
-        value: Value in the unit that the name says.
         goal: The goal as text; `-` without one.
         holds: False if the goal is missed.
     """

@@ -213,13 +213,7 @@ def _fit_figure(records: Sequence[Record], figure: str) -> Limit | None:
 
 
 def _fit_worst(many: Sequence[Record], few: Sequence[Record], figure: str) -> Limit:
-    """Fit the limit on the worst of many tokens or channels; each spreads around the golden's own error.
-
-    Args:
-        many: Records of many tokens.
-        few: Records of few tokens.
-        figure: A key of `_NUMBER_FIELDS`.
-    """
+    """Fit the limit on the worst of many tokens or channels; each spreads around the golden's own error."""
 
     def deviation(records: Sequence[Record]) -> float:
         # The largest of n draws is about the one that chance exceeds in half of 1/n of the cases.

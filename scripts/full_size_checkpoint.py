@@ -60,13 +60,7 @@ _SPARE_BYTES = 256 << 20  # the file system's log, indexes and headers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A checkpoint that was asked for.
-
-    Args:
-        preset: Sizes of the model, of `PRESETS`.
-        num_hidden_layers: Number of layers.
-        distinct_layers: Number of layers with FP8 codes of their own.
-        seed: Seed of every number.
+    """A checkpoint that was asked for; `distinct_layers` is the number of layers with FP8 codes of their own.
 
     Raises:
         UsageError: There are more distinct layers than layers.
@@ -99,15 +93,11 @@ class FullSizeCheckpoint:
     """A checkpoint on this machine.
 
     Args:
-        folder: Folder of the checkpoint.
         image: File of the image that holds it; None if the folder's own file system has reflinks.
         is_read_directly: False if the file system below the image caches it too.
         was_there: True if this call did not build it.
-        num_hidden_layers: Number of layers.
-        distinct_layers: Number of layers with FP8 codes of their own.
         logical_bytes: Size of the tensors.
         disk_bytes: Disk space that the tensors take.
-        seconds: Time of the build.
     """
 
     folder: Path

@@ -80,16 +80,7 @@ def measure(
     *,
     floors: Collection[str] = FLOORS,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of one run.
-
-    Args:
-        clean: The model and its golden.
-        setting: How the golden was made.
-        port: The port that ran.
-        mode: `isolated` or `chained`.
-        run: Capture of the run.
-        floors: Forms of the golden to compare with.
-    """
+    """Yield the records of one run of a port, compared with these forms of its golden."""
     hidden = HiddenExperts(run.directory, run.manifest)
     pairs: list[tuple[str, Capture]] = [
         *((floor, run) for floor in FLOORS if floor in floors),

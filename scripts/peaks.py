@@ -29,8 +29,6 @@ class Watched:
 
     Args:
         exit_code: Exit code; minus the signal's number if a signal ended it.
-        wall_s: Seconds from start to end.
-        cpu_s: Processor time of all cores, in seconds.
         peak_anonymous_bytes: Largest sample of anonymous memory.
         peak_resident_bytes: Peak of resident memory, counted by the kernel.
         peaks: Peaks of other gauges, by name.

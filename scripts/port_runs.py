@@ -51,15 +51,9 @@ def run_port(
 def run_on_ranks(
     command: str, folder: Path, golden: Capture, *, tp_degree: int, backend: str, directory: Path
 ) -> Capture:
-    """Run mm2's own layer on several ranks, and capture it in `directory`, which is emptied first.
+    """Run mm2's own layer on several ranks, by the command `sweep` or `full` of `mm2-test`.
 
-    Args:
-        command: Command of `mm2-test`: `sweep` or `full`.
-        folder: Folder of the checkpoint.
-        golden: The golden that gives the inputs.
-        tp_degree: Number of ranks that share a layer.
-        backend: Device of the run.
-        directory: Directory of the capture.
+    The capture lies in `directory`, which is emptied first; `folder` is that of the checkpoint.
 
     Raises:
         BackendError: The ranks could not run.

@@ -43,7 +43,6 @@ class GeneratedTensors(LayerTensors):
 
     Args:
         spec: The model; it may be smaller than the checkpoint's.
-        layer: Number of the layer that the port is told.
         dtype: Dtype of all tensors except the router gate and the correction bias, which are float32.
         make: Makes the values of a tensor in its shape, in any dtype.
         reader: The checkpoint; no tensor is read from it.

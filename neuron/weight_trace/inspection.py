@@ -34,14 +34,10 @@ class WeightInspection:
 
     Args:
         target: The port, as the user named it.
-        layer: Number of the layer.
         spec: The traced model.
-        is_smaller: True if `spec` is smaller than the checkpoint's model.
-        sample: The traced experts.
-        num_ranks: Number of ranks that share the layer.
+        is_smaller: True if it is smaller than the checkpoint's model.
         layouts: Layouts of the first rank's port tensors.
         findings: Faults, and suspects that the trial did not settle, with notes.
-        trial: Comparison of the port's output with the reference layer's.
         compared: Kinds of source tensors whose loaded values were all compared with the checkpoint's; None if the
             checkpoint's own layer was not loaded.
     """

@@ -45,7 +45,6 @@ class LoadedCheck:
     """Result of the check.
 
     Args:
-        findings: Faults of the loaded port that the trace did not show.
         compared: Kinds of source tensors whose values were all compared.
     """
 

@@ -27,12 +27,7 @@ _NO_SOURCE = {
 
 
 def read_segments(numbers: torch.Tensor, sources: SourceTensors) -> list[LayoutSegment]:
-    """Read the segments of a matrix.
-
-    Args:
-        numbers: Source number of each element [R,C], as in `TensorOrigin.numbers`.
-        sources: The tensors that the numbers count through.
-    """
+    """Read the segments of a matrix [R,C] of source numbers, as in `TensorOrigin.numbers`."""
     grid = _Grid.of(numbers, sources)
     if grid.has_whole_rows:
         return _read_lines(grid, sources)

@@ -48,7 +48,6 @@ class OriginRecorder:
     It keeps the values of the first two passes, in the tensor's own dtype, and a number and flags for each element.
 
     Args:
-        name: Name of the port tensor.
         part: The part of the port tensor that is traced.
         ones: The port tensor after the pass in which every source element is 1.
         twos: The port tensor after the pass in which every source element is 2.

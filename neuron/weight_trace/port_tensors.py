@@ -66,7 +66,6 @@ class Snapshot:
     """Values of a port tensor after one pass.
 
     Args:
-        shape: Shape of the port tensor.
         values: A copy of the tensor; a single element of no dims if all elements are equal.
     """
 

@@ -42,8 +42,6 @@ class Repair:
 
     Args:
         mistake: The kind of mistake in the conversion that the repair undoes.
-        kinds: Kinds of the tensors that the repair changes.
-        text: The mistake as text.
         change: Returns the changed tensors, each made on access.
     """
 

@@ -30,10 +30,7 @@ class TraceAssignment:
     """Values that another rank needs to build its `TracedPort`.
 
     Args:
-        folder: Folder of the checkpoint.
         target: The port, as the user named it.
-        layer: Number of the layer.
-        dtype: Dtype of the run.
         config: config.json of the traced model.
     """
 
@@ -62,12 +59,7 @@ Order = ExpertSample | torch.dtype | TrialOrder | None
 
 
 class SharedPort:
-    """A port on all ranks, as the lead uses it; without other ranks, messages go to nobody.
-
-    Args:
-        port: The lead's own part.
-        runtime: The open backend, whose messages reach the other ranks.
-    """
+    """A port on all ranks, as the lead uses it; without other ranks, messages go to nobody."""
 
     def __init__(self, port: TracedPort, runtime: Runtime) -> None:
         self.port = port

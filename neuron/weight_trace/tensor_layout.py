@@ -22,7 +22,6 @@ class TensorLayout:
     """Layout of a port tensor.
 
     Args:
-        origin: Origins of its elements.
         matrices: Segments of each matrix; the dims before the last two count the matrices.
         experts: The expert of each matrix; empty if a matrix holds no expert, or several.
         text: The layout as text, such as `experts 0–11: w2 (down)`.
@@ -45,12 +44,7 @@ class TensorLayout:
 
 
 def read_layout(origin: TensorOrigin, sources: SourceTensors) -> TensorLayout:
-    """Read the layout of a port tensor from the origins of its elements.
-
-    Args:
-        origin: Origins of the elements.
-        sources: The tensors that the origins' numbers count through.
-    """
+    """Read the layout of a port tensor from the origins of its elements."""
     numbers = _experts_first(origin.numbers, sources)
     if numbers.dim() < 2:
         numbers = numbers.reshape(-1, 1)
@@ -129,14 +123,7 @@ def _experts_of(matrices: tuple[Matrix, ...]) -> tuple[int, ...]:
 def _word_layout(
     matrices: tuple[Matrix, ...], experts: tuple[int, ...], shape: torch.Size, *, is_stacked: bool
 ) -> str:
-    """Return a layout as text.
-
-    Args:
-        matrices: Segments of each matrix.
-        experts: The expert of each matrix, or none.
-        shape: Shape [R,C] of each matrix.
-        is_stacked: True if the port tensor has a dim that counts the matrices; else a matrix was cut.
-    """
+    """Return a layout of matrices [R,C] as text; `is_stacked` if a dim of the port tensor counts the matrices."""
     texts = [
         ", ".join(segment.as_text(shape[1] if segment.is_transposed else shape[0]) for segment in matrix)
         for matrix in matrices

@@ -23,9 +23,6 @@ class TensorOrigin:
     """Origins of a port tensor's elements.
 
     Args:
-        name: Name of the port tensor in the port's module.
-        shape: Shape of the port tensor.
-        dtype: Dtype of the port tensor.
         numbers: Source numbers, int64, of the tensor's shape or of its traced part; or `CONSTANT`, `COMPUTED`,
             `NOT_SAMPLED`.
         gain: Factor of the landed elements; None if it differs between them.

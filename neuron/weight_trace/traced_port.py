@@ -37,10 +37,7 @@ class TracedPort:
     Args:
         target: The port.
         spec: The traced model; it may be smaller than the checkpoint's.
-        layer: Number of the layer.
         dtype: Dtype of the run, in which the port is traced and loaded.
-        reader: The checkpoint.
-        ranks: The ranks that share the layer.
         pool: Threads that fill parameters.
     """
 

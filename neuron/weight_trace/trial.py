@@ -46,17 +46,11 @@ _MAX_REPAIRS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialInput:
-    """Input of the port and of the reference layer; B batch, S sequence, H hidden size.
+    """Input of the port and of the reference layer; B batch, S sequence, H hidden size."""
 
-    Args:
-        hidden_states: [B,S,H], float32.
-        attention_mask: [B,S], int64; all ones.
-        position_ids: [B,S], int64.
-    """
-
-    hidden_states: torch.Tensor
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor
+    hidden_states: torch.Tensor  # [B,S,H], float32
+    attention_mask: torch.Tensor  # [B,S], int64, all ones
+    position_ids: torch.Tensor  # [B,S], int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,9 @@ class ValueChecksum:
     """A checksum of values in any order. Two of different values are equal only by an unlikely chance.
 
     Args:
-        count: Number of values.
         bits: Sum of the values' bits, read as integers.
         squared_bits: Sum of the squares of these integers, each modulo a prime.
         squares: Sum of the finite values' squares; not compared, as its rounding depends on the order.
-        num_nonfinite: Number of NaN and Inf.
     """
 
     count: int = 0

@@ -36,10 +36,7 @@ class WeightFinding:
     """A fault in a port's weights, or something that may be one.
 
     Args:
-        mistake: The kind of fault.
-        severity: Certainty that it is a fault.
         kinds: Kinds of the source tensors concerned: `q_proj`, `w1`.
-        text: The finding as text.
         port_tensors: Names of the port's tensors concerned.
         contradicts_names: True if the port's own names say otherwise: then it is wrong even without a trial.
     """

@@ -51,12 +51,9 @@ class WholeCaptures:
         return self.folder / "device"
 
     def judge(self, state: str, damage: Damage | None, scratch: Path) -> CommandOutcome:
-        """Compare copies of golden and device run, one of them damaged.
+        """Compare copies of golden and device run; `damage` changes one of them, None leaves both whole.
 
-        Args:
-            state: State of the golden before the damage, of `STATES`.
-            damage: The damage; None leaves both copies whole.
-            scratch: Folder of the copies, which is emptied first.
+        The golden is in one of `STATES`. The copies lie in the folder `scratch`, which is emptied first.
         """
         shutil.rmtree(scratch, ignore_errors=True)
         is_without_twins = damage is not None and damage.is_without_twins

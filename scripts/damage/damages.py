@@ -39,7 +39,6 @@ class Damage:
     """A way to damage a capture.
 
     Args:
-        name: Description in words.
         apply: Function that damages a capture directory.
         named: Words that a refusal must contain, beside the capture.
         is_of_golden: True if the golden is damaged, False if the device run is.

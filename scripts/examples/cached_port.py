@@ -55,14 +55,7 @@ class DecoderLayer(port.DecoderLayer):
         self.self_attn = Attention(config)
 
     def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
-        """Return the output [B,S,H], and keys and values [B,K,P+S,D].
-
-        Args:
-            hidden_states: [B,S,H].
-            attention_mask: [B,P+S] of 0 and 1.
-            position_ids: [B,S].
-            past_key_value: Keys and values [B,K,P,D]; None without a past.
-        """
+        """Map [B,S,H], a mask [B,P+S] and positions [B,S] to the output [B,S,H], and keys and values [B,K,P+S,D]."""
         normed = self.input_layernorm(hidden_states)
         delta, key_value = self.self_attn(normed, attention_mask, position_ids, past_key_value)
         hidden_states = hidden_states + delta

@@ -39,7 +39,6 @@ class WideNorm(nn.Module):
     Args:
         width: Width of all heads of the model together.
         num_copies: Number of ranks that hold each head.
-        eps: Added to the mean square.
     """
 
     def __init__(self, width, num_copies, eps):

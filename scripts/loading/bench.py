@@ -83,10 +83,7 @@ class Checkpoint:
     """A checkpoint and its sizes.
 
     Args:
-        folder: Folder of the checkpoint.
-        shards: Files of the checkpoint.
         stored_bytes: Stored size of all tensors.
-        num_layers: Number of decoder layers.
         layer_bytes: Stored size of the tensors of layer 0.
         whole_bytes: Memory of a process that loads all tensors in BF16.
     """
@@ -114,13 +111,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingBench:
-    """Checkpoints in a scratch folder, and probes on them.
-
-    Args:
-        scratch: The folder.
-        scale: Sizes of the measurement.
-        seq_lens: Lengths of the rows that models run on.
-    """
+    """Checkpoints in a scratch folder, and probes on them."""
 
     scratch: Path
     scale: LoadingScale
@@ -135,14 +126,7 @@ class LoadingBench:
         model: SyntheticModel | None = None,
         num_layers: int | None = None,
     ) -> Iterator[Checkpoint]:
-        """Write a synthetic checkpoint, and delete it when the block ends.
-
-        Args:
-            name: Name of its folder.
-            dtype: Dtype of its weights.
-            model: The model; None for that of the scale.
-            num_layers: Number of its layers; None for as many as the model has.
-        """
+        """Write a synthetic checkpoint, of the scale's model or another, and delete it when the block ends."""
         model = self.scale.model if model is None else model
         if num_layers is not None:
             model = replace(model, num_hidden_layers=num_layers)

@@ -46,12 +46,8 @@ def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | No
     """Yield the figures of a streamed, cold golden of a checkpoint of the true size.
 
     `full_size_stream_over_bound` is the golden's time over the longer of two times: a plain read past the cache, at the
-    speed of the first layers, and the layers without their reads. Memory counts in layers of BF16 weights.
-
-    Args:
-        bench: The bench.
-        folder: Folder of the checkpoint.
-        num_layers: Number of first layers; None for all layers and the head.
+    speed of the first layers, and the layers without their reads. Memory counts in layers of BF16 weights. The golden
+    has the first `num_layers` layers; None stands for all layers and the head.
     """
     checkpoint = Checkpoint.of(folder)
     wanted = range(checkpoint.num_layers if num_layers is None else num_layers)

@@ -19,7 +19,6 @@ class LoadingScale:
         split_layers: Number of layers of `model` that are split in three.
         qwen2: Quantities of the Qwen2 that is split too.
         expert: Experts that are dequantised: their number, intermediate and hidden size.
-        rounds: Number of rounds.
     """
 
     model: SyntheticModel

@@ -149,17 +149,7 @@ def _read_s(
     layers_only: bool = True,
     past_cache: bool = False,
 ) -> float:
-    """Measure the seconds of a plain read.
-
-    Args:
-        bench: The bench.
-        checkpoint: The checkpoint.
-        cache: State of the page cache at the beginning.
-        num_threads: Number of reading threads; None for as many as torch has.
-        memory_bytes: Memory that the threads fill before they reuse it; 0 for as little as possible.
-        layers_only: True to leave out embedding, final norm and lm_head.
-        past_cache: True to read past the page cache.
-    """
+    """Measure the seconds of `loading.reads.read_plainly`, by default with as many threads as torch has."""
     measured = bench.probe(
         READ_PLAINLY,
         cache=cache,

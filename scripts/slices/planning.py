@@ -42,7 +42,6 @@ class PlanningScale:
     """Size of the measurement.
 
     Args:
-        num_clusters: Number of clusters around a known division.
         balanced_every: The planner `balanced`, which takes longer, plans one of this many clusters.
         num_small: Number of small clusters, whose optimum is found by trying all divisions.
         num_times: Number of times that the largest plan is timed.
