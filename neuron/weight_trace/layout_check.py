@@ -30,17 +30,11 @@ _FLOAT32_SLACK = 2.0**-20
 # A gain is read from BF16 values: within one BF16 step (2⁻⁸) of 1 it is 1.
 _GAIN_SLACK = 2.0**-8
 _MAX_EXPERTS_LISTED = 6
-_KINDS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "w1", "w2", "w3"),
-    *("input_layernorm", "post_attention_layernorm", "e_score_correction_bias"),
-)
 # Parts of a port tensor's name, and the kind that each says the tensor holds.
 _NAMED_KINDS = {
-    **dict(zip(_KINDS, _KINDS, strict=True)),
-    "correction_bias": "e_score_correction_bias",
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
+    **{kind: kind for kind in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "w1", "w2", "w3")},
+    **{kind: kind for kind in ("input_layernorm", "post_attention_layernorm", "e_score_correction_bias")},
+    **{"correction_bias": "e_score_correction_bias", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
 }
 
 

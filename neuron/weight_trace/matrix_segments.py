@@ -33,7 +33,7 @@ def read_segments(numbers: torch.Tensor, sources: SourceTensors) -> list[LayoutS
         return _read_lines(grid, sources)
     if grid.transposed.has_whole_rows:
         return [replace(segment, is_transposed=True) for segment in _read_lines(grid.transposed, sources)]
-    # Not one segment fills whole lines: cut the matrix where the source changes, first between columns.
+    # Tensors may lie side by side: cut the matrix where the source changes, between columns or else between rows.
     for lines, is_transposed in ((grid.transposed.source, True), (grid.source, False)):
         cuts = (lines[1:] != lines[:-1]).any(dim=1).nonzero().flatten().add(1).tolist()
         if 0 < len(cuts) < _MAX_PATTERN:

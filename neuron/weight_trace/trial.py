@@ -32,7 +32,7 @@ _SEED = 0
 # the reference layer's delta (its output minus its input).
 # Right ports are off by 2e-7 at most, the port with the mildest mistake (an INT8 gate) by 0.07.
 _FLOAT32_LIMIT = 1e-3
-# A port that computes in BF16 although it was built in float32 is off by about 0.01.
+# Right ports that compute in BF16 are off by about 0.01.
 _BF16_LIMIT = 0.05
 # Share of the error that one more repair may leave: an unrelated repair leaves at least 0.93, the first of two right
 # ones 0.35.
@@ -59,7 +59,7 @@ class TrialPort:
 
     Args:
         run: Converts and loads tensors, and returns the port's output [B,S,H]; raises TargetError if the port fails.
-        computes_in_bf16: True if the port holds BF16 although it was built in float32.
+        computes_in_bf16: True if the port holds BF16 parameters, whatever dtype it was built in.
     """
 
     run: Callable[[Tensors, TrialInput], torch.Tensor]
