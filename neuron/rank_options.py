@@ -26,7 +26,7 @@ from neuron.launch import launch_ranks
 from neuron.ports.targets import find_target
 from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import Assignment, LayerExecutor
-from neuron.weight_trace.traced_port import TraceAssignment, follow_trace
+from neuron.weight_trace.shared_port import TraceAssignment, follow_trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -1,9 +1,9 @@
-"""The drift of right ports in chains of layers: compare/chains/chain_limits.py leaves room for it.
+"""The drift of right ports in chains of layers, for which compare/chains/chain_limits.py leaves room.
 
-Right ports run in chains that begin with the golden's input at each layer, on synthetic models of several seeds
-and shapes. For each length of a chain, the benchmark prints the largest of each part of the error. The unit is that of
-`compare.chains.chain_noise`; its share of the output is printed too. The limits are twice the figures of
-the default settings.
+Right ports run on synthetic models of several seeds and shapes, in chains that begin at each layer with the golden's
+input. For each length of a chain, the benchmark prints the largest of each part of the error, in the unit of
+`compare.chains.chain_noise`, and the unit's share of the output. The limits are twice the figures of the default
+settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES = {
     "wide": replace(CLEAN_SHAPES["wide"], num_hidden_layers=12),
 }
 LENGTHS = (96, 61, 7)
-# Targets and their backends. The reference layer is left out: on the CPU it equals the device layer bit for bit.
+# Targets and their backends. The target `reference` is left out: on the CPU it equals `builtin` bit for bit.
 PORTS = (
     ("builtin", "cpu"),
     *((f"{EXAMPLES / 'transformers_port.py'}:{name}", "cpu") for name in ("Eager", "EagerExperts")),
@@ -54,9 +54,8 @@ class ChainEnd:
     """The end of one chain.
 
     Args:
-        length: Number of layers.
-        error: Error of the last output, in the unit.
-        unit: The unit, relative to the output.
+        error: Error of the chain's last output, in the unit of `compare.chains.chain_noise`.
+        unit: That unit, relative to the output.
     """
 
     length: int
@@ -65,7 +64,7 @@ class ChainEnd:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure and print; return 1 if a goal is missed, else 0."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: %(default)s)")
     parser.add_argument(
@@ -88,11 +87,11 @@ def main() -> int:
     ends: list[ChainEnd] = []
     for shape in arguments.shapes:
         for seed in range(arguments.seeds):
-            found = list(measure(shape, seed=seed, dtype=dtype, every=arguments.every))
-            ends += found
-            worst = max(end.error.excess(chain_limits(end.length, dtype)) for end in found)
+            of_model = list(measure(shape, seed=seed, dtype=dtype, every=arguments.every))
+            ends += of_model
+            worst = max(end.error.excess(chain_limits(end.length, dtype)) for end in of_model)
             print(
-                f"{shape}, seed {seed}, {dtype}: {len(found)} ends, at most {worst:.2f} of their limits",
+                f"{shape}, seed {seed}, {dtype}: {len(of_model)} ends, at most {worst:.2f} of their limits",
                 file=sys.stderr,
             )
     return print_figures("chained_ends", list(figures(ends, dtype)), as_json=arguments.json)
@@ -115,9 +114,9 @@ def figures(ends: list[ChainEnd], dtype: torch.dtype) -> Iterator[Figure]:
 def measure(
     shape: str, *, seed: int, dtype: torch.dtype, every: int, ports: tuple[tuple[str, str], ...] = PORTS
 ) -> Iterator[ChainEnd]:
-    """Yield the ends of chains of right ports on one model of `SHAPES`, after each of their layers.
+    """Yield the ends of chains of right ports on one model of `SHAPES`; each layer of a chain ends a shorter chain.
 
-    A chain begins at each multiple of the layer `every`.
+    A chain begins at each multiple of the layer number `every`.
     """
     with tempfile.TemporaryDirectory(prefix="mm2-chains-") as scratch:
         folder = Path(scratch) / "model"

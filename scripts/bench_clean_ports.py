@@ -1,6 +1,6 @@
-"""Right ports, judged: each verdict but `pass` is a false alarm, printed with its blame.
+"""Right ports, judged: each verdict other than `pass` is a false alarm, printed with its blame.
 
-The limits come from right ports too (scripts/calibrate.py): choose other seeds and prompts than it ran on.
+scripts/calibrate.py fits the limits to right ports too. So choose other seeds and prompts than it had.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from minimax_tools.results.results import Comparison, Verdict
 
 def port_figures(name: str, comparisons: Sequence[Comparison]) -> list[Figure]:
     """Return the distance of one kind of right port to its limits, and its false alarms."""
-    sites = [site for one in comparisons for site in one.sites]
-    routing = [site.routing for site in sites if site.routing is not None]
-    flipped = sum(one.num_flipped for one in routing) / max(sum(one.num_tokens for one in routing), 1)
-    alarms = sum(one.verdict is not Verdict.PASS for one in comparisons)
+    sites = [site for comparison in comparisons for site in comparison.sites]
+    routings = [site.routing for site in sites if site.routing is not None]
+    num_tokens = sum(routing.num_tokens for routing in routings)
+    flipped = sum(routing.num_flipped for routing in routings) / max(num_tokens, 1)
+    unexplained = sum(routing.num_unexplained for routing in routings)
+    alarms = sum(comparison.verdict is not Verdict.PASS for comparison in comparisons)
     return [
-        Figure.plain(f"{name}: layers judged", sum(len(one.layers) for one in comparisons)),
+        Figure.plain(f"{name}: layers judged", sum(len(comparison.layers) for comparison in comparisons)),
         Figure.plain(f"{name}: largest rho", max(site.noise.whole for site in sites if site.noise)),
         Figure.at_most(
             f"{name}: largest share of a limit", max(s.nearest.excess for s in sites if s.nearest), 1.0
         ),
         Figure.plain(f"{name}: tokens with flipped experts, %", 100 * flipped),
-        Figure.exactly(f"{name}: flips not explained", sum(one.num_unexplained for one in routing), wanted=0),
+        Figure.exactly(f"{name}: flips not explained", unexplained, wanted=0),
         Figure.exactly(f"{name}: false alarms of {len(comparisons)}", alarms, wanted=0),
     ]
 

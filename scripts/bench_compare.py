@@ -1,13 +1,15 @@
 """Time and memory of comparing two captures.
 
-- `seed_over_ours`: time of the seeds' `compute_difference_metrics` (torch) over the time of mm2's figures of a pair.
-  Both read all sites of the same two captures from memory, and leave medians out.
-- `seed_over_ours_with_medians`: the same with medians, two in the seeds and one in mm2.
-- `polygraphy_over_ours_with_medians`: Polygraphy's simple comparison, where it is installed.
-- `share_of_memory_bandwidth`: rate at which mm2 reads the pair, over that of a copy of 1 GiB.
-- `peak_of_16_layers_over_2`: anonymous memory of the whole command, which must not grow with a capture.
+The seeds are the comparison scripts that came before mm2. A ratio `a_over_b` is the time of a over the time of b.
 
-The rounds alternate. Each figure is the median of their ratios.
+- `seed_over_ours`: the seeds' `compute_difference_metrics` (torch) over mm2's figures of a pair. Both read all sites of
+  the same two captures from memory, and leave medians out.
+- `seed_over_ours_with_medians`: the same with medians, two in the seeds and one in mm2
+- `polygraphy_over_ours_with_medians`: Polygraphy's simple comparison over mm2's, if Polygraphy is installed
+- `share_of_memory_bandwidth`: rate at which mm2 reads the pair, over the rate of a copy of 1 GiB
+- `peak_of_16_layers_over_2`: anonymous memory of the whole command, which must not grow with a capture
+
+In each round all ways run one after the other. A ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from cpu_golden import capture_cpu_golden, write_model
+from cpu_golden import IMPLEMENTATIONS, capture_cpu_golden, write_model
 from figures import Figure, benchmark_parser, print_figures
 from peaks import watch
 
@@ -35,6 +37,7 @@ from minimax_tools.text.prompts import InputRequest
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 RTOL, ATOL = 1e-2, 1e-3
+# Model, lengths of the token rows, number of rounds.
 SCALES = {
     "full": (SyntheticModel(num_hidden_layers=2, hidden_size=2048, num_local_experts=16), (1024, 1024), 7),
     "toy": (SyntheticModel(num_hidden_layers=1), (48, 33), 1),
@@ -66,7 +69,7 @@ def measure_speed(scale: str) -> Iterator[Figure]:
                 attention=name,
                 experts=experts,
             )
-            for name, experts in (("sdpa", "grouped_mm"), ("eager", "eager"))
+            for name, experts in IMPLEMENTATIONS
         ]
         pairs = list(read_pairs(*captures))
     ways: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
@@ -84,13 +87,14 @@ def measure_speed(scale: str) -> Iterator[Figure]:
     ]
 
     def ratio(name: str, other: str) -> float:
-        return median(one[name] / one[other] for one in rounds)
+        return median(times[name] / times[other] for times in rounds)
 
     num_bytes = sum(tensor.nbytes for pair in pairs for tensor in pair)
     yield Figure.at_least("seed_over_ours", ratio("seed", "ours"), 12)
     yield Figure.plain("seed_over_ours_with_medians", ratio("seed_with_medians", "ours_with_medians"))
     if polygraphy is not None:
         yield Figure.plain("polygraphy_over_ours_with_medians", ratio("polygraphy", "ours_with_medians"))
+    # The copy moves 2 GiB: it reads one and writes one.
     yield Figure.plain("share_of_memory_bandwidth", num_bytes / 2**31 * ratio("copy", "ours"))
     yield Figure.plain("mb_compared", num_bytes / 1e6)
 
@@ -157,7 +161,7 @@ def seed_medians(reference: torch.Tensor, target: torch.Tensor) -> tuple[float, 
 
 
 def find_polygraphy() -> Callable[[torch.Tensor, torch.Tensor], object] | None:
-    """Return Polygraphy's simple comparison of two outputs; None where it is not installed."""
+    """Return Polygraphy's simple comparison of two outputs; None if Polygraphy is not installed."""
     try:
         from polygraphy.comparator import IterationResult, SimpleCompareFunc
         from polygraphy.logger import G_LOGGER
@@ -175,7 +179,7 @@ def find_polygraphy() -> Callable[[torch.Tensor, torch.Tensor], object] | None:
 
 
 def time_way(way: Callable[[torch.Tensor, torch.Tensor], object], pairs: list[Pair]) -> float:
-    """Measure the seconds for all pairs."""
+    """Measure the seconds that a way of comparing takes for all pairs."""
     began = time.perf_counter()
     for reference, target in pairs:
         way(reference, target)

@@ -6,7 +6,7 @@
 | regrouping | time of copying experts into grouped storage over that of a plain copy, and its memory |
 | bisection | number of runs that find one wrong layer of 62, and three |
 
-Exit code 1 where a goal is missed, 2 for wrong usage, 3 where it could not run.
+Exit code: 1 if a goal is missed, 2 for wrong usage, 3 if a measurement could not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 from groups import run_groups
 
-# A group is the file of its name in device/; it yields these figures and some beside them.
+# Figures by group, for --only. A group is a file in device/, and yields more figures than these.
 GROUPS = {
     "sweeping": ("graphs_for_62_layers", "compiles_after_first_layer", "sweep_over_bare"),
     "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),

@@ -39,12 +39,12 @@ _COMMANDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A command that ran a dying port.
+    """A run of a dying port by one command.
 
     Args:
-        says_pass: Whether its output claims a pass.
-        is_named: Whether the error names the target, the layer and what came last.
-        keeps_layers: Whether the layers before are stored; None where none ran, or the command stores nothing.
+        says_pass: True if the output claims a pass.
+        is_named: True if the error names the target, the layer and what the port did last.
+        keeps_layers: True if the layers before the death are stored; None if none ran, or the command stores none.
     """
 
     command: str
@@ -56,7 +56,7 @@ class _Run:
 
 
 def main() -> int:
-    """Run all and print the figures; misses go to standard error."""
+    """Run each death by each command, and print the figures; misses go to standard error."""
     parser = benchmark_parser(__doc__)
     parser.add_argument(
         "--commands",
@@ -101,9 +101,9 @@ def give_figures(runs: list[_Run]) -> list[Figure]:
 def _run(command: str, death: Death, *, model: Path, folder: Path) -> _Run:
     target, output = death.write(folder), folder / command / death.name
     output.parent.mkdir(exist_ok=True)
-    place = {"trace": ("--output", output), "weights": ()}.get(command, ("--output-dir", output))
+    output_option = {"trace": ("--output", output), "weights": ()}.get(command, ("--output-dir", output))
     limit = ("--layer-timeout", _LAYER_TIMEOUT_S) if death.is_endless else ()
-    words = (command, "--model", model, "--target", target, *limit, *place)
+    words = (command, "--model", model, "--target", target, *limit, *output_option)
     done = subprocess.run(
         [sys.executable, "-m", "neuron", *map(str, words), *_COMMANDS[command], "--json"],
         capture_output=True,
@@ -111,7 +111,8 @@ def _run(command: str, death: Death, *, model: Path, folder: Path) -> _Run:
         check=False,
     )
     errors = "".join(line for line in done.stderr.splitlines() if line.startswith("Error: "))
-    has_layer = death.place == "imported" or re.search(r"layer \d", errors) is not None
+    # A port that dies while it is imported belongs to no layer.
+    names_layer = death.place == "imported" or re.search(r"layer \d", errors) is not None
     keeps_layers = None
     if command in _CAPTURING and death.is_in_forward:
         manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
@@ -121,7 +122,7 @@ def _run(command: str, death: Death, *, model: Path, folder: Path) -> _Run:
         death=death,
         exit_code=done.returncode,
         says_pass='"pass"' in done.stdout or "PASS" in done.stdout,
-        is_named=has_layer and f"{death.name}.py" in errors and all(word in errors for word in death.words),
+        is_named=names_layer and f"{death.name}.py" in errors and all(word in errors for word in death.words),
         keeps_layers=keeps_layers,
     )
 

@@ -2,7 +2,7 @@
 
 - Mistakes of real ports, and others, are planted in a plain PyTorch port: in early, middle and last layers, in all
   rows or in decoded rows alone. Right ports, and changes that are no mistakes, run beside them.
-- Ports run against goldens of synthetic models, and of the trained models of `--model`, on text that these never saw.
+- Ports run against goldens of synthetic models, and of the trained models of `--model`, on text not used in training.
 - Each run is judged with all sites shown, by its output alone, and chained as other tools dump a whole model.
 - The effect of a mistake is its change in float32, over the noise floor of the golden at the same site.
 
@@ -38,16 +38,16 @@ from neuron.devices.runtime import open_runtime
 
 
 def main() -> int:
-    """Run what the journal lacks, and print; the exit code is 1 where a goal is missed, 3 where it could not run."""
+    """Run what the journal lacks, and print; return 1 if a goal is missed, 3 if a run could not start, else 0."""
     arguments = _parse_arguments()
     try:
         joined = [Joined.read(path) for path in arguments.join]
-        found = run_all(list(_plan(arguments)), journal=RunJournal(arguments.journal))
+        all_cases = run_all(list(_plan(arguments)), journal=RunJournal(arguments.journal))
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 3
-    cases = [case for case in found if isinstance(case, Case)]
-    dumps = [case for case in found if isinstance(case, DumpCase)]
+    cases = [case for case in all_cases if isinstance(case, Case)]
+    dumps = [case for case in all_cases if isinstance(case, DumpCase)]
     _print_misses(cases, dumps)
     if arguments.table:
         print(render_table(cases))
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
-    """Return the cases of all runs, which run scene by scene and backend by backend in this process."""
+    """Return the cases of all runs; those that the journal lacks run here, scene by scene and backend by backend."""
     cases: list[AnyCase] = []
     for request, on_scene in itertools.groupby(plan, key=lambda planned: planned.request):
         runs = list(on_scene)
@@ -83,23 +83,23 @@ def _run_on_scene(
         with open_runtime(backend) as runtime:
             for planned in on_backend:
                 started_s = time.perf_counter()
-                found: tuple[AnyCase, ...]
+                cases: tuple[AnyCase, ...]
                 if isinstance(planned, PlannedDump):
-                    found = carry_out_dump(planned, scene, runtime=runtime, directory=directory)
+                    cases = carry_out_dump(planned, scene, runtime=runtime, directory=directory)
                 else:
-                    found = carry_out(planned, scene, runtime=runtime, directory=directory)
-                journal.add(repr(planned), found)
+                    cases = carry_out(planned, scene, runtime=runtime, directory=directory)
+                journal.add(repr(planned), cases)
                 took_s = time.perf_counter() - started_s
-                verdicts = ", ".join("found" if case.is_detected else "-" for case in found)
+                verdicts = ", ".join("found" if case.is_detected else "-" for case in cases)
                 print(f"{planned}: {verdicts} ({took_s:.1f} s)", file=sys.stderr)
-                yield from found
+                yield from cases
 
 
 def _print_misses(cases: Sequence[Case], dumps: Sequence[DumpCase]) -> None:
-    found: list[tuple[str, AnyCase]] = [*misses(cases), *dump_misses(dumps)]
-    for word, case in found:
+    all_misses: list[tuple[str, AnyCase]] = [*misses(cases), *dump_misses(dumps)]
+    for kind, case in all_misses:
         print(
-            f"{word}: {case}: effect {case.effect:.3g}, verdict {case.verdict}, blamed {case.blamed} "
+            f"{kind}: {case}: effect {case.effect:.3g}, verdict {case.verdict}, blamed {case.blamed} "
             f"{case.reason}",
             file=sys.stderr,
         )

@@ -5,9 +5,9 @@ Each variant runs in a process of its own. Memory is anonymous memory above the 
 Ratios are taken between runs that follow each other; figures are medians of several rounds. Packed experts are
 measured on two layers of MiniMax-M2's own size too.
 
-Takes 11 GB of disk and about fifteen minutes. Exit code 1 where a goal is missed, 3 where it could not run.
+Takes 11 GB of disk and about fifteen minutes. Exit code: 1 if a goal is missed, 3 if a measurement could not run.
 
-With --full-size DIR it also makes the golden of a checkpoint of the true size (scripts/full_size_checkpoint.py).
+--full-size DIR also makes the golden of a checkpoint of the true size (scripts/full_size_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class FigureGroup:
     """Figures that come from the same runs.
 
     Args:
-        stored: Name of the checkpoint that the runs need, of `_DTYPES`; None for none.
-        measure: Runs, and yields the figures; takes the bench, and the checkpoint where one is needed.
-        figures: Names of the figures.
+        stored: Name of the checkpoint that the runs need, a key of `_DTYPES`; None if they need none.
+        measure: Yields the figures; takes the bench, and the checkpoint if one is needed.
     """
 
     stored: str | None
@@ -64,7 +63,9 @@ def _split_names(model_type: str) -> Iterator[str]:
 
 
 _DEQUANTISING = (
-    *("fp8_dequantise_gb_per_s", "fp8_dequantise_share_of_memory_bandwidth", "memory_bandwidth_gb_per_s"),
+    "fp8_dequantise_gb_per_s",
+    "fp8_dequantise_share_of_memory_bandwidth",
+    "memory_bandwidth_gb_per_s",
 )
 _PEAKS = (
     *("peak_anonymous_over_layer", "peak_anonymous_over_layer_load_pass"),
@@ -98,22 +99,15 @@ GROUPS: tuple[FigureGroup, ...] = (
     FigureGroup(None, measure_split, (*_split_names("qwen2"), *_split_names("minimax_m2"))),
 )
 FULL_SIZE_FIGURES = (
-    "full_size_num_layers",
-    "full_size_s",
-    "full_size_gb_per_s",
-    "full_size_raw_cold_read_s",
-    "full_size_without_reads_s",
-    "full_size_stream_over_bound",
-    "full_size_peak_anonymous_over_layer",
-    "full_size_bytes_read_over_stored",
-    "full_size_disk_read_over_stored",
-    "full_size_capture_gb",
+    *("full_size_num_layers", "full_size_s", "full_size_gb_per_s", "full_size_raw_cold_read_s"),
+    *("full_size_without_reads_s", "full_size_stream_over_bound", "full_size_peak_anonymous_over_layer"),
+    *("full_size_bytes_read_over_stored", "full_size_disk_read_over_stored", "full_size_capture_gb"),
 )
 _KNOWN = {name for group in GROUPS for name in group.figures} | set(FULL_SIZE_FIGURES)
 
 
 def main() -> int:
-    """Measure, print, and end with 1 if a goal is missed."""
+    """Measure and print; return 1 if a goal is missed, else 0."""
     arguments = _parse_arguments()
     scale = SCALES[arguments.scale]
     if arguments.rounds is not None:

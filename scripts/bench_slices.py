@@ -6,7 +6,7 @@
 | extracting | speed of cutting a slice out, against `cp`, and its memory |
 | running | bytes that a rank reads, and time of two ranks against one process |
 
-Exit code 1 where a goal is missed, 2 for wrong usage, 3 where it could not run.
+Exit code: 1 if a goal is missed, 2 for wrong usage, 3 if a measurement could not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 from groups import run_groups
 
-# A group is the file of its name in slices/; it yields these figures and some beside them.
+# Figures by group, for --only. A group is a file in slices/, and yields more figures than these.
 GROUPS = {
     "planning": (
         "feasible_plans_found",

@@ -19,13 +19,15 @@ from figures import Figure, benchmark_parser, print_figures
 from peaks import Watched, watch
 from port_runs import EXAMPLES
 
+# BF16 weights of one layer of MiniMax-M2.
 LAYER_BYTES = 7_339_011_072
+# Goal for the peak of every command.
 MEMORY_LIMIT_BYTES = 24 << 30
 SWAPPED = EXAMPLES / "swapped_device_layer.py"
 
 
 def main() -> int:
-    """Run, print, and end with 1 if a goal is missed."""
+    """Run and print; return 1 if a goal is missed, else 0."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--scratch", type=Path, help="folder with 10 GB free (default: the system's)")
     parser.add_argument("--seq-len", default="40,24", help="row lengths (default: %(default)s)")
@@ -38,7 +40,7 @@ def main() -> int:
 
 
 def run_all(scratch: Path, *, seq_len: str, backend: str) -> dict[str, Watched]:
-    """Run every command of the path in order; the result tells what each took, by name."""
+    """Run every command of the path in order; return the time and memory that each took, by name."""
     names = ("model", "golden", "clean", "faulty")
     model, golden, clean, faulty = (shlex.quote(str(scratch / name)) for name in names)
     swapped = shlex.quote(f"{SWAPPED}:SwappedDeviceLayer")
@@ -59,7 +61,7 @@ def run_all(scratch: Path, *, seq_len: str, backend: str) -> dict[str, Watched]:
 
 
 def measure(name: str, expected_code: int, command: str) -> Watched:
-    """Run a command and sample its memory; end the benchmark where the exit code is another than expected."""
+    """Run a command and sample its memory; end the benchmark if its exit code is not the expected one."""
     words = shlex.split(command)
     beside = Path(sys.executable).parent / words[0]
     watched = watch([str(beside) if beside.exists() else words[0], *words[1:]])
@@ -70,7 +72,7 @@ def measure(name: str, expected_code: int, command: str) -> Watched:
 
 
 def figures_of(name: str, watched: Watched) -> list[Figure]:
-    """Return a command's time, and its memory in layers and against the machine's."""
+    """Return a command's time, and its peaks of memory in layers."""
     limit = MEMORY_LIMIT_BYTES / LAYER_BYTES
     anonymous = watched.peak_anonymous_bytes / LAYER_BYTES
     resident = watched.peak_resident_bytes / LAYER_BYTES

@@ -2,9 +2,9 @@
 
     python scripts/calibrate.py --measurements FILE.jsonl --output compare/limits/calibration.yaml
 
-Each run adds its records to the file of measurements, and the limits are fitted to all records of the file. So a
-calibration may be made in several sittings and on several machines (on a Neuron device: --backends neuron-xla).
-`--before` takes up limits whose measurements are lost. `mm2-compare --criteria FILE.yaml` reads the output too.
+Each run adds its records to the file of measurements, and the limits are fitted to all records of the file. So one
+calibration can be made by several runs and on several machines (on a Neuron device: --backends neuron-xla).
+`--before` keeps limits whose measurements are lost. `mm2-compare --criteria FILE.yaml` reads the output too.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
 
     Args:
         records: Records of right ports, from `measure`.
-        before: Limits of earlier records. They stay where these records measured nothing. Limits of goldens without
-            variants become no tighter.
+        before: Limits of earlier records. They stay if these records measured nothing for them. Limits of goldens
+            without variants become no tighter.
     """
     tables: dict[str, Table] = {}
     for mode in ("isolated", "chained"):
@@ -87,6 +87,7 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
         "layers": len(runs),
         "judged_sites": len(records),
     }
+    # A port reads "NAME on BACKEND", or "NAME on BACKEND, N ranks".
     backends = {record["port"].split(" on ")[1].split(",")[0] for record in records}
     if before is not None:
         backends |= before.backends or set()
@@ -102,20 +103,21 @@ def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
 
 
 def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str, floor: str) -> Table:
-    """Fit the limits where a golden kept only the statistics of its noise floor.
+    """Fit the limits for goldens that kept only the statistics of their noise floor.
 
-    They are at least as wide as the limits with twins: on machines whose bits differ more, the estimate strays as far.
+    They are at least as wide as `table`, the limits for goldens with twins: on machines whose bits differ more, the
+    estimate is off as far.
     """
     ratios = {
-        site: {figure: limit for figure, limit in own.items() if figure in RATIO_FIGURES}
-        for site, own in table.items()
+        site: {figure: limit for figure, limit in limits.items() if figure in RATIO_FIGURES}
+        for site, limits in table.items()
     }
     estimated = fit_ratios(records, mode=mode, floor=floor)
     return widen(estimated, ratios) if estimated else ratios
 
 
 def _widen_all(tables: Mapping[str, Table], before: NoiseLimits) -> dict[str, Table]:
-    """Widen the tables of goldens without variants to those before, and add those that are missing."""
+    """Widen the limits of goldens without variants to the earlier ones, and add the tables that are missing."""
     names = ("isolated", "isolated_estimated", "chained", "chained_estimated", "without_floor")
     earlier: dict[str, Table] = {
         name: {site: dict(figures) for site, figures in getattr(before, name).table.items()} for name in names
@@ -185,7 +187,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--before",
         type=Path,
-        help="limits of earlier measurements (default: none). They stay where nothing is measured anew; only limits of "
+        help="limits of earlier measurements (default: none). They stay if nothing is measured anew; only limits of "
         "goldens with variants may become tighter",
     )
     parser.add_argument(
@@ -201,7 +203,7 @@ def limits_text(
     backends: tuple[str, ...],
     measured: Mapping[str, Any],
 ) -> str:
-    """Return the text of the calibration file; `measured` tells of script, versions and machine."""
+    """Return the text of the calibration file; `measured` says how the limits were measured."""
     lines = [_HEADING, "measured:"]
     lines += [f"  {name}: {json.dumps(value, ensure_ascii=False)}" for name, value in measured.items()]
     lines += ["", f"backends: [{', '.join(backends)}]"]

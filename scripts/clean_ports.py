@@ -1,7 +1,7 @@
 """Right ports, run on synthetic and on trained models against goldens of several implementations.
 
-Their difference from the golden is noise. The limits of the verdict come from them (scripts/calibrate.py), and are
-tested on others of them (scripts/bench_clean_ports.py).
+Their difference from the golden is noise. scripts/calibrate.py fits the limits of the verdict to it.
+scripts/bench_clean_ports.py tests the limits on other models and prompts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ SHAPES = {
     ),
 }
 MODES = ("isolated", "chained")
-_TRANSFORMERS = (
+# Classes of examples/transformers_port.py.
+_TRANSFORMERS_PORTS = (
     *("EagerAttention", "EagerExperts", "Eager", "BatchedExperts", "Same"),
     *("RoundedWeights", "LaterPositions", "Float32NormWeights"),
 )
@@ -86,7 +87,7 @@ class Setting:
 def combine_settings(
     shapes: Sequence[str], seeds: Sequence[int], lengths: Sequence[tuple[int, ...]]
 ) -> list[Setting]:
-    """List all combinations, each with a golden of either implementation."""
+    """List all combinations of shapes, seeds, lengths and the golden's implementations."""
     return [
         Setting(shape=shape, seed=seed, lengths=rows, attention=attention, experts=experts)
         for shape in shapes
@@ -97,7 +98,7 @@ def combine_settings(
 
 
 def add_options(parser: argparse.ArgumentParser, *, seeds: Sequence[int], tp_degrees: Sequence[int]) -> None:
-    """Add the options that choose models and ports, with these defaults for `--seeds` and `--tp-degrees`."""
+    """Add the options that choose models and ports; `seeds` and `tp_degrees` are defaults."""
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -133,9 +134,6 @@ class CleanPort:
     """A right port.
 
     Args:
-        name: Name of the implementation.
-        target: Value of `--target`.
-        backend: Device of the run.
         tp_degree: Number of ranks that share a layer; 1 runs in this process.
     """
 
@@ -151,16 +149,16 @@ class CleanPort:
 
 def clean_ports(backends: Sequence[str], *, tp_degrees: Sequence[int] = ()) -> tuple[CleanPort, ...]:
     """List mm2's two layers on each backend, transformers' implementations, and mm2's layer shared by ranks."""
-    own = [
+    of_mm2 = [
         CleanPort(name=name, target=name, backend=backend)
         for name in ("builtin", "reference")
         for backend in backends
     ]
-    others = [
+    of_transformers = [
         CleanPort(
             name=f"transformers {name}", target=f"{EXAMPLES / 'transformers_port.py'}:{name}", backend="cpu"
         )
-        for name in _TRANSFORMERS
+        for name in _TRANSFORMERS_PORTS
         if "cpu" in backends
     ]
     shared = [
@@ -168,19 +166,19 @@ def clean_ports(backends: Sequence[str], *, tp_degrees: Sequence[int] = ()) -> t
         for degree in tp_degrees
         for backend in backends
     ]
-    return (*own, *others, *shared)
+    return (*of_mm2, *of_transformers, *shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanModel:
-    """A checkpoint and its golden, on disk."""
+    """The folder of a checkpoint, and its golden."""
 
     folder: Path
     golden: Capture
 
     @classmethod
     def build(cls, setting: Setting, scratch: Path) -> CleanModel:
-        """Make checkpoint and golden below the folder `scratch`; a trained model is used where it lies."""
+        """Make checkpoint and golden in the folder `scratch`; a trained model stays in its own folder."""
         if setting.shape in SHAPES:
             folder = scratch / "model"
             write_model(folder, SHAPES[setting.shape], seed=setting.seed)
@@ -206,11 +204,11 @@ class CleanModel:
 
         Each capture lies in `directory` until the next one replaces it.
         """
-        for backend in dict.fromkeys(port.backend for port in ports):
-            for port in ports:
-                if port.backend == backend:
-                    for mode in modes:
-                        yield port, mode, self._run(port, mode, directory)
+        backends = list(dict.fromkeys(port.backend for port in ports))
+        # A stable sort: the ports of a backend stay in their order.
+        for port in sorted(ports, key=lambda port: backends.index(port.backend)):
+            for mode in modes:
+                yield port, mode, self._run(port, mode, directory)
 
     def _run(self, port: CleanPort, mode: str, directory: Path) -> Capture:
         if port.tp_degree > 1:

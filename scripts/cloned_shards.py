@@ -1,13 +1,14 @@
-"""Shards of a checkpoint in which most layers share the FP8 codes of a few.
+"""Shards of a checkpoint whose first layers, the distinct ones, lend their FP8 codes to all other layers.
 
-| shard | holds | on disk |
+| shards | hold | on disk |
 |---|---|---|
 | the first | embedding, final norm, lm_head | written |
 | one per layer | small tensors: norms, router gate, correction bias, FP8 scales | written |
-| some per layer | FP8 codes of attention and experts | written for the distinct layers, cloned for all others |
+| some per layer | FP8 codes of attention and experts | written for distinct layers, cloned for the others |
 
-No two layers are equal: a value of an FP8 matrix is a code times a scale, and only codes repeat. The scales also
-hold the magnitude of a layer, so that the residual stream grows as in a whole synthesis.
+A clone is a file that shares its source's data on disk. No two layers are equal: a value of an FP8 matrix is a code
+times a scale, and only codes repeat. The scales also hold the magnitude of a layer. So the residual stream grows as in
+a checkpoint without clones.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from reflinks import BLOCK_BYTES, clone_range
@@ -35,7 +37,7 @@ _SHARD_BYTES = 2_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedShard:
-    """A shard to write, or to clone from `source`, which differs in the names of the tensors alone.
+    """A shard to write, or to clone from `source`: a shard that differs only in the names of its tensors.
 
     Raises:
         ValueError: `source` holds other shapes or dtypes, or the data do not fill whole blocks.
@@ -48,7 +50,7 @@ class PlannedShard:
     def __post_init__(self) -> None:
         if self.source is None:
             return
-        if _forms(self) != _forms(self.source):
+        if self._shapes_and_dtypes != self.source._shapes_and_dtypes:
             raise ValueError(f"{self.file_name} differs from {self.source.file_name} in shapes or dtypes")
         if self.data_bytes % BLOCK_BYTES:
             raise ValueError(
@@ -65,28 +67,33 @@ class PlannedShard:
         """Bytes of the data that take disk space."""
         return self.data_bytes if self.source is None else 0
 
+    @property
+    def _shapes_and_dtypes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(tensor.shape, tensor.dtype) for tensor in self.tensors]
+
 
 def plan_shards(model: SyntheticModel, *, num_distinct_layers: int) -> tuple[PlannedShard, ...]:
-    """Plan the shards of an FP8 checkpoint, whose layers take the codes of layer `layer % num_distinct_layers`.
+    """Plan the shards of an FP8 checkpoint, each shard behind the one that it clones.
+
+    Layer n takes the codes of layer `n % num_distinct_layers`.
 
     Raises:
-        ValueError: There are no distinct layers, or more than layers.
+        ValueError: The number of distinct layers is below 1, or above that of all layers.
     """
     if not 1 <= num_distinct_layers <= model.num_hidden_layers:
         raise ValueError(f"{num_distinct_layers} distinct layers of {model.num_hidden_layers}")
     groups = _group_tensors(plan_tensors(model, dtype=FP8))
     files = {key: f"model-{number:05}-of-{len(groups):05}.safetensors" for number, key in enumerate(groups)}
-    shards: dict[_Key, PlannedShard] = {}
+    shards: dict[_ShardKey, PlannedShard] = {}
     for key, tensors in groups.items():
-        layer, part = key
-        is_clone = part > 0 and layer >= num_distinct_layers
-        source = shards[layer % num_distinct_layers, part] if is_clone else None
+        is_clone = key.part > 0 and key.layer >= num_distinct_layers
+        source = shards[_ShardKey(key.layer % num_distinct_layers, key.part)] if is_clone else None
         shards[key] = PlannedShard(file_name=files[key], tensors=tuple(tensors), source=source)
     return tuple(shards.values())
 
 
 def write_shards(folder: Path, shards: Sequence[PlannedShard], weights: SyntheticWeights) -> None:
-    """Write the shards into the folder, sources before clones, one tensor in memory at a time.
+    """Write the shards into the folder in their order, one tensor in memory at a time.
 
     Raises:
         CannotRunError: The folder's file system has no reflinks.
@@ -96,8 +103,9 @@ def write_shards(folder: Path, shards: Sequence[PlannedShard], weights: Syntheti
         header = encode_header(shard.tensors, alignment=BLOCK_BYTES)
         with (folder / shard.file_name).open("wb") as file:
             file.write(header)
-            for tensor in shard.tensors if shard.source is None else ():
-                write_tensor(file, tensor, weights)
+            if shard.source is None:
+                for tensor in shard.tensors:
+                    write_tensor(file, tensor, weights)
         if shard.source is not None:
             clone_range(
                 folder / shard.source.file_name,
@@ -110,24 +118,26 @@ def write_shards(folder: Path, shards: Sequence[PlannedShard], weights: Syntheti
         _log.info("%s: %d bytes %s", shard.file_name, shard.data_bytes, origin)
 
 
-_Key = tuple[int, int]  # layer, part: part 0 is what is never cloned
+class _ShardKey(NamedTuple):
+    """A shard's place in the order of shards."""
+
+    layer: int  # -1 for tensors outside the layers
+    part: int  # 0 for tensors that are never cloned, then 1, 2, … for FP8 codes
 
 
-def _group_tensors(tensors: Sequence[TensorSize]) -> dict[_Key, list[TensorSize]]:
-    groups: dict[_Key, list[TensorSize]] = {}
+def _group_tensors(tensors: Sequence[TensorSize]) -> dict[_ShardKey, list[TensorSize]]:
+    """Return the tensors of each shard, in the order of shards."""
+    groups: dict[_ShardKey, list[TensorSize]] = {}
     filled_bytes: dict[int, int] = {}
     for tensor in tensors:
         layer = layer_of(tensor.name)
         if layer is None:
-            key = (-1, 0)
+            key = _ShardKey(-1, 0)
         elif tensor.dtype != FP8:
-            key = (layer, 0)
+            key = _ShardKey(layer, 0)
         else:
             filled_bytes[layer] = filled_bytes.get(layer, 0) + tensor.size_bytes
-            key = (layer, -(-filled_bytes[layer] // _SHARD_BYTES))
+            # Rounded up: the tensor that fills a shard still belongs to it.
+            key = _ShardKey(layer, -(-filled_bytes[layer] // _SHARD_BYTES))
         groups.setdefault(key, []).append(tensor)
     return dict(sorted(groups.items()))
-
-
-def _forms(shard: PlannedShard) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in shard.tensors]

@@ -26,7 +26,7 @@ from minimax_tools.text.tokenizer import encode_texts
 # Attention and experts of transformers: two implementations, which make two goldens of one model.
 IMPLEMENTATIONS = (("sdpa", "grouped_mm"), ("eager", "eager"))
 HELD_OUT_NAME = "held_out.txt"
-# As many layers as MiniMax-M2, each of them narrow.
+# A model of as many layers as MiniMax-M2, each of them narrow.
 NARROW = SyntheticModel(
     num_hidden_layers=62,
     hidden_size=128,
@@ -47,7 +47,7 @@ def write_model(folder: Path, model: SyntheticModel, *, dtype: torch.dtype = FP8
 def request_text_rows(
     folder: Path, lengths: Sequence[int], *, seed: int, padding_side: str = "right"
 ) -> InputRequest:
-    """Cut token rows of these lengths out of the held-out text beside a trained model; `seed` chooses the place.
+    """Cut token rows of these lengths out of the held-out text of a trained model; `seed` chooses the place.
 
     Raises:
         CheckpointError: The model has no such text, or too little of it.
@@ -62,9 +62,10 @@ def request_text_rows(
         raise CheckpointError(
             f"{path} is too short", expected=f"{sum(lengths)} tokens", found=str(len(tokens))
         )
+    # A prime spreads small seeds over the text.
     start = seed * 7919 % (len(tokens) - sum(lengths) + 1)
-    later = iter(tokens[start:])
-    rows = tuple(",".join(map(str, itertools.islice(later, length))) for length in lengths)
+    following = iter(tokens[start:])
+    rows = tuple(",".join(map(str, itertools.islice(following, length))) for length in lengths)
     return InputRequest(input_ids=rows, padding_side=padding_side)
 
 
@@ -83,7 +84,7 @@ def request_golden(
     """Describe a golden run of transformers' whole model.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         inputs: The token rows.
         noise_floor: `full`, `stats` or `off`.
         sites_level: `layer`, `component` or `all`.
@@ -91,7 +92,7 @@ def request_golden(
         attention: transformers' attention implementation.
         experts: transformers' experts implementation.
         floor_variants: Names of the variants that widen the noise floor.
-        streaming: Layers are streamed this way; None holds the whole model.
+        streaming: How layers are streamed; None holds the whole model in memory.
     """
     spec = ModelSpec.from_folder(folder)
     part = None if streaming is None else streaming.part
@@ -115,7 +116,7 @@ def request_golden(
 
 
 def capture_cpu_golden(folder: Path, directory: Path, *, rows: InputRequest, **options: Any) -> Capture:
-    """Run transformers' model over `rows` and capture it in `directory`; `options` are those of `request_golden`."""
+    """Run transformers' model over token rows, and capture it in `directory`; `options` as for `request_golden`."""
     inputs = build_inputs(rows, folder=folder, spec=ModelSpec.from_folder(folder))
     with open_golden(request_golden(folder, inputs, **options)) as golden:
         golden.capture(directory, extra={})

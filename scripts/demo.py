@@ -98,7 +98,7 @@ def main() -> int:
     _say("5. The name of the mistake: known mistakes are tried in the layer to blame")
     named = _diagnose(demo)
 
-    found = _tell_what_others_would_say(demo)
+    blamed = _compare_with_classic_limits(demo)
     continued = _continue_real_text(demo)
     _say("Next")
     print(f"captures: {demo.golden} (golden), {demo.device_run('builtin')}, {demo.device_run('swapped')}")
@@ -107,7 +107,7 @@ def main() -> int:
     print("  mm2-test sweep --model YOUR_CHECKPOINT --golden GOLDEN --target port.py:DecoderLayer   # on trn")
     print(f"  mm2-test component --layer {FAULTY_LAYER} --component experts …    # the blamed part alone")
     print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
-    if passed and failed and named and found and continued:
+    if passed and failed and named and blamed and continued:
         return 0
     print("The demo did not go as it should: see above.", file=sys.stderr)
     return 1
@@ -130,8 +130,8 @@ def _diagnose(demo: Demo) -> bool:
     return f"Layer {FAULTY_LAYER} matches {FAULTY_NAME}" in printed
 
 
-def _tell_what_others_would_say(demo: Demo) -> bool:
-    """Print the blame beside the classic limits' result; return whether the blame is right."""
+def _compare_with_classic_limits(demo: Demo) -> bool:
+    """Print the blame beside the classic limits' result; return whether only the blame is right."""
     _say("6. The same captures by the usual limits on layer outputs")
     noise = _comparison(demo, "swapped", "noise")
     faulty_classic = _outputs(_comparison(demo, "swapped", "classic"))
@@ -153,20 +153,20 @@ def _continue_real_text(demo: Demo) -> bool:
     _say("7. Real text: a small model that learnt English from Python's manual (tests/models/learned)")
     folder = demo.folder / "text"
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    given = ["--model", LEARNED, "--max-new-tokens", NUM_NEW_TOKENS, "--captures", folder]
-    golden = _json("mm2-gpu", "full", *given, *prompts)
+    options = ["--model", LEARNED, "--max-new-tokens", NUM_NEW_TOKENS, "--captures", folder]
+    golden = _json("mm2-gpu", "full", *options, *prompts)
     port = _json(
-        *("mm2-test", "full", *given, "--golden", folder / "gpu_reference" / "full_model"),
+        *("mm2-test", "full", *options, "--golden", folder / "gpu_reference" / "full_model"),
         *("--backend", "cpu"),
     )
     for prompt, row in zip(PROMPTS, golden["generation"]["rows"], strict=True):
         print(f"  {prompt}→ {row['text'].splitlines()[0]}")
-    alike = [(row["num_alike"], row["num_compared"]) for row in port["generated"]]
-    told = " and ".join(f"{num_alike} of {num_compared}" for num_alike, num_compared in alike)
+    counts = [(row["num_alike"], row["num_compared"]) for row in port["generated"]]
+    shares = " and ".join(f"{num_alike} of {num_compared}" for num_alike, num_compared in counts)
     print(
-        f"mm2's device layer on the same prompts: {port['verdict']}, {told} generated tokens are the golden's"
+        f"mm2's device layer on the same prompts: {port['verdict']}, {shares} generated tokens are the golden's"
     )
-    return bool(port["verdict"] == "pass" and all(found == wanted for found, wanted in alike))
+    return bool(port["verdict"] == "pass" and all(alike == compared for alike, compared in counts))
 
 
 def _json(*arguments: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Figures that a benchmark prints, for people or with `--json` for machines."""
+"""Figures that a benchmark prints, as a table or with `--json` as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A measured figure and its goal; the goal is `-` where there is none."""
+    """A measured figure and its goal.
+
+    Args:
+        goal: The goal as text; `-` without one.
+        holds: False if the goal is missed.
+    """
 
     figure: str
     value: float
@@ -40,7 +45,7 @@ class Figure:
     def share(
         cls, figure: str, hits: Sequence[bool], *, at_least: float | None = None, at_most: float | None = None
     ) -> Figure:
-        """Build the share of hits in percent, with a goal or without; it is 0 where there are no cases."""
+        """Build the share of hits in percent, with one goal or none; 0 without cases."""
         value = 100 * sum(hits) / len(hits) if hits else 0.0
         if at_least is not None:
             return cls.at_least(figure, value, at_least)
@@ -78,14 +83,14 @@ def names_among(known: Collection[str]) -> Callable[[str], set[str]]:
 
 
 def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -> int:
-    """Print the figures of a benchmark; return the exit code, 1 where a goal is missed."""
+    """Print the figures of a benchmark; return its exit code: 1 if a goal is missed, else 0."""
     if as_json:
         rows = [asdict(figure) for figure in figures]
         print(json.dumps({"benchmark": benchmark, "machine": describe_machine(), "figures": rows}, indent=1))
     else:
         print(describe_machine())
         for figure in figures:
-            outcome = "" if figure.goal == "-" else "holds" if figure.holds else "MISSED"
+            outcome = "" if figure.goal == "-" else ("holds" if figure.holds else "MISSED")
             print(f"{figure.figure:55} {figure.value:10.3f}  goal {figure.goal:12} {outcome}".rstrip())
     return 0 if all(figure.holds for figure in figures) else 1
 

@@ -1,17 +1,17 @@
 """Make a checkpoint with all 62 layers of MiniMax-M2's true dimensions: 230 GB that take 17.5 GB of disk.
 
-A few distinct layers are synthesized as by `mm2-split synthesize`. Each other layer clones the FP8 codes of one of
-them, which XFS and btrfs can do. Its norms, router gate, correction bias and FP8 scales are its own, as in a whole
-synthesis. Readers see an ordinary checkpoint in the hub's layout, of 187 shards.
+A few distinct layers are synthesized as by `mm2-split synthesize`. Each other layer clones the FP8 codes of one
+distinct layer, which XFS and btrfs can do. Its norms, router gate, correction bias and FP8 scales are its own. Readers
+see an ordinary checkpoint in the hub's layout, of 187 shards.
 
-Where --output lies on a file system without reflinks, root gets an XFS in a sparse file, mounted read-only on
---output. A second call finds the checkpoint; after a restart of the machine it mounts the image again.
+If --output lies on a file system without reflinks, root makes an XFS in a sparse file, mounted read-only on --output.
+A second call finds the checkpoint; after a restart of the machine it mounts the image again.
 
 The page cache takes clones for separate files: each is cold until it is read, as a shard of a true checkpoint. The
 image bypasses the cache of the file system below it. So reading 2 GB of a clone reads 2 GB from the disk, even right
-after its source (measured). Only a cache further below, as of a virtual machine's host, can merge clones.
+after its source (measured). Only a cache further below, such as that of a virtual machine's host, can merge clones.
 
-Exit code 3 where it cannot run: not Linux, not root, no xfsprogs, loop mounts forbidden, too little disk.
+Exit code 3 if it cannot run: not Linux, not root, no xfsprogs, loop mounts forbidden, too little disk.
 
 Example: python scripts/full_size_checkpoint.py --output m2 --json
 """
@@ -52,6 +52,7 @@ from minimax_tools.synthetic.random_weights import SyntheticWeights
 from minimax_tools.synthetic.toy_model import PRESETS, SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import write_tokenizer
 
+# The file that says what this script wrote.
 RECORD_FILE = "full_size_checkpoint.json"
 _DISTINCT_LAYERS = 4
 _SPARE_BYTES = 256 << 20  # the file system's log, indexes and headers
@@ -59,7 +60,7 @@ _SPARE_BYTES = 256 << 20  # the file system's log, indexes and headers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Contents of the checkpoint.
+    """A checkpoint that was asked for; `distinct_layers` is the number of layers with FP8 codes of their own.
 
     Raises:
         UsageError: There are more distinct layers than layers.
@@ -89,10 +90,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSizeCheckpoint:
-    """A checkpoint that lies there.
+    """A checkpoint on this machine.
 
-    `image` is None where the folder's own file system has reflinks. `logical_bytes` is the size of the tensors,
-    `disk_bytes` the disk space that they take, `seconds` the time of the build.
+    Args:
+        image: File of the image that holds it; None if the folder's own file system has reflinks.
+        is_read_directly: False if the file system below the image caches it too.
+        was_there: True if this call did not build it.
+        logical_bytes: Size of the tensors.
+        disk_bytes: Disk space that the tensors take.
     """
 
     folder: Path
@@ -110,33 +115,34 @@ def provide(request: Request, *, output: Path, image: Path | None) -> FullSizeCh
     """Find the checkpoint at `output`, mount its image there, or build it.
 
     Args:
-        request: Contents of the checkpoint.
+        request: The checkpoint.
         output: A folder: new, empty, or with the same checkpoint.
-        image: File of the image; None makes one beside `output`, only where reflinks are missing.
+        image: File of the image; None makes an image beside `output`, and only if reflinks are missing.
 
     Raises:
         UsageError: Something else is at `output` or `image`.
-        CannotRunError: This machine cannot hold or mount it.
+        CannotRunError: This machine cannot hold or mount the checkpoint.
     """
     _refuse_occupied(output)
     if (output / RECORD_FILE).exists():
         return _describe(request, output, was_there=True)
-    found = ReflinkImage(file=image or _default_image(output))
-    if found.file.exists():
-        refuse_foreign(found)
+    reflink_image = ReflinkImage(file=image or _default_image(output))
+    if reflink_image.file.exists():
+        refuse_foreign(reflink_image)
         require_image_tools()
-        found.mount(output, is_read_only=True)
+        reflink_image.mount(output, is_read_only=True)
         return _describe(request, output, was_there=True)
-    if image is None and _is_reflinked(output):
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if image is None and has_reflinks(output.parent):
         _build_in_folder(request, output)
     else:
         require_image_tools()
-        _build_in_image(request, output, found)
+        _build_in_image(request, output, reflink_image)
     return _describe(request, output, was_there=False)
 
 
 def unmount_checkpoint(output: Path) -> tuple[Path, ...]:
-    """Unmount the image at `output` and keep it; return the folder that was unmounted.
+    """Unmount the image at `output` and keep its file; return the folder that was unmounted, if any.
 
     Raises:
         CannotRunError: The image is in use.
@@ -148,7 +154,7 @@ def unmount_checkpoint(output: Path) -> tuple[Path, ...]:
 
 
 def remove_checkpoint(output: Path, *, image: Path | None) -> tuple[Path, ...]:
-    """Unmount and delete the checkpoint, its image, and the rest of a killed build; return what was deleted.
+    """Unmount and delete the checkpoint, its image, and what a killed build left; return what was unmounted or deleted.
 
     Raises:
         UsageError: This script did not make the files.
@@ -184,7 +190,7 @@ def _build_in_image(request: Request, output: Path, image: ReflinkImage) -> None
     plan = request.plan()
     with new_image(image.file, size_bytes=_disk_bytes(plan), scratch=_partial(output)) as folder:
         _write(request, plan, folder)
-    # Mounted anew, so that it is cold.
+    # Mounted again: so its files are not in the page cache.
     image.mount(output, is_read_only=True)
 
 
@@ -208,11 +214,6 @@ def _write(request: Request, plan: tuple[PlannedShard, ...], folder: Path) -> No
     _write_json(folder / RECORD_FILE, record)
 
 
-def _is_reflinked(output: Path) -> bool:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return has_reflinks(output.parent)
-
-
 def _describe(request: Request, output: Path, *, was_there: bool) -> FullSizeCheckpoint:
     record = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
     if record["request"] != asdict(request):
@@ -231,13 +232,14 @@ def _describe(request: Request, output: Path, *, was_there: bool) -> FullSizeChe
         num_hidden_layers=request.num_hidden_layers,
         distinct_layers=request.distinct_layers,
         logical_bytes=record["logical_bytes"],
-        # The files of a folder do not tell what they share: there the written bytes count.
+        # Files in a folder do not tell what they share: so the bytes that were written count.
         disk_bytes=record["written_bytes"] if image is None else image.stat().st_blocks * 512,
         seconds=record["seconds"],
     )
 
 
 def _refuse_occupied(output: Path) -> None:
+    """Check that `output` is new, empty, or written by this script."""
     if output.exists() and not (output / RECORD_FILE).exists():
         if not output.is_dir() or any(output.iterdir()):
             raise UsageError(
@@ -252,6 +254,7 @@ def _refuse_occupied(output: Path) -> None:
 
 
 def _disk_bytes(plan: tuple[PlannedShard, ...]) -> int:
+    """Return the disk space of the shards, with a fiftieth to spare."""
     written_bytes = sum(shard.written_bytes for shard in plan)
     return written_bytes + written_bytes // 50 + _SPARE_BYTES
 
@@ -290,7 +293,7 @@ def _print_checkpoint(made: FullSizeCheckpoint, *, as_json: bool) -> None:
 @click.option(
     "--image",
     type=click.Path(path_type=Path, resolve_path=True, dir_okay=False),
-    help="File of the image.  [default: OUTPUT.img, where an image is needed]",
+    help="File of the image.  [default: OUTPUT.img, if an image is needed]",
 )
 @click.option(
     "--preset", type=click.Choice(list(PRESETS)), default="m2", show_default=True, help="Sizes of the model."
@@ -301,7 +304,7 @@ def _print_checkpoint(made: FullSizeCheckpoint, *, as_json: bool) -> None:
 @click.option(
     "--distinct-layers",
     type=click.IntRange(min=1),
-    help="Number of layers with codes of their own.  [default: 4, or all of fewer]",
+    help="Number of layers with codes of their own.  [default: 4, or all if there are fewer]",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of every number.")
 @click.option("--unmount", "is_unmounted", is_flag=True, help="Unmount the image and keep it.")
@@ -319,7 +322,8 @@ def main(
     as_json: bool,
 ) -> None:
     """Find, make or remove the checkpoint, and print what is there."""
-    progress = logging.getLogger("minimax_tools")  # as --quiet and --debug set it up
+    # The scripts log as --quiet and --debug have set up mm2's own logger.
+    progress = logging.getLogger("minimax_tools")
     logging.basicConfig(level=progress.level, handlers=list(progress.handlers), format="%(message)s")
     if is_unmounted or is_removed:
         done = remove_checkpoint(output, image=image) if is_removed else unmount_checkpoint(output)

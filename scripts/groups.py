@@ -1,4 +1,7 @@
-"""Groups of figures: a benchmark whose groups are files of one folder, each with a function `measure(scale)`."""
+"""Groups of figures: the main function of a benchmark that has one file for each group.
+
+The files lie in a folder of the benchmark's name. Each has a function `measure(scale)` that yields figures.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from minimax_tools.errors import Mm2Error
 
 
 def run_groups(name: str, description: str | None, groups: Mapping[str, tuple[str, ...]]) -> int:
-    """Measure and print; the exit code is 1 where a goal is missed, 3 where it could not run.
+    """Measure and print; return 1 if a goal is missed, 3 if a measurement could not run, else 0.
 
     Args:
         name: Name of the benchmark and of its folder.
-        description: Text of its help.
-        groups: Figures by group; a group may yield others beside them.
+        description: Text of the benchmark's help.
+        groups: Names of figures by group, for `--only`; a group may yield more figures.
     """
     parser = benchmark_parser(description)
     parser.add_argument(
@@ -33,13 +36,13 @@ def run_groups(name: str, description: str | None, groups: Mapping[str, tuple[st
         help="size of the measurement; toy tries the script out quickly (default: %(default)s)",
     )
     arguments = parser.parse_args()
-    found: list[Figure] = []
+    measured: list[Figure] = []
     try:
         for group, figures in groups.items():
             if arguments.only is None or arguments.only & {group, *figures}:
                 print(f"{group} …", file=sys.stderr)
-                found += importlib.import_module(f"{name}.{group}").measure(arguments.scale)
+                measured += importlib.import_module(f"{name}.{group}").measure(arguments.scale)
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 3
-    return print_figures(name, found, as_json=arguments.json)
+    return print_figures(name, measured, as_json=arguments.json)

@@ -1,13 +1,16 @@
-"""Noise of right ports as records: one for each judged site of each comparison.
+"""Noise of right ports as records: one record for each judged site of each comparison.
 
-A run is compared with several forms of its golden:
+A run is compared with several forms of its golden, named in `FLOORS`:
 
-- with float32 twins
-- with the statistics of the noise floor alone
-- without a noise floor
-- the first two, with a floor that variants widen
+| floor | the golden has |
+|---|---|
+| `full` | float32 twins |
+| `stats` | only the statistics of the noise floor |
+| `off` | no noise floor |
+| `full_variants`, `stats_variants` | the first two, with a floor that variants widen: another unit |
 
-It is also compared with the port's choice of experts hidden, where tokens past a flip are unknown.
+With `full` and `off`, a copy of the run that hides its choice of experts is compared too: then nobody knows which
+tokens are past a flip.
 """
 
 from __future__ import annotations
@@ -27,15 +30,14 @@ from minimax_tools.metrics.noise_floor import error_name, token_rows
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import SiteResult
 
-# A floor that variants widen has another name, since it is another unit.
 FLOORS = ("full", "stats", "off", "full_variants", "stats_variants")
 _WITH_VARIANTS = "_variants"
-# Figures of ρ that a record holds.
-_NOISE = (
+# Fields of `SiteResult.noise` that a record holds.
+_NOISE_FIELDS = (
     *("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst", "incoming", "interval"),
     *("token_gain", "channel_gain", "channel_offset", "channel_worst"),
 )
-# Sites whose judgement changes where the choice of experts is hidden.
+# Sites that are judged differently if the choice of experts is hidden.
 _PAST_A_FLIP = ("router_weights", "moe_delta", "output")
 
 
@@ -61,7 +63,7 @@ class HiddenExperts(Capture):
     """A run of a port that does not show its choice of experts."""
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Return all sites but the choice of experts."""
+        """Return all sites except the choice of experts."""
         return tuple(site for site in super().sites(layer) if site is not Site.ROUTER_EXPERTS)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
@@ -78,13 +80,13 @@ def measure(
     *,
     floors: Collection[str] = FLOORS,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of one run, against goldens of these floors."""
+    """Yield the records of one run of a port, compared with these forms of its golden."""
     hidden = HiddenExperts(run.directory, run.manifest)
-    views: list[tuple[str, Capture]] = [
+    pairs: list[tuple[str, Capture]] = [
         *((floor, run) for floor in FLOORS if floor in floors),
         *((floor, hidden) for floor in ("full", "off") if floor in floors),
     ]
-    for floor, target in views:
+    for floor, target in pairs:
         comparison = compare_captures(
             PartialFloor(clean.golden, floor),
             target,
@@ -129,7 +131,7 @@ def _figures(site: SiteResult) -> dict[str, Any]:
     if site.noise is not None:
         assert site.metrics is not None, "ρ is measured beside the seeds' metrics"
         record["channels"] = site.metrics.num_elements // (site.num_judged + site.num_set_aside)
-        record |= {name: getattr(site.noise, name) for name in _NOISE}
+        record |= {name: getattr(site.noise, name) for name in _NOISE_FIELDS}
     if site.relative is not None:
         record["relative_l2"] = site.relative.value
         record["incoming"] = site.relative.incoming

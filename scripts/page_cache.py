@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 _PIECE_BYTES = 8 << 20
-# Shares of a checkpoint that may come from the disk when it is warm, and must when it is cold.
+# Share of a checkpoint that may come from the disk if the cache was warm, and share that must if it was cold.
 _WARM_SHARE, _COLD_SHARE = 0.02, 0.98
 
 

@@ -1,6 +1,6 @@
 """Time and peak memory of a process and its children, sampled from outside.
 
-Anonymous memory cannot be dropped, unlike cached pages of files; resident memory is both.
+The kernel can drop cached pages of files, but not anonymous memory. Resident memory is both together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 SAMPLE_INTERVAL_S = 0.005
-# Gauges cost more than a sample of memory. Samples come late on a busy machine, so this is a time, not a count.
+# Gauges cost more than a sample of memory, so they are read less often. On a busy machine samples come late: so this is
+# a time, and not a number of samples.
 _GAUGE_INTERVAL_S = 0.1
 # Names of the lines of /proc/PID/status.
 ANONYMOUS, RESIDENT = "RssAnon", "VmRSS"
@@ -24,11 +25,10 @@ _STATE = "State"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A process that has ended.
+    """Time and peaks of memory of a process that has ended.
 
     Args:
-        wall_s: Seconds from start to end.
-        cpu_s: Seconds of all cores.
+        exit_code: Exit code; minus the signal's number if a signal ended it.
         peak_anonymous_bytes: Largest sample of anonymous memory.
         peak_resident_bytes: Peak of resident memory, counted by the kernel.
         peaks: Peaks of other gauges, by name.
@@ -48,11 +48,11 @@ def watch(
     environment: Mapping[str, str] | None = None,
     gauges: Mapping[str, Callable[[], int]] = MappingProxyType({}),
 ) -> Watched:
-    """Run a command and sample its memory until it ends, that of its children included; its stdout is dropped.
+    """Run a command, and sample the memory of its processes until it ends; its stdout is dropped.
 
     Args:
         words: The command.
-        environment: Environment of the process; None for this one's.
+        environment: Environment of the command; None for that of this process.
         gauges: Functions that are read ten times per second, and once at the end.
     """
     began_s = time.monotonic()
@@ -69,7 +69,7 @@ def watch(
             raise
         finally:
             sampler.join()
-        # Popen must not wait again: wait4 was needed for the usage.
+        # wait4, which gives the usage, has ended the wait: Popen must not wait again.
         process.returncode = os.waitstatus_to_exitcode(status)
     return Watched(
         exit_code=process.returncode,
@@ -82,14 +82,15 @@ def watch(
 
 
 def memory_bytes(status: str, kind: str = ANONYMOUS) -> int:
-    """Read the memory of one kind in a `/proc/PID/status`; 0 where the process has ended."""
+    """Read the memory of one kind from the text of `/proc/PID/status`; 0 if the process has ended."""
     return 1024 * int(_fields(status).get(kind, "0 kB").split()[0])
 
 
 def tree_bytes(folder: Path, *, without: tuple[Path, ...] = ()) -> int:
-    """Measure the disk space of the files in a folder but for the folders `without`; it may change meanwhile."""
+    """Measure the disk space of the files in a folder except the folders `without`; files may vanish meanwhile."""
     total = 0
     for parent, folders, names in os.walk(folder):
+        # os.walk goes only into the folders that stay in its list.
         folders[:] = [name for name in folders if Path(parent) / name not in without]
         for name in names:
             try:
@@ -100,11 +101,14 @@ def tree_bytes(folder: Path, *, without: tuple[Path, ...] = ()) -> int:
 
 
 def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, int]) -> None:
+    """Raise the peaks until the process ends."""
     gauge_due_s = time.monotonic()
     while True:
         status = _read_status(pid)
+        # Z is a zombie: ended, but not yet waited for.
         has_ended = _fields(status).get(_STATE, "Z").startswith("Z")
-        held_bytes = memory_bytes(status) + sum(memory_bytes(_read_status(child)) for child in _family(pid))
+        of_children = sum(memory_bytes(_read_status(child)) for child in _descendants(pid))
+        held_bytes = memory_bytes(status) + of_children
         peaks[ANONYMOUS] = max(peaks[ANONYMOUS], held_bytes)
         if has_ended or time.monotonic() >= gauge_due_s:
             gauge_due_s = time.monotonic() + _GAUGE_INTERVAL_S
@@ -115,19 +119,19 @@ def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, 
         time.sleep(SAMPLE_INTERVAL_S)
 
 
-def _family(pid: int) -> Iterator[int]:
-    """Yield the children of a process, and theirs."""
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield the children of a process, and their children."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     except OSError:
         return
     for child in map(int, children):
         yield child
-        yield from _family(child)
+        yield from _descendants(child)
 
 
 def _read_status(pid: int) -> str:
-    """Read `/proc/PID/status`; empty where the process is gone."""
+    """Read `/proc/PID/status`; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:

@@ -25,7 +25,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 
 def request_run(folder: Path, golden: Capture, target: Target, run: Run) -> DeviceRequest:
-    """Describe a BF16 run of a port over the inputs of a golden; `folder` is the checkpoint."""
+    """Describe a BF16 run of a port over the inputs of a golden; `folder` is that of the checkpoint."""
     return DeviceRequest(
         folder=folder,
         spec=ModelSpec.from_folder(folder),
@@ -53,7 +53,7 @@ def run_on_ranks(
 ) -> Capture:
     """Run mm2's own layer on several ranks, by the command `sweep` or `full` of `mm2-test`.
 
-    The capture lies in `directory`, which is emptied first; `folder` is the checkpoint.
+    The capture lies in `directory`, which is emptied first; `folder` is that of the checkpoint.
 
     Raises:
         BackendError: The ranks could not run.
@@ -76,7 +76,7 @@ def run_on_ranks(
         cwd=_REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"},
     )
-    # 1 is a verdict, and the capture is there.
+    # With exit code 1 the verdict is fail, and the capture is complete.
     if done.returncode not in (0, 1):
         raise BackendError(f"{tp_degree} ranks on {backend} did not run", found=done.stderr[-2000:])
     return Capture.open(directory)

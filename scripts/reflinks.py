@@ -1,7 +1,7 @@
 """Reflinks: files that share the data of another file, and an XFS image for disks without them.
 
-A clone takes no disk space and no time, since it points to the same data. XFS and btrfs have reflinks. On other file
-systems root can keep an XFS in a sparse file, and mount it through a loop device.
+A clone points to the data of its source, so it takes neither disk space nor time. XFS and btrfs have reflinks. On other
+file systems root can keep an XFS in a sparse file, the image, and mount it through a loop device.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from minimax_tools.errors import CannotRunError, UsageError
 
 _log = logging.getLogger(__name__)
 
+# Clones begin and end on a multiple of this, in both files.
 BLOCK_BYTES = 4096
-"""Size of a block: clones begin and end on a multiple of it, in both files."""
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h; Python's fcntl has a name for it since 3.13 only
 _CLONE_RANGE = struct.Struct("=qQQQ")  # source's descriptor, its offset, the size, the target's offset
+# Error numbers of a file system without reflinks.
 _NO_REFLINKS = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)
+# Label of the image's file system, by which this script knows its own images.
 _LABEL = "mm2full"
 _XFS_MAGIC, _XFS_LABEL_OFFSET, _XFS_LABEL_BYTES = b"XFSB", 108, 12
 # Tools by name, each with its Debian package.
@@ -39,7 +41,7 @@ _LEAST_IMAGE_BYTES = 512 << 20  # mkfs.xfs refuses less than 300 MB
 def clone_range(
     source: Path, target: Path, *, source_offset: int, target_offset: int, size_bytes: int
 ) -> None:
-    """Let `target` share bytes of `source`; both files lie on one file system, and `target` grows.
+    """Let `target` share bytes of `source`, and grow as needed; both files lie on one file system.
 
     Raises:
         ValueError: An offset or the size is no multiple of `BLOCK_BYTES`.
@@ -53,12 +55,12 @@ def clone_range(
             )
     if size_bytes == 0:
         return  # to the kernel a size of 0 means: up to the end
-    import fcntl  # Linux alone gets here; elsewhere the module may not exist
+    import fcntl  # not at the top: other systems than Linux may lack it
 
-    with source.open("rb") as read, target.open("rb+") as written:
-        request = _CLONE_RANGE.pack(read.fileno(), source_offset, size_bytes, target_offset)
+    with source.open("rb") as source_file, target.open("rb+") as target_file:
+        request = _CLONE_RANGE.pack(source_file.fileno(), source_offset, size_bytes, target_offset)
         try:
-            fcntl.ioctl(written.fileno(), _FICLONERANGE, request)
+            fcntl.ioctl(target_file.fileno(), _FICLONERANGE, request)
         except OSError as error:
             if error.errno not in _NO_REFLINKS:
                 raise
@@ -71,7 +73,7 @@ def clone_range(
 
 
 def has_reflinks(folder: Path) -> bool:
-    """Try with two small files whether files of the folder can share data."""
+    """Decide whether files of the folder can share data, by a trial with two small files."""
     if sys.platform != "linux":
         return False
     with tempfile.TemporaryDirectory(dir=folder, prefix=".reflinks-") as scratch:
@@ -86,7 +88,7 @@ def has_reflinks(folder: Path) -> bool:
 
 
 def require_room(folder: Path, size_bytes: int) -> None:
-    """Raise if the disk of the folder has too little room.
+    """Check that the disk of the folder has enough room.
 
     Raises:
         CannotRunError: Less than `size_bytes` are free.
@@ -102,10 +104,10 @@ def require_room(folder: Path, size_bytes: int) -> None:
 
 
 def require_image_tools() -> None:
-    """Raise if no image can be made here; a forbidden loop mount shows only later.
+    """Check that an image can be made here; only a forbidden loop mount shows later.
 
     Raises:
-        CannotRunError: Something is missing; the message lists all of it.
+        CannotRunError: This is not Linux, or not root, or tools are missing; the message lists them.
     """
     if sys.platform != "linux":
         raise CannotRunError("an image with reflinks needs Linux", found=sys.platform)
@@ -124,7 +126,7 @@ def require_image_tools() -> None:
 
 
 def backing_file(folder: Path) -> Path | None:
-    """Find the image that is mounted on the folder; None where there is none."""
+    """Find the file of the image that is mounted on the folder; None if no image is."""
     if not folder.is_mount():
         return None
     try:
@@ -137,8 +139,8 @@ def backing_file(folder: Path) -> Path | None:
 class ReflinkImage:
     """A sparse file that holds an XFS with reflinks.
 
-    The loop device bypasses the cache of `file` where that is possible. Otherwise a clone would be warm once its source
-    was read.
+    If possible, the loop device bypasses the page cache of `file`. Otherwise a clone would be warm once its source was
+    read.
     """
 
     file: Path
@@ -149,7 +151,7 @@ class ReflinkImage:
         Raises:
             CannotRunError: mkfs.xfs failed.
         """
-        # An eighth more for metadata, such as reference counts of shared blocks, and for the log.
+        # An eighth more for the log and for metadata, such as reference counts of shared blocks.
         num_blocks = (_LEAST_IMAGE_BYTES + size_bytes + size_bytes // 8) // BLOCK_BYTES
         with self.file.open("xb") as file:
             file.truncate(num_blocks * BLOCK_BYTES)
@@ -162,7 +164,7 @@ class ReflinkImage:
         return block.startswith(_XFS_MAGIC) and block[_XFS_LABEL_OFFSET:].rstrip(b"\0") == _LABEL.encode()
 
     def mount(self, folder: Path, *, is_read_only: bool) -> None:
-        """Mount the image on the folder, which is made where it is missing.
+        """Mount the image on the folder, which is made if it is missing.
 
         Raises:
             CannotRunError: No loop mount is allowed here, or the image is damaged.
@@ -173,7 +175,7 @@ class ReflinkImage:
             try:
                 _run("mount", "-t", "xfs", "-o", "ro" if is_read_only else "rw,noatime", device, folder)
             finally:
-                # The kernel frees the device at the unmount, or now where the mount failed.
+                # The kernel frees the device at the unmount, or now if the mount failed.
                 _run("losetup", "--detach", device)
         except CannotRunError as error:
             raise CannotRunError(
@@ -188,9 +190,9 @@ class ReflinkImage:
 
 @contextmanager
 def new_image(file: Path, *, size_bytes: int, scratch: Path) -> Iterator[Path]:
-    """Make an image for `size_bytes` of data, mounted on `scratch` inside the block and unmounted behind it.
+    """Make an image for `size_bytes` of data, mounted on `scratch` until the block ends.
 
-    The image gets its name only where the block succeeds. The rest of a killed run is removed first.
+    The image gets its name only if the block succeeds. What a killed run left is removed first.
 
     Raises:
         CannotRunError: The disk is too small, or no image can be made or mounted here.
@@ -210,7 +212,7 @@ def new_image(file: Path, *, size_bytes: int, scratch: Path) -> Iterator[Path]:
 
 
 def discard_partial(file: Path, *, scratch: Path) -> None:
-    """Unmount and delete the rest of a killed `new_image`.
+    """Unmount and delete what a killed `new_image` left.
 
     Raises:
         CannotRunError: The image is in use.
@@ -238,10 +240,10 @@ def unmount(folder: Path) -> None:
 
 
 def refuse_foreign(image: ReflinkImage) -> None:
-    """Raise if this script did not make an image.
+    """Check that this script made an image.
 
     Raises:
-        UsageError: The file is another.
+        UsageError: It did not.
     """
     if not image.is_ours():
         raise UsageError(
@@ -256,6 +258,7 @@ def _partial(file: Path) -> ReflinkImage:
 
 
 def _loop(folder: Path) -> Path:
+    """Return the kernel's folder of the loop device that is mounted on a folder."""
     device = folder.stat().st_dev
     return Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/loop")
 

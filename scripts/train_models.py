@@ -4,7 +4,7 @@
     python scripts/train_models.py --output-dir models b tiny     some models
     python scripts/train_models.py --output-dir models --table    a table of what the models there have learnt
 
-A model takes one core for 5 to 20 minutes. With one torch version, the weights are the same on one kind of machine:
+A model takes one core for 5 to 20 minutes. The same torch version gives the same weights on the same kind of machine:
 training has one thread, a fixed number of steps, and a seed per model. `tiny` is the model in tests/models/learned.
 """
 
@@ -19,10 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Options of `mm2-split train`, by model.
 RECIPES = {
     # Many heads, long text: the shape of the first report.
     "a": "--text prose --steps 798 --seed 0",
-    # Widths of their own in every place, 32 experts, a vocabulary with merges, source code.
+    # Widths that no other quantity has, 32 experts, a vocabulary with merges, source code.
     "b": "--text python-asyncio-and-email --steps 400 --seed 1 --hidden-size 384 --num-attention-heads 6 "
     "--num-hidden-layers 6 --num-local-experts 32 --intermediate-size 48 --vocab-size 512",
     # A wide residual stream with massive channels, few experts, the language of lawyers.
@@ -35,19 +36,19 @@ RECIPES = {
     "e": "--text licences --steps 700 --seed 5 --hidden-size 384 --num-attention-heads 12 --num-key-value-heads 2 "
     "--head-dim 32 --rotary-dim 16 --num-hidden-layers 4 --num-local-experts 64 --num-experts-per-tok 8 "
     "--intermediate-size 32 --vocab-size 384",
-    # Wide heads, one for keys and values of four, and massive channels.
+    # Wide heads, one kv head for four query heads, and massive channels.
     "f": "--text prose --steps 500 --seed 6 --hidden-size 512 --num-attention-heads 4 --num-key-value-heads 1 "
     "--head-dim 128 --rotary-dim 64 --num-hidden-layers 6 --num-local-experts 24 --num-experts-per-tok 6 "
     "--intermediate-size 64 --vocab-size 448 --massive-channels 2",
-    # Deep for its width, one expert in eight chosen, a vocabulary of its own.
+    # Deep for its width, one expert in eight chosen, the largest vocabulary.
     "g": "--text python-asyncio-and-email --steps 600 --seed 7 --hidden-size 256 --num-attention-heads 8 "
     "--num-key-value-heads 4 --head-dim 32 --rotary-dim 32 --num-hidden-layers 8 --num-local-experts 24 "
     "--num-experts-per-tok 3 --intermediate-size 96 --vocab-size 640",
-    # Four times as many experts as are usual here, three of them to a token, short training.
+    # Many experts, three of them to a token, short training.
     "h": "--text prose --steps 400 --seed 8 --hidden-size 384 --num-attention-heads 12 --num-key-value-heads 4 "
     "--head-dim 32 --rotary-dim 16 --num-hidden-layers 5 --num-local-experts 48 --num-experts-per-tok 3 "
     "--intermediate-size 64 --vocab-size 512",
-    # Narrow and deeper, half of its heads' dims turned, two of many experts.
+    # Narrow and deeper, half of its heads' dims rotated, five of many experts.
     "i": "--text python-standard-library --steps 900 --seed 9 --hidden-size 256 --num-attention-heads 8 "
     "--num-key-value-heads 2 --head-dim 64 --rotary-dim 32 --num-hidden-layers 6 --num-local-experts 40 "
     "--num-experts-per-tok 5 --intermediate-size 64 --vocab-size 576",

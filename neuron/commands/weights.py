@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 import torch
 
@@ -31,8 +29,9 @@ from neuron.ports.traced import PREFIX as TRACED
 from neuron.rank_options import rank_options
 from neuron.weight_trace.inspection import inspect_weights
 from neuron.weight_trace.report import inspection_record, render_inspection
-from neuron.weight_trace.trace_size import smaller_spec
-from neuron.weight_trace.traced_port import SharedPort, TracedPort
+from neuron.weight_trace.shared_port import SharedPort
+from neuron.weight_trace.smaller_model import smaller_spec
+from neuron.weight_trace.traced_port import TracedPort
 
 
 @click.command(
@@ -64,51 +63,59 @@ from neuron.weight_trace.traced_port import SharedPort, TracedPort
 @memory_budget_option
 @dtype_option
 @output_options
-def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
+def weights_command(
+    *,
+    model: str,
+    target: str,
+    backend: str,
+    ranks: Ranks,
+    layer: int,
+    full_size: bool,
+    loads: bool,
+    memory_budget: int | None,
+    dtype: torch.dtype,
+    as_json: bool,
+) -> None:
     """Trace where every element of a layer's weights lands in a port, and name what is wrong with it.
 
     The port's conversion and strict loading get generated tensors whose values encode their own position. So a weight
     that is missing, duplicated, swapped, transposed, out of order, scaled, computed or rounded shows.
 
     Only the port's forward decides which layout is right. So the port is run once on generated weights, in float32 on
-    the CPU, beside the reference layer. Where the outputs differ, the repair that makes them agree names the mistake.
+    the CPU, beside the reference layer. If the outputs differ, the repair that makes them agree names the mistake.
 
     Large models are traced at a smaller size. With --full-size, as many experts are traced element by element as fit in
     --memory-budget (default: the machine's free memory), and the report names them. The values of all experts are
     compared once the checkpoint's layer is loaded.
 
-    Exits with 1 where weights are wrong.
+    Exits with 1 if weights are wrong.
     """
-    spec = ModelSpec.from_folder(resolve_config(options["model"]))
-    layer: int = options["layer"]
+    spec = ModelSpec.from_folder(resolve_config(model))
     Span.single(layer).within(spec.num_hidden_layers)
-    if options["target"].startswith(TRACED):
+    if target.startswith(TRACED):
         raise UsageError(
-            f"--target {options['target']} contains its weights: there is no conversion to trace",
+            f"--target {target} contains its weights: there is no conversion to trace",
             next_step="Name the port that it was compiled from.",
         )
-    target = find_target(options["target"])
     layers = range(layer, layer + 1)
-    folder = resolve_model(options["model"], layers=layers)
-    # A port may ask for its rank while it is built.
+    folder = resolve_model(model, layers=layers)
     with (
         output_set_aside(),
-        open_runtime(options["backend"], ranks=ranks) as runtime,
+        open_runtime(backend, ranks=ranks) as runtime,
         CheckpointReader(folder, layers=layers) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
         port = TracedPort(
-            target=target,
-            spec=spec if options["full_size"] else smaller_spec(spec, num_ranks=ranks.degree),
+            target=find_target(target),
+            spec=spec if full_size else smaller_spec(spec, num_ranks=ranks.degree),
             layer=layer,
-            dtype=options["dtype"],
+            dtype=dtype,
             reader=reader,
             ranks=runtime.ranks,
             pool=pool,
         )
         shared = SharedPort(port, runtime)
-        budget = MemoryBudget(options["memory_budget"])
-        inspection = inspect_weights(shared, spec, loads=options["loads"], budget=budget)
+        inspection = inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
         shared.dismiss()
     if as_json:
         print_json(inspection_record(inspection))

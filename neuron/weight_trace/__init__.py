@@ -1,22 +1,29 @@
 """Weight trace: where every element of a port's weights comes from, and whether that is right; `mm2-test weights`.
 
-In the order of an inspection:
+A *source tensor* is a tensor of the checkpoint's layer, a *port tensor* one that the port's module holds. In the order
+of an inspection:
 
 - `inspection`: the whole inspection of a port, and its verdict
-- `trace_size`: the smaller model, the traced experts and the trial's dtype, as memory allows
+- `smaller_model`: a model of the same proportions whose layer is traced in seconds
+- `trace_size`: the traced experts and the trial's dtype, as memory allows
 - `source_tensors`: the tensors of a checkpoint's layer, with every element numbered
 - `generated_tensors`: a layer's tensors made on access
-- `traced_port`: the port, built, loaded and run, on all ranks that share it
+- `traced_port`: one rank's part of the port, built, loaded and run
+- `shared_port`: the same on all ranks that share the port
 - `port_tensors`: every tensor that a port's module holds, and the traced part of a large one
 - `origin_tracer`: the passes that show where each element lands
-- `tensor_origin`: the source element of each element of a port tensor, collected pass by pass
+- `origin_recorder`: what each pass shows of one port tensor
+- `tensor_origin`: the source element of each element of a port tensor
+- `index_sequence`: rows or columns of a source tensor in the order in which a port tensor holds them
 - `layout_segment`: neighbouring rows or columns that one source tensor fills
+- `matrix_segments`: a matrix read as such segments
 - `tensor_layout`: the source tensors that a port tensor holds, as text too
 - `weight_finding`: one fault, or something that may be one
 - `layout_check`: findings from the layouts
 - `repairs`: inverses of known mistakes
 - `quantisation`: generated weights that FP8 or INT8 hold exactly
 - `trial`: the run on generated weights that clears or proves a suspect
+- `value_checksum`: a checksum of values in any order
 - `loaded_check`: the checkpoint's own layer in the port, compared by checksums
 - `report`: the inspection as text and as JSON
 """

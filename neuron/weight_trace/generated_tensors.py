@@ -1,4 +1,4 @@
-"""Generated tensors: a layer's tensors made on access, so that a layer of true size never lies in memory."""
+"""Generated tensors: a layer's tensors, each made on access. So a layer of true size never lies in memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shape
 
 Tensors = Mapping[str, torch.Tensor]
 # Makes the tensor of a name.
-Make = Callable[[str], torch.Tensor]
+MakeTensor = Callable[[str], torch.Tensor]
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each made anew at every access.
+    """Tensors by name, each made anew at every access."""
 
-    Args:
-        make: Makes the tensor of a name.
-    """
-
-    def __init__(self, names: Collection[str], make: Make) -> None:
+    def __init__(self, names: Collection[str], make: MakeTensor) -> None:
         self._names = names
         self._make = make
 
@@ -48,11 +44,12 @@ class GeneratedTensors(LayerTensors):
     Args:
         spec: The model; it may be smaller than the checkpoint's.
         dtype: Dtype of all tensors except the router gate and the correction bias, which are float32.
-        make: Makes the values of a tensor, of its shape, in any dtype.
+        make: Makes the values of a tensor in its shape, in any dtype.
+        reader: The checkpoint; no tensor is read from it.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, layer: int, dtype: torch.dtype, make: Make, reader: CheckpointReader
+        self, spec: ModelSpec, *, layer: int, dtype: torch.dtype, make: MakeTensor, reader: CheckpointReader
     ) -> None:
         self._shapes = expected_layer_shapes(spec)
         self._make = make

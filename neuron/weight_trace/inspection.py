@@ -1,4 +1,9 @@
-"""Inspection: a port's weights traced, tried and loaded, and the verdict on them."""
+"""Inspection: a port's weights are traced, tried and loaded, and a verdict is given.
+
+1. The trace shows where every element of generated tensors lands in the port. What looks wrong is a *suspect*.
+2. The trial runs the port on generated weights beside the reference layer. It clears the suspects or proves them wrong.
+3. The checkpoint's own layer is loaded, and compared with the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,11 @@ from minimax_tools.results.results import Verdict
 from neuron.weight_trace.layout_check import check_layouts
 from neuron.weight_trace.loaded_check import check_loaded
 from neuron.weight_trace.repairs import candidate_repairs
+from neuron.weight_trace.shared_port import SharedPort
 from neuron.weight_trace.source_tensors import SourceTensors
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample, TrialMemory
-from neuron.weight_trace.traced_port import SharedPort
 from neuron.weight_trace.trial import TrialOutcome, run_trial
 from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
 
@@ -31,11 +36,9 @@ class WeightInspection:
         target: The port, as the user named it.
         spec: The traced model.
         is_smaller: True if it is smaller than the checkpoint's model.
-        sample: The traced experts.
-        num_ranks: Number of ranks that share the layer.
-        layouts: Layouts of the first rank's tensors.
-        trial: Comparison of the port's output with the reference layer's.
-        compared: Kinds of tensors whose loaded values were all compared with the checkpoint's; None where the
+        layouts: Layouts of the first rank's port tensors.
+        findings: Faults, and suspects that the trial did not settle, with notes.
+        compared: Kinds of source tensors whose loaded values were all compared with the checkpoint's; None if the
             checkpoint's own layer was not loaded.
     """
 
@@ -52,7 +55,7 @@ class WeightInspection:
 
     @property
     def verdict(self) -> Verdict:
-        """Fail if a weight is certainly wrong, warn if a suspect is left or the trial was not right, else pass."""
+        """Fail if a weight is certainly wrong; warn if a suspect is left or the trial was not right; else pass."""
         severities = {finding.severity for finding in self.findings}
         if Severity.WRONG in severities:
             return Verdict.FAIL
@@ -66,7 +69,7 @@ def inspect_weights(
     """Trace a port's conversion, run the port on generated weights, and load the checkpoint's own layer.
 
     Args:
-        shared: The port.
+        shared: The port, on all ranks that share it.
         checkpoint_spec: The checkpoint's model.
         loads: True to load the checkpoint's own layer too.
         budget: Memory limit of the process. It sets how many experts are traced, and the trial's dtype.
@@ -77,11 +80,12 @@ def inspect_weights(
         TargetError: The port cannot be built or loaded.
     """
     port, spec = shared.port, shared.port.spec
+    # Some targets fill their parameters without a converted copy.
     num_layers_held = 1 if port.target.fills_storage else 2
     sample = ExpertSample.fitting(spec, port.dtype, budget, num_layers_held=num_layers_held)
     sources = sample.sources(spec)
-    traced = "" if sample.is_whole else f", of {sample}"
-    logger.info("Tracing where every element of layer %d lands%s.", port.layer, traced)
+    of_sample = "" if sample.is_whole else f", of {sample}"
+    logger.info("Tracing where every element of layer %d lands%s.", port.layer, of_sample)
     origins = _trace(shared, sample, is_smaller=spec != checkpoint_spec)
     by_rank = [[read_layout(origin, sources) for origin in of_rank] for of_rank in origins]
     findings = check_layouts(by_rank, sources)
@@ -98,10 +102,8 @@ def inspect_weights(
     compared = None
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
-        wrong_kinds = {
-            kind for finding in findings if finding.severity is Severity.WRONG for kind in finding.kinds
-        }
-        check = check_loaded(port.load_checkpoint(checkpoint_spec), by_rank[0], known_kinds=wrong_kinds)
+        loaded = port.load_checkpoint(checkpoint_spec)
+        check = check_loaded(loaded, by_rank[0], known_kinds=_wrong_kinds(findings))
         findings += check.findings
         compared = check.compared
     return WeightInspection(
@@ -119,6 +121,7 @@ def inspect_weights(
 
 
 def _trace(shared: SharedPort, sample: ExpertSample, *, is_smaller: bool) -> list[list[TensorOrigin]]:
+    """Trace the port on all ranks; an error at a smaller size names --full-size."""
     try:
         return shared.trace(sample)
     except TargetError as error:
@@ -133,7 +136,7 @@ def _trace(shared: SharedPort, sample: ExpertSample, *, is_smaller: bool) -> lis
 
 
 def _judge(findings: list[WeightFinding], trial: TrialOutcome) -> list[WeightFinding]:
-    """Add what the trial proved, and settle each suspect by it."""
+    """Return the mistakes that the trial proved, then the findings, with each suspect settled by the trial."""
     proved = [
         WeightFinding(
             mistake=repair.mistake,
@@ -150,6 +153,7 @@ def _judge(findings: list[WeightFinding], trial: TrialOutcome) -> list[WeightFin
 
 
 def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
+    """Return the suspect as a note, as wrong, or unchanged if the trial cannot tell."""
     if trial.is_right:
         return suspect.cleared("on purpose: the port's output is right")
     if trial.repairs:
@@ -158,9 +162,13 @@ def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
         return suspect.cleared("on purpose: the port's output is right once what is proved above is undone")
     if trial.is_quantised:
         if suspect.mistake is WeightMistake.COMPUTED:
-            # Whether its loss is acceptable, only a run shows.
+            # Only a comparison with the golden shows whether the loss by quantisation is acceptable.
             text = f"{suspect.text}: quantised, and right on weights that quantisation keeps"
             return replace(suspect, text=text)
         return suspect.cleared("on purpose: the port's output is right on weights that quantisation keeps")
     is_wrong = trial.error is not None or suspect.contradicts_names
     return replace(suspect, severity=Severity.WRONG) if is_wrong else suspect
+
+
+def _wrong_kinds(findings: list[WeightFinding]) -> set[str]:
+    return {kind for finding in findings if finding.severity is Severity.WRONG for kind in finding.kinds}

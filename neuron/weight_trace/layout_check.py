@@ -1,8 +1,11 @@
-"""Layout check: findings from the layouts of a port's tensors, before the port has run."""
+"""Layout check: findings from the layouts of a port's tensors, before the port has run.
+
+A port tensor is a tensor that the port's module holds. A source tensor is a tensor of the checkpoint's layer; its kind
+is the same for all experts: `q_proj`, `w1`.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,14 +30,11 @@ _FLOAT32_SLACK = 2.0**-20
 # A gain is read from BF16 values: within one BF16 step (2⁻⁸) of 1 it is 1.
 _GAIN_SLACK = 2.0**-8
 _MAX_EXPERTS_LISTED = 6
-# Parts of a port tensor's name that say which kind it holds.
+# Parts of a port tensor's name, and the kind that each says the tensor holds.
 _NAMED_KINDS = {
-    **{name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "w1", "w2", "w3")},
-    **{name: name for name in ("input_layernorm", "post_attention_layernorm", "e_score_correction_bias")},
-    "correction_bias": "e_score_correction_bias",
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
+    **{kind: kind for kind in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "w1", "w2", "w3")},
+    **{kind: kind for kind in ("input_layernorm", "post_attention_layernorm", "e_score_correction_bias")},
+    **{"correction_bias": "e_score_correction_bias", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
 }
 
 
@@ -42,28 +42,31 @@ def check_layouts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTens
     """Return all findings of the layouts.
 
     Args:
-        by_rank: Layouts of each rank's tensors. Several ranks may hold copies.
+        by_rank: Layouts of each rank's port tensors, in rank order.
         sources: The traced tensors of the layer.
     """
-    found = list(_find_by_count(by_rank, sources))
+    findings = list(_find_by_count(by_rank, sources))
     ranks_with: dict[WeightFinding, set[int]] = {}
     for rank, layouts in enumerate(by_rank):
-        for finding in (
-            *_find_expert_order(layouts),
-            *(each for of in layouts for each in _find_in_tensor(of)),
-        ):
+        of_rank = list(_find_expert_order(layouts))
+        for layout in layouts:
+            of_rank += _find_in_tensor(layout)
+        for finding in of_rank:
             ranks_with.setdefault(finding, set()).add(rank)
-    # A finding of all ranks stands once. A finding of some ranks names them.
     for finding, ranks in ranks_with.items():
-        on_ranks = f" (on rank {', '.join(map(str, sorted(ranks)))})" if len(ranks) < len(by_rank) else ""
-        found.append(replace(finding, text=f"{finding.text}{on_ranks}"))
-    return found
+        is_on_all = len(ranks) == len(by_rank)
+        on_ranks = "" if is_on_all else f" (on rank {', '.join(map(str, sorted(ranks)))})"
+        findings.append(replace(finding, text=f"{finding.text}{on_ranks}"))
+    return findings
 
 
 def _find_by_count(
     by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors
 ) -> Iterator[WeightFinding]:
-    """Yield what lands nowhere; on one rank also what lands several times: ranks may hold copies."""
+    """Yield source tensors that land nowhere; on a single rank also those that land several times.
+
+    Several ranks may hold copies.
+    """
     layouts = [layout for of_rank in by_rank for layout in of_rank]
     counts = _count(layouts, sources)
     missing = list(_find_missing(counts, layouts))
@@ -85,14 +88,15 @@ def _count(layouts: Sequence[TensorLayout], sources: SourceTensors) -> dict[Sour
 def _find_missing(
     counts: dict[SourceTensor, torch.Tensor], layouts: Sequence[TensorLayout]
 ) -> Iterator[WeightFinding]:
+    # Elements that a computed value may depend on have no place of their own.
     computed = {kind for layout in layouts for kind in layout.origin.mixed_kinds}
     num_lost = {
         source: int((count == 0).sum()) for source, count in counts.items() if source.kind not in computed
     }
-    whole = [source for source, lost in num_lost.items() if lost == source.size]
-    if whole:
-        # A constant port tensor of the shape of a missing one: that may belong there.
-        shapes = {source.shape for source in whole}
+    missing = [source for source, lost in num_lost.items() if lost == source.size]
+    if missing:
+        # A missing tensor may belong into a constant port tensor of its shape.
+        shapes = {source.shape for source in missing}
         origins = [layout.origin for layout in layouts]
         constants = [
             origin
@@ -102,9 +106,9 @@ def _find_missing(
         yield WeightFinding(
             mistake=WeightMistake.MISSING,
             severity=Severity.WRONG,
-            kinds=kinds_of(whole),
+            kinds=kinds_of(missing),
             port_tensors=tuple(origin.name for origin in constants),
-            text=f"missing: {word_sources(whole)} {_lands(whole)} nowhere"
+            text=f"missing: {word_sources(missing)} {_lands(missing)} nowhere"
             + "".join(f"; {_word_constant(origin)}" for origin in constants),
         )
     for source, lost in num_lost.items():
@@ -125,13 +129,14 @@ def _word_constant(origin: TensorOrigin) -> str:
 def _find_duplicated(
     counts: dict[SourceTensor, torch.Tensor], missing_kinds: set[str], layouts: Sequence[TensorLayout]
 ) -> Iterator[WeightFinding]:
-    """Yield copies in place of missing tensors as wrong, and other copies as notes."""
-    several = {source: int(count.max()) for source, count in counts.items() if int(count.max()) > 1}
+    """Yield copies as wrong if others of their kind are missing, else as notes."""
+    num_copies = {source: int(count.max()) for source, count in counts.items()}
+    duplicated = [source for source, copies in num_copies.items() if copies > 1]
     for is_wrong in (True, False):
-        group = [source for source in several if (source.kind in missing_kinds) == is_wrong]
+        group = [source for source in duplicated if (source.kind in missing_kinds) == is_wrong]
         if not group:
             continue
-        most = max(several[source] for source in group)
+        most = max(num_copies[source] for source in group)
         times = "twice" if most == 2 else f"{most} times"
         names = {source.name for source in group}
         yield WeightFinding(
@@ -153,7 +158,7 @@ def _lands(sources: Sequence[SourceTensor]) -> str:
 
 
 def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFinding]:
-    """Yield orders of experts other than by number, within a tensor or over the modules that number them."""
+    """Yield orders of experts other than by number, within a port tensor or over modules numbered by expert."""
     orders: dict[tuple[int, ...], list[TensorLayout]] = {}
     for group, experts in expert_orders(layouts):
         if list(experts) != sorted(experts):
@@ -176,7 +181,7 @@ def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFindin
 
 
 class _Fault(NamedTuple):
-    """A fault of one port tensor, without the tensor's name."""
+    """A fault of one port tensor; its text does not name the tensor."""
 
     mistake: WeightMistake
     text: str
@@ -207,7 +212,7 @@ def _faults_of(layout: TensorLayout) -> Iterator[_Fault]:
     disordered: dict[str, LayoutSegment] = {}
     for segment in layout.segments:
         if not segment.is_in_order:
-            disordered.setdefault(segment.source.kind if segment.source else segment.content, segment)
+            disordered.setdefault(segment.source.kind if segment.source else segment.description, segment)
     yield from map(_disorder_fault, disordered.values())
     if origin.has_landed:
         yield from _scale_faults(origin)
@@ -220,10 +225,10 @@ def _disorder_fault(segment: LayoutSegment) -> _Fault:
     if segment.source is None or segment.rows is None or segment.columns is None:
         is_reshaped = segment.disorder is Disorder.RESHAPED
         mistake = WeightMistake.TRANSPOSED if is_reshaped else WeightMistake.ORDER
-        return _Fault(mistake, f"{segment.within}{segment.content}")
-    what, sequence = ("columns", segment.columns) if segment.rows.is_forward else ("rows", segment.rows)
-    verb = "repeated" if sequence.is_repeated else "in another order"
-    return _Fault(WeightMistake.ORDER, f"{what} of {word_kinds([segment.source.kind])} {verb}: {sequence}")
+        return _Fault(mistake, f"{segment.within}{segment.description}")
+    unit, sequence = ("columns", segment.columns) if segment.rows.is_forward else ("rows", segment.rows)
+    order = "repeated" if sequence.is_repeated else "in another order"
+    return _Fault(WeightMistake.ORDER, f"{unit} of {word_kinds([segment.source.kind])} {order}: {sequence}")
 
 
 def _scale_faults(origin: TensorOrigin) -> Iterator[_Fault]:
@@ -240,12 +245,12 @@ def _scale_faults(origin: TensorOrigin) -> Iterator[_Fault]:
 def _rounding_faults(origin: TensorOrigin, kinds: tuple[str, ...]) -> Iterator[_Fault]:
     if origin.rounding_float32 > _FLOAT32_SLACK:
         router_kinds = [kind for kind in kinds if kind in ("gate", "e_score_correction_bias")]
-        found = (
+        rounded = (
             f"is {str(origin.dtype).removeprefix('torch.')}"
             if origin.dtype != torch.float32
             else f"was rounded to {_word_bits(origin.rounding_float32)} on the way"
         )
-        text = f"{word_kinds(router_kinds)} {found}: the router decides in float32"
+        text = f"{word_kinds(router_kinds)} {rounded}: the router decides in float32"
         if "e_score_correction_bias" in router_kinds:
             text += ", and near 9 a bfloat16 is 0.06 from the next"
         yield _Fault(WeightMistake.DTYPE, text, Severity.WRONG)
@@ -267,7 +272,11 @@ def _word_computed(origin: TensorOrigin) -> str:
 
 
 def _word_bits(rounding: float) -> str:
-    bits = next(bits for bits in itertools.count(1) if 2.0 ** -(bits + 1) <= rounding)
+    """Return the format whose largest relative rounding error this is."""
+    bits = 1
+    while 2.0 ** -(bits + 1) > rounding:
+        bits += 1
+    # bfloat16 has 8 bits. The largest error among few elements may be a little smaller, which gives 9.
     return "bfloat16" if bits in (8, 9) else f"about {bits} bits"
 
 

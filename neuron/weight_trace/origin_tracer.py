@@ -1,9 +1,12 @@
 """Origin tracer: runs a port's conversion on generated tensors and reads where every source element landed.
 
+A source element is an element of the checkpoint's layer, numbered by `source_tensors`. A pass loads the port once, and
+its `OriginRecorder`s read the values that the port then holds. The passes run in this order:
+
 | pass | every source element is | shows |
 |---|---|---|
 | ones, twos | 1, then 2 | gain and offset of each element, and constants |
-| unsampled | 1; 3 for experts outside the sample | elements of those experts |
+| unsampled | 1; 3 for experts that are not traced | elements of those experts |
 | digits | a digit of its own number, plus 1 | the number of the element that landed, digit by digit |
 | probes | a hash of its own number | whether the number was read correctly |
 | signs | 1 or -1 at random | how many elements a computed value mixes |
@@ -15,22 +18,23 @@ The last two run only where a port computes values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
 
 import torch
 
-from neuron.weight_trace.generated_tensors import Make
+from neuron.weight_trace.generated_tensors import MakeTensor
+from neuron.weight_trace.origin_recorder import BASE, OriginRecorder, probe_values
 from neuron.weight_trace.port_tensors import Snapshot, TensorPart
 from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
-from neuron.weight_trace.tensor_origin import BASE, OriginRecorder, TensorOrigin, probe_values
+from neuron.weight_trace.tensor_origin import TensorOrigin
 
 # Loads generated tensors into the port, and returns every tensor that it then holds, by name.
-LoadGenerated = Callable[[Make], Mapping[str, torch.Tensor]]
-# Values of a source tensor, from the numbers of its elements; a single value stands for all.
+LoadGenerated = Callable[[MakeTensor], Mapping[str, torch.Tensor]]
+# Returns the values of a source tensor in one pass, from the numbers of its elements; a single value stands for all.
 PassValues = Callable[[SourceTensor, torch.Tensor], torch.Tensor]
 
-# Sign passes behind an estimate of how many elements are mixed: its error falls to about 1/√16 of one pass's.
+# More sign passes give a better estimate of how many elements are mixed: its error is about 1/√16 of one pass's.
 _NUM_SIGN_PASSES = 16
+# Neither 1 nor 2, so that a change from the pass of ones shows.
 _UNSAMPLED_VALUE = 3.0
 
 
@@ -59,8 +63,10 @@ class OriginTracer:
         Raises:
             TargetError: The port's conversion raised, or its result does not fit the module.
         """
-        self._start()
-        num_digits = next(number for number in count(1) if BASE**number >= self._sources.size)
+        self._start_recorders()
+        num_digits = 1
+        while BASE**num_digits < self._sources.size:
+            num_digits += 1
         for power in reversed(range(num_digits)):
             for recorder, tensor in self._pass(_digit(power)):
                 recorder.take_digit(tensor)
@@ -71,13 +77,14 @@ class OriginTracer:
         # Each recorder is freed before the next origin is made.
         return [self._recorders.pop(name).result() for name in list(self._recorders)]
 
-    def _start(self) -> None:
-        """Run the passes of ones, of twos, and of experts outside the sample."""
+    def _start_recorders(self) -> None:
+        """Run the passes of ones, of twos, and of experts that are not traced; start a recorder per port tensor."""
         ones = {name: Snapshot.of(tensor) for name, tensor in self._run(_constant(1)).items()}
         unchanged: dict[str, Snapshot] = {}
         for name, tensor in self._run(_constant(2)).items():
             snapshot = ones.pop(name, None)
             if snapshot is None or snapshot.shape != tensor.shape:
+                # A tensor that loading makes anew has no fixed elements to trace.
                 continue
             part = self._choose_part(snapshot, tensor)
             if part is None:
@@ -108,10 +115,7 @@ class OriginTracer:
         return part
 
     def _trace_computed(self) -> None:
-        """Run the passes of signs and of kinds.
-
-        With random signs the mean square of a computed value is the sum of its squared weights.
-        """
+        """Run the passes of signs and of kinds."""
         for seed in range(_NUM_SIGN_PASSES):
             for recorder, tensor in self._pass(_signs(seed)):
                 recorder.take_signs(tensor)
@@ -127,7 +131,7 @@ class OriginTracer:
                 yield recorder, tensors[name]
 
     def _run(self, values_of: PassValues, *, unsampled: float = 1.0) -> Mapping[str, torch.Tensor]:
-        """Return every port tensor after one pass; elements of experts outside the sample are `unsampled`."""
+        """Return every port tensor after one pass; elements of experts that are not traced are `unsampled`."""
 
         def make(name: str) -> torch.Tensor:
             source = self._sources.get(name)

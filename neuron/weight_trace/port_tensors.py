@@ -24,13 +24,13 @@ def find_port_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     Tensors outside the state dict count too. A port may keep weights there on purpose. A buffer left there by mistake
     still holds the values of its constructor.
     """
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    ids: set[int] = set()
     for name, tensor in _all_tensors(module):
-        if id(tensor) not in seen and tensor.numel() and not tensor.is_meta:
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+        if id(tensor) not in ids and tensor.numel() and not tensor.is_meta:
+            ids.add(id(tensor))
+            tensors[name] = tensor.detach()
+    return tensors
 
 
 def name_pattern(name: str) -> str:
@@ -66,7 +66,7 @@ class Snapshot:
     """Values of a port tensor after one pass.
 
     Args:
-        values: A copy of the tensor; where all elements are equal, one of them, of no dims.
+        values: A copy of the tensor; a single element of no dims if all elements are equal.
     """
 
     shape: torch.Size
@@ -82,11 +82,11 @@ class Snapshot:
 
     def changes(self, tensor: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield slices of the tensor's first dim, and a bool mask of the elements that differ from the snapshot."""
-        rows = max(1, ELEMENTS_AT_ONCE * len(tensor) // max(1, tensor.numel()))
-        for start in range(0, len(tensor), rows):
-            slab = slice(start, start + rows)
-            before = self.values if self.values.dim() == 0 else self.values[slab]
-            yield slab, tensor[slab].double() != before.double()
+        num_rows = max(1, ELEMENTS_AT_ONCE * len(tensor) // max(1, tensor.numel()))
+        for start in range(0, len(tensor), num_rows):
+            rows = slice(start, start + num_rows)
+            before = self.values if self.values.dim() == 0 else self.values[rows]
+            yield rows, tensor[rows].double() != before.double()
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Decide whether any element differs from the snapshot."""
@@ -116,20 +116,18 @@ class TensorPart:
     @classmethod
     def changed(cls, snapshot: Snapshot, tensor: torch.Tensor) -> TensorPart | None:
         """Select the smallest part that holds every element that changed; None if nothing changed."""
-        first = torch.zeros(len(tensor), dtype=torch.bool)
-        others = torch.zeros(tensor.shape[1:], dtype=torch.bool)
-        for slab, changed in snapshot.changes(tensor):
-            first[slab] = changed.flatten(1).any(dim=1) if changed.dim() > 1 else changed
-            others |= changed.any(dim=0)
-        if not bool(first.any()):
+        in_first_dim = torch.zeros(len(tensor), dtype=torch.bool)
+        in_other_dims = torch.zeros(tensor.shape[1:], dtype=torch.bool)
+        for rows, changed in snapshot.changes(tensor):
+            in_first_dim[rows] = _any_along(changed, 0)
+            in_other_dims |= changed.any(dim=0)
+        if not bool(in_first_dim.any()):
             return None
-        has_changed = [first]
-        for dim in range(others.dim()):
-            has_changed.append(others.movedim(dim, 0).flatten(1).any(dim=1) if others.dim() > 1 else others)
-        return cls(indices=tuple(None if bool(of.all()) else of.nonzero().flatten() for of in has_changed))
+        by_dim = [in_first_dim, *(_any_along(in_other_dims, dim) for dim in range(in_other_dims.dim()))]
+        return cls(indices=tuple(None if bool(mask.all()) else mask.nonzero().flatten() for mask in by_dim))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return that part of a tensor; the tensor itself where the part is the whole."""
+        """Return that part of a tensor; the tensor itself if the part is the whole."""
         for dim, index in enumerate(self.indices):
             if index is not None:
                 tensor = _select(tensor, dim, index)
@@ -144,6 +142,11 @@ class TensorPart:
             for size, index in zip(snapshot.shape, self.indices, strict=True)
         ]
         return snapshot.values.expand(sizes)
+
+
+def _any_along(mask: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return for each index of a dim whether the mask is True anywhere there."""
+    return mask.movedim(dim, 0).flatten(1).any(dim=1) if mask.dim() > 1 else mask
 
 
 def _select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,7 @@ On such weights a port that quantises on purpose is right, and a port with a mis
 - INT8: whole numbers from -127 to 127 times a power of two, with ±127 in every group that may get a scale.
 
 The power of two changes from block to block (FP8, INT8) or from row to row (INT8). So a scale taken from another place
-shows as an error.
-R rows and C columns of a matrix.
+shows as an error. R rows and C columns of a matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.model.weight_names import ATTENTION_MATRICES, EXPERTS
 from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
 
-# Three powers, so that the block to the right, below, and in the transposed grid each have another one.
+# Three different powers: the blocks to the right, below, and at the transposed place all have another one.
 _NUM_POWERS = 3
 _MAX_INT8 = 127.0
 # Standard deviations at which codes reach 127: beyond lie 0.3 % of normal weights, which are clamped.
@@ -36,7 +35,7 @@ def make_exact(tensors: Tensors, change: Callable[[torch.Tensor], torch.Tensor])
     """Return a layer's tensors, with those that ports quantise changed to exact values, each made on access.
 
     Args:
-        tensors: Tensors by the hub's relative names. Their signs stay, and their sizes nearly so.
+        tensors: Tensors by the hub's names relative to the layer. Signs stay; magnitudes change a little.
         change: One of `EXACT_VALUES`.
     """
     return LazyTensors(tensors, lambda name: change(tensors[name]) if _is_quantised(name) else tensors[name])
@@ -55,7 +54,7 @@ def _exact_int8(matrix: torch.Tensor, powers: Callable[[torch.Tensor], torch.Ten
     """Return whole numbers [R,C] with ±127 in every group of a row, times powers of two."""
     reach = _NUM_DEVIATIONS * matrix.std()
     codes = (matrix / reach * _MAX_INT8).round().clamp(1.0 - _MAX_INT8, _MAX_INT8 - 1.0)
-    # The same for all matrices of this width: ports quantise several of them side by side.
+    # All matrices of this width have the same unit: ports quantise several of them side by side.
     unit = 2.0 ** round(math.log2(_NUM_DEVIATIONS / _MAX_INT8 / math.sqrt(matrix.shape[1])))
     for group in codes.split(_GROUP_SIZE, dim=1):
         largest = group.abs().argmax(dim=1, keepdim=True)
@@ -75,7 +74,7 @@ def _powers_by_row(matrix: torch.Tensor) -> torch.Tensor:
     return (torch.arange(matrix.shape[0]) % _NUM_POWERS).float()[:, None]
 
 
-# By the way a port quantises; values that are exact in one way are not in the others.
+# Ways to quantise, and the function that makes a matrix exact in each. Values exact in one way are not in the others.
 EXACT_VALUES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
         "FP8": _exact_fp8,

@@ -21,9 +21,10 @@ from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
 from neuron.weight_trace.weight_finding import WeightMistake
 
-# Returns the changed tensors only.
+# Returns the tensors that a repair changes, and no others.
 Change = Callable[[Tensors], Tensors]
 
+# Kinds that may be taken for each other; only pairs of equal shape are tried.
 _SWAPPED_PAIRS = (
     ("w1", "w3"),
     ("k_proj", "v_proj"),
@@ -40,9 +41,7 @@ class Repair:
     """A change to a conversion's input.
 
     Args:
-        mistake: The mistake in the conversion that it undoes.
-        kinds: Kinds of the tensors that it changes.
-        text: That mistake as text.
+        mistake: The kind of mistake in the conversion that the repair undoes.
         change: Returns the changed tensors, each made on access.
     """
 
@@ -52,7 +51,7 @@ class Repair:
     change: Change
 
     def apply(self, tensors: Tensors) -> Tensors:
-        """Return all tensors, with those that it changes replaced."""
+        """Return all tensors of a layer, those that the repair changes in their changed form."""
         changed = self.change(tensors)
         return LazyTensors(tensors, lambda name: (changed if name in changed else tensors)[name])
 
@@ -68,16 +67,16 @@ def candidate_repairs(
         spec: The traced model.
     """
     return [
-        *_swaps(sources),
-        *_transposes(layouts, sources),
-        *_expert_orders(layouts, spec),
-        *_row_orders(layouts, sources),
-        *_rotary_orders(sources, spec),
-        *_scales(layouts, sources),
+        *_undo_swaps(sources),
+        *_undo_transpositions(layouts, sources),
+        *_undo_expert_orders(layouts, spec),
+        *_undo_row_orders(layouts, sources),
+        *_undo_rotary_orders(sources, spec),
+        *_undo_scales(layouts, sources),
     ]
 
 
-def _swaps(sources: SourceTensors) -> Iterator[Repair]:
+def _undo_swaps(sources: SourceTensors) -> Iterator[Repair]:
     shapes = {source.kind: source.shape for source in sources.all}
     for pair in _SWAPPED_PAIRS:
         if shapes[pair[0]] == shapes[pair[1]]:
@@ -90,7 +89,7 @@ def _swaps(sources: SourceTensors) -> Iterator[Repair]:
             )
 
 
-def _transposes(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
+def _undo_transpositions(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
     """Yield repairs for reshaped matrices, and for square ones, whose shape shows no transposition."""
     reshaped = {
         kind
@@ -102,6 +101,7 @@ def _transposes(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iter
     shapes = {source.kind: source.shape for source in sources.all if len(source.shape) == 2}
     for kind, shape in shapes.items():
         if kind in reshaped or shape[0] == shape[1]:
+            # The conversion reshaped instead of transposing, or transposed and reshaped back.
             for change in (
                 lambda tensor: tensor.T.reshape(tensor.shape),
                 lambda tensor: tensor.reshape(tensor.T.shape).T,
@@ -114,17 +114,18 @@ def _transposes(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iter
                 )
 
 
-def _expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[Repair]:
-    orders: dict[tuple[int, ...], set[str]] = {}
+def _undo_expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[Repair]:
+    kinds_by_order: dict[tuple[int, ...], set[str]] = {}
     in_order = tuple(range(spec.num_local_experts))
     for group, experts in expert_orders(layouts):
-        if tuple(sorted(experts)) == in_order != experts:
-            orders.setdefault(experts, set()).update(*(layout.source_kinds for layout in group))
-    for experts, found_kinds in orders.items():
-        kinds = tuple(sorted(found_kinds))
+        if experts != in_order and tuple(sorted(experts)) == in_order:
+            kinds_by_order.setdefault(experts, set()).update(*(layout.source_kinds for layout in group))
+    for experts, unsorted_kinds in kinds_by_order.items():
+        kinds = tuple(sorted(unsorted_kinds))
+        # The port puts `expert` in the position of another: so `expert` gets the weights that belong there.
         partners = {
-            expert_weight(found, kind): expert_weight(wanted, kind)
-            for wanted, found in enumerate(experts)
+            expert_weight(expert, kind): expert_weight(position, kind)
+            for position, expert in enumerate(experts)
             for kind in kinds
         }
         yield Repair(
@@ -136,7 +137,7 @@ def _expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator
         )
 
 
-def _row_orders(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
+def _undo_row_orders(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
     orders: dict[str, torch.Tensor] = {}
     for layout in layouts:
         for segment in layout.segments:
@@ -154,12 +155,12 @@ def _row_orders(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iter
         )
 
 
-def _rotary_orders(sources: SourceTensors, spec: ModelSpec) -> Iterator[Repair]:
-    """Yield repairs for rotated rows in pairs where the forward rotates halves, and the reverse."""
+def _undo_rotary_orders(sources: SourceTensors, spec: ModelSpec) -> Iterator[Repair]:
+    """Yield repairs for rotated rows that lie in pairs while the forward rotates halves, and the reverse."""
     half = spec.rotary_dim // 2
     unrotated = torch.arange(spec.rotary_dim, spec.head_dim)
-    pairs = torch.cat((torch.arange(spec.rotary_dim).reshape(2, half).T.flatten(), unrotated))
-    for order, text in ((pairs, "halves"), (pairs.argsort(), "pairs")):
+    halves_to_pairs = torch.cat((torch.arange(spec.rotary_dim).reshape(2, half).T.flatten(), unrotated))
+    for order, text in ((halves_to_pairs, "halves"), (halves_to_pairs.argsort(), "pairs")):
         for kinds in _ROTARY_KINDS:
             yield Repair(
                 mistake=WeightMistake.ORDER,
@@ -169,17 +170,18 @@ def _rotary_orders(sources: SourceTensors, spec: ModelSpec) -> Iterator[Repair]:
             )
 
 
-def _scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
-    seen = set()
+def _undo_scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
+    texts = set()
     for layout in layouts:
+        # No scale: it differs between elements (None), or nothing landed (0), or nothing changed (1).
         if layout.origin.gain in (None, 0, 1) and layout.origin.offset in (None, 0):
             continue
         gain, offset = layout.origin.gain or 1.0, layout.origin.offset or 0.0
         for kind in layout.source_kinds:
             added = f", and {offset:g} added" if offset else ""
             text = f"{word_kinds([kind])} is multiplied by {gain:.4g}{added}"
-            if text not in seen:
-                seen.add(text)
+            if text not in texts:
+                texts.add(text)
                 yield Repair(
                     mistake=WeightMistake.SCALED,
                     kinds=(kind,),
@@ -189,7 +191,7 @@ def _scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator
 
 
 def _reorder_heads(tensor: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
-    """Reorder the rows of every head; `order` holds one head's."""
+    """Reorder the rows of every head; `order` holds the row numbers of one head."""
     reordered: torch.Tensor = tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
     return reordered
 

@@ -15,7 +15,7 @@ from neuron.weight_trace.weight_finding import Severity, WeightFinding
 from reports.json_values import to_json
 
 _MARKS = {Severity.WRONG: "[wrong]", Severity.SUSPECT: "[unclear]", Severity.NOTE: "[note]"}
-# So many tensors whose names differ in numbers alone are all shown; of more, the first.
+# Up to this many tensors whose names differ in numbers alone are shown; of more, only the first.
 _MAX_SHOWN_ALIKE = 2
 
 
@@ -64,8 +64,8 @@ def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
             "limit": trial.limit,
             "repairs": [repair.text for repair in trial.repairs],
             "repaired_error": trial.repaired_error,
-            "kept_error": to_json(trial.kept_error),
-            "kept_as": trial.kept_as,
+            "kept_error": to_json(trial.exact_error),
+            "kept_as": trial.exact_in,
             "failure": trial.failure,
         },
         "is_loaded": inspection.compared is not None,
@@ -98,7 +98,7 @@ def _word_trial(trial: TrialOutcome) -> str:
         return f"{off}; once this is undone, by {trial.repaired_error:.1e}: {with_them}."
     if trial.is_quantised:
         return (
-            f"{off}; on weights that quantisation keeps ({trial.kept_as}) it agrees to {trial.kept_error:.1e}: "
+            f"{off}; on weights that quantisation keeps ({trial.exact_in}) it agrees to {trial.exact_error:.1e}: "
             "the error is that of quantisation."
         )
     return f"{off}, and no known repair of the weights helps."
@@ -108,12 +108,12 @@ def _word_loaded(inspection: WeightInspection) -> str:
     if inspection.compared is None:
         return "The checkpoint's own layer was not loaded."
     kinds = kinds_of(SourceTensors.of(inspection.spec).all)
-    left = [kind for kind in kinds if kind not in inspection.compared]
+    not_compared = [kind for kind in kinds if kind not in inspection.compared]
     text = f"Layer {inspection.layer} of the checkpoint was loaded as every run loads it"
-    if not left:
+    if not not_compared:
         return f"{text}: all its numbers are compared with the checkpoint's."
     return (
-        f"{text}. Not compared are {word_kinds(left)}: "
+        f"{text}. Not compared are {word_kinds(not_compared)}: "
         "found wrong above, or held by the port in parts, in copies, or as values computed from them."
     )
 
@@ -140,7 +140,7 @@ def _word_sample(inspection: WeightInspection) -> list[str]:
 
 
 def _word_layouts(layouts: tuple[TensorLayout, ...]) -> list[str]:
-    """Return a line for each tensor; for many whose names differ in numbers alone, the first and their count."""
+    """Return a line for each tensor; for many names that differ in numbers alone, only the first and a count."""
     lines: list[str] = []
     groups: dict[str, list[TensorLayout]] = {}
     for layout in layouts:

@@ -1,4 +1,7 @@
-"""Source tensors: the tensors of a checkpoint's layer, with every element numbered."""
+"""Source tensors: the tensors of a checkpoint's layer, with every element numbered.
+
+A number tells which element landed where in a port. A tensor's *kind* is the same for all experts: `q_proj`, `w1`.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ class SourceTensor:
 
     Args:
         name: The hub's name, relative to the layer.
+        shape: One dim (norms, correction bias) or two.
         start: Number of the first element.
     """
 
@@ -48,7 +52,7 @@ class SourceTensor:
 
     @property
     def kind(self) -> str:
-        """Short name, the same for all experts: `q_proj`, `w1`, `e_score_correction_bias`."""
+        """The tensor's kind: `q_proj`, `w1`, `e_score_correction_bias`."""
         return kind_of(self.name)
 
     @property
@@ -59,7 +63,12 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensors:
-    """Tensors of a layer, all or some, with their elements numbered from 0 without gaps."""
+    """Tensors of a layer, all or some, with their elements numbered from 0 without gaps.
+
+    Args:
+        all: The tensors, in the order of their numbers.
+        starts: Number of the first element of each tensor, int64.
+    """
 
     all: tuple[SourceTensor, ...]
     starts: torch.Tensor = field(repr=False, compare=False)
@@ -67,14 +76,14 @@ class SourceTensors:
     @classmethod
     def of(cls, spec: ModelSpec, *, experts: Collection[int] | None = None) -> SourceTensors:
         """Number the tensors of a layer of `spec`; with `experts`, leave out the tensors of all other experts."""
-        found: list[SourceTensor] = []
+        sources: list[SourceTensor] = []
         start = 0
         for name, shape in expected_layer_shapes(spec).items():
             source = SourceTensor(name=name, shape=shape, start=start)
             if experts is None or source.expert is None or source.expert in experts:
-                found.append(source)
+                sources.append(source)
                 start += source.size
-        return cls(all=tuple(found), starts=torch.tensor([source.start for source in found]))
+        return cls(all=tuple(sources), starts=torch.tensor([source.start for source in sources]))
 
     @property
     def size(self) -> int:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
 import torch
 
-from neuron.weight_trace.layout_segment import Disorder, IndexSequence, LayoutSegment
+from neuron.weight_trace.layout_segment import LayoutSegment
+from neuron.weight_trace.matrix_segments import MAX_SEGMENTS, read_segments
 from neuron.weight_trace.port_tensors import name_numbers, name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_experts, word_kinds
-from neuron.weight_trace.tensor_origin import COMPUTED, CONSTANT, NOT_SAMPLED, TensorOrigin
+from neuron.weight_trace.tensor_origin import TensorOrigin
 
-# From this many segments on, a repeating pattern is searched for: nobody reads a longer list.
-_MAX_SEGMENTS = 6
-# Longest pattern, and most tensors side by side, that count as a layout and not as disorder.
-_MAX_PATTERN = 64
-_NO_SOURCE = {
-    CONSTANT: "nothing of the checkpoint",
-    COMPUTED: "computed values",
-    NOT_SAMPLED: "experts that were not traced",
-}
-
+# Segments of one matrix.
 Matrix = tuple[LayoutSegment, ...]
 
 
@@ -32,7 +23,8 @@ class TensorLayout:
 
     Args:
         matrices: Segments of each matrix; the dims before the last two count the matrices.
-        experts: The expert of each matrix; empty where a matrix holds no expert, or several.
+        experts: The expert of each matrix; empty if a matrix holds no expert, or several.
+        text: The layout as text, such as `experts 0–11: w2 (down)`.
     """
 
     origin: TensorOrigin
@@ -59,18 +51,18 @@ def read_layout(origin: TensorOrigin, sources: SourceTensors) -> TensorLayout:
     stacked = numbers.reshape(-1, *numbers.shape[-2:])
     if len(stacked) == 1:
         stacked = _cut_where_repeated(stacked[0], sources)
-    matrices = tuple(tuple(_read_matrix(matrix, sources)) for matrix in stacked)
+    matrices = tuple(tuple(read_segments(matrix, sources)) for matrix in stacked)
     experts = _experts_of(matrices)
     return TensorLayout(
         origin=origin,
         matrices=matrices,
         experts=experts,
-        text=_word(matrices, experts, stacked.shape[-2:], is_stacked=numbers.dim() > 2),
+        text=_word_layout(matrices, experts, stacked.shape[-2:], is_stacked=numbers.dim() > 2),
     )
 
 
 def expert_orders(layouts: Sequence[TensorLayout]) -> Iterator[tuple[list[TensorLayout], tuple[int, ...]]]:
-    """Yield tensors of experts whose names differ in numbers alone, sorted by these, and the experts they hold."""
+    """Group expert tensors by name pattern; yield each group, sorted by the names' numbers, and its experts."""
     groups: dict[str, list[TensorLayout]] = {}
     for layout in layouts:
         if layout.experts:
@@ -81,28 +73,31 @@ def expert_orders(layouts: Sequence[TensorLayout]) -> Iterator[tuple[list[Tensor
 
 
 def _experts_first(numbers: torch.Tensor, sources: SourceTensors) -> torch.Tensor:
-    """Move the dim along which experts lie side by side to the front."""
+    """Move the dim that counts experts to the front; the dims stay if none does."""
     if numbers.dim() < 3:
         return numbers
     experts = torch.where(numbers >= 0, sources.find_experts(numbers.clamp(min=0)), -1)
     for dim in range(numbers.dim()):
-        lines = experts.movedim(dim, 0).flatten(1)
-        expert_of_line = lines.max(dim=1, keepdim=True).values
-        if bool(((lines == expert_of_line) | (lines < 0)).all()):
+        slices = experts.movedim(dim, 0).flatten(1)
+        expert_of_slice = slices.max(dim=1, keepdim=True).values
+        if bool(((slices == expert_of_slice) | (slices < 0)).all()):
             return numbers.movedim(dim, 0)
     return numbers
 
 
 def _cut_where_repeated(matrix: torch.Tensor, sources: SourceTensors) -> torch.Tensor:
-    """Cut a matrix [R,C] of many short segments where their kinds begin to repeat, to [n,R/n,C]; else [1,R,C]."""
+    """Cut a matrix [R,C] into n matrices [n,R/n,C] where its kinds begin to repeat; [1,R,C] if they do not.
+
+    Only a matrix of many short segments is cut, such as a fused projection with q, k and v of one head after the other.
+    """
     if bool((matrix < 0).any()):
         return matrix[None]
     first_column = matrix[:, 0]
     indices = sources.find(first_column)
-    if int((indices[1:] != indices[:-1]).sum()) < _MAX_SEGMENTS:
+    if int((indices[1:] != indices[:-1]).sum()) < MAX_SEGMENTS:
         return matrix[None]
-    numbers = {kind: number for number, kind in enumerate(kinds_of(sources.all))}
-    kinds = torch.tensor([numbers[source.kind] for source in sources.all])[indices]
+    kind_numbers = {kind: number for number, kind in enumerate(kinds_of(sources.all))}
+    kinds = torch.tensor([kind_numbers[source.kind] for source in sources.all])[indices]
     experts = sources.find_experts(first_column)
     is_start = (kinds[1:] != kinds[:-1]) | (experts[1:] != experts[:-1])
     for start in is_start.nonzero().flatten().add(1).tolist():
@@ -111,143 +106,26 @@ def _cut_where_repeated(matrix: torch.Tensor, sources: SourceTensors) -> torch.T
     return matrix[None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grid:
-    """Position of each element of a matrix [R,C] in its source.
-
-    Args:
-        source: Index of the source; below zero where there is none.
-    """
-
-    source: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
-
-    @classmethod
-    def of(cls, numbers: torch.Tensor, sources: SourceTensors) -> _Grid:
-        index = sources.find(numbers.clamp(min=0))
-        inside = numbers - sources.starts[index]
-        width = torch.tensor([source.width for source in sources.all])[index]
-        has_source = numbers >= 0
-        return cls(
-            source=torch.where(has_source, index, numbers),
-            row=torch.where(has_source, inside // width, 0),
-            column=torch.where(has_source, inside % width, 0),
-        )
-
-    @property
-    def transposed(self) -> _Grid:
-        return _Grid(source=self.source.T, row=self.row.T, column=self.column.T)
-
-    @property
-    def has_whole_rows(self) -> bool:
-        """True if every line holds one row of one source."""
-        return bool(((self.source == self.source[:, :1]) & (self.row == self.row[:, :1])).all())
-
-
-def _read_matrix(numbers: torch.Tensor, sources: SourceTensors) -> list[LayoutSegment]:
-    """Read the segments of a matrix [R,C]."""
-    grid = _Grid.of(numbers, sources)
-    if grid.has_whole_rows:
-        return _read_lines(grid, sources)
-    if grid.transposed.has_whole_rows:
-        return [replace(segment, is_transposed=True) for segment in _read_lines(grid.transposed, sources)]
-    for cut, is_transposed in ((grid.transposed, True), (grid, False)):
-        ends = (cut.source[1:] != cut.source[:-1]).any(dim=1).nonzero().flatten().add(1).tolist()
-        if 0 < len(ends) < _MAX_PATTERN:
-            return _read_side_by_side(numbers, ends, sources, is_transposed=is_transposed)
-    return [_read_disorder(numbers, sources)]
-
-
-def _read_side_by_side(
-    numbers: torch.Tensor, ends: list[int], sources: SourceTensors, *, is_transposed: bool
-) -> list[LayoutSegment]:
-    """Read parts of a matrix one by one; `ends` are columns where `is_transposed`, else rows."""
-    dim, unit = (1, "columns") if is_transposed else (0, "rows")
-    segments = []
-    for start, stop in pairwise([0, *ends, numbers.shape[dim]]):
-        for segment in _read_matrix(numbers.narrow(dim, start, stop - start), sources):
-            within = f"{unit} {start}–{stop - 1} {segment.within}"
-            segments.append(replace(segment, within=within))
-    return segments
-
-
-def _read_lines(grid: _Grid, sources: SourceTensors) -> list[LayoutSegment]:
-    source = grid.source[:, 0]
-    ends = (source[1:] != source[:-1]).nonzero().flatten().add(1).tolist()
-    if len(ends) >= _MAX_SEGMENTS:
-        for step in range(2, min(_MAX_PATTERN, len(source) // 2) + 1):
-            if len(source) % step == 0 and bool((source[step:] == source[:-step]).all()):
-                return [
-                    _read_segment(grid, range(start, len(source), step), sources) for start in range(step)
-                ]
-    return [_read_segment(grid, range(*bounds), sources) for bounds in pairwise([0, *ends, len(source)])]
-
-
-def _read_segment(grid: _Grid, lines: range, sources: SourceTensors) -> LayoutSegment:
-    index = int(grid.source[lines.start, 0])
-    if index < 0:
-        return LayoutSegment(lines=lines, content=_NO_SOURCE[index])
-    source = sources.all[index]
-    chosen = slice(lines.start, lines.stop, lines.step)
-    columns = grid.column[chosen]
-    if not bool((columns == columns[:1]).all()):
-        return _mixed_segment(lines, (source.kind,))
-    return LayoutSegment(
-        lines=lines,
-        source=source,
-        rows=IndexSequence(indices=grid.row[chosen, 0]),
-        columns=IndexSequence(indices=columns[0]),
-    )
-
-
-def _mixed_segment(lines: range, kinds: tuple[str, ...], *, has_computed: bool = False) -> LayoutSegment:
-    content = f"elements in no order of {word_kinds(kinds) or 'nothing of the checkpoint'}"
-    return LayoutSegment(
-        lines=lines,
-        content=content + (" and computed values" if kinds and has_computed else ""),
-        disorder=Disorder.MIXED,
-        disordered_kinds=kinds,
-    )
-
-
-def _read_disorder(numbers: torch.Tensor, sources: SourceTensors) -> LayoutSegment:
-    """Read a matrix without whole rows or columns: a reshaped source, or a mixture."""
-    flat, lines = numbers.flatten(), range(len(numbers))
-    held = [sources.all[index] for index in sources.find(flat[flat >= 0]).unique().tolist()]
-    kinds = kinds_of(held)
-    if len(held) == 1 and held[0].size == len(flat):
-        source = held[0]
-        whole = torch.arange(source.start, source.start + source.size).reshape(source.shape)
-        for candidate, words in (
-            (whole, "reshaped, and not transposed"),
-            (whole.T, "transposed, and reshaped back"),
-        ):
-            if torch.equal(flat, candidate.flatten()):
-                return LayoutSegment(
-                    lines=lines,
-                    content=f"rows torn: {word_kinds(kinds)} {words}",
-                    disorder=Disorder.RESHAPED,
-                    disordered_kinds=kinds,
-                )
-    return _mixed_segment(lines, kinds, has_computed=bool((flat == COMPUTED).any()))
-
-
 def _experts_of(matrices: tuple[Matrix, ...]) -> tuple[int, ...]:
+    """Return the expert of each matrix; empty if a matrix holds no expert, or several."""
     experts: list[int] = []
     for matrix in matrices:
-        found = {segment.source.expert for segment in matrix if segment.source is not None}
-        if len(found) != 1 or None in found:
+        experts_held = {segment.source.expert for segment in matrix if segment.source is not None}
+        if len(experts_held) != 1:
             return ()
-        experts.extend(expert for expert in found if expert is not None)
+        (expert,) = experts_held
+        if expert is None:
+            return ()
+        experts.append(expert)
     return tuple(experts)
 
 
-def _word(
+def _word_layout(
     matrices: tuple[Matrix, ...], experts: tuple[int, ...], shape: torch.Size, *, is_stacked: bool
 ) -> str:
+    """Return a layout of matrices [R,C] as text; `is_stacked` if a dim of the port tensor counts the matrices."""
     texts = [
-        ", ".join(segment.words(shape[1] if segment.is_transposed else shape[0]) for segment in matrix)
+        ", ".join(segment.as_text(shape[1] if segment.is_transposed else shape[0]) for segment in matrix)
         for matrix in matrices
     ]
     if len(matrices) == 1:
@@ -268,7 +146,10 @@ def _word(
 
 
 def _word_continued(matrices: tuple[Matrix, ...]) -> str | None:
-    """Word matrices that each continue the rows of the one before, as the groups of heads of a fused projection do."""
+    """Return the text of matrices that each continue the rows of the matrix before; None if they do not.
+
+    A projection that fuses q, k and v of one group of heads after the other does.
+    """
     sizes = []
     for segments in zip(*matrices, strict=False):
         next_row: dict[str, int] = {}

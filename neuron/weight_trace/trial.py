@@ -1,12 +1,13 @@
-"""Trial: one run of the port on generated weights, beside the reference layer, which clears or proves suspects.
+"""Trial: the port runs on generated weights beside the reference layer, which clears or proves suspects.
 
-It runs in float32 where the port and memory allow it, so that an error is a mistake and not noise. If the outputs
-differ, repairs are tried until the output is right, each on top of the best one before. If no repair helps, the port
+The trial is in float32 if the port and memory allow it: then an error is a mistake and not noise. If the outputs
+differ, repairs are tried, each on top of the best ones before, until the outputs agree. If no repair helps, the port
 runs on weights that quantisation keeps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,25 +28,29 @@ from neuron.weight_trace.repairs import Repair
 # Two rows show a mix-up of rows; 16 tokens show a wrong position, and reach most experts of a traced layer.
 _BATCH_SIZE, _SEQUENCE_LENGTH = 2, 16
 _SEED = 0
-# Measured on the 12 experts of the tests: right ports are off by 2e-7 at most, the mildest mistake (INT8 gate) by 0.07.
+# The errors below were measured on the ports and mistakes of tests/neuron/weight_trace/test_inspection.py, relative to
+# the reference layer's delta (its output minus its input).
+# Right ports are off by 2e-7 at most, the port with the mildest mistake (an INT8 gate) by 0.07.
 _FLOAT32_LIMIT = 1e-3
-# A port that computes in BF16 whatever it is built in is off by about 0.01 of the delta.
+# Right ports that compute in BF16 are off by about 0.01.
 _BF16_LIMIT = 0.05
-# Measured there: an unrelated repair leaves at least 0.93 of the error, the first of two right ones 0.35.
+# Share of the error that one more repair may leave: an unrelated repair leaves at least 0.93, the first of two right
+# ones 0.35.
 _MAX_ERROR_LEFT_BY_ONE = 0.8
-# Measured there: a repaired scale leaves 0.004, as its factor is read in BF16; other repairs leave 1e-6.
+# Share of the first error that all repairs may leave: a repaired scale leaves 0.004, as its factor is read in BF16;
+# other repairs leave 1e-6.
 _MAX_ERROR_LEFT_BY_ALL = 0.01
-# Each one more costs a run for every candidate.
+# Every repair added costs a run for each candidate that remains.
 _MAX_REPAIRS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialInput:
-    """Input of both layers: hidden states [B,S,H] float32, mask [B,S] and positions [B,S]."""
+    """Input of the port and of the reference layer; B batch, S sequence, H hidden size."""
 
-    hidden_states: torch.Tensor
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor
+    hidden_states: torch.Tensor  # [B,S,H], float32
+    attention_mask: torch.Tensor  # [B,S], int64, all ones
+    position_ids: torch.Tensor  # [B,S], int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +58,8 @@ class TrialPort:
     """A port that is built and can be run.
 
     Args:
-        run: Converts and loads tensors, and returns the port's output [B,S,H].
-        computes_in_bf16: True if the port holds BF16 although it was built in float32.
+        run: Converts and loads tensors, and returns the port's output [B,S,H]; raises TargetError if the port fails.
+        computes_in_bf16: True if the port holds BF16 parameters, whatever dtype it was built in.
     """
 
     run: Callable[[Tensors, TrialInput], torch.Tensor]
@@ -66,20 +71,21 @@ class TrialOutcome:
     """Comparison of the port's output with the reference layer's.
 
     Args:
-        error: ‖port − reference‖ / ‖reference's delta‖; None where the port could not run.
+        error: ‖port − reference‖ / ‖reference's delta‖; None if the port could not run.
         limit: Largest error at which the outputs agree.
-        repairs: Repairs with which they agree, where they do not without.
-        kept_error: The error on weights that quantisation keeps; None where they were not tried.
-        kept_as: The way of quantisation with that error, a key of `EXACT_VALUES`; None where none was tried.
-        failure: Reason why the port could not run.
+        repairs: Repairs that make the outputs agree; empty if none was needed or none helped.
+        repaired_error: The error with all repairs; None without repairs.
+        exact_error: Lowest error on weights that quantisation keeps; None if they were not tried.
+        exact_in: The way of quantisation with that error, a key of `EXACT_VALUES`; None if none was tried.
+        failure: Reason why the port could not run; None if it ran.
     """
 
     error: float | None
     limit: float
     repairs: tuple[Repair, ...] = ()
     repaired_error: float | None = None
-    kept_error: float | None = None
-    kept_as: str | None = None
+    exact_error: float | None = None
+    exact_in: str | None = None
     failure: str | None = None
 
     @property
@@ -89,8 +95,8 @@ class TrialOutcome:
 
     @property
     def is_quantised(self) -> bool:
-        """True if it agrees on weights that quantisation keeps."""
-        return self.kept_error is not None and self.kept_error <= self.limit
+        """True if the port's output agrees on weights that quantisation keeps."""
+        return self.exact_error is not None and self.exact_error <= self.limit
 
 
 def run_trial(
@@ -99,26 +105,22 @@ def run_trial(
     """Run the port on generated weights, and if it is wrong search for the repairs that make it right.
 
     Args:
-        port: The port.
+        port: The port, built for `spec`.
         spec: The traced model.
-        layer: The layer.
-        candidates: Repairs to try.
+        layer: Number of the layer.
+        candidates: Repairs to try if the output is wrong.
         keeps_tensors: True to keep the generated weights in memory; else each access makes them anew.
+
+    Raises:
+        PortEndError: The port tried to exit, or ran out of memory.
     """
     tensors, trial_input = _make_tensors(spec, layer), _make_input(spec)
     if keeps_tensors:
         tensors = dict(tensors)
     expected = _reference_output(spec, tensors, trial_input)
-
-    def error_with(repairs: Sequence[Repair]) -> float:
-        changed = tensors
-        for repair in repairs:
-            changed = repair.apply(changed)
-        return _error_of(port.run(changed, trial_input), expected, trial_input)
-
     limit = _BF16_LIMIT if port.computes_in_bf16 else _FLOAT32_LIMIT
     try:
-        error = error_with(())
+        error = _error_of(port.run(tensors, trial_input), expected, trial_input)
     except PortEndError:
         raise
     except TargetError as failure:
@@ -126,19 +128,18 @@ def run_trial(
     outcome = TrialOutcome(error=error, limit=limit)
     if outcome.is_right:
         return outcome
+
+    def error_with(repairs: Sequence[Repair]) -> float:
+        repaired = tensors
+        for repair in repairs:
+            repaired = repair.apply(repaired)
+        return _error_or_infinity(port, repaired, expected, trial_input)
+
     found = _search_repairs(error_with, candidates, error=error, limit=limit)
     if found is not None:
         repairs, repaired_error = found
         return replace(outcome, repairs=repairs, repaired_error=repaired_error)
-    for name, change in EXACT_VALUES.items():
-        exact = make_exact(tensors, change)
-        expected_of_exact = _reference_output(spec, exact, trial_input)
-        kept_error = _error_of(port.run(exact, trial_input), expected_of_exact, trial_input)
-        if outcome.kept_error is None or kept_error < outcome.kept_error:
-            outcome = replace(outcome, kept_error=kept_error, kept_as=name)
-        if outcome.is_quantised:
-            break
-    return outcome
+    return _try_exact_values(outcome, port, spec, tensors, trial_input)
 
 
 def _search_repairs(
@@ -149,25 +150,52 @@ def _search_repairs(
     limit: float,
 ) -> tuple[tuple[Repair, ...], float] | None:
     """Add the best repair again and again; return the repairs and the error they leave, None if it stays large."""
+    # If the output is NaN or Inf, the error is infinite, and so is any share of it: then only the limit counts.
+    largest_final_error = max(limit, _MAX_ERROR_LEFT_BY_ALL * error) if math.isfinite(error) else limit
+    remaining = list(candidates)
     chosen: tuple[Repair, ...] = ()
-    left = error
-    while len(chosen) < min(_MAX_REPAIRS, len(candidates)):
-        errors = {
-            index: error_with((*chosen, repair))
-            for index, repair in enumerate(candidates)
-            if repair not in chosen
-        }
-        best = min(errors, key=lambda index: errors[index])
-        if errors[best] > max(limit, _MAX_ERROR_LEFT_BY_ONE * left):
+    error_left = error
+    while remaining and len(chosen) < _MAX_REPAIRS:
+        errors = [error_with((*chosen, repair)) for repair in remaining]
+        lowest = min(errors)
+        if not math.isfinite(lowest) or lowest > max(limit, _MAX_ERROR_LEFT_BY_ONE * error_left):
             return None
-        chosen, left = (*chosen, candidates[best]), errors[best]
-        if left <= max(limit, _MAX_ERROR_LEFT_BY_ALL * error):
-            return chosen, left
+        chosen, error_left = (*chosen, remaining.pop(errors.index(lowest))), lowest
+        if error_left <= largest_final_error:
+            return chosen, error_left
     return None
 
 
+def _try_exact_values(
+    outcome: TrialOutcome, port: TrialPort, spec: ModelSpec, tensors: Tensors, trial_input: TrialInput
+) -> TrialOutcome:
+    """Run the port on weights that quantisation keeps; add the lowest error, and its way of quantisation."""
+    for name, change in EXACT_VALUES.items():
+        exact = make_exact(tensors, change)
+        expected = _reference_output(spec, exact, trial_input)
+        error = _error_or_infinity(port, exact, expected, trial_input)
+        if outcome.exact_error is None or error < outcome.exact_error:
+            outcome = replace(outcome, exact_error=error, exact_in=name)
+        if outcome.is_quantised:
+            break
+    return outcome
+
+
+def _error_or_infinity(
+    port: TrialPort, tensors: Tensors, expected: torch.Tensor, trial_input: TrialInput
+) -> float:
+    """Run the port on changed weights and return its error; infinite if the port refuses them."""
+    try:
+        return _error_of(port.run(tensors, trial_input), expected, trial_input)
+    except PortEndError:
+        raise
+    except TargetError:
+        # It ran on the weights as they were: these changed weights are not what it needs.
+        return float("inf")
+
+
 def _error_of(output: torch.Tensor, expected: torch.Tensor, trial_input: TrialInput) -> float:
-    """Return the error of an output, relative to what the reference layer adds to its input; infinite for NaN."""
+    """Return ‖output − expected‖ relative to the reference layer's delta; infinite for NaN or Inf."""
     error = (output.float() - expected).norm() / (expected - trial_input.hidden_states).norm()
     return float(error) if torch.isfinite(error) else float("inf")
 
@@ -201,7 +229,7 @@ def _reference_output(spec: ModelSpec, tensors: Tensors, trial_input: TrialInput
         input_ids=torch.zeros_like(trial_input.attention_mask),
         attention_mask=trial_input.attention_mask,
         position_ids=trial_input.position_ids,
-        source="made hidden states",
+        source="generated hidden states",
     )
     sites = Float32Layer(spec, tensors).run(trial_input.hidden_states, inputs, router_experts=None)
     return sites[Site.OUTPUT]

@@ -24,7 +24,7 @@ class WeightMistake(TextEnum):
 
 
 class Severity(TextEnum):
-    """Severity of a finding."""
+    """Certainty that a finding is a fault."""
 
     WRONG = "wrong"  # certain: the port fails
     SUSPECT = "suspect"  # a port may do it on purpose: the trial decides
@@ -33,12 +33,12 @@ class Severity(TextEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFinding:
-    """A finding.
+    """A fault in a port's weights, or something that may be one.
 
     Args:
         kinds: Kinds of the source tensors concerned: `q_proj`, `w1`.
         port_tensors: Names of the port's tensors concerned.
-        contradicts_names: True where the port's own names say otherwise: then it is wrong even without a trial.
+        contradicts_names: True if the port's own names say otherwise: then it is wrong even without a trial.
     """
 
     mistake: WeightMistake

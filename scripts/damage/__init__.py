@@ -2,5 +2,5 @@
 
 - `tampering`: changes to the files of a capture, with or without new digests
 - `damages`: ways in which captures are damaged
-- `scene`: the captures, and the comparison of damaged copies
+- `captures`: whole captures of a right port, and the comparison of damaged copies
 """

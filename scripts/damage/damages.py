@@ -1,4 +1,7 @@
-"""Ways in which a golden or a device run is damaged before it is judged."""
+"""Damages: ways in which a golden or a device run is changed before the two are compared.
+
+Digests of the files are stored in a capture's manifest. A damage alone contradicts them; new digests hide it.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +39,19 @@ class Damage:
     """A way to damage a capture.
 
     Args:
-        name: Description in words.
         apply: Function that damages a capture directory.
         named: Words that a refusal must contain, beside the capture.
-        of_golden: Whether the golden is damaged; otherwise the device run.
-        in_stats: Whether the damaged golden kept only the statistics of its noise floor, no twins.
-        is_provable_when_old: Whether the damage shows without digests of twins and floors.
+        is_of_golden: True if the golden is damaged, False if the device run is.
+        is_without_twins: True if the golden keeps only the statistics of its noise floor, no float32 twins.
+        is_provable_when_old: True if the damage shows without digests of twins and floors.
     """
 
     name: str
     apply: Callable[[Path], None]
     named: tuple[str, ...] = ()
     _: KW_ONLY
-    of_golden: bool = True
-    in_stats: bool = False
+    is_of_golden: bool = True
+    is_without_twins: bool = False
     is_provable_when_old: bool = True
 
 
@@ -77,8 +79,8 @@ def _golden_as_twin(directory: Path) -> None:
     change_tensor(directory, _TWINS, "moe_delta", lambda _: values)
 
 
-def _by(change: Callable[..., None], *arguments: object) -> Callable[[Path], None]:
-    """Build the function that makes a change of `damage.tampering` in a capture directory."""
+def _apply(change: Callable[..., None], *arguments: object) -> Callable[[Path], None]:
+    """Build the function that applies a change of `damage.tampering` to a capture directory."""
     return lambda directory: change(directory, *arguments)
 
 
@@ -86,9 +88,9 @@ def _delete(directory: Path, file: str) -> None:
     (directory / file).unlink()
 
 
-def _of_site(name: str, file: str, tensor: str, how: Change) -> Damage:
+def _damage_of_site(name: str, file: str, tensor: str, change: Change) -> Damage:
     """Build the damage of one tensor of the layer; a refusal must name site, layer and file."""
-    return Damage(name, _by(change_tensor, file, tensor, how), (tensor.partition(".")[0], _PLACE, file))
+    return Damage(name, _apply(change_tensor, file, tensor, change), (tensor.partition(".")[0], _PLACE, file))
 
 
 def _with_digests(damage: Damage, *, with_statistics: bool = False) -> Damage:
@@ -99,113 +101,117 @@ def _with_digests(damage: Damage, *, with_statistics: bool = False) -> Damage:
         sign(directory, with_statistics=with_statistics)
 
     kind = "digests and statistics" if with_statistics else "digests"
-    return Damage(f"{damage.name}, under {kind} of its own", apply, in_stats=damage.in_stats)
+    return Damage(f"{damage.name}, under {kind} of its own", apply, is_without_twins=damage.is_without_twins)
 
 
 _zero = torch.zeros_like
 _ONE_PERCENT = _scale(1.01)
 
-# Each of these is applied with the old digests and with new ones.
+# These are applied twice: with the old digests, and hidden by new ones.
 _SIGNABLE = (
-    _of_site("twin of a site zeroed", _TWINS, "moe_delta", _zero),
-    Damage("all twins of a layer zeroed", _by(change_tensors, _TWINS, _zero), (_PLACE, _TWINS)),
+    _damage_of_site("twin of a site zeroed", _TWINS, "moe_delta", _zero),
+    Damage("all twins of a layer zeroed", _apply(change_tensors, _TWINS, _zero), (_PLACE, _TWINS)),
     Damage(
         "twins exchanged with another layer's",
-        _by(exchange_files, _TWINS, _OTHER_TWINS),
+        _apply(exchange_files, _TWINS, _OTHER_TWINS),
         ("of layer 0", _OTHER_TWINS),
     ),
-    _of_site("twin cast to int8", _TWINS, "q_proj", lambda tensor: tensor.to(torch.int8)),
-    _of_site("twin rounded to bfloat16", _TWINS, "q_proj", lambda tensor: tensor.to(torch.bfloat16)),
-    _of_site("NaN in a twin", _TWINS, "attn_delta", _one_nan),
-    _of_site("twin of another shape", _TWINS, "v_proj", lambda tensor: tensor[..., :-1]),
+    _damage_of_site("twin cast to int8", _TWINS, "q_proj", lambda tensor: tensor.to(torch.int8)),
+    _damage_of_site("twin rounded to bfloat16", _TWINS, "q_proj", lambda tensor: tensor.to(torch.bfloat16)),
+    _damage_of_site("NaN in a twin", _TWINS, "attn_delta", _one_nan),
+    _damage_of_site("twin of another shape", _TWINS, "v_proj", lambda tensor: tensor[..., :-1]),
     Damage("the golden's own values as a twin", _golden_as_twin, ("moe_delta", _PLACE, _TWINS)),
-    _of_site("twin twice as large", _TWINS, "moe_delta", _scale(2.0)),
-    Damage("floor zeroed", _by(change_tensors, _FLOORS, _zero), (_PLACE, _FLOORS)),
+    _damage_of_site("twin twice as large", _TWINS, "moe_delta", _scale(2.0)),
+    Damage("floor zeroed", _apply(change_tensors, _FLOORS, _zero), (_PLACE, _FLOORS)),
     Damage(
-        "floor a thousand times as large", _by(change_tensors, _FLOORS, _scale(1000.0)), (_PLACE, _FLOORS)
+        "floor a thousand times as large", _apply(change_tensors, _FLOORS, _scale(1000.0)), (_PLACE, _FLOORS)
     ),
     Damage(
         "floors exchanged with another layer's",
-        _by(exchange_files, _FLOORS, _OTHER_FLOORS),
+        _apply(exchange_files, _FLOORS, _OTHER_FLOORS),
         ("of layer 0", _OTHER_FLOORS),
     ),
     Damage(
         "router's noise a thousand times as large",
-        _by(change_tensor, _FLOORS, "router_noise", _scale(1000.0)),
+        _apply(change_tensor, _FLOORS, "router_noise", _scale(1000.0)),
         ("router", _PLACE, _FLOORS),
     ),
-    _of_site("values of a site zeroed", _VALUES, "moe_delta", _zero),
-    _of_site("values of a site 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
-    Damage("NaN in the golden's values", _by(change_tensor, _VALUES, "output", _one_nan), ("output", _PLACE)),
-    _of_site(
+    _damage_of_site("values of a site zeroed", _VALUES, "moe_delta", _zero),
+    _damage_of_site("values of a site 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
+    Damage(
+        "NaN in the golden's values", _apply(change_tensor, _VALUES, "output", _one_nan), ("output", _PLACE)
+    ),
+    _damage_of_site(
         "values of a site widened to float32", _VALUES, "post_norm", lambda tensor: tensor.float() * 1.001
     ),
-    _of_site("an expert counted twice", _VALUES, "router_experts", _first_expert_twice),
-    Damage("logits zeroed", _by(change_tensor, _MODEL_VALUES, "logits", _zero), ("logits",)),
+    _damage_of_site("an expert counted twice", _VALUES, "router_experts", _first_expert_twice),
+    Damage("logits zeroed", _apply(change_tensor, _MODEL_VALUES, "logits", _zero), ("logits",)),
     Damage(
         "twin of the logits zeroed",
-        _by(change_tensor, _MODEL_TWINS, "logits", _zero),
+        _apply(change_tensor, _MODEL_TWINS, "logits", _zero),
         ("logits", _MODEL_TWINS),
     ),
-    Damage("floor of the logits zeroed", _by(change_tensors, _MODEL_FLOORS, _zero), (_MODEL_FLOORS,)),
+    Damage("floor of the logits zeroed", _apply(change_tensors, _MODEL_FLOORS, _zero), (_MODEL_FLOORS,)),
     Damage(
         "positions shifted",
-        _by(change_tensor, _INPUTS, "position_ids", lambda tensor: tensor + 1),
+        _apply(change_tensor, _INPUTS, "position_ids", lambda tensor: tensor + 1),
         (_INPUTS,),
     ),
-    Damage("a token less", _by(change_tensor, _INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
+    Damage("a token less", _apply(change_tensor, _INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
     *(
-        replace(damage, in_stats=True)
+        replace(damage, is_without_twins=True)
         for damage in (
-            Damage("floor without twins zeroed", _by(change_tensors, _FLOORS, _zero), (_PLACE, _FLOORS)),
-            _of_site(
+            Damage("floor without twins zeroed", _apply(change_tensors, _FLOORS, _zero), (_PLACE, _FLOORS)),
+            _damage_of_site(
                 "a part of a floor without twins twice as large",
                 _FLOORS,
                 "moe_delta.error_ordinary",
                 _scale(2.0),
             ),
-            _of_site("values of a golden without twins 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
+            _damage_of_site("values of a golden without twins 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
         )
     ),
 )
 
-# New digests cannot hide these, or would describe another whole capture.
+# New digests cannot hide these, or would describe another capture that is whole.
 _UNSIGNABLE = (
     Damage(
-        "values exchanged with another layer's", _by(exchange_files, _VALUES, _OTHER_VALUES), (_OTHER_VALUES,)
+        "values exchanged with another layer's",
+        _apply(exchange_files, _VALUES, _OTHER_VALUES),
+        (_OTHER_VALUES,),
     ),
-    Damage("one bit of the values", _by(flip_byte, _VALUES), (_VALUES,)),
+    Damage("one bit of the values", _apply(flip_byte, _VALUES), (_VALUES,)),
     # Without digests one bit is below the precision of the stored errors.
-    Damage("one bit of the twins", _by(flip_byte, _TWINS), (_TWINS,), is_provable_when_old=False),
-    Damage("values cut off", _by(cut_file, _VALUES), (_VALUES,)),
-    Damage("twins cut off", _by(cut_file, _TWINS), (_TWINS,)),
-    Damage("floors cut off", _by(cut_file, _FLOORS), (_FLOORS,)),
-    Damage("no twins", _by(_delete, _TWINS), (_TWINS,)),
-    Damage("no floors", _by(_delete, _FLOORS), (_FLOORS,)),
-    Damage("a twin left out", _by(remove_tensor, _TWINS, "moe_delta"), ("moe_delta", _PLACE, _TWINS)),
+    Damage("one bit of the twins", _apply(flip_byte, _TWINS), (_TWINS,), is_provable_when_old=False),
+    Damage("values cut off", _apply(cut_file, _VALUES), (_VALUES,)),
+    Damage("twins cut off", _apply(cut_file, _TWINS), (_TWINS,)),
+    Damage("floors cut off", _apply(cut_file, _FLOORS), (_FLOORS,)),
+    Damage("no twins", _apply(_delete, _TWINS), (_TWINS,)),
+    Damage("no floors", _apply(_delete, _FLOORS), (_FLOORS,)),
+    Damage("a twin left out", _apply(remove_tensor, _TWINS, "moe_delta"), ("moe_delta", _PLACE, _TWINS)),
     Damage(
-        "a floor left out", _by(remove_tensor, _FLOORS, "moe_delta.error"), ("moe_delta", _PLACE, _FLOORS)
+        "a floor left out", _apply(remove_tensor, _FLOORS, "moe_delta.error"), ("moe_delta", _PLACE, _FLOORS)
     ),
 )
 
 _OF_DEVICE_RUN = tuple(
-    replace(damage, name=f"device run: {damage.name}", of_golden=False)
+    replace(damage, name=f"device run: {damage.name}", is_of_golden=False)
     for damage in (
-        _of_site("a site replaced", _VALUES, "moe_delta", _ONE_PERCENT),
-        _of_site("a site zeroed", _VALUES, "q_proj", _zero),
-        Damage("one bit", _by(flip_byte, _VALUES), (_VALUES,)),
-        Damage("values cut off", _by(cut_file, _VALUES), (_VALUES,)),
+        _damage_of_site("a site replaced", _VALUES, "moe_delta", _ONE_PERCENT),
+        _damage_of_site("a site zeroed", _VALUES, "q_proj", _zero),
+        Damage("one bit", _apply(flip_byte, _VALUES), (_VALUES,)),
+        Damage("values cut off", _apply(cut_file, _VALUES), (_VALUES,)),
         Damage(
             "values exchanged with another layer's",
-            _by(exchange_files, _VALUES, _OTHER_VALUES),
+            _apply(exchange_files, _VALUES, _OTHER_VALUES),
             (_OTHER_VALUES,),
         ),
         Damage(
             "logits replaced",
-            _by(change_tensor, _MODEL_VALUES, "logits", _ONE_PERCENT),
+            _apply(change_tensor, _MODEL_VALUES, "logits", _ONE_PERCENT),
             ("logits", _MODEL_VALUES),
         ),
-        Damage("a token less", _by(change_tensor, _INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
+        Damage("a token less", _apply(change_tensor, _INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
     )
 )
 

@@ -15,31 +15,31 @@ from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest, descr
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def change_tensor(directory: Path, file: str, name: str, how: Change) -> None:
+def change_tensor(directory: Path, file: str, name: str, change: Change) -> None:
     """Change one tensor of a file, and keep its old digest."""
     tensors = _load(directory / file)
-    tensors[name] = how(tensors[name]).contiguous()
+    tensors[name] = change(tensors[name]).contiguous()
     _save(tensors, directory / file)
 
 
-def change_tensors(directory: Path, file: str, how: Change) -> None:
-    """Change all tensors of a file."""
-    tensors = {name: how(tensor).contiguous() for name, tensor in _load(directory / file).items()}
+def change_tensors(directory: Path, file: str, change: Change) -> None:
+    """Change all tensors of a file, and keep their old digests."""
+    tensors = {name: change(tensor).contiguous() for name, tensor in _load(directory / file).items()}
     _save(tensors, directory / file)
 
 
 def remove_tensor(directory: Path, file: str, name: str) -> None:
-    """Leave one tensor of a file out."""
+    """Remove one tensor from a file."""
     tensors = _load(directory / file)
     del tensors[name]
     _save(tensors, directory / file)
 
 
-def exchange_files(directory: Path, one: str, other: str) -> None:
+def exchange_files(directory: Path, file: str, other: str) -> None:
     """Exchange two files."""
     aside = directory / "aside"
-    (directory / one).rename(aside)
-    (directory / other).rename(directory / one)
+    (directory / file).rename(aside)
+    (directory / other).rename(directory / file)
     aside.rename(directory / other)
 
 
@@ -58,7 +58,7 @@ def flip_byte(directory: Path, file: str) -> None:
 
 
 def sign(directory: Path, *, with_statistics: bool = False) -> None:
-    """Write the digests of the changed files, and new statistics of sites on demand, which hides the change."""
+    """Hide changes: write new digests of the files, and with `with_statistics` new statistics of the sites."""
     manifest = Manifest.read(directory)
     files = {path.name: _load(path) for path in directory.glob("*.safetensors")}
     entries = tuple(_signed(entry, files[entry.file], with_statistics) for entry in manifest.entries)
@@ -66,9 +66,9 @@ def sign(directory: Path, *, with_statistics: bool = False) -> None:
     if digests is not None:
         digests = digests.with_files(
             FileDigests.of(
-                one.file, {name: describe_tensor(tensor) for name, tensor in files[one.file].items()}
+                old.file, {name: describe_tensor(tensor) for name, tensor in files[old.file].items()}
             )
-            for one in digests.tensors
+            for old in digests.tensors
         )
     write_manifest(directory, replace(manifest, entries=entries, digests=digests))
 
@@ -95,10 +95,11 @@ def _signed(entry: Entry, tensors: dict[str, torch.Tensor], with_statistics: boo
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    # Copies, since mapped tensors would change with their file.
+    # Copies: mapped tensors would change with their file.
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    # A new file: the old one may be mapped elsewhere.
     path.unlink()
     save_file(tensors, path)

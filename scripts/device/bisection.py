@@ -1,6 +1,6 @@
 """Figures of bisection: the number of runs that find the wrong layers of 62.
 
-The model is synthetic and narrow. The port is mm2's device layer, whose o_proj is zero in some layers, as where the
+The model is synthetic and narrow. The port is mm2's device layer. In the wrong layers its o_proj is zero, as if the
 weight was never loaded. Runs are counted, not timed.
 """
 
@@ -32,9 +32,11 @@ from neuron.ports.port_target import PortTarget
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 
 _LENGTHS = {"full": (96, 61), "toy": (24, 15)}
-# The last layer takes the most runs. The others lie in either half, and on the border of two chains.
+# Wrong layers that are searched for one at a time. The last layer takes the most runs; the others lie in either half of
+# the model, and where one chain of a run ends and the next begins.
 _SINGLE_CULPRITS = {"full": (0, 17, 31, 37, 60, 61), "toy": (37, 61)}
-_THREE = (9, 37, 55)
+# Wrong layers that are searched for together.
+_THREE_CULPRITS = (9, 37, 55)
 
 
 def measure(scale: str) -> Iterator[Figure]:
@@ -42,12 +44,14 @@ def measure(scale: str) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="mm2-bisection-") as scratch:
         bench = _Bench.make(Path(scratch), lengths=_LENGTHS[scale])
         singles = {layer: bench.bisect(frozenset({layer}), Extent.FIRST) for layer in _SINGLE_CULPRITS[scale]}
-        yield Figure.at_most("bisect_runs_62", max(len(one.probes) for one in singles.values()), 7)
-        missed = sum(_culprits(one) != [layer] for layer, one in singles.items())
+        num_runs = max(len(bisection.probes) for bisection in singles.values())
+        yield Figure.at_most("bisect_runs_62", num_runs, 7)
+        missed = sum(_culprits(bisection) != [layer] for layer, bisection in singles.items())
         yield Figure.exactly("bisect_single_culprits_missed", missed, 0)
-        three = bench.bisect(frozenset(_THREE), Extent.ALL)
-        yield Figure.exactly("bisect_found_of_three", len({*_culprits(three)} & {*_THREE}), 3)
-        yield Figure.exactly("bisect_found_beside_three", len({*_culprits(three)} - {*_THREE}), 0)
+        wanted = set(_THREE_CULPRITS)
+        three = bench.bisect(frozenset(wanted), Extent.ALL)
+        yield Figure.exactly("bisect_found_of_three", len({*_culprits(three)} & wanted), 3)
+        yield Figure.exactly("bisect_found_beside_three", len({*_culprits(three)} - wanted), 0)
         yield Figure.plain("bisect_runs_62_of_three", len(three.probes))
         clean = bench.bisect(frozenset(), Extent.FIRST)
         yield Figure.exactly("bisect_false_alarms", len(clean.findings), 0)
@@ -58,7 +62,7 @@ def measure(scale: str) -> Iterator[Figure]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bench:
-    """A checkpoint and its golden."""
+    """A checkpoint and its golden, on which ports are bisected."""
 
     folder: Path
     spec: ModelSpec
@@ -83,7 +87,7 @@ class _Bench:
             spec=self.spec,
             golden=self.golden,
             inputs=self.golden.read_inputs(),
-            target=_unloaded(layers),
+            target=_port_without_o_proj(layers),
             dtype=torch.bfloat16,
             span=Span(0, self.spec.num_hidden_layers),
             extent=extent,
@@ -100,8 +104,8 @@ class _Bench:
             return bisection
 
 
-def _unloaded(layers: frozenset[int]) -> PortTarget:
-    """Build a target: the device layer with an o_proj of zero in some layers."""
+def _port_without_o_proj(layers: frozenset[int]) -> PortTarget:
+    """Build a target: the device layer, with an o_proj of zero in these layers."""
 
     class Port(DeviceLayer):
         def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:

@@ -1,8 +1,9 @@
 """Figures of regrouping: experts of the true size, copied from single matrices into the layouts of ports.
 
-Matrices and storage lie in memory that was written before, so that neither disk nor fresh pages count. Threads copy
-one matrix at a time, as when a layer is loaded; there are as many as torch has.
-E experts, I intermediate, H hidden.
+Matrices and storage lie in memory that was written before: neither the disk nor new pages count. As when a layer is
+loaded, each of torch's threads copies one matrix at a time.
+
+E experts, I intermediate size, H hidden size.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _RESET_PEAK = "5"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Experts in one tensor, and each matrix as a view of it.
+    """Experts in one tensor.
 
     Args:
         flat: All values, BF16.
-        matrices: [I,H], [I,H] and [H,I] of each expert, by the hub's relative names.
+        matrices: Views of `flat`: w1 [I,H], w3 [I,H] and w2 [H,I] of each expert, by the hub's relative names.
         num_experts: E.
         intermediate_size: I.
         hidden_size: H.
@@ -74,18 +75,19 @@ class Experts:
         )
 
     def group(self, storage: torch.Tensor, pool: ReadingPool) -> None:
-        """Fill `storage`, as large as `flat`, with [E,2·I,H] and [E,H,I]."""
-        gate_up, down = self._halves(storage)
+        """Fill `storage`, of the size of `flat`, with gate and up [E,2·I,H], then down [E,H,I]."""
+        gate_up, down = self._divide(storage)
         shape = (self.num_experts, 2 * self.intermediate_size, self.hidden_size)
         self._group(gate_up.view(shape), down.view(shape[0], shape[2], -1), pool)
 
     def group_transposed(self, storage: torch.Tensor, pool: ReadingPool) -> None:
-        """Fill `storage`, as large as `flat`, with [E,H,2·I] and [E,I,H], NxDI's layout."""
-        gate_up, down = self._halves(storage)
+        """Fill `storage`, of the size of `flat`, with gate and up [E,H,2·I], then down [E,I,H]: NxDI's layout."""
+        gate_up, down = self._divide(storage)
         shape = (self.num_experts, self.hidden_size, 2 * self.intermediate_size)
         self._group(gate_up.view(shape).mT, down.view(shape[0], -1, shape[1]).mT, pool)
 
-    def _halves(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _divide(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Two of an expert's three matrices, all of one size, are gate and up.
         third = storage.numel() // 3
         return storage[: 2 * third], storage[2 * third :]
 
@@ -119,7 +121,7 @@ def _over_memcpy(group: Callable[[], None], experts: Experts, storage: torch.Ten
 
 
 def _peak_above(action: Callable[[], object]) -> int:
-    """Measure the peak of resident memory during an action above the memory before, in bytes."""
+    """Measure the peak of resident memory during an action, in bytes above the memory before."""
     _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
     before = MemoryUsage.on_host().most_resident_bytes
     action()

@@ -1,9 +1,9 @@
 """Figures of a sweep: its graphs, and its time over that of a bare loop.
 
-- `sweep_over_bare`: a sweep of 62 toy layers on XLA's CPU device (hidden 256, 32 experts, two rows), which reads the
-  golden and writes all sites, over a bare loop. The loop compiles one resident layer, runs it 62 times on weights that
-  are loaded already, and copies each output to the host.
-- `sweep_over_bare_loading`: the same, over a loop that loads the weights of each layer.
+- `sweep_over_bare`: the time of a sweep over that of a bare loop, both of 62 toy layers on XLA's CPU device (hidden
+  256, 32 experts, two rows). The sweep reads the golden and writes all sites. The loop compiles one resident layer,
+  runs it 62 times on weights that are loaded already, and copies each output to the host.
+- `sweep_over_bare_loading`: the same, over a loop that loads the weights of each layer
 
 Each run is a process of its own, timed without imports and the start of torch_xla. The rounds alternate, and the
 figures are the medians of their ratios.
@@ -50,17 +50,19 @@ def measure(scale: str) -> Iterator[Figure]:
     yield Figure.at_most("sweep_over_bare", _ratio(rounds, "bare"), 1.3)
     yield Figure.plain("sweep_over_bare_loading", _ratio(rounds, "bare-loading"))
     yield Figure.plain(
-        "compile_share_of_bare", median(one["bare"]["compile_s"] / one["bare"]["seconds"] for one in rounds)
+        "compile_share_of_bare",
+        median(records["bare"]["compile_s"] / records["bare"]["seconds"] for records in rounds),
     )
 
 
 def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str) -> float:
-    ratios: list[float] = [one["sweep"]["seconds"] / one[way]["seconds"] for one in rounds]
+    """Return the time of a sweep over that of another way: the median of the rounds."""
+    ratios: list[float] = [records["sweep"]["seconds"] / records[way]["seconds"] for records in rounds]
     return median(ratios)
 
 
 def _run(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:
-    """Run one process of `timed_sweep`, and return its JSON object."""
+    """Run a process of `timed_sweep`, and return its JSON object."""
     command = [sys.executable, "-m", "device.timed_sweep", way, str(model), str(golden), str(output)]
     done = subprocess.run(command, cwd=_SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
     record: dict[str, Any] = json.loads(done.stdout)

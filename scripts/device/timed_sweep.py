@@ -1,9 +1,9 @@
-"""A process of a timed sweep, or of the bare loop that it is compared with.
+"""A process that times a sweep, or a bare loop to compare the sweep with.
 
     python -m device.timed_sweep sweep|bare|bare-loading MODEL GOLDEN OUTPUT
 
-Prints one JSON object: the seconds from the open device to the last layer, the seconds of compiling among them, and
-the graphs of a sweep.
+Prints one JSON object: the seconds from the open device to the last layer, how many of these were spent compiling, and
+for a sweep its numbers of graphs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from neuron.runs.runner import DeviceRun
 
 
 def main(way: str, model: str, golden: str, output: str) -> None:
-    """Run, and print the times."""
+    """Run one of the three ways, and print its times."""
     folder = Path(model)
     with open_runtime("xla-cpu") as runtime, CheckpointReader(folder) as reader:
         if way == "sweep":
@@ -59,7 +59,7 @@ def _sweep(runtime: Runtime, reader: CheckpointReader, golden: Capture, output: 
 def _run_bare(
     runtime: Runtime, reader: CheckpointReader, golden: Capture, *, loads: bool
 ) -> dict[str, float]:
-    """Run the bare loop: only what gives the output of each layer on the host."""
+    """Run the bare loop: do no more than it takes to get each layer's output to the host."""
     spec, target = ModelSpec.from_folder(reader.folder), find_target("builtin")
     with ReadingPool(torch.get_num_threads()) as pool:
         loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)

@@ -1,12 +1,15 @@
-"""The example port with a cache: only what `port.py` lacks to decode.
+"""The example port with a KV cache: what `port.py` needs in addition in order to decode.
 
 A port that decodes accepts `past_key_value`, and returns the new past as its second output. Judge it with:
 
     mm2-test sweep --model DIR --golden DIR --decode 8 --target scripts/examples/cached_port.py:DecoderLayer
     mm2-test full --model DIR --golden DIR --target scripts/examples/cached_port.py:DecoderLayer
 
-The past [B,K,P,D] holds the rotated keys and the values of the rows before. The mask is then [B,P+S], and rows with a
-0 must stay invisible. All steps get a past of one length, part of it unused, so that no step compiles anew.
+The past is a pair [B,K,P,D]: the rotated keys and the values of the positions before. The mask is then [B,P+S], and
+positions with a 0 must not be attended to. All steps get a past of one length, part of it unused, so no step compiles
+again.
+
+B batch, S sequence, P length of the past, H hidden, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ import torch
 
 
 class Attention(port.Attention):
-    """Attends to the past, and gives back all keys and values."""
+    """Attention that sees the past too, and returns all keys and values."""
 
     def forward(self, states, attention_mask, position_ids, past_key_value=None):
-        """[B,S,H] to [B,S,H], and keys and values [B,K,P+S,D]."""
+        """Return the output [B,S,H] for states [B,S,H], and keys and values [B,K,P+S,D]."""
         q, k, v = self.qkv_proj(states).split((self.query_width, self.key_width, self.key_width), dim=-1)
         q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
         q = self.q_rope(self.rotate(self.heads(self.q_norm(q)), position_ids))
@@ -30,10 +33,10 @@ class Attention(port.Attention):
         return self.o_proj(self.attend(q, k, v, attention_mask)), (k, v)
 
     def attend(self, q, k, v, attention_mask):
-        """Attend to all of the past, and to the rows of this pass up to the row itself."""
+        """Attend to all of the past, and to the positions of this pass up to the own one."""
         num_past = k.shape[2] - q.shape[2]
-        places = torch.arange(k.shape[2], device=q.device)
-        visible = (places <= places[num_past:, None]) & attention_mask[:, None, None, :].bool()
+        positions = torch.arange(k.shape[2], device=q.device)
+        visible = (positions <= positions[num_past:, None]) & attention_mask[:, None, None, :].bool()
         scores = (
             torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
         )
@@ -43,7 +46,7 @@ class Attention(port.Attention):
 
 
 class DecoderLayer(port.DecoderLayer):
-    """The port; its attention returns a pair, so that attn_delta is the first of it."""
+    """The port; its attention returns a pair, whose first value is attn_delta."""
 
     sites = {**port.DecoderLayer.sites, "attn_delta": "self_attn:output[0]"}
 
@@ -52,7 +55,7 @@ class DecoderLayer(port.DecoderLayer):
         self.self_attn = Attention(config)
 
     def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
-        """[B,S,H], mask [B,P+S], positions [B,S] to the output [B,S,H] and keys and values [B,K,P+S,D]."""
+        """Map [B,S,H], a mask [B,P+S] and positions [B,S] to the output [B,S,H], and keys and values [B,K,P+S,D]."""
         normed = self.input_layernorm(hidden_states)
         delta, key_value = self.self_attn(normed, attention_mask, position_ids, past_key_value)
         hidden_states = hidden_states + delta

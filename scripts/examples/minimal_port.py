@@ -6,6 +6,7 @@ Weights are loaded by the hub's names as they are (`self_attn.q_proj.weight`,
     mm2-test sweep --model DIR --golden DIR --target scripts/examples/minimal_port.py:DecoderLayer
 
 `port.py` beside it shows what a port for a device wants: fused weights, every site, one compile.
+
 B batch, S sequence, T tokens, H hidden, N heads, K kv heads, D head_dim, E experts.
 """
 
@@ -25,14 +26,14 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, states):
-        """Norm [..., width]."""
+        """Normalise states [..., width]."""
         exact = states.float()
         exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * exact.to(states.dtype)
 
 
 class Attention(nn.Module):
-    """Norms over all heads of q and of k; the first rotary_dim dims of each head are rotated."""
+    """Attention with norms over all heads of q and of k, and rotation of each head's first rotary_dim dims."""
 
     def __init__(self, config):
         super().__init__()
@@ -47,7 +48,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(key_width, config.rms_norm_eps)
 
     def forward(self, states, attention_mask, position_ids):
-        """[B,S,H] to [B,S,H]."""
+        """Map [B,S,H] to [B,S,H]."""
         q = self.rotate(self.heads(self.q_norm(self.q_proj(states))), position_ids)
         k = self.rotate(self.heads(self.k_norm(self.k_proj(states))), position_ids)
         v = self.heads(self.v_proj(states))
@@ -62,11 +63,11 @@ class Attention(nn.Module):
         return self.o_proj(context.transpose(1, 2).flatten(2))
 
     def heads(self, flat):
-        """[B,S,heads·D] to [B,heads,S,D]."""
+        """Reshape [B,S,heads·D] to [B,heads,S,D]."""
         return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
     def rotate(self, heads, position_ids):
-        """Pairs dim i with i + rotary_dim / 2."""
+        """Rotate dims in pairs: dim i with dim i + rotary_dim / 2."""
         width = self.config.rotary_dim
         dims = torch.arange(0, width, 2, dtype=torch.float32, device=heads.device)
         angles = position_ids[:, None, :, None].float() / self.config.rope_theta ** (dims / width)
@@ -76,7 +77,7 @@ class Attention(nn.Module):
 
 
 class Expert(nn.Module):
-    """SwiGLU; w1 is the gate, w3 the up projection, w2 the down projection."""
+    """An expert, SwiGLU: w1 is the gate, w3 the up projection, w2 the down projection."""
 
     def __init__(self, config):
         super().__init__()
@@ -85,27 +86,27 @@ class Expert(nn.Module):
         self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
 
     def forward(self, states):
-        """[T,H] to [T,H]."""
+        """Map [T,H] to [T,H]."""
         return self.w2(functional.silu(self.w1(states)) * self.w3(states))
 
 
 class Moe(nn.Module):
-    """Router and experts: each expert sees each token, with a weight of 0 where it was not chosen."""
+    """Router and experts: each expert computes each token, with weight 0 if the token did not choose it."""
 
     def __init__(self, config):
         super().__init__()
         self.num_experts_per_tok = config.num_experts_per_tok
-        # In float32, whatever the rest is in: the bias is near 9, where BF16 steps are 0.06.
+        # In float32, whatever dtype the rest has: the bias is near 9, where BF16 steps are 0.06.
         self.gate = nn.Linear(config.hidden_size, config.num_local_experts, bias=False, dtype=torch.float32)
         bias = torch.empty(config.num_local_experts, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", bias)
         self.experts = nn.ModuleList(Expert(config) for _ in range(config.num_local_experts))
 
     def forward(self, states):
-        """[B,S,H] to [B,S,H]."""
+        """Map [B,S,H] to [B,S,H]."""
         tokens = states.flatten(0, 1)
         scores = self.gate(tokens.float()).sigmoid()
-        # The bias takes part in the choice alone.
+        # Only the choice sees the bias, not the weights.
         chosen = (scores + self.e_score_correction_bias).topk(self.num_experts_per_tok, dim=-1).indices
         weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
         weights = weights / weights.sum(-1, keepdim=True)
@@ -126,7 +127,7 @@ class DecoderLayer(nn.Module):
         self.block_sparse_moe = Moe(config)
 
     def forward(self, hidden_states, attention_mask, position_ids):
-        """[B,S,H], a mask [B,S] of 0/1 and positions [B,S] to [B,S,H]."""
+        """Return the output [B,S,H] for hidden states [B,S,H], a mask [B,S] of 0 and 1, and positions [B,S]."""
         normed = self.input_layernorm(hidden_states)
         hidden_states = hidden_states + self.self_attn(normed, attention_mask, position_ids)
         return hidden_states + self.block_sparse_moe(self.post_attention_layernorm(hidden_states))

@@ -1,7 +1,7 @@
 """An example port of MiniMax-M2's decoder layer, to copy and to fill with your own kernels.
 
-It needs torch alone. Like real ports it fuses q, k and v, groups the experts' weights, and keeps every
-shape independent of the routing. Judge it with:
+It needs only torch. Like real ports it fuses q, k and v, groups the experts' weights, and keeps every shape
+independent of the routing. Judge it with:
 
     mm2-test sweep --model DIR --golden DIR --target scripts/examples/port.py:DecoderLayer
 
@@ -31,7 +31,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, states):
-        """Norm [..., width]."""
+        """Normalise states [..., width]."""
         exact = states.float()
         exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * exact.to(states.dtype)
@@ -49,12 +49,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.query_width, config.hidden_size, bias=False)
         self.q_norm = Norm(self.query_width, config.rms_norm_eps)
         self.k_norm = Norm(self.key_width, config.rms_norm_eps)
-        # Places to look at: mm2 reads the output of a submodule, so give each value one.
+        # mm2 reads the outputs of submodules: so each value that it compares passes through one.
         self.q_proj, self.k_proj, self.v_proj = nn.Identity(), nn.Identity(), nn.Identity()
         self.q_rope, self.k_rope = nn.Identity(), nn.Identity()
 
     def forward(self, states, attention_mask, position_ids):
-        """[B,S,H] to [B,S,H]."""
+        """Map [B,S,H] to [B,S,H]."""
         q, k, v = self.qkv_proj(states).split((self.query_width, self.key_width, self.key_width), dim=-1)
         q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
         q = self.q_rope(self.rotate(self.heads(self.q_norm(q)), position_ids))
@@ -62,16 +62,16 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q, k, self.heads(v), attention_mask))
 
     def heads(self, flat):
-        """[B,S,heads·D] to [B,heads,S,D]."""
+        """Reshape [B,S,heads·D] to [B,heads,S,D]."""
         return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
     def frequencies(self, device):
-        """Float32 [rotary_dim / 2]."""
+        """Return the frequencies [rotary_dim / 2], float32."""
         dims = torch.arange(0, self.config.rotary_dim, 2, dtype=torch.float32, device=device)
         return 1.0 / self.config.rope_theta ** (dims / self.config.rotary_dim)
 
     def rotate(self, heads, position_ids):
-        """Rotates the first dims of each head, pairing i with i + half."""
+        """Rotate the first rotary_dim dims of each head in pairs: dim i with dim i + rotary_dim / 2."""
         frequencies = self.frequencies(heads.device)
         angles = position_ids[:, None, :, None].float() * frequencies
         cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
@@ -80,25 +80,25 @@ class Attention(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin, heads[..., width:]), dim=-1)
 
     def repeat(self, heads):
-        """[B,K,S,D] to [B,N,S,D]: neighbouring query heads share a kv head."""
+        """Repeat kv heads, [B,K,S,D] to [B,N,S,D]: neighbouring query heads share a kv head."""
         return heads.repeat_interleave(
             self.config.num_attention_heads // self.config.num_key_value_heads, dim=1
         )
 
     def attend(self, q, k, v, attention_mask):
-        """Causal, padding hidden, softmax in float32; [B,S,N·D]."""
+        """Return the context [B,S,N·D]: causal, padding hidden, softmax in float32."""
         scores = (
             torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
         )
-        places = torch.arange(q.shape[2], device=q.device)
-        visible = (places <= places[:, None]) & attention_mask[:, None, None, :].bool()
+        positions = torch.arange(q.shape[2], device=q.device)
+        visible = (positions <= positions[:, None]) & attention_mask[:, None, None, :].bool()
         scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
         context = torch.matmul(scores.softmax(-1).to(v.dtype), self.repeat(v))
         return context.transpose(1, 2).flatten(2)
 
 
 class Router(nn.Module):
-    """Float32 throughout: the bias is near 9, where BF16 steps are 0.06."""
+    """Router, float32 throughout: the bias is near 9, where BF16 steps are 0.06."""
 
     def __init__(self, config):
         super().__init__()
@@ -108,26 +108,26 @@ class Router(nn.Module):
         self.register_buffer("correction_bias", torch.empty(config.num_local_experts, dtype=torch.float32))
 
     def forward(self, states):
-        """[T,H] to logits [T,E], weights [T,k] and experts [T,k]."""
+        """Map [T,H] to logits [T,E], weights [T,k] and experts [T,k]."""
         logits = self.logits(states)
         scores = self.scores(logits)
         experts = self.choose(scores)
         return logits, self.weigh(scores, experts), experts
 
     def logits(self, states):
-        """Float32 [T,E]."""
+        """Return the logits [T,E], float32."""
         return states.float() @ self.weight.T
 
     def scores(self, logits):
-        """Sigmoid, not softmax."""
+        """Return the scores: sigmoid, not softmax."""
         return logits.sigmoid()
 
     def choose(self, scores):
-        """Choose experts; the bias takes part in nothing else."""
+        """Choose k experts per token; only the choice sees the bias."""
         return (scores + self.correction_bias).topk(self.num_experts_per_tok, dim=-1).indices
 
     def weigh(self, scores, experts):
-        """Unbiased scores, normalised."""
+        """Return the weights of the chosen experts: their unbiased scores, normalised."""
         weights = scores.gather(-1, experts)
         return weights / weights.sum(-1, keepdim=True)
 
@@ -145,7 +145,7 @@ class Moe(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
 
     def forward(self, states):
-        """[B,S,H] to [B,S,H]."""
+        """Map [B,S,H] to [B,S,H]."""
         tokens = states.flatten(0, 1)
         _, weights, experts = self.router(tokens)
         numbers = torch.arange(self.down_proj.shape[0], device=tokens.device)
@@ -215,7 +215,7 @@ class DecoderLayer(nn.Module):
         }
 
     def forward(self, hidden_states, attention_mask, position_ids):
-        """[B,S,H] to [B,S,H]."""
+        """Map [B,S,H] to [B,S,H]."""
         hidden_states = hidden_states + self.self_attn(
             self.input_layernorm(hidden_states), attention_mask, position_ids
         )

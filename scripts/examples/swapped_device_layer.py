@@ -1,6 +1,6 @@
 """mm2's own device layer with gate and up swapped: a mistake that fits in memory at the true size.
 
-Shows how a port streams its weights too: a `Deferred` weight is written straight into its storage.
+It also shows how a port streams its weights: a `Deferred` weight is written straight into its storage.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from neuron.builtin.layer import DeviceLayer
 
 
 class SwappedDeviceLayer(DeviceLayer):
-    """The builtin target, wrong in the order of the grouped rows."""
+    """The builtin target with the grouped rows in the wrong order."""
 
     def convert_state_dict(self, tensors, config, layer_idx):
-        """Up rows before gate rows."""
+        """Put up rows before gate rows."""
         state = super().convert_state_dict(tensors, config, layer_idx)
         for name, weight in state.items():
             if name.endswith("gate_up_proj"):
@@ -24,6 +24,7 @@ class SwappedDeviceLayer(DeviceLayer):
 
 
 def _fill_swapped(weight, storage):
+    """Fill storage [E,2·I,H] with up rows before gate rows; E experts, I intermediate size, H hidden size."""
     weight.fill(storage)
     gate, up = storage.chunk(2, dim=1)
     kept = gate.clone()

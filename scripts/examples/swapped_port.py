@@ -1,6 +1,6 @@
-"""The example port with a real porting bug: gate and up are swapped in layer 5, and there alone.
+"""The example port with a real porting bug: gate and up are swapped in layer 5, and in no other layer.
 
-The layer's output keeps a cosine above 0.99 to the golden's, so a comparison of outputs passes it.
+The cosine between the layer's output and the golden's stays above 0.99, so a comparison of outputs passes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class DecoderLayer(port.DecoderLayer):
     """The port, wrong in one line."""
 
     def convert_state_dict(self, tensors, config, layer_idx):
-        """Up rows before gate rows, in layer 5."""
+        """Put up rows before gate rows in layer 5."""
         state = super().convert_state_dict(tensors, config, layer_idx)
         if layer_idx == 5:
             gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)

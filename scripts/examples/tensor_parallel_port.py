@@ -1,4 +1,4 @@
-"""An example port divided among ranks: heads and experts in parts, and sums over all ranks where these meet.
+"""An example port divided among ranks: each holds a part of the heads and experts, and sums add the parts up.
 
 Every rank is a process that builds this module and holds its part of the weights. Judge it on one rank, then on more:
 
@@ -34,11 +34,11 @@ def sum_over_ranks(partial, dtype):
 
 
 class WideNorm(nn.Module):
-    """RMSNorm over the heads of all ranks, of which this one holds some.
+    """RMSNorm over the heads of all ranks; this rank holds some of them.
 
     Args:
-        width: Of all ranks' heads.
-        num_copies: On how many ranks each head lies.
+        width: Width of all heads of the model together.
+        num_copies: Number of ranks that hold each head.
     """
 
     def __init__(self, width, num_copies, eps):
@@ -47,32 +47,32 @@ class WideNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width * num_copies // dist.get_world_size()))
 
     def forward(self, states):
-        """[..., heads·D of this rank]."""
+        """Normalise this rank's states [..., heads·D]."""
         exact = states.float()
         squares = exact.pow(2).sum(-1, keepdim=True)
-        # The norm covers all heads: without this sum every rank would scale its own by another number.
+        # The norm covers all heads: without this sum every rank would scale its heads by another number.
         dist.all_reduce(squares)
         exact = exact * torch.rsqrt(squares / (self.width * self.num_copies) + self.eps)
         return self.weight * exact.to(states.dtype)
 
 
 class Attention(port.Attention):
-    """The rank's query heads, and the kv heads that they read; where there are fewer of these than ranks, copies."""
+    """The rank's query heads, and the kv heads that they read; ranks hold copies if kv heads are fewer than ranks."""
 
     def __init__(self, config):
         num_ranks = dist.get_world_size()
         num_copies = max(1, num_ranks // config.num_key_value_heads)
-        own = copy.copy(config)
-        own.num_attention_heads = config.num_attention_heads // num_ranks
-        own.num_key_value_heads = config.num_key_value_heads * num_copies // num_ranks
-        super().__init__(own)
+        rank_config = copy.copy(config)
+        rank_config.num_attention_heads = config.num_attention_heads // num_ranks
+        rank_config.num_key_value_heads = config.num_key_value_heads * num_copies // num_ranks
+        super().__init__(rank_config)
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
         self.q_norm = WideNorm(query_width, 1, config.rms_norm_eps)
         self.k_norm = WideNorm(key_width, num_copies, config.rms_norm_eps)
 
     def forward(self, states, attention_mask, position_ids):
-        """[B,S,H] to [B,S,H], the same on all ranks."""
+        """Map [B,S,H] to [B,S,H], the same on all ranks."""
         partial = super().forward(states, attention_mask, position_ids)
         return sum_over_ranks(partial, states.dtype)
 
@@ -81,12 +81,12 @@ class Moe(port.Moe):
     """Router and experts: the rank holds its part of each expert's intermediate size, and the whole router."""
 
     def __init__(self, config):
-        own = copy.copy(config)
-        own.intermediate_size = config.intermediate_size // dist.get_world_size()
-        super().__init__(own)
+        rank_config = copy.copy(config)
+        rank_config.intermediate_size = config.intermediate_size // dist.get_world_size()
+        super().__init__(rank_config)
 
     def forward(self, states):
-        """[B,S,H] to [B,S,H], the same on all ranks."""
+        """Map [B,S,H] to [B,S,H], the same on all ranks."""
         return sum_over_ranks(super().forward(states), states.dtype)
 
 
@@ -106,7 +106,7 @@ class DecoderLayer(port.DecoderLayer):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = port.Norm(config.hidden_size, config.rms_norm_eps)
         self.moe = Moe(config)
-        # Numbers of the kv heads that the ranks hold, in their order: 0,0,1,1 says that two ranks share each of two.
+        # The kv heads that the ranks hold, in rank order: 0,0,1,1 if two ranks share each of two heads.
         num_copies = max(1, num_ranks // num_kv_heads)
         keys = ",".join(str(head) for head in range(num_kv_heads) for _ in range(num_copies))
         self.sites = {

@@ -1,7 +1,7 @@
 """transformers' own decoder layer as a target, in each of its implementations.
 
-A right port by definition, which rounds in other places than the golden: its difference is noise.
-scripts/bench_clean_ports.py measures the limits of the verdict on it.
+These ports are right by definition. They round in other places than the golden, so their difference is noise.
+scripts/calibrate.py fits the limits of the verdict to it, and scripts/bench_clean_ports.py tests these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2DecoderL
 
 
 class _Layer(nn.Module):
-    """The layer, its mask and its rotary embedding."""
+    """transformers' layer with its mask and its rotary embedding; router gate and bias stay in float32."""
 
     attn_implementation = "sdpa"
     experts_implementation = "grouped_mm"
@@ -51,7 +51,7 @@ class _Layer(nn.Module):
         self.rotary = MiniMaxM2RotaryEmbedding(self.config)
 
     def convert_state_dict(self, tensors, config, layer_idx):
-        """transformers' names: `mlp` for `block_sparse_moe`, the experts stacked."""
+        """Return the tensors by transformers' names: `mlp` for `block_sparse_moe`, the experts stacked."""
         state = {
             "layer." + name.replace("block_sparse_moe.", "mlp."): tensors[name]
             for name in tensors
@@ -65,7 +65,7 @@ class _Layer(nn.Module):
         return state
 
     def forward(self, hidden_states, attention_mask, position_ids):
-        """[B,S,H] to [B,S,H]."""
+        """Map [B,S,H] to [B,S,H]."""
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,
@@ -80,7 +80,7 @@ class _Layer(nn.Module):
 
 
 class EagerAttention(_Layer):
-    """Scores rounded to BF16 before the softmax."""
+    """Eager attention: scores are rounded to BF16 before the softmax."""
 
     attn_implementation = "eager"
 
@@ -92,7 +92,7 @@ class FlexAttention(_Layer):
 
 
 class EagerExperts(_Layer):
-    """Expert outputs added up in BF16."""
+    """Eager experts: their outputs are added up in BF16."""
 
     experts_implementation = "eager"
 
@@ -115,10 +115,10 @@ class Same(_Layer):
 
 
 class LaterPositions(_Layer):
-    """Positions counted from 5: attention sees their differences alone, and rounds other numbers."""
+    """Positions counted from 5: attention sees only their differences, but rounds other numbers."""
 
     def forward(self, hidden_states, attention_mask, position_ids):
-        """[B,S,H] to [B,S,H]."""
+        """Map [B,S,H] to [B,S,H]."""
         return super().forward(hidden_states, attention_mask, position_ids + 5)
 
 

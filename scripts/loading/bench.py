@@ -1,7 +1,7 @@
-"""Checkpoints and probes of `bench_loading.py`.
+"""Bench of `bench_loading.py`: writes checkpoints into a scratch folder, and runs probes on them.
 
-A probe is one measurement in a process of its own. Its memory counts above the baseline after its imports; its seconds
-begin there too.
+A probe is one measurement in a process of its own. Its seconds begin after its imports, and its memory counts above the
+memory held then, the baseline.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from minimax_tools.model.weight_names import layer_of
 from minimax_tools.synthetic.checkpoint import FP8, plan_tensors, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
-PROBE = "loading.probe"
-_SCRIPTS = Path(__file__).parents[1]
 COULD_NOT_RUN = 3
+_SCRIPTS = Path(__file__).parents[1]
+# How often a probe is run again if the page cache did not stay as prepared.
 _ATTEMPTS = 4
 # Memory that a process needs beside the weights while a model loads.
 _SPARE_BYTES = 2_000_000_000
 
+# The probes, as MODULE:FUNCTION.
 RUN_COMMAND = "loading.goldens:run_command"
 FORWARD_STREAMED = "loading.goldens:forward_streamed"
 FORWARD_OFFLOADED = "loading.rivals:forward_offloaded"
@@ -54,10 +55,10 @@ class ProbeResult:
         seconds: Seconds after the imports.
         peak_bytes: Peak of anonymous memory above the baseline.
         peak_resident_bytes: Peak of resident memory above the baseline, mapped files included.
-        rchar: Bytes that were read from files.
+        rchar: Bytes that were read from files, the kernel's count of this name.
         disk_bytes: Bytes that came from a disk.
-        extra_disk_bytes: Peak of what was written into the scratch folder, captures aside.
-        told: Result of the probe's function.
+        extra_disk_bytes: Peak of the disk space written in the scratch folder, without captures.
+        values: Numbers and digests by name, from the probe's function.
     """
 
     seconds: float
@@ -66,14 +67,14 @@ class ProbeResult:
     rchar: int
     disk_bytes: int
     extra_disk_bytes: int
-    told: Mapping[str, Any]
+    values: Mapping[str, Any]
 
     def describe(self) -> str:
         """Describe the result in a line."""
         return (
             f"{self.seconds:.2f} s, peak {self.peak_bytes / 1e6:.0f} MB anonymous, "
             f"{self.peak_resident_bytes / 1e6:.0f} MB resident, "
-            f"{self.disk_bytes / 1e6:.0f} MB from disk, {_word(self.told)}"
+            f"{self.disk_bytes / 1e6:.0f} MB from disk, {_word(self.values)}"
         )
 
 
@@ -82,12 +83,9 @@ class Checkpoint:
     """A checkpoint and its sizes.
 
     Args:
-        folder: Folder of the checkpoint.
-        shards: Its files.
-        stored_bytes: Size of all tensors.
-        num_layers: Number of decoder layers.
-        layer_bytes: Size of the tensors of layer 0.
-        whole_bytes: Memory of a process that loads all in BF16.
+        stored_bytes: Stored size of all tensors.
+        layer_bytes: Stored size of the tensors of layer 0.
+        whole_bytes: Memory of a process that loads all tensors in BF16.
     """
 
     folder: Path
@@ -99,7 +97,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, folder: Path) -> Checkpoint:
-        """Read the headers."""
+        """Open a checkpoint, whose headers are read."""
         entries = tuple(TensorIndex.from_folder(folder).entries.values())
         return cls(
             folder=folder,
@@ -128,7 +126,7 @@ class LoadingBench:
         model: SyntheticModel | None = None,
         num_layers: int | None = None,
     ) -> Iterator[Checkpoint]:
-        """Write a synthetic checkpoint, of the scale's model or another, and delete it behind the block."""
+        """Write a synthetic checkpoint, of the scale's model or another, and delete it when the block ends."""
         model = self.scale.model if model is None else model
         if num_layers is not None:
             model = replace(model, num_hidden_layers=num_layers)
@@ -143,7 +141,7 @@ class LoadingBench:
 
     @contextmanager
     def folder(self, name: str) -> Iterator[Path]:
-        """Make a folder, and delete it behind the block."""
+        """Make a folder, and delete it when the block ends."""
         path = self.scratch / name
         path.mkdir()
         try:
@@ -160,14 +158,14 @@ class LoadingBench:
         idle: bool = False,
         command: tuple[str, ...] = ("extract-all",),
     ) -> ProbeResult:
-        """Make a golden by `mm2-gpu`, with its defaults but for `options`.
+        """Make a golden by `mm2-gpu`, with its defaults except for `options`.
 
         Args:
             checkpoint: The checkpoint.
             capture: Directory of the capture.
             options: Options of the command.
             cache: State of the page cache at the beginning.
-            idle: Whether to leave out most of the reading.
+            idle: True to leave out most of the reading.
             command: Command of `mm2-gpu`.
         """
         words = [*command, "--model", str(checkpoint.folder), "--output-dir", str(capture)]
@@ -194,8 +192,8 @@ class LoadingBench:
 
         Args:
             place: The function, as `loading.goldens:run_command`.
-            cache: State of the page cache at the beginning; the probe runs again where it did not last.
-            checkpoint: The checkpoint that is read, where `cache` matters.
+            cache: State of the page cache at the beginning; if it did not last, the probe runs again.
+            checkpoint: The checkpoint whose files `cache` is about; None if the state does not matter.
             needs_bytes: Memory that must be free.
             arguments: Arguments of the function.
         """
@@ -215,7 +213,7 @@ class LoadingBench:
         report = self.scratch / "reports" / "report.json"
         report.parent.mkdir(exist_ok=True)
         report.unlink(missing_ok=True)
-        words = [sys.executable, "-m", PROBE, place, json.dumps(arguments), str(report)]
+        words = [sys.executable, "-m", "loading.probe", place, json.dumps(arguments), str(report)]
         environment, before_bytes = self._environment(), self._scratch_bytes()
         watched = watch(words, environment=environment, gauges={"scratch": self._scratch_bytes})
         if watched.exit_code != 0 or not report.exists():
@@ -228,7 +226,7 @@ class LoadingBench:
             rchar=record["io"]["rchar"],
             disk_bytes=record["io"]["read_bytes"],
             extra_disk_bytes=watched.peaks["scratch"] - before_bytes - record["temporary_bytes"],
-            told=record["told"],
+            values=record["values"],
         )
         say(f"{place} {_word(arguments)}: {measured.describe()}")
         if record["late_imports"]:
@@ -261,7 +259,7 @@ def bf16_layer_bytes(model: SyntheticModel) -> int:
 
 
 def require_memory(num_bytes: int, purpose: str) -> None:
-    """End the benchmark where a run needs more than the free memory."""
+    """End the benchmark if a run needs more than the free memory."""
     available = psutil.virtual_memory().available
     if available < num_bytes:
         stop(f"{purpose} needs {num_bytes / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free")

@@ -1,7 +1,7 @@
 """Probes of goldens by `mm2-gpu`, and of the streamed forward pass alone.
 
-Functions return numbers and digests by name; see `loading/probe.py`. Late imports of transformers, rich, numba and
-mm2 are done here, before the baseline is taken.
+A probe is a function that `loading/probe.py` calls in a process of its own; it returns numbers and digests by name.
+Some imports are for no name (F401): the libraries make them while they run, where they would count in time and memory.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 import gpu_reference
 
 # isort: split
-import accelerate.hooks
-import numba.np.ufunc
-import numpy.ctypeslib
+import accelerate.hooks  # noqa: F401
+import numba.np.ufunc  # noqa: F401
+import numpy.ctypeslib  # noqa: F401
 import rich.live
-import rich.progress
+import rich.progress  # noqa: F401
 import torch
 import transformers.integrations.moe
-import transformers.masking_utils
+import transformers.masking_utils  # noqa: F401
 from cpu_golden import request_golden
-from transformers import MiniMaxM2ForCausalLM
+from transformers import MiniMaxM2ForCausalLM  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
 import gpu_reference.golden.golden
 import minimax_tools.reference.head
-import minimax_tools.reference.twin
+import minimax_tools.reference.twin  # noqa: F401
 from gpu_reference.cli import main as mm2_gpu
 from gpu_reference.golden.golden import open_golden
 from gpu_reference.streaming.once_reader import OnceReader
@@ -39,23 +39,10 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.weight_names import GATE, layer_of
 
 transformers_logging.disable_progress_bar()
-_IMPORTED_EARLY = (
-    gpu_reference,
-    MiniMaxM2ForCausalLM,
-    accelerate.hooks,
-    numba.np.ufunc,
-    numpy.ctypeslib,
-    rich.live,
-    rich.progress,
-    transformers.integrations.moe,
-    transformers.masking_utils,
-    minimax_tools.reference.head,
-    minimax_tools.reference.twin,
-)
 
 
 class WatchedReader(CheckpointReader):
-    """A reader that is found again after its command has ended."""
+    """A reader that stands in `opened` after its command has ended."""
 
     opened: list[CheckpointReader] = []  # noqa: RUF012  # one process, one command
 
@@ -65,13 +52,13 @@ class WatchedReader(CheckpointReader):
 
 
 class WatchedOnceReader(WatchedReader, OnceReader):
-    """A stream's reader that is found again after its command has ended."""
+    """A stream's reader that stands in `opened` too."""
 
 
 class IdleReader(WatchedOnceReader):
     """A stream's reader that reads no matrices from the third layer on, so that only the other work is left.
 
-    The storage then holds the weights of the first two layers, and each thread's buffer FP8 codes: the arithmetic stays
+    The matrices of the first two layers, and FP8 codes in each thread's buffer, are used instead: the arithmetic stays
     the same.
     """
 
@@ -83,15 +70,15 @@ class IdleReader(WatchedOnceReader):
 
 
 def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
-    """Run `mm2-gpu` with these words in this process; with `idle`, without most of its reading."""
-    # The command opens its reader itself, so its classes are replaced.
+    """Run `mm2-gpu` with these words in this process; `idle` leaves out most of its reading."""
+    # The command opens its reader itself: so the classes of readers are replaced where it looks them up.
     names = vars(gpu_reference.golden.golden)
     names |= {"CheckpointReader": WatchedReader, "OnceReader": IdleReader if idle else WatchedOnceReader}
     code = mm2_gpu(words, standalone_mode=False)
     if code:
         raise SystemExit(code)
     if not WatchedReader.opened:
-        raise SystemExit("the command opened no reader that is watched")
+        raise SystemExit("the command opened no WatchedReader")
     return {"bytes_read": sum(reader.num_bytes_read for reader in WatchedReader.opened)}
 
 

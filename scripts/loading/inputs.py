@@ -1,4 +1,4 @@
-"""Rows that several probes run, and a digest of their logits."""
+"""Inputs of the probes that run a model, and a digest of their logits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from minimax_tools.text.prompts import InputRequest, build_inputs
 
 
 def open_inputs(folder: Path, seq_lens: list[int]) -> tuple[ModelSpec, Inputs]:
-    """Return the model's quantities, and random rows of these lengths."""
+    """Return the model's quantities, and rows of random tokens of these lengths."""
     spec = ModelSpec.from_folder(folder)
     return spec, build_inputs(InputRequest(seq_lens=tuple(seq_lens)), folder=folder, spec=spec)
 
 
 def digest_of(logits: torch.Tensor) -> str:
     """Compute a digest of the logits' shape and bits."""
-    content = logits.contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(json.dumps(list(logits.shape)).encode() + content).hexdigest()
+    bits = logits.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(json.dumps(list(logits.shape)).encode() + bits).hexdigest()

@@ -1,4 +1,4 @@
-"""Figures of memory: peaks in layers."""
+"""Figures of memory: peaks, as multiples of a layer's size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Checkpoint, LoadingBench, bf1
 from minimax_tools.synthetic.checkpoint import FP8
 
 _EAGER = ("--experts-implementation", "eager")
+# A golden that holds one layer at a time.
 _ALONE = ("--stream", "on", "--no-prefetch")
 
 
@@ -33,7 +34,7 @@ def measure_peaks(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figur
     yield Figure.plain("peak_anonymous_over_layer_from_pretrained", loaded.peak_bytes / layer_bytes)
     yield Figure.plain("peak_resident_over_layer", alone.peak_resident_bytes / layer_bytes)
     yield Figure.plain("peak_resident_over_layer_from_pretrained", loaded.peak_resident_bytes / layer_bytes)
-    yield Figure.plain("from_pretrained_load_s", loaded.told["load_s"])
+    yield Figure.plain("from_pretrained_load_s", loaded.values["load_s"])
     yield Figure.exactly("streamed_capture_equals_whole", float(equal), 1)
 
 
@@ -55,7 +56,7 @@ def measure_packed(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figu
 
 
 def measure_packed_large(bench: LoadingBench) -> Iterator[Figure]:
-    """Yield the peak of a golden of large packed FP8 layers; beside small ones the rest of the process shows."""
+    """Yield the peak of a golden of large packed FP8 layers; with small ones, the rest of the process would show."""
     with (
         bench.checkpoint("large", dtype=FP8, model=bench.scale.large) as checkpoint,
         bench.folder("captures") as captures,
@@ -67,13 +68,13 @@ def measure_packed_large(bench: LoadingBench) -> Iterator[Figure]:
 
 
 def _are_equal(capture: Path, other: Path) -> bool:
-    """Decide whether two captures hold the same tensors, byte for byte; manifests differ in versions and options."""
+    """Decide whether two captures hold the same tensor files; manifests differ in versions and options."""
     names = {path.name for folder in (capture, other) for path in folder.glob("*.safetensors")}
-    differing = [name for name in sorted(names) if _content(capture / name) != _content(other / name)]
+    differing = [name for name in sorted(names) if _read(capture / name) != _read(other / name)]
     if differing:
         say(f"  {capture.name} and {other.name} differ in {' '.join(differing)}")
     return not differing
 
 
-def _content(path: Path) -> bytes | None:
+def _read(path: Path) -> bytes | None:
     return path.read_bytes() if path.exists() else None

@@ -1,4 +1,4 @@
-"""Figures of whole models: split in three, and of full size."""
+"""Figures of whole models: one split in bottom, trunk and top, and one of full size."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.model.weight_names import EMBEDDING, layer_of
 from minimax_tools.synthetic.toy_model import PRESETS
 
+# Forward passes of a split model.
 _PASSES = 5
-# A golden without reads still reads two layers: the difference of these two counts gives the time of a layer.
+# A golden "without reads" still reads two layers. So the time of a layer is taken from goldens of two lengths.
 _FEW_LAYERS, _MORE_LAYERS = 2, 6
 
 
@@ -42,10 +43,11 @@ def measure_split(bench: LoadingBench) -> Iterator[Figure]:
 
 
 def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | None) -> Iterator[Figure]:
-    """Yield the figures of a streamed, cold golden of a checkpoint of the true size, in layers of BF16 weights.
+    """Yield the figures of a streamed, cold golden of a checkpoint of the true size.
 
-    The bound is the longer of two times: a plain read past the cache at the speed of the first shards, and the layers
-    without their reads. The golden has the first `num_layers` layers; None stands for all layers and the head.
+    `full_size_stream_over_bound` is the golden's time over the longer of two times: a plain read past the cache, at the
+    speed of the first layers, and the layers without their reads. Memory counts in layers of BF16 weights. The golden
+    has the first `num_layers` layers; None stands for all layers and the head.
     """
     checkpoint = Checkpoint.of(folder)
     wanted = range(checkpoint.num_layers if num_layers is None else num_layers)
@@ -54,7 +56,7 @@ def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | No
     few, more = (
         _golden_of(bench, checkpoint, count, idle=True)[0].seconds for count in (_FEW_LAYERS, _MORE_LAYERS)
     )
-    rest_s = len(wanted) * (more - few) / (_MORE_LAYERS - _FEW_LAYERS)
+    without_reads_s = len(wanted) * (more - few) / (_MORE_LAYERS - _FEW_LAYERS)
     drop_cache(checkpoint.shards)
     read = bench.probe(
         READ_PLAINLY,
@@ -64,17 +66,17 @@ def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | No
         layers_only=True,
         num_layers=_FEW_LAYERS,
         past_cache=True,
-    ).told
+    ).values
     read_s = stored_bytes * read["pass_s"] / read["bytes_read"]
     peak = run.peak_bytes / bf16_layer_bytes(PRESETS["m2"])
     yield Figure.plain("full_size_num_layers", len(wanted))
     yield Figure.plain("full_size_s", run.seconds)
-    yield Figure.plain("full_size_gb_per_s", run.told["bytes_read"] / run.seconds / 1e9)
+    yield Figure.plain("full_size_gb_per_s", run.values["bytes_read"] / run.seconds / 1e9)
     yield Figure.plain("full_size_raw_cold_read_s", read_s)
-    yield Figure.plain("full_size_without_reads_s", rest_s)
-    yield Figure.plain("full_size_stream_over_bound", run.seconds / max(read_s, rest_s))
+    yield Figure.plain("full_size_without_reads_s", without_reads_s)
+    yield Figure.plain("full_size_stream_over_bound", run.seconds / max(read_s, without_reads_s))
     yield Figure.plain("full_size_peak_anonymous_over_layer", peak)
-    yield Figure.plain("full_size_bytes_read_over_stored", run.told["bytes_read"] / stored_bytes)
+    yield Figure.plain("full_size_bytes_read_over_stored", run.values["bytes_read"] / stored_bytes)
     yield Figure.plain("full_size_disk_read_over_stored", run.disk_bytes / stored_bytes)
     yield Figure.plain("full_size_capture_gb", capture_bytes / 1e9)
 
@@ -92,11 +94,12 @@ def _golden_of(
 
 
 def _split_figures(bench: LoadingBench, folder: Path, model_type: str, num_layers: int) -> Iterator[Figure]:
+    # Bottom and top have a quarter of the layers each.
     outer = max(1, num_layers // 4)
     runs: dict[bool, list[ProbeResult]] = {True: [], False: []}
     for _ in range(bench.scale.rounds):
-        for low_memory, kept in runs.items():
-            kept.append(
+        for low_memory, results in runs.items():
+            results.append(
                 bench.probe(
                     SPLIT,
                     needs_bytes=3 * tree_bytes(folder),
@@ -108,20 +111,20 @@ def _split_figures(bench: LoadingBench, folder: Path, model_type: str, num_layer
                     rounds=_PASSES,
                 )
             )
-    for low_memory, kept in runs.items():
+    for low_memory, results in runs.items():
         name = f"split_{model_type}_low_memory_{'on' if low_memory else 'off'}"
-        peak = median(run.peak_bytes / run.told["num_bytes"] for run in kept)
-        resident = median(run.peak_resident_bytes / run.told["num_bytes"] for run in kept)
+        peak = median(run.peak_bytes / run.values["num_bytes"] for run in results)
+        resident = median(run.peak_resident_bytes / run.values["num_bytes"] for run in results)
         yield Figure.plain(f"{name}_peak_anonymous_over_model", peak)
         yield Figure.plain(f"{name}_peak_resident_over_model", resident)
-        yield Figure.plain(f"{name}_load_s", median(run.told["load_s"] for run in kept))
-        yield Figure.plain(f"{name}_tokens_per_s", median(run.told["tokens_per_s"] for run in kept))
-    equal = len({run.told["logits"] for kept in runs.values() for run in kept}) == 1
+        yield Figure.plain(f"{name}_load_s", median(run.values["load_s"] for run in results))
+        yield Figure.plain(f"{name}_tokens_per_s", median(run.values["tokens_per_s"] for run in results))
+    equal = len({run.values["logits"] for results in runs.values() for run in results}) == 1
     yield Figure.exactly(f"split_{model_type}_logits_equal", float(equal), 1)
 
 
 def _stored_bytes(checkpoint: Checkpoint, layers: range) -> int:
-    """Compute the stored size of these layers and the embedding, and of the head where all layers are wanted."""
+    """Compute the stored size of these layers and the embedding; for all layers, of the whole checkpoint."""
     if len(layers) == checkpoint.num_layers:
         return checkpoint.stored_bytes
     return sum(

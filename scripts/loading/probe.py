@@ -1,8 +1,8 @@
-"""A measurement in a process of its own, started by `bench_loading.py`.
+"""The main function of a probe: a measurement in a process of its own, started by `bench_loading.py`.
 
     python -m loading.probe MODULE:FUNCTION ARGUMENTS REPORT
 
-Importing MODULE imports all that the function needs; the memory held then is the baseline. The function is called
+MODULE imports everything that the function needs; the memory held after that is the baseline. The function is called
 with ARGUMENTS, a JSON object. The file REPORT gets time, memory and result as JSON.
 """
 
@@ -30,9 +30,9 @@ def main() -> None:
     baseline = Path("/proc/self/status").read_text(encoding="utf-8")
     # Importing torch leaves a temporary file until the process ends.
     temporary_bytes = tree_bytes(Path(tempfile.gettempdir()))
-    before, known = _read_io(), set(sys.modules)
+    io_before, imported = _read_io(), set(sys.modules)
     began_s = time.perf_counter()
-    told = function(**json.loads(arguments))
+    values = function(**json.loads(arguments))
     seconds = time.perf_counter() - began_s
     record = {
         "import_s": import_s,
@@ -40,9 +40,9 @@ def main() -> None:
         "baseline_bytes": memory_bytes(baseline, ANONYMOUS),
         "baseline_resident_bytes": memory_bytes(baseline, RESIDENT),
         "temporary_bytes": temporary_bytes,
-        "io": {name: count - before[name] for name, count in _read_io().items()},
-        "late_imports": sorted(set(sys.modules) - known),
-        "told": told,
+        "io": {name: count - io_before[name] for name, count in _read_io().items()},
+        "late_imports": sorted(set(sys.modules) - imported),
+        "values": values,
     }
     Path(report).write_text(json.dumps(record), encoding="utf-8")
 

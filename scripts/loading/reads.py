@@ -1,6 +1,6 @@
 """Probes of reading a checkpoint's layers and of dequantising, without a model.
 
-Functions return numbers by name; see `loading/probe.py`.
+A probe is a function that `loading/probe.py` calls in a process of its own; it returns numbers by name.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.synthetic.random_numbers import LEVELS
 
-# Piece of a plain read: it fits the processor's cache, and calls cost little.
+# Bytes of one call of a plain read: they fit the processor's cache, and calls cost little.
 _PIECE_BYTES = 1 << 20
+# Most bytes that are copied to measure the memory bandwidth.
 _COPIED_BYTES = 1 << 30
+# Largest number of float8_e4m3fn.
 _FP8_MAX = 448.0
 
 
@@ -58,12 +60,12 @@ def read_plainly(
     """Read all tensors, or those of the layers, piece by piece into memory that is used again.
 
     Args:
-        model: The checkpoint.
+        model: Folder of the checkpoint.
         num_threads: Number of reading threads.
         memory_bytes: Memory that all threads fill together before they reuse it.
-        layers_only: Whether to leave out embedding, final norm and lm_head.
-        num_layers: Number of first layers; None for all.
-        past_cache: Whether to read past the page cache, in whole pages.
+        layers_only: True to leave out embedding, final norm and lm_head.
+        num_layers: Number of first layers to read; None for all.
+        past_cache: True to read past the page cache, in whole pages.
     """
     entries = [
         entry
@@ -76,19 +78,23 @@ def read_plainly(
     flags = os.O_RDONLY | (os.O_DIRECT if past_cache else 0)
     descriptors = {path: os.open(path, flags) for path, _, _ in extents}
     share_bytes = max(memory_bytes // num_threads // _PIECE_BYTES, 1) * _PIECE_BYTES
-    own = threading.local()
+    of_thread = threading.local()
 
     def read_piece(path: Path, offset: int, size: int) -> None:
-        if not hasattr(own, "memory"):
+        if not hasattr(of_thread, "memory"):
             # Direct reads need memory that begins on a page.
-            own.memory, own.position = memoryview(mmap.mmap(-1, share_bytes + 2 * mmap.PAGESIZE)), 0
-        skip = offset % mmap.PAGESIZE if past_cache else 0
-        size += skip + (-(skip + size) % mmap.PAGESIZE if past_cache else 0)
-        place = own.memory[own.position : own.position + size]
-        own.position = (own.position + _PIECE_BYTES) % share_bytes
+            of_thread.memory = memoryview(mmap.mmap(-1, share_bytes + 2 * mmap.PAGESIZE))
+            of_thread.position = 0
+        if past_cache:
+            # Direct reads begin and end on a page.
+            skip = offset % mmap.PAGESIZE
+            offset, size = offset - skip, size + skip
+            size += -size % mmap.PAGESIZE
+        piece = of_thread.memory[of_thread.position : of_thread.position + size]
+        of_thread.position = (of_thread.position + _PIECE_BYTES) % share_bytes
         done = 0
         while done < size:
-            count = os.preadv(descriptors[path], [place[done:]], offset - skip + done)
+            count = os.preadv(descriptors[path], [piece[done:]], offset + done)
             if count == 0:
                 # The last page of a file is not whole.
                 break
@@ -112,9 +118,9 @@ def read_plainly(
 def dequantise_experts(
     *, num_experts: int, intermediate_size: int, hidden_size: int, rounds: int
 ) -> dict[str, float]:
-    """Dequantise experts' matrices into BF16 memory that is kept, by as many threads as torch has.
+    """Dequantise experts' matrices into the same BF16 memory in every round, by as many threads as torch has.
 
-    Between two rounds all threads copy a large tensor, which measures the memory bandwidth.
+    Before each round torch copies a large tensor, which measures the memory bandwidth.
     """
     num_threads = torch.get_num_threads()
     shapes = [(intermediate_size, hidden_size)] * 2 + [(hidden_size, intermediate_size)]
@@ -123,7 +129,7 @@ def dequantise_experts(
     scales = [torch.rand(scale_shape(shape)) / 100 + 1e-4 for shape in shapes]
     places = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
     num_bytes = sum(code.nbytes for code in codes)
-    # Filled, since untouched memory takes no pages.
+    # Filled: untouched memory has no pages.
     source = torch.full((min(_COPIED_BYTES, num_bytes),), 1, dtype=torch.uint8)
     target = torch.full_like(source, 2)
     rates, bandwidths = [], []
@@ -140,20 +146,22 @@ def dequantise_experts(
             for job in jobs:
                 job.result()
             rates.append(num_bytes / (time.perf_counter() - began_s))
-    # The first round warms up. A code is one byte, a BF16 value two.
+    # The first round warms up.
     rate, bandwidth = median(rates[1:]), median(bandwidths[1:])
+    # For each code one byte is read, and two of a BF16 value are written.
     return {"codes_per_s": rate, "moved_per_s": 3 * rate, "bandwidth": bandwidth}
 
 
 def _normal_codes(shape: tuple[int, int]) -> torch.Tensor:
-    """Draw codes as in a block of weights: normal, the largest near the end of FP8, hardly any subnormal."""
+    """Draw FP8 codes as in a block of weights: normal values, the largest near the largest of FP8."""
     levels = (LEVELS * (_FP8_MAX / float(LEVELS.max()))).float().to(torch.float8_e4m3fn).view(torch.uint8)
+    # Each of 256 levels is equally likely: a random byte chooses one.
     codes = bytearray(os.urandom(shape[0] * shape[1])).translate(bytes(levels.tolist()))
     return torch.frombuffer(codes, dtype=torch.uint8).view(torch.float8_e4m3fn).view(shape)
 
 
 def _extents(entries: Iterable[TensorEntry]) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and size of adjacent tensors, in the order of files and offsets."""
+    """Yield file, offset and size of each run of adjacent tensors, in the order of files and offsets."""
     path, start, stop = Path(), 0, 0
     for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
         if (entry.file, entry.offset) != (path, stop):

@@ -1,7 +1,8 @@
 """Probes of transformers and accelerate, which load and run the same model.
 
-Functions return numbers and digests by name; see `loading/probe.py`. Nothing of mm2 is imported before torch: its
-settings for torch must not apply here.
+A probe is a function that `loading/probe.py` calls in a process of its own; it returns numbers and digests by name.
+Some imports are for no name (F401): the libraries make them while they run, where they would count in time and memory.
+Nothing of mm2 is imported before torch: its settings for torch must not apply here.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import accelerate.hooks
-import numpy.ctypeslib
+import accelerate.hooks  # noqa: F401
+import numpy.ctypeslib  # noqa: F401
 import torch
 import transformers.integrations.moe
-import transformers.masking_utils
+import transformers.masking_utils  # noqa: F401
 from transformers import MiniMaxM2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -24,17 +25,10 @@ from loading.inputs import digest_of, open_inputs
 from minimax_tools.checkpoint.reader import CheckpointReader
 
 transformers_logging.disable_progress_bar()
-# Otherwise these imports would count in memory and time.
-_IMPORTED_EARLY = (
-    accelerate.hooks,
-    numpy.ctypeslib,
-    transformers.integrations.moe,
-    transformers.masking_utils,
-)
 
 
 def forward_offloaded(model: str, seq_lens: list[int], offload_folder: str) -> dict[str, Any]:
-    """Compute the logits by accelerate's disk offload: layers on disk, all else in memory."""
+    """Compute the logits by accelerate's disk offload: layers on disk, the other weights in memory."""
     folder = Path(model)
     spec, inputs = open_inputs(folder, seq_lens)
     device_map = {
@@ -54,7 +48,7 @@ def forward_offloaded(model: str, seq_lens: list[int], offload_folder: str) -> d
     ).eval()
     load_s = time.perf_counter() - began_s
     with CheckpointReader(folder) as reader:
-        # transformers rounds the router. With the checkpoint's, the logits equal the streamed ones bit for bit.
+        # transformers rounds the router's weights. With the checkpoint's, the logits equal the streamed ones.
         restore_router(whole, reader)
     began_s = time.perf_counter()
     with torch.no_grad():

@@ -15,11 +15,10 @@ class LoadingScale:
     Args:
         model: The model that is loaded, streamed and offloaded.
         large: A model of few large layers, for packed experts.
-        shard_bytes: Size of a shard of `model`.
-        split_layers: Number of layers of `model` in the split model.
-        qwen2: Quantities of the other split model.
-        expert: Number of experts, intermediate and hidden size of what is dequantised.
-        rounds: Number of rounds.
+        shard_bytes: Largest size of a BF16 shard; FP8 shards have half of it.
+        split_layers: Number of layers of `model` that are split in three.
+        qwen2: Quantities of the Qwen2 that is split too.
+        expert: Experts that are dequantised: their number, intermediate and hidden size.
     """
 
     model: SyntheticModel

@@ -1,7 +1,7 @@
 """Figures of time: loading, dequantising, streaming, offloading.
 
-A ratio is that of one round, whose runs follow each other; the figure is the median of the rounds. Seconds begin after
-the imports of a process, on both sides of each ratio.
+A ratio compares two runs of one round, which follow each other; the figure is the median of the rounds. Seconds begin
+after the imports of a process, on both sides of a ratio.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from loading.bench import (
 
 
 def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """Yield the time of `LayerLoader` over all layers against plain reads of the same bytes from the page cache.
+    """Yield the time of `LayerLoader` for all layers over that of a plain read of the same bytes from the page cache.
 
-    The plain read is the faster of two: one thread with a buffer in the processor's cache, or all threads with as much
-    memory as a layer takes. The rate of all threads with small buffers, which write no memory, is given beside it.
+    The plain read is the faster of two: one thread with a buffer that fits the processor's cache, or all threads with
+    as much memory as a layer takes. The rate of all threads with such small buffers is a figure of its own.
     """
     rates, ratios, raw_rates, cached_rates = [], [], [], []
     for _ in range(bench.scale.rounds):
@@ -45,7 +45,7 @@ def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[F
             _read_s(bench, checkpoint, CacheState.WARM, num_threads=1),
             _read_s(bench, checkpoint, CacheState.WARM, memory_bytes=checkpoint.layer_bytes),
         )
-        num_bytes, load_s = load.told["bytes_read"], load.told["pass_s"]
+        num_bytes, load_s = load.values["bytes_read"], load.values["pass_s"]
         rates.append(num_bytes / load_s)
         raw_rates.append(num_bytes / read_s)
         cached_rates.append(num_bytes / _read_s(bench, checkpoint, CacheState.WARM))
@@ -59,26 +59,26 @@ def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[F
 def measure_dequantising(bench: LoadingBench) -> Iterator[Figure]:
     """Yield the speed of dequantising FP8 experts of the true size, and its share of the memory bandwidth."""
     num_experts, intermediate_size, hidden_size = bench.scale.expert
-    told = bench.probe(
+    rates = bench.probe(
         DEQUANTISE,
         num_experts=num_experts,
         intermediate_size=intermediate_size,
         hidden_size=hidden_size,
         rounds=2 * bench.scale.rounds + 1,
-    ).told
-    yield Figure.at_least("fp8_dequantise_gb_per_s", told["codes_per_s"] / 1e9, 4)
-    yield Figure.plain("fp8_dequantise_share_of_memory_bandwidth", told["moved_per_s"] / told["bandwidth"])
-    yield Figure.plain("memory_bandwidth_gb_per_s", told["bandwidth"] / 1e9)
+    ).values
+    yield Figure.at_least("fp8_dequantise_gb_per_s", rates["codes_per_s"] / 1e9, 4)
+    yield Figure.plain("fp8_dequantise_share_of_memory_bandwidth", rates["moved_per_s"] / rates["bandwidth"])
+    yield Figure.plain("memory_bandwidth_gb_per_s", rates["bandwidth"] / 1e9)
 
 
 def measure_stream(
     bench: LoadingBench, checkpoint: Checkpoint, *, floor: str = "full", suffix: str = ""
 ) -> Iterator[Figure]:
-    """Yield the time of a whole streamed, cold golden over its bound.
+    """Yield the time of a whole streamed, cold golden over its bound, the longer of two times.
 
-    The bound is the longer of a cold read, and of the golden without its reads. The cold read is a plain one of all
-    tensors by all threads, through the page cache or past it, whichever is faster. The golden without its reads is the
-    same command on a warm cache, whose reader leaves out the matrices from the third layer on.
+    - The cold read: a plain read of all tensors by all threads, through the page cache or past it, whichever is faster.
+    - The golden without its reads: the same command on a warm cache, whose reader leaves out the matrices from the
+      third layer on.
     """
     options = ("--stream", "on", "--prefetch", "--noise-floor", floor)
     runs: list[ProbeResult] = []
@@ -101,35 +101,35 @@ def measure_stream(
     yield Figure.plain(f"stream_cold_s{suffix}", median(run.seconds for run in runs))
     yield Figure.plain(f"stream_without_reads_s{suffix}", median(idle_s))
     yield Figure.plain(f"raw_cold_read_s{suffix}", median(read_s))
-    read = max(run.told["bytes_read"] for run in runs) / stored_bytes
+    read = max(run.values["bytes_read"] for run in runs) / stored_bytes
     yield Figure.exactly(f"bytes_read_over_stored{suffix}", read, 1, tolerance=0.005)
     yield Figure.exactly(f"extra_disk_bytes{suffix}", max(run.extra_disk_bytes for run in runs), 0)
     yield Figure.plain(f"rchar_over_stored{suffix}", max(run.rchar for run in runs) / stored_bytes)
 
 
 def measure_offload(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """Yield the time of the logits by accelerate's disk offload over that by streaming, and their disk space."""
+    """Yield the time that the logits take by accelerate's disk offload over that by streaming, and the disk space."""
     arguments: dict[str, Any] = {"model": str(checkpoint.folder), "seq_lens": list(bench.seq_lens)}
     streams: list[ProbeResult] = []
     offloads: list[ProbeResult] = []
     ratios: dict[CacheState, list[float]] = {CacheState.WARM: [], CacheState.COLD: []}
     for _ in range(bench.scale.rounds):
-        for cache, kept in ratios.items():
+        for cache, ratios_of_cache in ratios.items():
             stream = bench.probe(FORWARD_STREAMED, cache=cache, checkpoint=checkpoint, **arguments)
             with bench.folder("offload") as folder:
                 # The offload folder is read too, which may drop the checkpoint from the cache.
                 cache.prepare(checkpoint.shards)
                 offload = bench.probe(FORWARD_OFFLOADED, offload_folder=str(folder), **arguments)
-            kept.append(offload.told["whole_s"] / stream.told["whole_s"])
+            ratios_of_cache.append(offload.values["whole_s"] / stream.values["whole_s"])
             streams.append(stream)
             offloads.append(offload)
     layer_bytes = checkpoint.layer_bytes
-    equal = len({run.told["logits"] for run in (*streams, *offloads)}) == 1
+    equal = len({run.values["logits"] for run in (*streams, *offloads)}) == 1
     yield Figure.at_least("offload_over_stream", median(ratios[CacheState.COLD]), 5)
     yield Figure.at_least("offload_over_stream_warm", median(ratios[CacheState.WARM]), 5)
-    yield Figure.plain("streamed_logits_s", median(run.told["whole_s"] for run in streams))
-    yield Figure.plain("offload_load_s", median(run.told["load_s"] for run in offloads))
-    yield Figure.plain("offload_forward_s", median(run.told["forward_s"] for run in offloads))
+    yield Figure.plain("streamed_logits_s", median(run.values["whole_s"] for run in streams))
+    yield Figure.plain("offload_load_s", median(run.values["load_s"] for run in offloads))
+    yield Figure.plain("offload_forward_s", median(run.values["forward_s"] for run in offloads))
     yield Figure.exactly("offload_logits_equal_streamed", float(equal), 1)
     yield Figure.plain("extra_disk_gb_of_offload", max(run.extra_disk_bytes for run in offloads) / 1e9)
     for kind, peak_bytes in (
@@ -149,10 +149,7 @@ def _read_s(
     layers_only: bool = True,
     past_cache: bool = False,
 ) -> float:
-    """Measure the seconds of a plain read by as many threads as torch has, or by `num_threads`.
-
-    They fill `memory_bytes` of memory, by default as little as possible.
-    """
+    """Measure the seconds of `loading.reads.read_plainly`, by default with as many threads as torch has."""
     measured = bench.probe(
         READ_PLAINLY,
         cache=cache,
@@ -163,4 +160,4 @@ def _read_s(
         layers_only=layers_only,
         past_cache=past_cache,
     )
-    return float(measured.told["pass_s"])
+    return float(measured.values["pass_s"])

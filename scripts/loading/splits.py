@@ -1,6 +1,7 @@
 """Probes of `ModelFactory.create_split_models`, and a model to split.
 
-Functions return numbers and digests by name; see `loading/probe.py`.
+A probe is a function that `loading/probe.py` calls in a process of its own; it returns numbers and digests by name.
+Some imports are for no name (F401): the libraries make them while they run, where they would count in time and memory.
 """
 
 from __future__ import annotations
@@ -9,27 +10,21 @@ import time
 from statistics import median
 from typing import Any
 
-import accelerate.hooks
+import accelerate.hooks  # noqa: F401
 import torch
 import transformers.integrations.moe
-import transformers.masking_utils
-from transformers import MiniMaxM2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+import transformers.masking_utils  # noqa: F401
+from transformers import MiniMaxM2ForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
 from loading.inputs import digest_of
 from minimax_tools.split.factory import ModelFactory
 
 transformers_logging.disable_progress_bar()
-_IMPORTED_EARLY = (
-    accelerate.hooks,
-    transformers.integrations.moe,
-    transformers.masking_utils,
-    MiniMaxM2ForCausalLM,
-)
 
 
 def write_qwen2(folder: str, shard_bytes: int, quantities: dict[str, int]) -> dict[str, int]:
-    """Write a Qwen2 of small random numbers by transformers, in several shards."""
+    """Write a Qwen2 model of transformers' random initial weights, in several shards."""
     torch.manual_seed(0)
     config = Qwen2Config.from_dict({**quantities, "dtype": "bfloat16"})
     model = Qwen2ForCausalLM._from_config(config)

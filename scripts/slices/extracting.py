@@ -31,7 +31,7 @@ from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from slices.running import divide_in_two
 
-# 2.1 GB in FP8, of which the slice is nine tenths; the toy has 15 MB, too little for a meaningful ratio.
+# 2.1 GB in FP8, of which nine tenths are cut out. The toy has 15 MB, too little for a meaningful ratio.
 _MODELS = {
     "full": SyntheticModel(
         num_hidden_layers=10, hidden_size=1536, intermediate_size=768, num_local_experts=56, vocab_size=32000
@@ -54,7 +54,7 @@ _SMALL_SHARD_BYTES = 2_000_000
 _ROUNDS = {"full": 7, "toy": 2}
 _NODE = "a"
 
-# Peak of anonymous memory above the imports.
+# A process that extracts as the command does, and prints its anonymous memory after the imports and at its peak.
 _MEASURE = """
 import json, sys
 from pathlib import Path
@@ -73,7 +73,7 @@ print(json.dumps({"before": before, "peak": tracker.peak.anonymous_bytes}))
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """Yield the figures of extracting most of a checkpoint: `full` takes minutes and 6 GB of disk."""
+    """Yield the figures of extracting most of a checkpoint; the scale `full` takes minutes and 6 GB of disk."""
     with tempfile.TemporaryDirectory(prefix="mm2-extracting-") as scratch:
         large, many = Path(scratch) / "large", Path(scratch) / "many"
         last = _MODELS[scale].num_hidden_layers - 1
@@ -109,13 +109,14 @@ def _measure_speed(folder: Path, plan_file: Path, *, rounds: int) -> Iterator[Fi
             (extractions, sources, slice_folder, lambda: _extract(plan_file, slice_folder)),
             (copies, tuple(kept.iterdir()), copied, lambda: _copy(kept, copied)),
         ]
-        for times, read, target, work in measured[:: 1 if number % 2 else -1]:
-            warm_cache(read)
+        # Extraction and copy take turns in going first.
+        for times, files_read, target, work in measured[:: 1 if number % 2 else -1]:
+            warm_cache(files_read)
             seconds = _time(work)
             shutil.rmtree(target)
-            # Freeing costs time in the disk's journal, which must not count in the next round.
+            # Otherwise the deletion, which the disk's journal writes later, would count in the next round.
             os.sync()
-            # The first round of each only warms up.
+            # The first round only warms up.
             if number:
                 times.append(seconds)
     ratios = [copy_s / extract_s for copy_s, extract_s in zip(copies, extractions, strict=True)]
@@ -129,12 +130,12 @@ def _measure_memory(plan_file: Path) -> float:
     """Measure the peak of an extraction's anonymous memory above the imports, in 10⁶ bytes."""
     words = [sys.executable, "-c", _MEASURE, str(plan_file), _NODE, str(plan_file.parent / "measured")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout.splitlines()[-1])
-    return float(told["peak"] - told["before"]) / 1e6
+    record = json.loads(done.stdout.splitlines()[-1])
+    return float(record["peak"] - record["before"]) / 1e6
 
 
 def _extract(plan_file: Path, output: Path) -> int:
-    """Extract as the command does, from reading the plan on; return the size of the data."""
+    """Extract as the command does, beginning with the plan's file; return the size of the data."""
     plan = PartitionPlan.read(plan_file, tensors_of=_NODE)
     source = StoredWeights.of_slice(plan.model, plan.slice_of(_NODE))
     return write_slice(cut_slice(plan, _NODE, source), output).size_bytes

@@ -1,8 +1,8 @@
 """Figures of planning: plans found, valid, near the optimum, and quick.
 
-Clusters are drawn around a division of MiniMax-M2's 62 layers, so that a plan exists for each. The rival is exo's rule,
-which divides by memory and then checks whether that fits. The optimum of small models is found by trying all
-divisions.
+A cluster is a tuple of nodes. Clusters are drawn around a division of MiniMax-M2's 62 layers, so that a plan exists for
+each. The rival is exo's rule, which divides the layers by the nodes' memory and then checks whether they fit. The
+optimum of small models is found by trying all divisions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
 PLANNERS = ("memory", "compute", "balanced")
-# Largest free memory of a node beyond its part of the known division, as a share of that part. The rival then rejects
-# about a sixth of the clusters: nearly all tight ones of many nodes, and loose ones because of rounding.
+# Largest memory of a node beyond its part of the known division, as a share of that part. The rival then rejects about
+# a sixth of the clusters: nearly all tight ones of many nodes, and loose ones because of rounding.
 _TIGHT_SLACK, _LOOSE_SLACK = 0.04, 8.0
+# Share of clusters that are tight.
 _TIGHT_SHARE = 0.04
+# Speeds of nodes, in TFLOPS.
+_TFLOPS = (91.0, 125.0, 312.0, 989.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +45,8 @@ class PlanningScale:
     """Size of the measurement.
 
     Args:
-        num_clusters: Number of clusters around a known division.
-        balanced_every: One cluster in so many is planned by `balanced` too, which takes longer.
-        num_small: Number of clusters whose optimum is found by trying all.
+        balanced_every: The planner `balanced`, which takes longer, plans one of this many clusters.
+        num_small: Number of small clusters, whose optimum is found by trying all divisions.
         num_times: Number of times that the largest plan is timed.
     """
 
@@ -108,25 +110,25 @@ def draw_cluster(cost: ModelCost, rng: random.Random) -> tuple[Node, ...]:
     # Each node holds at least one layer, as long as there are enough.
     num_holders = min(num_nodes, num_layers)
     bounds = sorted(rng.sample(range(1, num_layers), num_holders - 1))
-    nodes = []
+    memories = []
     for position, (start, stop) in enumerate(zip([0, *bounds], [*bounds, num_layers], strict=True)):
-        held = cost.of_slice(
+        part = cost.of_slice(
             range(start, stop), has_embedding=position == 0, has_head=position == num_holders - 1
         )
-        nodes.append(math.ceil(held.memory_bytes * (1 + rng.random() * slack)))
-    nodes += [rng.randint(10**9, 10**10) for _ in range(num_nodes - num_holders)]
-    rng.shuffle(nodes)
+        memories.append(math.ceil(part.memory_bytes * (1 + rng.random() * slack)))
+    memories += [rng.randint(10**9, 10**10) for _ in range(num_nodes - num_holders)]
+    rng.shuffle(memories)
     return tuple(
-        Node(name=f"node{number}", memory_bytes=memory, tflops=rng.choice((91.0, 125.0, 312.0, 989.0)))
-        for number, memory in enumerate(nodes)
+        Node(name=f"node{number}", memory_bytes=memory, tflops=rng.choice(_TFLOPS))
+        for number, memory in enumerate(memories)
     )
 
 
 def rival_fits(cost: ModelCost, nodes: Sequence[Node]) -> bool:
-    """Decide whether the layers fit where exo's rule divides them.
+    """Decide whether each node can hold the layers that exo's rule gives it.
 
-    Nodes with the most memory come first. Shares are rounded down, the rest goes to the largest fractions, and each
-    node has at least one layer.
+    The rule gives layers in proportion to memory, to the largest nodes first. Shares are rounded down, and the layers
+    left go to the largest fractions. Each node gets at least one layer.
     """
     num_layers = len(cost.layers)
     if len(nodes) > num_layers:
@@ -135,17 +137,17 @@ def rival_fits(cost: ModelCost, nodes: Sequence[Node]) -> bool:
     total = sum(node.memory_bytes for node in order)
     shares = [node.memory_bytes * num_layers / total for node in order]
     counts = [max(int(share), 1) for share in shares]
-    by_fraction = sorted(range(len(order)), key=lambda place: int(shares[place]) - shares[place])
-    for place in by_fraction[: max(num_layers - sum(counts), 0)]:
-        counts[place] += 1
+    by_fraction = sorted(range(len(order)), key=lambda position: int(shares[position]) - shares[position])
+    for position in by_fraction[: max(num_layers - sum(counts), 0)]:
+        counts[position] += 1
     while sum(counts) > num_layers:
         counts[counts.index(max(counts))] -= 1
     start = 0
     for position, (node, count) in enumerate(zip(order, counts, strict=True)):
-        held = cost.of_slice(
+        part = cost.of_slice(
             range(start, start + count), has_embedding=position == 0, has_head=position == len(order) - 1
         )
-        if held.memory_bytes > node.memory_bytes:
+        if part.memory_bytes > node.memory_bytes:
             return False
         start += count
     return True
@@ -155,7 +157,7 @@ def is_valid(cost: ModelCost, nodes: Sequence[Node], stages: Sequence[Stage]) ->
     """Decide whether a plan holds all layers once and in order, within the memory of each node."""
     layers = [layer for stage in stages for layer in stage.layers]
     used = [stage for stage in stages if stage.is_used]
-    fits = all(_held(cost, stage).memory_bytes <= stage.node.memory_bytes for stage in stages)
+    fits = all(_cost_of(stage, cost).memory_bytes <= stage.node.memory_bytes for stage in stages)
     return (
         fits
         and layers == list(range(len(cost.layers)))
@@ -181,7 +183,7 @@ def _measure_optimum(scale: PlanningScale) -> Iterator[Figure]:
 
 
 def draw_small(rng: random.Random) -> tuple[ModelCost, tuple[Node, ...]]:
-    """Draw a model of up to 8 layers, equal or not, and up to 4 nodes that just hold it or just do not."""
+    """Draw a model of up to 8 layers, equal or not, and up to 4 nodes that can just hold it, or just cannot."""
     num_layers, num_nodes = rng.randint(1, 8), rng.randint(1, 4)
     kinds = [
         PartCost(
@@ -208,38 +210,39 @@ def draw_small(rng: random.Random) -> tuple[ModelCost, tuple[Node, ...]]:
 
 
 def find_optimum(cost: ModelCost, nodes: Sequence[Node]) -> float:
-    """Find the seconds of the slowest stage in the best of all divisions among the nodes; inf where none fits."""
+    """Find the seconds of the slowest stage in the best of all divisions among the nodes; inf if none fits."""
     num_layers = len(cost.layers)
     best = math.inf
 
-    def place(start: int, rest: Sequence[Node], slowest: float) -> None:
+    def divide(start: int, nodes_left: Sequence[Node], slowest: float) -> None:
+        """Try every node and every number of layers for the next stage, then divide the rest."""
         nonlocal best
-        for node in rest:
-            others = [other for other in rest if other is not node]
-            is_first = len(others) == len(nodes) - 1
+        for node in nodes_left:
+            others = [other for other in nodes_left if other is not node]
+            is_first = len(nodes_left) == len(nodes)
             for is_last in (False, True):
                 for stop in [num_layers] if is_last else range(start, num_layers + 1):
                     stage = Stage(
                         node=node, layers=range(start, stop), has_embedding=is_first, has_head=is_last
                     )
                     seconds = max(slowest, _seconds(cost, stage))
-                    if seconds >= best or _held(cost, stage).memory_bytes > node.memory_bytes:
+                    if seconds >= best or _cost_of(stage, cost).memory_bytes > node.memory_bytes:
                         continue
                     if is_last:
                         best = seconds
                     else:
-                        place(stop, others, seconds)
+                        divide(stop, others, seconds)
 
-    place(0, nodes, 0.0)
+    divide(0, nodes, 0.0)
     return best
 
 
-def _held(cost: ModelCost, stage: Stage) -> PartCost:
+def _cost_of(stage: Stage, cost: ModelCost) -> PartCost:
     return cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
 
 
 def _seconds(cost: ModelCost, stage: Stage) -> float:
-    return _held(cost, stage).flops_per_token / ((stage.node.tflops or 0.0) * 1e12)
+    return _cost_of(stage, cost).flops_per_token / ((stage.node.tflops or 0.0) * 1e12)
 
 
 def _measure_time(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
@@ -248,7 +251,7 @@ def _measure_time(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
         Node(
             name=f"node{number}",
             memory_bytes=rng.randint(10, 80) * 10**9,
-            tflops=rng.choice((91.0, 125.0, 312.0, 989.0)),
+            tflops=rng.choice(_TFLOPS),
         )
         for number in range(MAX_NODES)
     ]
@@ -256,9 +259,9 @@ def _measure_time(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
     for planner in PLANNERS:
         times = []
         for _ in range(scale.num_times):
-            begun = time.perf_counter()
+            began_s = time.perf_counter()
             plan_stages(planner, cost, nodes)
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - began_s)
         medians[planner] = statistics.median(times) * 1e3
     yield Figure.at_most("plan_62_layers_64_nodes_ms", max(medians.values()), 50)
     for planner, milliseconds in medians.items():

@@ -4,16 +4,15 @@
 one thread. Both capture the same golden of eight prompts with its noise floor, from the page cache. Start-up, about ten
 seconds of imports, is left out. The rounds alternate, and the figure is the median of their ratios.
 
-The batch passes the layers whole (see `gpu_reference.pipeline`), so forward passes follow each other. This bounds the
-ratio, in terms of these shares:
+The ratio has a lower bound, since the second rank's forward passes wait for the first rank's (see
+`gpu_reference.pipeline`). Of the time of the single process, let
 
-- S: forward passes in the time of the single process
-- R: reading and dequantising in that time
-- W: float32 twins, statistics, digests and writing in that time
-- x: layers on the first rank
+- S be the share of forward passes
+- R be the share of reading and dequantising
+- W be the share of float32 twins, statistics, digests and writing
 
-The ratio is max(x, 1 − x, S + W + x (R − W)): the second rank waits for reading and forward pass of the first, and
-writes last. Where W > R, its minimum is (S + W) / (S + 2 W), at x equal to it.
+and let x be the share of the layers that the first rank has. Then the ratio is max(x, 1 − x, S + W + x (R − W)). If
+W > R, its minimum is (S + W) / (S + 2 W), at x equal to that minimum.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ _MODELS = {
 }
 _LENGTHS = {"full": (96, 61, 96, 80, 72, 96, 64, 90), "toy": (24, 15, 24, 9, 20, 24, 12, 18)}
 _ROUNDS = {"full": 5, "toy": 1}
-# Share of the layers on the first rank: of 6, 7 and 8 of 12 layers the quickest.
+# Share of the layers on the first rank: 7 of 12 layers were quicker than 6 and 8.
 _FIRST_SHARE = 7 / 12
 _TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 _SCRIPTS = Path(__file__).parents[1]
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """Yield the figures of a golden capture by two ranks and by one process: `full` takes several minutes."""
+    """Yield the figures of a golden capture by two ranks and by one process; `full` takes several minutes."""
     with tempfile.TemporaryDirectory(prefix="mm2-running-") as scratch:
         folder, plan_file, output = (Path(scratch) / name for name in ("model", "plan.json", "capture"))
         model = _MODELS[scale]
@@ -75,10 +74,10 @@ def measure(scale: str) -> Iterator[Figure]:
         lengths = ",".join(map(str, _LENGTHS[scale]))
         ratios, seconds = [], []
         for _ in range(_ROUNDS[scale]):
-            one = _time([sys.executable], folder, output, lengths)
-            two = _time(_TWO_RANKS, folder, output, lengths, str(plan_file))
-            ratios.append(two / one)
-            seconds.append((one, two))
+            one_process_s = _time([sys.executable], folder, output, lengths)
+            two_ranks_s = _time(_TWO_RANKS, folder, output, lengths, str(plan_file))
+            ratios.append(two_ranks_s / one_process_s)
+            seconds.append((one_process_s, two_ranks_s))
         yield Figure.exactly("bytes_read_over_slice", _read_over_slice(plan, output), 1.0)
         yield Figure.at_most("two_ranks_over_one", median(ratios), 0.6)
         yield Figure.plain("one_process_s", median(one for one, _ in seconds))
@@ -86,13 +85,14 @@ def measure(scale: str) -> Iterator[Figure]:
 
 
 def divide_in_two(folder: Path, model: SyntheticModel, num_first: int, workload: Workload) -> PartitionPlan:
-    """Plan node `a` with the first `num_first` layers of a checkpoint, and node `b` with the others."""
+    """Give the first `num_first` layers of a checkpoint to node `a`, and the other layers to node `b`."""
     spans = {"a": Span(0, num_first), "b": Span(num_first, model.num_hidden_layers)}
     nodes = [Node(name=name, memory_bytes=2**40, layers=span) for name, span in spans.items()]
     return open_source(str(folder)).divide(planner="manual", nodes=nodes, workload=workload)
 
 
 def _time(launcher: list[str], folder: Path, output: Path, *arguments: str) -> float:
+    """Return the seconds that a process of `timed_capture` prints."""
     if output.exists():
         shutil.rmtree(output)
     done = subprocess.run(
@@ -109,7 +109,7 @@ def _time(launcher: list[str], folder: Path, output: Path, *arguments: str) -> f
 
 
 def _read_over_slice(plan: PartitionPlan, capture: Path) -> float:
-    """Compute bytes read over bytes planned, of the rank that is furthest from 1."""
+    """Compute the bytes read over the bytes planned, for the rank whose ratio is furthest from 1."""
     records = read_records(capture / RECORDS_FOLDER, [part.node.name for part in plan.used])
     ratios = [
         records[part.node.name].bytes_read / sum(tensor.size_bytes for tensor in part.tensors)

@@ -1,8 +1,8 @@
-"""A process of a timed golden capture on one core: the only one, or a rank of torchrun.
+"""A process that times a golden capture on one core: the only process, or with PLAN a rank of torchrun.
 
     python -m slices.timed_capture MODEL OUTPUT SEQ_LENS [PLAN]
 
-Rank 0 prints one JSON object: the seconds from when all ranks have started and imported to the complete capture.
+Rank 0 prints one JSON object: the seconds until the capture is complete. They begin when all ranks are ready.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _CPU = torch.device("cpu")
 
 def main(model: str, output: str, lengths: str, plan_file: str | None = None) -> None:
     """Capture, and print the seconds."""
+    # The time of this import must not count.
     importlib.import_module("transformers.models.minimax_m2.modeling_minimax_m2")
     place = RankPlace.from_environment()
     torch.set_num_threads(1)
@@ -39,9 +40,9 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
     os.sched_setaffinity(0, {cores[place.rank % len(cores)]})
     if plan_file is None:
         with open_golden(_request(Path(model), lengths, Streaming(device=_CPU))) as golden:
-            start = time.perf_counter()
+            began_s = time.perf_counter()
             golden.capture(Path(output), extra={})
-        _tell(start)
+        _print_seconds_since(began_s)
         return
     plan = PartitionPlan.read(Path(plan_file))
     with open_ranks(place) as ranks:
@@ -52,10 +53,10 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
             ranks.publish(f"here/{ranks.rank}", True)
             for rank in range(ranks.num_ranks):
                 ranks.wait_for(f"here/{rank}")
-            start = time.perf_counter()
+            began_s = time.perf_counter()
             capture_by_ranks(golden, ranks, plan, Path(output), progress=NoProgress())
     if place.rank == 0:
-        _tell(start)
+        _print_seconds_since(began_s)
 
 
 def _request(folder: Path, lengths: str, streaming: Streaming) -> GoldenRequest:
@@ -64,8 +65,8 @@ def _request(folder: Path, lengths: str, streaming: Streaming) -> GoldenRequest:
     return request_golden(folder, inputs, noise_floor="full", streaming=streaming)
 
 
-def _tell(start: float) -> None:
-    print(json.dumps({"seconds": time.perf_counter() - start}))
+def _print_seconds_since(began_s: float) -> None:
+    print(json.dumps({"seconds": time.perf_counter() - began_s}))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.captures import STATES, WholeCaptures, make_captures
 from damage.damages import DAMAGES, Damage
-from damage.scene import STATES, DamageScene, open_scene
 from damage.tampering import exchange_files, make_old, sign
 from faults.pass_tally import TRIED, Joined
 
@@ -24,14 +23,13 @@ SIGNED = "under digests"
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DamageScene]:
-    with open_scene(tmp_path_factory.mktemp("damage")) as scene:
-        yield scene
+def captures(tmp_path_factory: pytest.TempPathFactory) -> WholeCaptures:
+    return make_captures(tmp_path_factory.mktemp("damage"))
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_whole_captures_are_judged(scene: DamageScene, state: str, tmp_path: Path) -> None:
-    outcome = scene.judge(state, None, tmp_path / "scratch")
+def test_whole_captures_are_judged(captures: WholeCaptures, state: str, tmp_path: Path) -> None:
+    outcome = captures.judge(state, None, tmp_path / "scratch")
     text = " ".join(outcome.text.split())
     assert (outcome.exit_code, "PASS" in text) == (0, True)
     assert ("digests of twins and floors: none, made by an older mm2" in text) == state.startswith("old")
@@ -40,9 +38,9 @@ def test_whole_captures_are_judged(scene: DamageScene, state: str, tmp_path: Pat
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
 def test_damage_is_refused_by_name_and_is_nobodys_fault(
-    scene: DamageScene, damage: Damage, tmp_path: Path
+    captures: WholeCaptures, damage: Damage, tmp_path: Path
 ) -> None:
-    outcome = scene.judge("plain", damage, tmp_path / "scratch")
+    outcome = captures.judge("plain", damage, tmp_path / "scratch")
     refused(outcome.exit_code, outcome.text, damage)
 
 
@@ -50,11 +48,13 @@ def test_damage_is_refused_by_name_and_is_nobodys_fault(
     "damage",
     [
         pytest.param(damage, id=damage.name, marks=() if number % 2 == 0 else pytest.mark.slow)
-        for number, damage in enumerate([one for one in DAMAGES if one.of_golden][::3])
+        for number, damage in enumerate([one for one in DAMAGES if one.is_of_golden][::3])
     ],
 )
-def test_damage_of_a_certified_golden_is_refused(scene: DamageScene, damage: Damage, tmp_path: Path) -> None:
-    outcome = scene.judge("certified", damage, tmp_path / "scratch")
+def test_damage_of_a_certified_golden_is_refused(
+    captures: WholeCaptures, damage: Damage, tmp_path: Path
+) -> None:
+    outcome = captures.judge("certified", damage, tmp_path / "scratch")
     refused(outcome.exit_code, outcome.text, damage)
     assert (SIGNED in damage.name) == (
         "its certificate speaks of other tensors" in " ".join(outcome.text.split())
@@ -75,10 +75,10 @@ def test_damage_of_a_certified_golden_is_refused(scene: DamageScene, damage: Dam
     ],
 )
 def test_damage_of_an_older_golden_is_refused(
-    scene: DamageScene, name: str, state: str, tmp_path: Path
+    captures: WholeCaptures, name: str, state: str, tmp_path: Path
 ) -> None:
     (damage,) = [one for one in DAMAGES if one.name == name]
-    outcome = scene.judge(state, damage, tmp_path / "scratch")
+    outcome = captures.judge(state, damage, tmp_path / "scratch")
     assert outcome.exit_code == 3
     assert "golden" in outcome.text
 
@@ -88,40 +88,40 @@ def refused(exit_code: int, text: str, damage: Damage) -> None:
     assert exit_code == 3, text
     assert "PASS" not in text
     assert "To blame" not in text
-    assert ("golden" if damage.of_golden else "device run") in text
+    assert ("golden" if damage.is_of_golden else "device run") in text
     assert [word for word in damage.named if word not in text] == []
     assert "again" in text
 
 
 class TestShow:
-    def test_whole_golden_is_verified(self, scene: DamageScene) -> None:
-        outcome = scene.show(scene.golden("certified"))
+    def test_whole_golden_is_verified(self, captures: WholeCaptures) -> None:
+        outcome = captures.show(captures.golden("certified"))
         assert outcome.exit_code == 0
         assert "14 of 14 checks passed" in outcome.text
-        num_stored = len(Manifest.read(scene.golden("certified")).entries)
+        num_stored = len(Manifest.read(captures.golden("certified")).entries)
         line = next(line for line in outcome.text.splitlines() if "tensors match" in line)
         assert int(line.split()[1]) > 2 * num_stored
 
     @pytest.mark.parametrize("is_signed", [False, True])
     def test_damage_voids_the_certificate(
-        self, scene: DamageScene, tmp_path: Path, *, is_signed: bool
+        self, captures: WholeCaptures, tmp_path: Path, *, is_signed: bool
     ) -> None:
-        scene.judge("certified", None, tmp_path / "scratch")
+        captures.judge("certified", None, tmp_path / "scratch")
         golden = tmp_path / "scratch" / "golden"
         exchange_files(golden, "layer_0.fp32.safetensors", "layer_1.fp32.safetensors")
         if is_signed:
             sign(golden)
-        outcome = scene.show(golden)
+        outcome = captures.show(golden)
         assert outcome.exit_code == 3
         assert "VOID" in outcome.text
         assert "14 of 14 checks passed;" not in outcome.text
         assert ("DAMAGED" in outcome.text) != is_signed
 
-    def test_older_golden_says_what_it_lacks(self, scene: DamageScene, tmp_path: Path) -> None:
-        scene.judge("plain", None, tmp_path / "scratch")
+    def test_older_golden_says_what_it_lacks(self, captures: WholeCaptures, tmp_path: Path) -> None:
+        captures.judge("plain", None, tmp_path / "scratch")
         golden = tmp_path / "scratch" / "golden"
         make_old(golden)
-        outcome = scene.show(golden)
+        outcome = captures.show(golden)
         assert outcome.exit_code == 0
         assert "twins and floors have none, made by an older mm2" in outcome.text
 

@@ -136,7 +136,7 @@ def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: LoadingBen
                 memory_bytes=0,
                 layers_only=False,
             )
-            assert measured.told["bytes_read"] == checkpoint.stored_bytes
+            assert measured.values["bytes_read"] == checkpoint.stored_bytes
             assert measured.disk_bytes / checkpoint.stored_bytes == pytest.approx(share, abs=0.05)
 
 

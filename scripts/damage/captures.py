@@ -1,10 +1,8 @@
-"""Captures of a right port, of which copies are damaged and then compared."""
+"""Captures of a right port: a golden and a device run, whose copies are damaged and then compared."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +19,10 @@ from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
-# States of a golden before it is damaged: as written, certified, and both of an older mm2 with fewer digests.
+# States of a golden before it is damaged: as written, certified, and both with the fewer digests of an older mm2.
 STATES = ("plain", "certified", "old", "old_certified")
 
-# The port equals the golden bit for bit, so that its layers are judged on the golden's inputs.
+# This port equals the golden bit for bit, so its layers are judged on the golden's inputs.
 _SAME_PORT = EXAMPLES / "transformers_port.py"
 
 
@@ -37,15 +35,15 @@ class CommandOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DamageScene:
-    """The captures of a small model in a folder, of which copies are damaged."""
+class WholeCaptures:
+    """The whole captures of a small model, in a folder; only copies are damaged."""
 
     folder: Path
 
-    def golden(self, state: str, *, in_stats: bool = False) -> Path:
-        """Return the folder of the golden in a state, with twins or without."""
+    def golden(self, state: str, *, is_without_twins: bool = False) -> Path:
+        """Return the folder of the golden in one of `STATES`, with twins or with the floor's statistics alone."""
         certified = "_certified" if "certified" in state else ""
-        return self.folder / f"{'stats' if in_stats else 'golden'}{certified}"
+        return self.folder / f"{'stats' if is_without_twins else 'golden'}{certified}"
 
     @property
     def device_run(self) -> Path:
@@ -53,18 +51,18 @@ class DamageScene:
         return self.folder / "device"
 
     def judge(self, state: str, damage: Damage | None, scratch: Path) -> CommandOutcome:
-        """Compare a damaged copy of one side with the other side; the folder `scratch` is emptied first.
+        """Compare copies of golden and device run; `damage` changes one of them, None leaves both whole.
 
-        The golden is in one of `STATES`. Without a damage, both copies stay whole.
+        The golden is in one of `STATES`. The copies lie in the folder `scratch`, which is emptied first.
         """
         shutil.rmtree(scratch, ignore_errors=True)
-        in_stats = damage is not None and damage.in_stats
-        golden = _copy(self.golden(state, in_stats=in_stats), scratch / "golden")
+        is_without_twins = damage is not None and damage.is_without_twins
+        golden = _copy(self.golden(state, is_without_twins=is_without_twins), scratch / "golden")
         device = _copy(self.device_run, scratch / "device")
         if state.startswith("old"):
             make_old(golden)
         if damage is not None:
-            damage.apply(golden if damage.of_golden else device)
+            damage.apply(golden if damage.is_of_golden else device)
         return _run(mm2_compare, "--gpu-path", golden, "--neuron-path", device, "--quiet")
 
     def show(self, directory: Path) -> CommandOutcome:
@@ -72,9 +70,8 @@ class DamageScene:
         return _run(mm2_test, "show", directory, "--quiet")
 
 
-@contextmanager
-def open_scene(folder: Path) -> Iterator[DamageScene]:
-    """Make the captures in a new folder.
+def make_captures(folder: Path) -> WholeCaptures:
+    """Make the whole captures in a new folder.
 
     Raises:
         AssertionError: A command failed.
@@ -90,11 +87,11 @@ def open_scene(folder: Path) -> Iterator[DamageScene]:
         _make(mm2_gpu, "certify", *quiet, "--golden", certified)
     port = ("--target", f"{_SAME_PORT}:Same", "--backend", "cpu")
     _make(mm2_test, "full", *quiet, *port, "--golden", folder / "golden", "--output-dir", folder / "device")
-    yield DamageScene(folder=folder)
+    return WholeCaptures(folder=folder)
 
 
 def _copy(source: Path, place: Path) -> Path:
-    """Copy a folder; links would change with their files."""
+    """Copy a folder; with links, the source would be damaged too."""
     return Path(shutil.copytree(source, place))
 
 

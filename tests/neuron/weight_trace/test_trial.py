@@ -1,0 +1,95 @@
+"""The trial: a repair must make the output right, and a port that fails on changed weights ends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from minimax_tools.errors import TargetError
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_layer import Float32Layer
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.ports.port_errors import PortEndError
+from neuron.weight_trace.generated_tensors import Tensors
+from neuron.weight_trace.repairs import Repair, candidate_repairs
+from neuron.weight_trace.source_tensors import SourceTensors
+from neuron.weight_trace.trial import TrialInput, TrialOutcome, TrialPort, run_trial
+
+SPEC = SyntheticModel(hidden_size=64, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32).spec()
+CANDIDATES = candidate_repairs([], SourceTensors.of(SPEC), SPEC)
+(SWAP,) = [repair for repair in CANDIDATES if repair.kinds == ("w1", "w3")]
+
+Run = Callable[[Tensors, TrialInput], torch.Tensor]
+
+
+def output_of(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+    """The reference layer's output."""
+    inputs = Inputs(
+        input_ids=torch.zeros_like(trial_input.attention_mask),
+        attention_mask=trial_input.attention_mask,
+        position_ids=trial_input.position_ids,
+        source="test",
+    )
+    return Float32Layer(SPEC, tensors).run(trial_input.hidden_states, inputs, router_experts=None)[
+        Site.OUTPUT
+    ]
+
+
+def swapped_output(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+    """The output of a port that swaps w1 and w3."""
+    return output_of(SWAP.apply(tensors), trial_input)
+
+
+def trial_of(run: Run, candidates: list[Repair]) -> TrialOutcome:
+    return run_trial(TrialPort(run=run, computes_in_bf16=False), SPEC, 0, candidates, keeps_tensors=True)
+
+
+def failing_after(num_runs: int, error: Exception) -> Run:
+    """A port that swaps w1 and w3, and fails in every run after the first `num_runs`."""
+    runs = iter(range(num_runs))
+
+    def run(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+        if next(runs, None) is None:
+            raise error
+        return swapped_output(tensors, trial_input)
+
+    return run
+
+
+def test_the_repair_of_a_swap_is_found() -> None:
+    outcome = trial_of(swapped_output, CANDIDATES)
+    assert outcome.repairs == (SWAP,)
+
+
+def test_a_repair_that_is_a_candidate_twice_is_tried_twice() -> None:
+    def run(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+        # Off by a twentieth even when repaired: the search goes on after its first repair.
+        delta = swapped_output(tensors, trial_input) - trial_input.hidden_states
+        return trial_input.hidden_states + 0.95 * delta
+
+    outcome = trial_of(run, [SWAP, SWAP])
+    assert not outcome.is_right
+    assert outcome.repairs == ()
+
+
+def test_an_output_of_nan_is_repaired_by_nothing() -> None:
+    outcome = trial_of(lambda tensors, trial_input: trial_input.hidden_states * torch.nan, CANDIDATES)
+    assert outcome.error == float("inf")
+    assert outcome.repairs == ()
+
+
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_a_port_that_fails_on_changed_weights_is_wrong_and_not_the_end(num_runs: int) -> None:
+    outcome = trial_of(failing_after(num_runs, TargetError("the port failed")), CANDIDATES[1:])
+    assert outcome.error is not None
+    assert not outcome.is_right
+    assert not outcome.is_quantised
+    assert outcome.repairs == ()
+
+
+def test_a_port_that_exits_on_changed_weights_ends_the_trial() -> None:
+    with pytest.raises(PortEndError):
+        trial_of(failing_after(1, PortEndError("the port exited")), CANDIDATES)
