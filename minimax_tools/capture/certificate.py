@@ -25,7 +25,7 @@ class Check:
     Args:
         name: Its name, such as `rotary_width`.
         found: The finding in words, or the reason why there is none.
-        figure: The worst figure measured, where there is one.
+        figure: The worst figure measured, if there is one.
         limit: The largest figure that passes.
     """
 

@@ -49,8 +49,8 @@ class Continuation:
 
     Args:
         prompt_ids: The row, without padding.
-        text: The generated text; None where the checkpoint has no tokenizer.
-        likeliest: For each generated token the `NUM_LIKELIEST` candidates, best first; empty where not kept.
+        text: The generated text; None if the checkpoint has no tokenizer.
+        likeliest: For each generated token the `NUM_LIKELIEST` candidates, best first; empty if not kept.
     """
 
     prompt_ids: tuple[int, ...]
@@ -84,14 +84,14 @@ class Generation:
         folder: Path,
         likeliest: Sequence[Sequence[Sequence[Likely]]] = (),
     ) -> Generation:
-        """Join the prompts with their generated tokens, and decode these where the folder has a tokenizer.
+        """Join the prompts with their generated tokens, and decode these if the folder has a tokenizer.
 
         Args:
             inputs: The prompts.
             generated: The generated tokens of each prompt.
             sampling: Sampling options.
             folder: The checkpoint's folder.
-            likeliest: Candidates of each row and token; empty where not known.
+            likeliest: Candidates of each row and token; empty if not known.
         """
         rows = [list(ids) for ids in generated]
         texts: Sequence[str | None] = (
@@ -114,7 +114,7 @@ class Generation:
 
     @classmethod
     def read(cls, directory: Path) -> Generation | None:
-        """Read the generation of a capture directory; None where nothing was generated.
+        """Read the generation of a capture directory; None if nothing was generated.
 
         Raises:
             CaptureError: The file is damaged.

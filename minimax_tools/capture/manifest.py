@@ -33,7 +33,7 @@ _WITHOUT_DIGESTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A stored tensor: a site of a layer, or of the model where `layer` is None."""
+    """A stored tensor: a site of a layer, or of the model if `layer` is None."""
 
     layer: int | None
     site: str

@@ -1,7 +1,7 @@
 """Proof: tensors read from a capture, checked against the digests in its manifest, each once a process.
 
 A capture of an older mm2 has no digests of its inputs, float32 twins and floors. Its inputs have one in the
-description. Twins and floors are checked by the certificate's digests of whole files, where there is a certificate.
+description. Twins and floors are checked by the certificate's digests of whole files, if there is a certificate.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Proof:
             )
 
     def check_text(self, name: str, content: bytes | None) -> None:
-        """Raise if a JSON file does not have the digest in the manifest; `content` is None where there is none.
+        """Raise if a JSON file does not have the digest in the manifest; `content` is None if there is none.
 
         Raises:
             CaptureError: The file differs, is missing, or is not listed.
@@ -155,8 +155,8 @@ class Proof:
             twin: The tensor that is stored as its twin.
             place: The twin in words.
             file: Its file's name.
-            golden: The golden's entry of the site; None where the site was not captured.
-            read_golden: Reads the golden's tensor and the mask, int64 [B,S]; called where the twin is not finite.
+            golden: The golden's entry of the site; None if the site was not captured.
+            read_golden: Reads the golden's tensor and the mask, int64 [B,S]; called if the twin is not finite.
 
         Raises:
             CaptureError: The tensor is no float32 twin.
@@ -237,7 +237,7 @@ class Proof:
             )
 
     def _check_certified_file(self, file: str) -> None:
-        """Check a whole file against its certificate, where there is one."""
+        """Check a whole file against its certificate, if there is one."""
         certificate = self._manifest.certificate
         if certificate is None or not self.is_certified:
             return

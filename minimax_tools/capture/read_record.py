@@ -11,7 +11,7 @@ A run writes one file per rank, `read_records/{node}.json` in its capture direct
 | `bytes_read` | bytes of tensors that came from the files, headers aside; what was read twice counts twice |
 | `bytes_asked` | sizes of those tensors, each counted once |
 | `bytes_read_again` | bytes that a resumed run read of tensors which an attempt before it had read |
-| `plan` | digest of the plan that the run went by; empty where none is known |
+| `plan` | digest of the plan that the run went by; empty if none is known |
 
 A run that was killed and resumed has one record of all its attempts. A tensor's bytes count in `bytes_read` in the
 first attempt that reads it, twice if that attempt reads it twice. Later attempts count in `bytes_read_again` alone.
@@ -78,7 +78,7 @@ class ReadRecord:
         )
 
     def write(self, folder: Path) -> Path:
-        """Write the record as `{node}.json` into a folder, made where it does not exist, and return its path.
+        """Write the record as `{node}.json` into a folder, made if it does not exist, and return its path.
 
         Raises:
             CannotRunError: The file cannot be written.

@@ -74,7 +74,7 @@ class Capture(CaptureSource):
 
     @property
     def has_void_certificate(self) -> bool:
-        """True where the certificate belongs to other tensors than the manifest lists."""
+        """True if the certificate belongs to other tensors than the manifest lists."""
         return self.certificate is not None and not self._proof.is_certified
 
     def refuse_void_certificate(self) -> None:
@@ -131,25 +131,25 @@ class Capture(CaptureSource):
         return self.read_entry(entry)
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """Read the float32 twin of a site; None where the floor was not kept whole."""
+        """Read the float32 twin of a site; None if the floor was not kept whole."""
         place = f"the float32 twin of {site} of layer {layer}"
         entry = None if site is Site.INPUT else self.entry(layer, site)
         return self._read_twin(f"layer_{layer}.fp32.safetensors", site, entry, place=place)
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """Read the float32 twin of a site outside the layers; None where there is none."""
+        """Read the float32 twin of a site outside the layers; None if there is none."""
         entry = self.entry(None, site)
         return self._read_twin("model.fp32.safetensors", site, entry, place=f"the float32 twin of {site}")
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """Read a statistic of a layer's floor; None where the floor was not measured."""
+        """Read a statistic of a layer's floor; None if the floor was not measured."""
         if not self.has_floor:
             return None
         file = f"layer_{layer}.floor.safetensors"
         return self._read_optional(file, name, place=f"the floor's {name} of layer {layer}")
 
     def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """Read a statistic of the floor outside the layers; None where the floor was not measured."""
+        """Read a statistic of the floor outside the layers; None if the floor was not measured."""
         if not self.has_floor:
             return None
         return self._read_optional("model.floor.safetensors", name, place=f"the floor's {name}")
@@ -180,11 +180,11 @@ class Capture(CaptureSource):
         return self.read_inputs().attention_mask
 
     def read_hidden_states(self) -> torch.Tensor | None:
-        """Read the hidden states [B,S,H] given to the first layer; None where they were made of the tokens."""
+        """Read the hidden states [B,S,H] given to the first layer; None if they were made of the tokens."""
         return self._read_optional(INPUTS_NAME, "hidden_states", place="hidden_states")
 
     def read_generation(self) -> Generation | None:
-        """Read the tokens generated after the prompts; None where there are none."""
+        """Read the tokens generated after the prompts; None if there are none."""
         path = self.directory / GENERATION_NAME
         self._proof.check_text(GENERATION_NAME, path.read_bytes() if path.exists() else None)
         return Generation.read(self.directory)
@@ -227,7 +227,7 @@ class Capture(CaptureSource):
         return tensor
 
     def _read_optional(self, file: str, name: str, *, place: str) -> torch.Tensor | None:
-        """Read a tensor that has no entry; None where its file does not hold it, and need not."""
+        """Read a tensor that has no entry; None if its file does not hold it, and need not."""
         tensor = self._fetch(file, name)
         if tensor is None:
             self._proof.check_absent(file, name, place=place)
@@ -247,7 +247,7 @@ class Capture(CaptureSource):
 
 
 def _word_missing_digests(manifest: Manifest) -> str:
-    """Name what an older mm2 stored without digests; empty where everything has one."""
+    """Name what an older mm2 stored without digests; empty if everything has one."""
     if manifest.digests is not None:
         return ""
     is_golden = manifest.description.side == GOLDEN_SIDE
@@ -264,7 +264,7 @@ class _OpenFiles:
         self._opened: OrderedDict[str, tuple[tuple[int, ...], Any, frozenset[str]]] = OrderedDict()
 
     def read(self, file: str, name: str) -> torch.Tensor | None:
-        """Read a tensor; None where the file holds none of that name.
+        """Read a tensor; None if the file holds none of that name.
 
         Raises:
             OSError: There is no such file, or it cannot be read.

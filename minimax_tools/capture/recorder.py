@@ -84,7 +84,7 @@ class Recorder:
         return hook
 
     def _visit(self, site: Site, tap: Tap, value: Any) -> Any:
-        """Record the tapped tensor; return the replaced value, or None where nothing replaces it."""
+        """Record the tapped tensor; return the replaced value, or None if nothing replaces it."""
         found = tap.pick(value)
         if found is None:
             return None

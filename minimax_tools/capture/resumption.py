@@ -26,12 +26,12 @@ HiddenStates = torch.Tensor | Callable[[], torch.Tensor] | None
 def find_resumable(
     directory: Path, description: Description, *, hidden_states: HiddenStates
 ) -> Manifest | None:
-    """Return the manifest to resume from; None where the directory must be begun anew, for a reason that is logged.
+    """Return the manifest to resume from; None if the directory must be begun anew, for a reason that is logged.
 
     Args:
         directory: The capture directory.
         description: The capture to write.
-        hidden_states: The first layer's input, where it is not made of the tokens. A function is not called: the
+        hidden_states: The first layer's input, if it is not made of the tokens. A function is not called: the
             stored hidden states are compared with the stored input of the first layer.
     """
     if not (directory / MANIFEST_NAME).exists():
@@ -74,7 +74,7 @@ def clear_capture(directory: Path) -> None:
 def _obstacle(
     directory: Path, manifest: Manifest, description: Description, hidden_states: HiddenStates
 ) -> str | None:
-    """Return the reason why the capture there cannot be resumed; None where it can."""
+    """Return the reason why the capture there cannot be resumed; None if it can."""
     differing = manifest.description.differences(description)
     if differing:
         return f"the capture there has other {', '.join(differing)}"

@@ -67,17 +67,17 @@ class DumpListing:
 class CaptureSource(ABC):
     """A capture opened for reading; layouts that do not record something keep the answer given here.
 
-    All methods that read raise CaptureError where a file is missing or damaged, or does not hold what must be there.
+    All methods that read raise CaptureError if a file is missing or damaged, or does not hold what must be there.
 
     Attributes:
         directory: Its folder.
-        is_complete: False where the run has not come to its end.
-        certificate: Checks that the golden passed; None where it was not certified.
+        is_complete: False if the run has not come to its end.
+        certificate: Checks that the golden passed; None if it was not certified.
         observed_dtypes: Dtypes of the router's gate and correction bias as the port loaded them.
         notes: How the files were read, for the reader of a comparison.
-        digest_note: What was read without a digest to check it; empty where all of it has one.
-        has_checked_tokens: True where the token ids were found equal to those of the other side.
-        may_omit_inputs: True where modules that compute a layer's input may be missing from the capture.
+        digest_note: What was read without a digest to check it; empty if all of it has one.
+        has_checked_tokens: True if the token ids were found equal to those of the other side.
+        may_omit_inputs: True if modules that compute a layer's input may be missing from the capture.
     """
 
     directory: Path
@@ -112,11 +112,11 @@ class CaptureSource(ABC):
 
     @abstractmethod
     def read_attention_mask(self) -> torch.Tensor | None:
-        """Read the mask, int64 [B,S], 1 on real tokens; None where the layout does not keep it: all are real then."""
+        """Read the mask, int64 [B,S], 1 on real tokens; None if the layout does not keep it: all are real then."""
 
     @property
     def known_description(self) -> Description | None:
-        """The run that made the capture; None where the layout does not say."""
+        """The run that made the capture; None if the layout does not say."""
         return None
 
     @property
@@ -139,7 +139,7 @@ class CaptureSource(ABC):
 
     @property
     def has_void_certificate(self) -> bool:
-        """True where the capture was changed after it was certified."""
+        """True if the capture was changed after it was certified."""
         return False
 
     def refuse_void_certificate(self) -> None:
@@ -176,7 +176,7 @@ class CaptureSource(ABC):
         return ()
 
     def entry(self, layer: int | None, site: Site | ModelSite) -> Entry | None:
-        """Return the manifest's entry of a site; None where there is none."""
+        """Return the manifest's entry of a site; None if there is none."""
         return None
 
     def held_rows(self, site: ModelSite) -> torch.Tensor | None:
@@ -193,7 +193,7 @@ class CaptureSource(ABC):
         raise self._undescribed()
 
     def read_hidden_states(self) -> torch.Tensor | None:
-        """Read the hidden states [B,S,H] given to the first layer; None where they were made of the tokens."""
+        """Read the hidden states [B,S,H] given to the first layer; None if they were made of the tokens."""
         return None
 
     def read_entry(self, entry: Entry) -> torch.Tensor:
@@ -206,27 +206,27 @@ class CaptureSource(ABC):
         raise self._undescribed()
 
     def read_input_ids(self) -> torch.Tensor | None:
-        """Read the token ids, int64 [B,S]; None where the capture does not hold them."""
+        """Read the token ids, int64 [B,S]; None if the capture does not hold them."""
         return None
 
     def read_generation(self) -> Generation | None:
-        """Read the tokens generated after the prompts; None where there are none."""
+        """Read the tokens generated after the prompts; None if there are none."""
         return None
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """Read the float32 twin of a site; None where the noise floor was not kept whole."""
+        """Read the float32 twin of a site; None if the noise floor was not kept whole."""
         return None
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """Read the float32 twin of a site outside the layers; None where the noise floor was not kept whole."""
+        """Read the float32 twin of a site outside the layers; None if the noise floor was not kept whole."""
         return None
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """Read one statistic of a layer's noise floor; None where the floor was not measured."""
+        """Read one statistic of a layer's noise floor; None if the floor was not measured."""
         return None
 
     def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """Read one statistic of the noise floor outside the layers; None where the floor was not measured."""
+        """Read one statistic of the noise floor outside the layers; None if the floor was not measured."""
         return None
 
     def _undescribed(self) -> IncomparableError:

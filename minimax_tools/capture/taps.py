@@ -44,7 +44,7 @@ class Tap:
         return cls(path=match["path"], point=match["point"] or "output", index=int(match["index"] or 0))
 
     def pick(self, value: Any) -> torch.Tensor | None:
-        """Return the tapped tensor among a submodule's inputs or outputs; None where there is no such tensor."""
+        """Return the tapped tensor among a submodule's inputs or outputs; None if there is no such tensor."""
         elements = value if isinstance(value, (tuple, list)) else (value,)
         found = elements[self.index] if self.index < len(elements) else None
         return found if isinstance(found, torch.Tensor) else None

@@ -39,7 +39,7 @@ class CaptureWriter:
     """A capture directory being written, as `open_capture` opens it.
 
     Args:
-        manifest_name: File name of the manifest; each rank has its own where several write (see `parts`).
+        manifest_name: File name of the manifest; each rank has its own if several write (see `parts`).
     """
 
     def __init__(self, directory: Path, manifest: Manifest, *, manifest_name: str = MANIFEST_NAME) -> None:
@@ -72,7 +72,7 @@ class CaptureWriter:
         Args:
             layer: The layer's number.
             tensors: CPU tensors by site.
-            twin: Float32 twins by site, where the noise floor is kept whole.
+            twin: Float32 twins by site, if the noise floor is kept whole.
             floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
             not_exposed: Sites that the run wanted and the port does not expose.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
@@ -208,14 +208,14 @@ def open_capture(
     hidden_states: HiddenStates = None,
     owner: str = "",
 ) -> Iterator[CaptureWriter]:
-    """Open `directory` for writing: resume the same capture where it is unfinished, else begin anew.
+    """Open `directory` for writing: resume the same capture if it is unfinished, else begin anew.
 
     Args:
-        directory: The capture directory; made where it does not exist.
+        directory: The capture directory; made if it does not exist.
         description: The capture to write.
         inputs: The token rows.
-        hidden_states: [B,S,H], the first layer's input where it is not made of the tokens; or a function that makes
-            it, called where no layer is stored yet. The description must then tell all that it depends on.
+        hidden_states: [B,S,H], the first layer's input if it is not made of the tokens; or a function that makes
+            it, called if no layer is stored yet. The description must then tell all that it depends on.
         owner: Name of the run, by which other ranks know its lock (see `folder_lock.read_owner`).
 
     Raises:

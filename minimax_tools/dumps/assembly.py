@@ -83,7 +83,7 @@ class DumpAssembly:
             ) from error
 
     def _how_to_join(self) -> str:
-        """Return the advice for a dump with passes that are not read; empty where all are read."""
+        """Return the advice for a dump with passes that are not read; empty if all are read."""
         if self.found.not_joined:
             return f"The passes could not be joined: {self.found.not_joined}"
         if not self.found.left:

@@ -37,7 +37,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
     Args:
         mask: bool [B,S] of the batch to lay tensors out as; None for the batch that the dump's own lengths give, or,
             without lengths, for tensors as they are.
-        input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None where they are not known.
+        input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None if they are not known.
     """
 
     may_omit_inputs = True
@@ -67,7 +67,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     @classmethod
     def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> DumpCapture:
-        """Open a dump in a layout; None where the files tell.
+        """Open a dump in a layout; None if the files tell.
 
         Raises:
             CaptureError: The layout is not known, a file is damaged, or the map does not fit the dump.
@@ -96,7 +96,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
         Args:
             mask: [B,S], 1 on real tokens.
-            input_ids: int64 [B,S], compared with the dump's own; None where they are not known.
+            input_ids: int64 [B,S], compared with the dump's own; None if they are not known.
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.
@@ -162,11 +162,11 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return self._read(found, what=str(site), has_heads_dim=False)
 
     def read_attention_mask(self) -> torch.Tensor | None:
-        """Read the mask of the batch that tensors are laid out as, int64 [B,S]; None where they stay as they are."""
+        """Read the mask of the batch that tensors are laid out as, int64 [B,S]; None if they stay as they are."""
         return None if self._mask is None else self._mask.to(torch.int64)
 
     def read_input_ids(self) -> torch.Tensor | None:
-        """Read the dump's token ids, int64 [B,S]; None where it holds none, or does not tell real rows."""
+        """Read the dump's token ids, int64 [B,S]; None if it holds none, or does not tell real rows."""
         found = self.found.sites.get((None, INPUT_IDS))
         steps = {step for group in self.found.passes for step in group}
         if found is None or self._rows is None or self._mask is None or not steps <= found.terms[0].steps:

@@ -44,7 +44,7 @@ _ONE_RANK = (nxdi.NAME, model_debugger.NAME)
 
 
 def find_format(directory: Path) -> Format | None:
-    """Return the format of a folder; None where no format fits."""
+    """Return the format of a folder; None if no format fits."""
     return next((format_ for format_ in FORMATS.values() if _is_of(directory, format_)), None)
 
 

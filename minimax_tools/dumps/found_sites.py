@@ -61,7 +61,7 @@ class FoundSites:
         passes: Passes to read; those of an inner tuple follow each other for the same prompts.
         notes: How the dump is read, for the reader of a comparison.
         left: Passes that hold the same modules and are not read.
-        schedule: The passes joined along the prompts; None where they are read as `passes` says.
+        schedule: The passes joined along the prompts; None if they are read as `passes` says.
         not_joined: Reason why recorded passes cannot be joined; empty otherwise.
         unmapped: Modules that map to no site.
     """

@@ -45,7 +45,7 @@ def is_partial(site: FoundSite, found: FoundSites, rows: TokenRows) -> bool:
 def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
     """Return the rows whose tokens are known, from shapes alone.
 
-    A pass counts only where it holds exactly one row for each prompt or request in it.
+    A pass counts only if it holds exactly one row for each prompt or request in it.
     """
     tokens = _scheduled(found, rows) if rows.stretches else _unscheduled(found, rows)
     held = {step: _num_rows(site, step) for step in {token.step for token in tokens}}
@@ -156,6 +156,6 @@ def _all_rows(found: FoundSites, step: str) -> int:
 
 
 def _num_rows(site: FoundSite, step: str) -> int:
-    """Count the rows of a site's tensor in one pass; 0 where the pass does not hold it."""
+    """Count the rows of a site's tensor in one pass; 0 if the pass does not hold it."""
     pieces = site.terms[0].of_pass(step)
     return math.prod(next(iter(pieces.values())).shape[:-1]) if pieces else 0

@@ -35,7 +35,7 @@ _MODEL_FILES: Mapping[str, ModelSite] = MappingProxyType(
     }
 )
 
-# Keys of a tensor in a file of its own, where it lies in a dict.
+# Keys of a tensor in a file of its own, if it lies in a dict.
 _OWN_FILE_KEYS = ("output_hidden_states", "hidden_states", "output", "last_hidden_state", "logits")
 _RUN_KEYS: Mapping[Site, tuple[str, ...]] = MappingProxyType(
     {Site.INPUT: ("input_hidden_states",), Site.OUTPUT: ("output_hidden_states", "output_full")}
@@ -71,8 +71,8 @@ class LegacyLayout:
     """The contents of a folder.
 
     Args:
-        mask: The attention mask as it was saved; None where no file holds one.
-        batch_shape: (B, S) of the token rows; None where no file tells.
+        mask: The attention mask as it was saved; None if no file holds one.
+        batch_shape: (B, S) of the token rows; None if no file tells.
     """
 
     places: Mapping[SiteKey, LegacyPlace]
@@ -118,7 +118,7 @@ class LegacyFiles:
 
 
 def _list_names(directory: Path) -> tuple[str, ...]:
-    """Return the names of the files in a folder, sorted; none where it cannot be read."""
+    """Return the names of the files in a folder, sorted; none if it cannot be read."""
     try:
         return tuple(sorted(path.name for path in directory.iterdir() if path.is_file()))
     except OSError:
@@ -161,7 +161,7 @@ def read_layout(files: LegacyFiles) -> LegacyLayout:
 
 
 def find_tensor(value: Any, keys: tuple[str, ...]) -> torch.Tensor | None:
-    """Return the tensor that `value` is, begins with, or holds under one of `keys`; None where there is none."""
+    """Return the tensor that `value` is, begins with, or holds under one of `keys`; None if there is none."""
     for _ in range(_MAX_NESTING):
         if isinstance(value, torch.Tensor):
             return value
@@ -237,13 +237,13 @@ def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tup
 
 
 def _mappings(record: Any) -> list[Mapping[Any, Any]]:
-    """Return the record and the record of inputs in it, where they are dicts."""
+    """Return the record and the record of inputs in it, if they are dicts."""
     inputs = record.get("inputs") if isinstance(record, Mapping) else None
     return [found for found in (record, inputs) if isinstance(found, Mapping)]
 
 
 def _batch_shape(record: Mapping[Any, Any]) -> tuple[int, int] | None:
-    """Return (B, S) of the record's mask [B,S], ids [B,S] or hidden states [B,S,H]; None where it holds none."""
+    """Return (B, S) of the record's mask [B,S], ids [B,S] or hidden states [B,S,H]; None if it holds none."""
     rows = [_first_of(record, _MASK_KEYS), record.get("input_ids")]
     hidden = [record.get("input_hidden_states"), record.get("output_hidden_states")]
     for tensors, ndim in ((rows, 2), (hidden, 3)):

@@ -3,7 +3,7 @@
 format: msprobe                 # else found from the files
 ranks: 2                        # else as many as wrote into the dump
 steps: ["0"]                    # passes to read, by label; [["0", "0.1"]] reads a prefill and a decoded row behind it
-requests: ["0", "1"]            # the prompts' requests, in their order, where the dump names requests
+requests: ["0", "1"]            # the prompts' requests, in their order, if the dump names requests
 lengths: [48, 33]               # real tokens of each prompt; else those of the capture on the other side
 padding: right                  # where padded rows are padded
 rows: padded                    # or packed: the tokens of all prompts one after another
@@ -67,13 +67,13 @@ class NameMap:
     """Facts about a dump that its files do not tell; by default none.
 
     Args:
-        format: Name of the layout; None where the files tell.
-        num_ranks: Ranks that the port was divided among; None where the dump tells.
+        format: Name of the layout; None if the files tell.
+        num_ranks: Ranks that the port was divided among; None if the dump tells.
         steps: Passes to read; those of an inner tuple follow each other for the same prompts.
-        requests: Requests of the prompts, in the prompts' order; empty where their tokens or lengths tell.
+        requests: Requests of the prompts, in the prompts' order; empty if their tokens or lengths tell.
         lengths: Real tokens of each prompt, in all passes together.
         padding: `right` or `left`.
-        is_packed: Whether the prompts' tokens lie one after another; None where the format tells.
+        is_packed: Whether the prompts' tokens lie one after another; None if the format tells.
         attention_mask: A file with [B,S] of 0 and 1.
         has_usual_names: Whether sites not named here are looked for under the usual names.
         origins: Places of sites.
@@ -145,7 +145,7 @@ class _Reader:
         return self._record.get(key) is not None
 
     def value(self, key: str, is_right: Callable[[Any], bool], *, expected: str) -> Any:
-        """Return a key's value; None where the file does not give it."""
+        """Return a key's value; None if the file does not give it."""
         value = self._record.get(key)
         if value is not None and not is_right(value):
             raise self._wrong(key, expected=expected)
@@ -156,7 +156,7 @@ class _Reader:
         return chosen
 
     def items(self, key: str, are_right: Callable[[list[Any]], bool], *, expected: str) -> list[Any]:
-        """Return a key's list; empty where the file does not give it."""
+        """Return a key's list; empty if the file does not give it."""
         value = self._record.get(key) or []
         if not isinstance(value, list) or not are_right(value):
             raise self._wrong(key, expected=expected)

@@ -99,7 +99,7 @@ def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, st
 
 
 def _read_metadata(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Read the metadata of each file; empty where there is none."""
+    """Read the metadata of each file; empty if there is none."""
     if not path.exists():
         return {}
     try:

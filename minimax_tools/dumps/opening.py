@@ -24,7 +24,7 @@ class DumpReading:
     """A user's options for reading another tool's dump.
 
     Args:
-        format: Name of the layout; None where the files, or the map, tell.
+        format: Name of the layout; None if the files, or the map, tell.
     """
 
     format: str | None = None

@@ -17,14 +17,14 @@ class DumpPiece:
 
     Args:
         file: Path within the dump.
-        keys: Keys of the tensor in the file's value; empty where it is the value.
+        keys: Keys of the tensor in the file's value; empty if it is the value.
         module: Path of the module, or the tensor's own name; empty for the model itself.
         point: `input` or `output`.
-        element: Which of several inputs or outputs: an index, a name, or empty where there is one.
+        element: Which of several inputs or outputs: an index, a name, or empty if there is one.
         step: Label of the forward pass.
         rank: Tensor-parallel rank that wrote it.
         dtype: Its dtype, as in `bfloat16`.
-        dims: Names of its dims that the user gave the tool, as in `b s h[tp]`; None where there are none.
+        dims: Names of its dims that the user gave the tool, as in `b s h[tp]`; None if there are none.
     """
 
     file: str
@@ -54,7 +54,7 @@ class Dump:
         is_packed: Whether the tokens of all prompts lie one after another, not in padded rows; None for either.
         is_one_rank: Whether the tool keeps rank 0's tensors alone, however many ranks there are.
         is_whole_model: Whether the tool writes the inputs of all modules, so that its last layer is the model's.
-        records: Requests and positions of each pass; empty where the tool does not record them.
+        records: Requests and positions of each pass; empty if the tool does not record them.
     """
 
     directory: Path
@@ -122,7 +122,7 @@ _FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def find_layer(module: str) -> int | None:
-    """Return the number of a module's layer; None where its name has no number."""
+    """Return the number of a module's layer; None if its name has no number."""
     match = _FIRST_NUMBER.search(module)
     return None if match is None else int(match[0])
 

@@ -32,7 +32,7 @@ _NOTATION = re.compile(
 _EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
 _LAYER, _NEXT = "{layer}", "{next}"
 _OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-# The input or output meant where a place does not say, the likeliest first.
+# The input or output meant if a place does not say, the likeliest first.
 _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 
@@ -41,11 +41,11 @@ class SitePlace:
     """The place of a site.
 
     Args:
-        path: The module's path or its end, with `{layer}` or `{next}` where there is one for each layer.
+        path: The module's path or its end, with `{layer}` or `{next}` if there is one for each layer.
         point: `input` or `output`.
         element: Index or name among several; None for the only one or the first.
         part: First and last+1 index along the last dim of each rank's tensor; None for all.
-        layout: Layout of the ranks' pieces; None where the map does not say.
+        layout: Layout of the ranks' pieces; None if the map does not say.
     """
 
     path: str
@@ -82,7 +82,7 @@ class SitePlace:
         )
 
     def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:
-        """Return the modules that fit the path, by layer; by None where the path names no layer.
+        """Return the modules that fit the path, by layer; by None if the path names no layer.
 
         Raises:
             CaptureError: Two modules fit for one layer.

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
 
-# A site of a layer, or a site or name outside the layers where the layer is None.
+# A site of a layer, or a site or name outside the layers if the layer is None.
 SiteKey = tuple["int | None", "Site | ModelSite | str"]
 PlaceT = TypeVar("PlaceT")
 

@@ -24,11 +24,11 @@ def find_rows(
     Args:
         assembly: The dump's tensors.
         names: The map.
-        mask: bool [B,S] of the other side's batch; None where it is not known.
-        input_ids: int64 [B,S], its tokens; None where they are not known.
+        mask: bool [B,S] of the other side's batch; None if it is not known.
+        input_ids: int64 [B,S], its tokens; None if they are not known.
 
     Returns:
-        None where nothing tells.
+        None if nothing tells.
 
     Raises:
         IncomparableError: The prompts are of other lengths than the other side's.
@@ -77,7 +77,7 @@ def _scheduled_rows(
 def _find_requests(
     assembly: DumpAssembly, names: NameMap, schedule: Schedule, prompts: list[torch.Tensor]
 ) -> tuple[str, ...]:
-    """Find the request with each prompt's tokens, in the prompts' order; none where the dump's ids do not tell."""
+    """Find the request with each prompt's tokens, in the prompts' order; none if the dump's ids do not tell."""
     site = assembly.found.sites.get((None, INPUT_IDS))
     if site is None or not set(assembly.found.passes[0]) <= site.terms[0].steps:
         return ()
@@ -96,7 +96,7 @@ def _find_requests(
 
 
 def _find_packing(assembly: DumpAssembly, names: NameMap, *, num_prompts: int) -> bool | None:
-    """Decide whether the prompts' tokens lie one after another; None where a tensor's own shape must tell."""
+    """Decide whether the prompts' tokens lie one after another; None if a tensor's own shape must tell."""
     if names.is_packed is not None or assembly.found.dump.is_packed is not None:
         return assembly.found.dump.is_packed if names.is_packed is None else names.is_packed
     shapes = {

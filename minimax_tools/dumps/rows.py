@@ -23,9 +23,9 @@ class TokenRows:
     Args:
         lengths: Real tokens of each prompt, in all passes together.
         padding: Side on which rows are padded: `right` or `left`.
-        is_packed: Whether the prompts' tokens lie one after another; None where the shape must tell.
+        is_packed: Whether the prompts' tokens lie one after another; None if the shape must tell.
         mask: bool [B,S'] of real tokens, in place of lengths and padding; None without one.
-        stretches: Rows of each prompt in the passes; empty where the dump does not record them.
+        stretches: Rows of each prompt in the passes; empty if the dump does not record them.
     """
 
     lengths: tuple[int, ...]
@@ -113,7 +113,7 @@ def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None
     Args:
         tensor: The pass's tensor.
         stretch: The tokens.
-        num_rows: T'; None where the pass does not tell it.
+        num_rows: T'; None if the pass does not tell it.
         what: The tensor in words, for messages.
 
     Raises:

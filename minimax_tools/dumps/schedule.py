@@ -25,7 +25,7 @@ class PassRecord:
     Args:
         requests: The requests, in the order of their rows.
         positions: Each row's position in its prompt; padding rows may follow.
-        ends: Tokens of each request computed after the pass; empty where the dump does not tell.
+        ends: Tokens of each request computed after the pass; empty if the dump does not tell.
         is_decode: Whether each request has one row.
     """
 
@@ -98,7 +98,7 @@ class Schedule:
 
     Args:
         stretches: Stretches of each request by position, from the first token on, without gaps.
-        num_rows: Rows of each pass, padding included, where the dump tells.
+        num_rows: Rows of each pass, padding included, if the dump tells.
     """
 
     stretches: Mapping[str, tuple[Stretch, ...]]
@@ -167,7 +167,7 @@ class Schedule:
         return chosen
 
     def _by_length(self, lengths: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the only request of each prompt's length; none where lengths do not tell them apart."""
+        """Return the only request of each prompt's length; none if lengths do not tell them apart."""
         own = {self.length(request): request for request in self.requests}
         if len(own) != len(self.requests) or len(set(lengths)) != len(lengths) or own.keys() != set(lengths):
             return ()

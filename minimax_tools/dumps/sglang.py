@@ -1,6 +1,6 @@
 """Dumps of SGLang's dumper: `{exp}/step=0___rank=0___dump_index=1___name=X….pt`, each a dict of `value` and `meta`.
 
-`meta` tells the name, step and ranks, and the dims (`b s h[tp]`) where the caller gave them. Hooks on all modules
+`meta` tells the name, step and ranks, and the dims (`b s h[tp]`) if the caller gave them. Hooks on all modules
 write names such as `non_intrusive__{module}.inputs.{i}` and `….output`. A name dumped again in the same step belongs
 to the next pass. Tokens of all requests lie one after another, unless the dims name a batch.
 """
@@ -140,7 +140,7 @@ def _read(path: Path) -> _File:
 def _find_labels(files: list[_File]) -> list[str | None]:
     """Return the pass of each file: the step, and how often its name was written before in it.
 
-    Tensors of the batch belong to the pass of the module that writes next; None where a pass has them already.
+    Tensors of the batch belong to the pass of the module that writes next; None if a pass has them already.
     """
     seen: Counter[tuple[tuple[int, int], str]] = Counter()
     numbers: list[int | None] = []
@@ -187,7 +187,7 @@ def _read_records(directory: Path, files: list[_File], labels: list[str | None])
         if len(ends) != len(slots):
             return
         if _RIDS not in held:
-            # A slot of the pool belongs to a new request where its positions begin anew.
+            # A slot of the pool begins a new request when its positions begin anew.
             times_begun.update(slot for slot, stretch in record.stretches() if stretch.start == 0)
             record = replace(
                 record,

@@ -172,7 +172,7 @@ def read_dims(dims: str) -> SiteLayout:
 
 
 def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
-    """Join the recorded passes, or return the reason why they cannot be; neither where the map tells the rows."""
+    """Join the recorded passes, or return the reason why they cannot be; neither if the map tells the rows."""
     if names.steps or names.is_packed is False or names.attention_mask or not dump.records:
         return None, ""
     try:

@@ -56,7 +56,7 @@ def read_dump(directory: Path) -> Dump:
 
 
 def _read_records(passes: list[tuple[str, Path]]) -> tuple[PassRecord, ...]:
-    """Read the metadata beside each pass; none where a pass has none."""
+    """Read the metadata beside each pass; none if a pass has none."""
     paths = [(step, folder / f"{folder.name}_meta.json") for step, folder in passes]
     if not all(path.exists() for _, path in paths):
         return ()

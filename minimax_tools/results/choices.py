@@ -12,7 +12,7 @@ class Flip:
 
     Args:
         dropped: Experts that the golden chose and the port did not.
-        chosen: Experts that the port chose and the golden did not; none where it names one twice.
+        chosen: Experts that the port chose and the golden did not; none if it names one twice.
         margin: What noise must overcome, in biased scores; None without a floor.
     """
 
@@ -27,8 +27,8 @@ class Flip:
 class RoutingResult:
     """Expert sets, token by token.
 
-    A flip is explained where noise may turn its margin round. The margin is the distance between the k-th and the
-    (k+1)-th score, or, where the weights are known, between the experts that changed places.
+    A flip is explained if noise may turn its margin round. The margin is the distance between the k-th and the
+    (k+1)-th score, or, if the weights are known, between the experts that changed places.
 
     Args:
         num_tokens: Judged tokens.
@@ -78,7 +78,7 @@ class LogitsResult:
         kl_mean_foreseen, kl_p95_foreseen: What noise within the floor comes to.
         overlaps: By k, the share of the golden's k likeliest tokens that are among the port's.
         num_disagreeing: Places whose likeliest token is another.
-        num_explained: Of them, those where noise may turn the margin round.
+        num_explained: Of them, those whose margin noise may turn round.
         worst_choices: Some of the others, the widest margin first.
     """
 

@@ -28,7 +28,7 @@ class Chain:
         excess: Its error in units of the limit; above 1 it is wrong.
         visible: Noise of this size on every token of the chain's output is seen, whatever the port's own noise. It is
             relative to all channels of the token but the massive ones.
-        reason: Why it is wrong; empty where it is right.
+        reason: Why it is wrong; empty if it is right.
     """
 
     span: Span
@@ -113,19 +113,19 @@ class BisectionFinding:
     """Finding of a search: a layer that is wrong alone, or layers that are wrong only in a chain.
 
     Args:
-        chain: The shortest chain that is wrong; of one layer where that is the culprit.
+        chain: The shortest chain that is wrong; of one layer if that is the culprit.
     """
 
     chain: Chain
 
     @property
     def is_culprit(self) -> bool:
-        """True where one layer, run alone, is wrong."""
+        """True if one layer, run alone, is wrong."""
         return len(self.chain.span) == 1
 
     @property
     def is_proof(self) -> bool:
-        """True where the port is wrong beyond doubt: in one layer, or in a chain far beyond its limit."""
+        """True if the port is wrong beyond doubt: in one layer, or in a chain far beyond its limit."""
         return self.is_culprit or self.chain.excess > _LOUD_EXCESS
 
 
@@ -142,7 +142,7 @@ class Bisection:
         findings: What they found, ascending.
         num_resumed: How many of the probes an earlier bisection had run.
         sweep_visible: Noise of this size, relative to the output, in what the experts add is seen by a sweep; None
-            where the golden does not tell.
+            if the golden does not tell.
     """
 
     span: Span
@@ -156,7 +156,7 @@ class Bisection:
 
     @property
     def verdict(self) -> Verdict:
-        """Fail where a finding is a proof; warn where a chain is a little beyond its limit."""
+        """Fail if a finding is a proof; warn if a chain is a little beyond its limit."""
         if any(finding.is_proof for finding in self.findings):
             return Verdict.FAIL
         return Verdict.WARN if self.findings else Verdict.PASS
@@ -193,12 +193,12 @@ class Bisection:
 
     @property
     def chained_visible(self) -> float | None:
-        """Noise of this size in the output of any chain of several layers is seen; None where none ran."""
+        """Noise of this size in the output of any chain of several layers is seen; None if none ran."""
         return max((chain.visible for chain in self._chains() if len(chain.span) > 1), default=None)
 
     @property
     def single_visible(self) -> float | None:
-        """Noise of this size in the output of any layer that ran alone is seen; None where none ran."""
+        """Noise of this size in the output of any layer that ran alone is seen; None if none ran."""
         return max((chain.visible for chain in self._chains() if len(chain.span) == 1), default=None)
 
     def _chains(self) -> tuple[Chain, ...]:

@@ -36,7 +36,7 @@ class SiteStatus(TextEnum):
 
     @property
     def is_compared(self) -> bool:
-        """True where both sides were there and were judged."""
+        """True if both sides were there and were judged."""
         return self in (SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL)
 
 
@@ -47,18 +47,18 @@ class NoiseRatio:
     Args:
         whole: Over all judged tokens and channels.
         ordinary: Without the massive channels.
-        massive: Over the massive channels alone; None where there are none.
+        massive: Over the massive channels alone; None if there are none.
         token_median: Median over the tokens.
         token_p99: 99th percentile over the tokens.
         token_worst: The worst token's.
         worst_token: Its row and position.
         is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
         incoming: Relative error of a chained layer's input, which widens the floor; 0 in isolated runs.
-        floor: The floor that ρ is in units of, relative to the golden's values; None where they are all zero.
+        floor: The floor that ρ is in units of, relative to the golden's values; None if they are all zero.
         interval: Where `whole` lies with 95 % confidence, from what it is without one prompt after the other;
-            None where that cannot be told.
+            None if that cannot be told.
         token_gain, channel_gain, channel_offset: ρ of the error's averages, in which noise all but cancels: of the
-            scale of each token, of the scale and of the mean error of each channel. None where no twin shows
+            scale of each token, of the scale and of the mean error of each channel. None if no twin shows
             them, and in chained runs.
         channel_worst: The worst channel's, over all tokens; None as above.
         worst_channel: Its index.
@@ -86,7 +86,7 @@ class NoiseRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeError:
-    """‖target − reference‖ / ‖reference‖ over the judged tokens, where the golden kept no floor.
+    """‖target − reference‖ / ‖reference‖ over the judged tokens, if the golden kept no floor.
 
     Args:
         incoming: Relative error of a chained layer's input; 0 in isolated runs.
@@ -122,12 +122,12 @@ class GeneratedRow:
     Args:
         num_compared: Tokens that both sides generated.
         num_alike: Of them, those before the first that differs.
-        status: Fail where noise does not explain that one; not judged where the golden does not tell.
+        status: Fail if noise does not explain that one; not judged if the golden does not tell.
         reason: Why, in a sentence.
         reference, target: The golden's token and the port's where they first differ.
-        margin: How far the golden's logit of its own token is above that of the port's; at least so far, where the
-            golden did not keep it. None where it kept none.
-        reach: The margin that noise may turn round; None where it is not known.
+        margin: How far the golden's logit of its own token is above that of the port's; at least so far, if the
+            golden did not keep it. None if it kept none.
+        reach: The margin that noise may turn round; None if it is not known.
     """
 
     row: int
@@ -143,15 +143,15 @@ class GeneratedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteResult:
-    """Result at one site of one layer (or of the model, where `layer` is None).
+    """Result at one site of one layer (or of the model, if `layer` is None).
 
     Args:
         reason: Why, in a sentence; empty for a plain pass.
-        metrics: The seeds' metrics and more; None where nothing was compared.
+        metrics: The seeds' metrics and more; None if nothing was compared.
         noise: ρ; None without a floor.
         routing: Expert sets; on `router_experts` alone.
         relative: The error without a floor; None with one.
-        nearest: What decided, or came nearest to deciding; None where no limit of noise was held against it.
+        nearest: What decided, or came nearest to deciding; None if no limit of noise was held against it.
         num_judged: Tokens that were judged by noise.
         logits: Next-token distributions; on `logits` alone.
         num_set_aside: Tokens left out of ρ because their experts are, or may be, others than the golden's.
@@ -216,10 +216,10 @@ class CurvePoint:
 
     Args:
         error: ‖target − reference‖ / ‖reference‖ of its output.
-        handed_on: The same of its input, the inherited error; 0 where that is the golden's own.
+        handed_on: The same of its input, the inherited error; 0 if that is the golden's own.
         floor: What its output may be off by: the noise of the layer and its input error, relative to the
-            output; None where the golden kept no floor.
-        ratio: ρ of its output, over the tokens that are judged there; where there is no floor, the share of the limit.
+            output; None if the golden kept no floor.
+        ratio: ρ of its output, over the tokens that are judged there; if there is no floor, the share of the limit.
     """
 
     layer: int
@@ -235,7 +235,7 @@ class Curve:
 
     Args:
         points: Layer by layer, ascending.
-        onset: The first layer that adds more than noise to its input error; None where none does.
+        onset: The first layer that adds more than noise to its input error; None if none does.
         command: What to run to learn who is to blame there; empty without an onset.
     """
 
@@ -272,7 +272,7 @@ class Comparison:
         notes: What a reader must know beside the verdict.
         router_dtypes: Parts of the router that the port holds in another dtype.
         generated: What both sides generated, prompt by prompt.
-        tokens: The real tokens of the batch, such as `81 at positions 0-47`; empty where no side tells.
+        tokens: The real tokens of the batch, such as `81 at positions 0-47`; empty if no side tells.
     """
 
     reference: str
@@ -290,7 +290,7 @@ class Comparison:
 
     @property
     def shows_outputs_only(self) -> bool:
-        """True where of the layers nothing was judged but their output."""
+        """True if of the layers nothing was judged but their output."""
         judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
         declared = {site.site for site in self.sites if site.layer is not None}
         return judged == {str(Site.OUTPUT)} != declared
