@@ -52,29 +52,39 @@ def decode(kind: type[T], record: Any) -> T:
         raise DecodeError(_describe(error, kind)) from error
 
 
-def encode_fields(value: Any) -> dict[str, Any]:
-    """Return a dataclass as an object with one key for each field, for a `to_json` that adds to it."""
+def encode_fields(value: Any, **keys: str) -> dict[str, Any]:
+    """Return a dataclass as an object with one key for each field, for a `to_json` that changes it.
+
+    A field's key is its name, or the one that `keys` gives it.
+    """
     kind: Any = type(value)
-    record: dict[str, Any] = _field_writer(kind)(value)
+    record: dict[str, Any] = _field_writer(kind, **keys)(value)
     return record
 
 
-def decode_fields(kind: type[T], record: Mapping[str, Any]) -> T:
-    """Return a dataclass from an object with one key for each field, for a `from_json` that changes it."""
+def decode_fields(kind: type[T], record: Mapping[str, Any], **keys: str) -> T:
+    """Return a dataclass from an object with one key for each field, for a `from_json` that changes it.
+
+    A field's key is its name, or the one that `keys` gives it.
+    """
     hint: Any = kind
-    value: T = _field_reader(hint)(record, hint)
+    value: T = _field_reader(hint, **keys)(record, hint)
     return value
 
 
-# cattrs writes the source of such a function, and compiles it.
+# Cached because cattrs writes the source of such a function, and compiles it.
 @functools.cache
-def _field_writer(kind: type) -> Any:
-    return cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER)
+def _field_writer(kind: Any, **keys: str) -> Any:
+    return cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER, **_renamed(keys))
 
 
 @functools.cache
-def _field_reader(kind: type) -> Any:
-    return cattrs.gen.make_dict_structure_fn(kind, _CONVERTER)
+def _field_reader(kind: Any, **keys: str) -> Any:
+    return cattrs.gen.make_dict_structure_fn(kind, _CONVERTER, **_renamed(keys))
+
+
+def _renamed(keys: dict[str, str]) -> dict[str, Any]:
+    return {field: cattrs.override(rename=key) for field, key in keys.items()}
 
 
 def omit_default(kind: type[T], *fields: str) -> None:

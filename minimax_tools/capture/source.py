@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +12,7 @@ import torch
 
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.manifest import Description, Entry, Manifest
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import Inputs
@@ -21,53 +21,11 @@ from minimax_tools.model.sites import ModelSite, Site
 _NO_DIGESTS = "its layout has no digests; that its files are as they were written was not checked"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedTensor:
-    """A tensor of another tool's dump, in all layers, passes and ranks.
-
-    Args:
-        name: Its place as a map has it, with `{layer}` for the layer's number.
-        layers: Layers that hold it, ascending.
-        shapes: Its shapes, each once.
-        dtypes: Its dtypes, each once.
-        steps: Passes that hold it.
-        ranks: Ranks that wrote it, ascending.
-        sites: Sites that it maps to.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    steps: tuple[str, ...]
-    ranks: tuple[int, ...]
-    sites: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpListing:
-    """Contents of another tool's dump.
-
-    Args:
-        format: Name of its layout.
-        steps: Labels of its forward passes.
-        passes: Passes that are read; those of an inner tuple follow each other for the same prompts.
-        num_ranks: Ranks that the port was divided among.
-        unmapped: Modules that map to no site, with `{layer}` for the layer's number.
-    """
-
-    format: str
-    steps: tuple[str, ...]
-    passes: tuple[tuple[str, ...], ...]
-    num_ranks: int
-    tensors: tuple[ListedTensor, ...]
-    unmapped: tuple[str, ...]
-
-
 class CaptureSource(ABC):
     """A capture opened for reading; layouts that do not record something keep the answer given here.
 
-    All methods that read raise CaptureError if a file is missing or damaged, or does not hold what must be there.
+    Methods with `model` in their names are about the sites outside the layers (`ModelSite`), which have no layer. All
+    methods that read raise CaptureError if a file is missing or damaged, or does not hold what must be there.
 
     Attributes:
         directory: Its folder.
@@ -75,8 +33,8 @@ class CaptureSource(ABC):
         certificate: Checks that the golden passed; None if it was not certified.
         observed_dtypes: Dtypes of the router's gate and correction bias as the port loaded them.
         notes: How the files were read, for the reader of a comparison.
-        digest_note: What was read without a digest to check it; empty if all of it has one.
-        has_checked_tokens: True if the token ids were found equal to those of the other side.
+        digest_note: Sentence on what was read without a digest to check it; empty if everything has one.
+        has_checked_tokens: True if the token ids were found equal to those of the other side of a comparison.
         may_omit_inputs: True if modules that compute a layer's input may be missing from the capture.
     """
 
@@ -96,7 +54,10 @@ class CaptureSource(ABC):
 
     @abstractmethod
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Return the sites held of a layer, in execution order; its input may be the output of the layer before."""
+        """Return the sites held of a layer, in execution order.
+
+        The input counts too if only the output of the layer before is held, and is the same.
+        """
 
     @abstractmethod
     def model_sites(self) -> tuple[ModelSite, ...]:
@@ -163,7 +124,7 @@ class CaptureSource(ABC):
         return None
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
-        """Return this capture laid out as the batch of another; one that keeps its padding stays as it is.
+        """Return this capture with its prompts padded as in another capture; a capture with padding stays as it is.
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.

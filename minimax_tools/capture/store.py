@@ -1,4 +1,7 @@
-"""Store: the folders of captures, `<captures>/<side>/<run>`, and the newest capture of a side."""
+"""Store: the folders of captures, `<captures>/<side>/<run>`, and the newest capture of a side.
+
+A side is `gpu_reference` for goldens, or `neuron` for runs on a device.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
+from minimax_tools.capture.listing import DumpListing, ListedTensor
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.assembly import DumpAssembly, Shape
 from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.errors import CaptureError
 from minimax_tools.torch_files.stored import StoredTensor
 from minimax_tools.torch_files.torch_file import read_structure, read_value, refusing

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, Snapshot, TensorPart
 from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
 
