@@ -32,16 +32,13 @@ _PARALLEL = ("sglang_parallel_info", "megatron_parallel_info")
 # Names that the hooks give to arguments, whichever module is called with them; `rids` are the requests' ids.
 _POSITIONS, _SEQ_LENS, _RIDS, _POOL_INDICES = "positions", "seq_lens", "rids", "req_pool_indices"
 _OF_A_BATCH = frozenset(
-    {
-        "input_ids",
+    (
+        *("input_ids", "position_ids", "cu_seqlens_q", "cu_seqlens_kv"),
         _POSITIONS,
         _SEQ_LENS,
         _RIDS,
         _POOL_INDICES,
-        "position_ids",
-        "cu_seqlens_q",
-        "cu_seqlens_kv",
-    }
+    )
 )
 # Axes of other parallelism, whose pieces are not put together here.
 _OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
@@ -52,10 +49,10 @@ class _File:
     """A file of the dump.
 
     Args:
-        index: Its place among all files of its step and rank, in the order of writing.
+        index: Its place in the order of writing.
         num_ranks: Number of ranks in its tensor-parallel group.
         pieces: Its tensors, whose passes are not known yet.
-        name: The tensor's name, which is written once in each pass.
+        name: Name of the tensor, which is written once in each pass.
         rids: Ids of the requests, in the file that holds them.
     """
 
@@ -185,7 +182,10 @@ def _number_passes(files: list[_File]) -> list[int]:
 
 
 def _read_records(directory: Path, files: list[_File], labels: list[str | None]) -> Iterator[PassRecord]:
-    """Yield the requests of each pass, up to a pass without positions and lengths."""
+    """Yield the requests of each pass, up to a pass without positions and lengths.
+
+    Requests are known by their ids, else by their slots in a pool of requests.
+    """
     of_passes: dict[str, dict[str, _File]] = defaultdict(dict)
     for file, label in zip(files, labels, strict=True):
         if label is not None and file.world_rank == files[0].world_rank and file.name in _OF_A_BATCH:
@@ -203,7 +203,7 @@ def _read_records(directory: Path, files: list[_File], labels: list[str | None])
         if len(ends) != len(slots):
             return
         if _RIDS not in held:
-            # A slot of the pool begins a new request when its positions begin anew.
+            # A slot of the pool is given to a new request when its positions begin anew.
             times_begun.update(slot for slot, stretch in record.stretches() if stretch.start == 0)
             record = replace(
                 record,
@@ -237,10 +237,11 @@ def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tuple[int, int]:
     """Return the rank within its tensor-parallel group and the group's size."""
-    known = [info for key in _PARALLEL if isinstance(info := meta.get(key), Mapping) and "tp_rank" in info]
-    if not known:
+    records = [meta.get(key) for key in _PARALLEL]
+    parallel = next((info for info in records if isinstance(info, Mapping) and "tp_rank" in info), None)
+    if parallel is None:
         return world_rank, _number(meta, "world_size", path, default=1)
-    divided = [axis for axis in _OTHER_AXES if _number(known[0], f"{axis}_size", path, default=1) > 1]
+    divided = [axis for axis in _OTHER_AXES if _number(parallel, f"{axis}_size", path, default=1) > 1]
     dims = str(meta.get("dims") or "")
     if any(f"[{axis}" in dims or f",{axis}" in dims for axis in divided):
         raise CaptureError(
@@ -249,7 +250,7 @@ def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tu
             found=f"dims {dims!r} of a run with {', '.join(divided)}",
             next_step="Dump without that parallelism.",
         )
-    return _number(known[0], "tp_rank", path), _number(known[0], "tp_size", path, default=1)
+    return _number(parallel, "tp_rank", path), _number(parallel, "tp_size", path, default=1)
 
 
 def _number(record: Mapping[str, Any], key: str, path: Path, *, default: int = 0) -> int:
