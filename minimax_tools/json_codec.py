@@ -26,6 +26,7 @@ from cattrs.strategies import use_class_methods
 
 T = TypeVar("T")
 
+# JSON types in words, for messages.
 _FORM = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -72,6 +73,14 @@ def decode_fields(kind: type[T], record: Mapping[str, Any], **keys: str) -> T:
     return value
 
 
+def omit_default(kind: type[T], *fields: str) -> None:
+    """Leave fields of a dataclass out of its JSON if they hold their default."""
+    overrides: Any = {name: cattrs.override(omit_if_default=True) for name in fields}
+    _CONVERTER.register_unstructure_hook(
+        kind, cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER, **overrides)
+    )
+
+
 # Cached because cattrs writes the source of such a function, and compiles it.
 @functools.cache
 def _field_writer(kind: Any, **keys: str) -> Any:
@@ -87,19 +96,13 @@ def _renamed(keys: dict[str, str]) -> dict[str, Any]:
     return {field: cattrs.override(rename=key) for field, key in keys.items()}
 
 
-def omit_default(kind: type[T], *fields: str) -> None:
-    """Leave fields of a dataclass out of its JSON if they hold their default."""
-    overrides: Any = {name: cattrs.override(omit_if_default=True) for name in fields}
-    _CONVERTER.register_unstructure_hook(
-        kind, cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER, **overrides)
-    )
-
-
 def _describe(error: BaseException, _: type | None) -> str:
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _exactly(kind: type) -> Any:
+    """Return a hook that refuses what cattrs would convert, such as "1" or true for the number 1."""
+
     def structure(record: Any, wanted: type) -> Any:
         if wanted is not kind:
             # cattrs calls this for subclasses too, such as an enum of text.
@@ -127,12 +130,12 @@ def _has_number_keys(kind: Any) -> bool:
 
 def _read_number_keys(kind: Any, converter: cattrs.Converter) -> Any:
     _, hint = typing.get_args(kind)
-    return lambda record, _: {int(key): converter.structure(one, hint) for key, one in record.items()}
+    return lambda record, _: {int(key): converter.structure(value, hint) for key, value in record.items()}
 
 
 def _write_number_keys(kind: Any, converter: cattrs.Converter) -> Any:
     _, hint = typing.get_args(kind)
-    return lambda values: {str(key): converter.unstructure(one, hint) for key, one in values.items()}
+    return lambda values: {str(key): converter.unstructure(value, hint) for key, value in values.items()}
 
 
 def _build_converter() -> cattrs.Converter:
@@ -147,7 +150,7 @@ def _build_converter() -> cattrs.Converter:
     converter.register_unstructure_hook(range, lambda layers: [layers.start, layers.stop])
     converter.register_unstructure_hook(MappingProxyType, dict)
     converter.register_unstructure_hook(Enum, lambda member: member.value)
-    # JSON holds a number that is a key as text.
+    # Keys of JSON objects are text, so a layer's number is written as one.
     converter.register_structure_hook_factory(_has_number_keys, _read_number_keys)
     converter.register_unstructure_hook_factory(_has_number_keys, _write_number_keys)
     use_class_methods(converter, "from_json", "to_json")

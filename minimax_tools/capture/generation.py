@@ -82,14 +82,9 @@ class Generation:
         folder: Path,
         likeliest: Sequence[Sequence[Sequence[Likely]]] = (),
     ) -> Generation:
-        """Join the prompts with their generated tokens, and decode these if the folder has a tokenizer.
+        """Join the prompts of `inputs` with their generated tokens, and decode these if `folder` has a tokenizer.
 
-        Args:
-            inputs: The prompts.
-            generated: The generated tokens of each prompt.
-            sampling: Sampling options.
-            folder: The checkpoint's folder.
-            likeliest: Candidates of each row and token; empty if not known.
+        `likeliest` has the candidates of each prompt's generated tokens; it is empty if they were not kept.
         """
         generated_rows = [list(ids) for ids in generated]
         texts: Sequence[str | None] = [None] * len(generated_rows)

@@ -137,13 +137,13 @@ class Manifest:
     def content_digest(self) -> str:
         """Return a sha256 over the digests of everything stored, and the description.
 
-        A certificate belongs to this hash. It covers the entries alone if the manifest has no other digests.
+        A certificate belongs to this hash. The hash covers the entries alone if the manifest has no other digests.
         """
         digest = hashlib.sha256()
         for entry in self.entries:
             digest.update(_entry_text(entry).encode())
         if self.digests is not None:
-            for text in (*_digest_lines(self.digests), _as_text(dict(self.digests.texts))):
+            for text in (*map(_file_text, self.digests.tensors), _as_text(dict(self.digests.texts))):
                 digest.update(text.encode())
             digest.update(json.dumps(encode(self.description), sort_keys=True).encode())
         return digest.hexdigest()
@@ -185,7 +185,7 @@ class Manifest:
         """Return the file's text, one line for each entry and each file with digests."""
         frame = [f" {json.dumps(name)}: {_as_text(value)}" for name, value in self._frame().items()]
         if self.digests is not None:
-            files = ",\n".join(f"  {line}" for line in _digest_lines(self.digests))
+            files = ",\n".join(f"  {_file_text(file)}" for file in self.digests.tensors)
             frame.append(f' "digests": {{\n{files}\n }}')
         entries = ",\n".join(f"  {_entry_text(entry)}" for entry in self.entries)
         return "{\n" + ",\n".join((*frame, f' "entries": [\n{entries}\n ]')) + "\n}\n"
@@ -280,10 +280,6 @@ def _entry_text(entry: Entry) -> str:
 def _file_text(file: FileDigests) -> str:
     """Format the digests of a file, once for the same reason."""
     return f"{_as_text(file.file)}: {_as_text(encode(file))}"
-
-
-def _digest_lines(digests: Digests) -> list[str]:
-    return [_file_text(file) for file in digests.tensors]
 
 
 def _is_manifest(record: Any) -> bool:

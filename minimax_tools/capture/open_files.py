@@ -15,22 +15,14 @@ _MOST_OPEN = 8
 _SMALL_BYTES = 2**20
 
 
-class FileState(NamedTuple):
-    """State of a file, which changes when the file is replaced or written."""
+def file_state(path: Path) -> tuple[int, int, int]:
+    """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes.
 
-    inode: int
-    modified_ns: int
-    size_bytes: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileState:
-        """Return the state of a file as it is now.
-
-        Raises:
-            OSError: There is no such file.
-        """
-        status = path.stat()
-        return cls(status.st_ino, status.st_mtime_ns, status.st_size)
+    Raises:
+        OSError: There is no such file.
+    """
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class OpenFiles:
@@ -62,7 +54,7 @@ class OpenFiles:
 
     def _open(self, path: Path, file: str) -> _OpenFile:
         """Return the file as it is now, and close the one that was read longest ago if there are too many."""
-        state = FileState.of(path)
+        state = file_state(path)
         opened = self._opened.pop(file, None)
         if opened is None or opened.state != state:
             tensors: Any = safe_open(path, framework="pt")
@@ -74,6 +66,6 @@ class OpenFiles:
 
 
 class _OpenFile(NamedTuple):
-    state: FileState
+    state: tuple[int, int, int]
     tensors: Any  # a `safe_open`, which has no public type
     names: frozenset[str]

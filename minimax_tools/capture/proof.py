@@ -21,7 +21,7 @@ import torch
 from minimax_tools.capture.check_runner import CheckRunner
 from minimax_tools.capture.digests import TensorDigest, describe_tensor, digest_file, dtype_name
 from minimax_tools.capture.manifest import Entry, Manifest
-from minimax_tools.capture.open_files import FileState
+from minimax_tools.capture.open_files import file_state
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import token_rows
@@ -226,10 +226,10 @@ class Proof:
 
         self._checks.run(self._key(file, ""), check)
 
-    def _key(self, file: str, name: str) -> tuple[str, str, FileState]:
+    def _key(self, file: str, name: str) -> tuple[str, str, tuple[int, int, int]]:
         """Return the key of a tensor in the file as it is now: a replaced file is checked again."""
         try:
-            return file, name, FileState.of(self._directory / file)
+            return file, name, file_state(self._directory / file)
         except OSError as error:
             raise self.refuse(f"is damaged: {file} cannot be read", found=str(error)) from error
 

@@ -48,10 +48,7 @@ class ReadRecord:
     def of(cls, node: str, sizes: Mapping[str, int], *, bytes_read: int) -> ReadRecord:
         """Build the record of a run that opened tensors of these sizes, in bytes by name."""
         return cls(
-            node=node,
-            tensors=tuple(sorted(sizes)),
-            bytes_read=bytes_read,
-            bytes_asked=sum(sizes.values()),
+            node=node, tensors=tuple(sorted(sizes)), bytes_read=bytes_read, bytes_asked=sum(sizes.values())
         )
 
     @classmethod
@@ -118,11 +115,9 @@ def remove_records(directory: Path) -> None:
 
 
 def read_records(folder: Path, nodes: Iterable[str]) -> dict[str, ReadRecord]:
-    """Read the records of these nodes from a folder, by node; nodes without a record are left out.
+    """Read the records of these nodes, by node; nodes without a record are left out.
 
-    Args:
-        folder: The folder of the records, or a capture directory with `read_records` in it.
-        nodes: Names of the nodes.
+    `folder` holds the records, or is a capture directory with `read_records` in it.
 
     Raises:
         CannotRunError: A file is no record, or the record of another node.

@@ -28,8 +28,6 @@ class Recorder:
     """Hooks on a module for the time of a `with` block.
 
     Args:
-        module: The module, whose submodules the taps name.
-        taps: Place of each site to record.
         keep: `copy_to_host` or `copy_on_device`; copies a tensor when its hook fires.
         feeds: Tensors that replace the module's own at some sites; brought to the shape, dtype and device there.
 

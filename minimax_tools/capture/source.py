@@ -149,7 +149,6 @@ class CaptureSource(ABC):
 
         Raises:
             IncomparableError: The layout does not keep them.
-            CaptureError: The file is missing or damaged.
         """
         raise self._undescribed()
 
@@ -162,7 +161,6 @@ class CaptureSource(ABC):
 
         Raises:
             IncomparableError: The layout has no manifest.
-            CaptureError: The file is missing or damaged, or holds another tensor than the manifest says.
         """
         raise self._undescribed()
 

@@ -14,13 +14,7 @@ import torch
 
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
-from minimax_tools.capture.manifest import (
-    INPUTS_NAME,
-    MANIFEST_NAME,
-    Description,
-    Entry,
-    Manifest,
-)
+from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import add_part, remove_parts
 from minimax_tools.capture.read_record import remove_records
 from minimax_tools.capture.reader import Capture
@@ -38,8 +32,6 @@ class CaptureWriter:
     """A capture directory being written, as `open_capture` opens it.
 
     Args:
-        directory: The directory, which is locked.
-        manifest: The manifest of what is stored there already.
         manifest_name: File name of the manifest; each rank has its own if several write (see `parts`).
     """
 
@@ -200,10 +192,6 @@ class CaptureWriter:
         self.manifest = manifest
 
 
-def _by_name(tensors: SiteTensors) -> dict[str, torch.Tensor]:
-    return {str(site): tensor for site, tensor in tensors.items()}
-
-
 @contextlib.contextmanager
 def open_capture(
     directory: Path,
@@ -256,7 +244,10 @@ def store_certificate(directory: Path, certificate: Certificate) -> Manifest:
     # Read first: locking would make a directory that does not exist.
     Manifest.read(directory)
     with locked_directory(directory):
-        manifest = replace(Manifest.read(directory), certificate=certificate)
-        with replacing(directory / MANIFEST_NAME) as temporary:
-            temporary.write_text(manifest.as_text(), encoding="utf-8")
-    return manifest
+        writer = CaptureWriter(directory, Manifest.read(directory))
+        writer._update(replace(writer.manifest, certificate=certificate))
+    return writer.manifest
+
+
+def _by_name(tensors: SiteTensors) -> dict[str, torch.Tensor]:
+    return {str(site): tensor for site, tensor in tensors.items()}
