@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,10 +52,17 @@ class LegacyPlace:
     keys: tuple[str, ...]
 
 
-# Files of a whole run: the keys of its first and its last layer, and its folder's name, which may tell them instead.
-_RUN_FILES: Mapping[str, tuple[str, str, re.Pattern[str]]] = {
-    "layer_output.pt": ("layer_idx", "layer_idx", re.compile(r"single_layer_(?P<layer_idx>\d+)")),
-    "layers_output.pt": (
+class _RunFile(NamedTuple):
+    """A file of a whole run: the keys of its first and its last layer; the folder's name may give them instead."""
+
+    first_key: str
+    last_key: str
+    folder: re.Pattern[str]
+
+
+_RUN_FILES: Mapping[str, _RunFile] = {
+    "layer_output.pt": _RunFile("layer_idx", "layer_idx", re.compile(r"single_layer_(?P<layer_idx>\d+)")),
+    "layers_output.pt": _RunFile(
         "start_layer",
         "end_layer",
         re.compile(r"layers_(?P<start_layer>\d+)_to_(?P<end_layer>\d+)"),
@@ -196,7 +203,7 @@ def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
     if not isinstance(record, Mapping):
         raise CaptureError(
             f"{files.directory / name} is of another layout",
-            expected=f"a dict with {_RUN_FILES[name][1]} and output_hidden_states",
+            expected=f"a dict with {_RUN_FILES[name].last_key} and output_hidden_states",
             found=describe_value(record),
             next_step="Run the capture again.",
         )
