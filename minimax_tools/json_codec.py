@@ -26,6 +26,7 @@ from cattrs.strategies import use_class_methods
 
 T = TypeVar("T")
 
+# JSON types in words, for messages.
 _FORM = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -52,29 +53,24 @@ def decode(kind: type[T], record: Any) -> T:
         raise DecodeError(_describe(error, kind)) from error
 
 
-def encode_fields(value: Any) -> dict[str, Any]:
-    """Return a dataclass as an object with one key for each field, for a `to_json` that adds to it."""
+def encode_fields(value: Any, **keys: str) -> dict[str, Any]:
+    """Return a dataclass as an object with one key for each field, for a `to_json` that changes it.
+
+    A field's key is its name, or the one that `keys` gives it.
+    """
     kind: Any = type(value)
-    record: dict[str, Any] = _field_writer(kind)(value)
+    record: dict[str, Any] = _field_writer(kind, **keys)(value)
     return record
 
 
-def decode_fields(kind: type[T], record: Mapping[str, Any]) -> T:
-    """Return a dataclass from an object with one key for each field, for a `from_json` that changes it."""
+def decode_fields(kind: type[T], record: Mapping[str, Any], **keys: str) -> T:
+    """Return a dataclass from an object with one key for each field, for a `from_json` that changes it.
+
+    A field's key is its name, or the one that `keys` gives it.
+    """
     hint: Any = kind
-    value: T = _field_reader(hint)(record, hint)
+    value: T = _field_reader(hint, **keys)(record, hint)
     return value
-
-
-# cattrs writes the source of such a function, and compiles it.
-@functools.cache
-def _field_writer(kind: type) -> Any:
-    return cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER)
-
-
-@functools.cache
-def _field_reader(kind: type) -> Any:
-    return cattrs.gen.make_dict_structure_fn(kind, _CONVERTER)
 
 
 def omit_default(kind: type[T], *fields: str) -> None:
@@ -85,11 +81,28 @@ def omit_default(kind: type[T], *fields: str) -> None:
     )
 
 
+# Cached because cattrs writes the source of such a function, and compiles it.
+@functools.cache
+def _field_writer(kind: Any, **keys: str) -> Any:
+    return cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER, **_renamed(keys))
+
+
+@functools.cache
+def _field_reader(kind: Any, **keys: str) -> Any:
+    return cattrs.gen.make_dict_structure_fn(kind, _CONVERTER, **_renamed(keys))
+
+
+def _renamed(keys: dict[str, str]) -> dict[str, Any]:
+    return {field: cattrs.override(rename=key) for field, key in keys.items()}
+
+
 def _describe(error: BaseException, _: type | None) -> str:
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _exactly(kind: type) -> Any:
+    """Return a hook that refuses what cattrs would convert, such as "1" or true for the number 1."""
+
     def structure(record: Any, wanted: type) -> Any:
         if wanted is not kind:
             # cattrs calls this for subclasses too, such as an enum of text.
@@ -117,12 +130,12 @@ def _has_number_keys(kind: Any) -> bool:
 
 def _read_number_keys(kind: Any, converter: cattrs.Converter) -> Any:
     _, hint = typing.get_args(kind)
-    return lambda record, _: {int(key): converter.structure(one, hint) for key, one in record.items()}
+    return lambda record, _: {int(key): converter.structure(value, hint) for key, value in record.items()}
 
 
 def _write_number_keys(kind: Any, converter: cattrs.Converter) -> Any:
     _, hint = typing.get_args(kind)
-    return lambda values: {str(key): converter.unstructure(one, hint) for key, one in values.items()}
+    return lambda values: {str(key): converter.unstructure(value, hint) for key, value in values.items()}
 
 
 def _build_converter() -> cattrs.Converter:
@@ -137,7 +150,7 @@ def _build_converter() -> cattrs.Converter:
     converter.register_unstructure_hook(range, lambda layers: [layers.start, layers.stop])
     converter.register_unstructure_hook(MappingProxyType, dict)
     converter.register_unstructure_hook(Enum, lambda member: member.value)
-    # JSON holds a number that is a key as text.
+    # Keys of JSON objects are text, so a layer's number is written as one.
     converter.register_structure_hook_factory(_has_number_keys, _read_number_keys)
     converter.register_unstructure_hook_factory(_has_number_keys, _write_number_keys)
     use_class_methods(converter, "from_json", "to_json")

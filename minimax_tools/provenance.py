@@ -11,34 +11,18 @@ from typing import Any
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 
+# In the order in which a manifest lists their versions.
 _PACKAGES = (
-    "torch",
-    "torch_xla",
-    "torch-neuronx",
-    "neuronx-distributed",
-    "neuronx-cc",
-    "libneuronxla",
-    "transformers",
-    "accelerate",
-    "safetensors",
+    *("torch", "torch_xla"),
+    *("torch-neuronx", "neuronx-distributed", "neuronx-cc", "libneuronxla"),
+    *("transformers", "accelerate", "safetensors"),
 )
-# Variables that change numbers on one of the backends.
+# Variables that change numbers on one of the backends, in the order in which a manifest lists them.
 _NUMERIC_VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "MKL_NUM_THREADS",
-    "NEURON_CC_FLAGS",
-    "NEURON_CUSTOM_SILU",
-    "NEURON_FUSE_SOFTMAX",
-    "NEURON_RT_STOCHASTIC_ROUNDING_EN",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "PJRT_DEVICE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "XLA_DISABLE_FUNCTIONALIZATION",
-    "XLA_DOWNCAST_BF16",
-    "XLA_FLAGS",
-    "XLA_USE_BF16",
+    *("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_NUM_THREADS"),
+    *("NEURON_CC_FLAGS", "NEURON_CUSTOM_SILU", "NEURON_FUSE_SOFTMAX", "NEURON_RT_STOCHASTIC_ROUNDING_EN"),
+    *("NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PJRT_DEVICE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+    *("XLA_DISABLE_FUNCTIONALIZATION", "XLA_DOWNCAST_BF16", "XLA_FLAGS", "XLA_USE_BF16"),
 )
 
 
@@ -72,13 +56,13 @@ class Provenance:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed libraries that compute."""
+    """Return the versions of Python and of the installed libraries that compute, by name."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue
+            continue  # not installed on this machine
     return versions
 
 

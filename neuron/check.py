@@ -22,7 +22,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.command_line.progress import word_duration
 from minimax_tools.errors import BackendError, MissingExtraError
 from minimax_tools.machine.memory import available_bytes

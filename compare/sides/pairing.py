@@ -6,8 +6,9 @@ import fnmatch
 
 import torch
 
+from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.source import CaptureSource, DumpListing
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import Inputs
 

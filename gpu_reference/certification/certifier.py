@@ -16,7 +16,7 @@ from gpu_reference.certification.checked_capture import CheckedCapture
 from gpu_reference.certification.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier
 from gpu_reference.certification.variant_check import check_variants
 from minimax_tools.capture.certificate import Certificate, Check, Outcome
-from minimax_tools.capture.proof import digest_file
+from minimax_tools.capture.digests import digest_file
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import store_certificate
@@ -57,7 +57,7 @@ def certify_golden(directory: Path, model: str | None) -> Certificate:
         checks = _check(capture, golden_model, progress)
     certificate = Certificate(
         checks=tuple(checks),
-        content=capture.manifest.content_digest(),
+        content_digest=capture.manifest.content_digest(),
         files={path.name: digest_file(path) for path in sorted(capture.directory.glob("*.safetensors"))},
         versions=library_versions(),
     )

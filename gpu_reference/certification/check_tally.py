@@ -69,7 +69,7 @@ class Worst:
         check = claim(self.name, is_right=self.figure <= self.limit, found=found)
         # JSON has no infinity and no NaN.
         figure = self.figure if math.isfinite(self.figure) else None
-        return replace(check, figure=figure, limit=self.limit)
+        return replace(check, worst=figure, limit=self.limit)
 
 
 def claim(name: str, *, is_right: bool, found: str) -> Check:

@@ -26,7 +26,8 @@ from gpu_reference.model.twin_weights import CheckpointTwinWeights, TwinWeights
 from gpu_reference.streaming.once_reader import OnceReader
 from gpu_reference.streaming.stream_choice import MemoryRoom
 from gpu_reference.streaming.streaming import Streaming, open_streamed_model
-from minimax_tools.capture.manifest import Description, dtype_name
+from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import FINGERPRINTED_NAMES, ModelFingerprint

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from gpu_reference.golden.golden import Golden
 from minimax_tools.capture.manifest import Description, Manifest
-from minimax_tools.capture.parts import SETTLING_S, part_name, require_shared
+from minimax_tools.capture.parts import part_name
+from minimax_tools.capture.shared_files import SETTLING_S, wait_for_lock
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.index import digest_shapes
 from minimax_tools.errors import CannotRunError, CaptureError
@@ -138,7 +139,7 @@ def _as_of_rank_0(other: Description, first: Description) -> Description:
 
 def _require_shared(ranks: RankGroup, directory: Path, patience_s: float) -> None:
     try:
-        require_shared(directory, ranks.nonce, patience_s=patience_s)
+        wait_for_lock(directory, ranks.nonce, patience_s=patience_s)
     except CaptureError as error:
         raise CaptureError(
             f"{ranks.name(ranks.rank)} does not see the capture that rank 0 opened: {error.what}",

@@ -5,14 +5,18 @@
 - `writer`: a capture directory being written, layer by layer
 - `resumption`: a killed run's capture, resumed or removed
 - `parts`: manifests of ranks that write one directory together
+- `shared_files`: files that another machine wrote, waited for
 - `store`: folders of captures, and the newest one
 - `manifest`: the JSON file that lists a capture
-- `digests`: digests of inputs, twins, floors and JSON files
+- `digests`: sha256 of tensors and files, and their lists in a manifest
 - `certificate`: the checks that a golden went through
 - `generation`: the tokens generated after each prompt
 - `read_record`: the tensors that a node read of a checkpoint
 - `source`: the interface of a readable capture, whichever tool wrote it
+- `listing`: the tensors of another tool's dump, listed
 - `reader`: a capture directory opened for reading
+- `open_files`: the files read last, kept open
 - `proof`: tensors checked against their digests
+- `check_runner`: checks run once, or beside the reading
 - `inspection`: a whole capture checked against its digests
 """

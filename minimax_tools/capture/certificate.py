@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimax_tools.json_codec import encode_fields
+from minimax_tools.json_codec import decode_fields, encode_fields
 from minimax_tools.text_enum import TextEnum
 
 
@@ -24,16 +24,25 @@ class Check:
 
     Args:
         name: Its name, such as `rotary_width`.
-        found: The finding in words, or the reason why there is none.
-        figure: The worst figure measured, where there is one.
-        limit: The largest figure that passes.
+        found: The finding in words, or the reason why the check could not be made.
+        worst: The worst value measured; None if the check measures nothing, or the value is not finite.
+        limit: The largest value that passes; None if the check measures nothing.
     """
 
     name: str
     outcome: Outcome
     found: str
-    figure: float | None = None
+    worst: float | None = None
     limit: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the check as a manifest holds it."""
+        return encode_fields(self, worst="figure")
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Check:
+        """Return the check that a manifest holds."""
+        return decode_fields(cls, record, worst="figure")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +51,13 @@ class Certificate:
 
     Args:
         checks: Every check, including those that could not be made.
-        content: Digest of the manifest's contents, to which the certificate belongs.
-        files: sha256 of every tensor file beside the manifest.
-        versions: Versions of the libraries that checked.
+        content_digest: `Manifest.content_digest` of the capture that was checked.
+        files: sha256 of every tensor file beside the manifest, by file name.
+        versions: Versions of the libraries that checked, by library.
     """
 
     checks: tuple[Check, ...]
-    content: str
+    content_digest: str
     files: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -60,26 +69,29 @@ class Certificate:
     @property
     def failed(self) -> tuple[Check, ...]:
         """The checks that failed."""
-        return tuple(check for check in self.checks if check.outcome is Outcome.FAILED)
+        return self._with_outcome(Outcome.FAILED)
 
     @property
     def not_checked(self) -> tuple[Check, ...]:
         """The checks that could not be made."""
-        return tuple(check for check in self.checks if check.outcome is Outcome.NOT_CHECKED)
+        return self._with_outcome(Outcome.NOT_CHECKED)
 
     def __str__(self) -> str:
-        num_passed = sum(check.outcome is Outcome.PASSED for check in self.checks)
+        num_passed = len(self._with_outcome(Outcome.PASSED))
         parts = [f"{num_passed} of {len(self.checks)} checks passed"]
-        if self.failed:
-            parts.append(f"failed: {_names(self.failed)}")
-        if self.not_checked:
-            parts.append(f"not checked: {_names(self.not_checked)}")
+        for label, checks in (("failed", self.failed), ("not checked", self.not_checked)):
+            if checks:
+                parts.append(f"{label}: {', '.join(check.name for check in checks)}")
         return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as a manifest holds it."""
-        return {"passed": self.has_passed, **encode_fields(self)}
+        return {"passed": self.has_passed, **encode_fields(self, content_digest="content")}
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Certificate:
+        """Return the certificate that a manifest holds."""
+        return decode_fields(cls, record, content_digest="content")
 
-def _names(checks: tuple[Check, ...]) -> str:
-    return ", ".join(check.name for check in checks)
+    def _with_outcome(self, outcome: Outcome) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.outcome is outcome)

@@ -1,15 +1,21 @@
-"""Digests: the digests of inputs, float32 twins, noise floors and JSON files in a manifest.
+"""Digests: sha256 of tensors and files, and those that a manifest lists of everything but the sites.
 
-The value of a site has its digest in its entry.
+A manifest lists the digests of inputs, float32 twins, noise floors and JSON files here; a site's is in its `Entry`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from minimax_tools.json_codec import decode, encode
+
+_CHUNK_BYTES = 1 << 24  # of a file, in memory at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +35,7 @@ class FileDigests:
     """Digests of all tensors of one file.
 
     Args:
-        tensors: Name and digest of each, sorted by name.
+        tensors: Name and digest of each tensor, sorted by name.
     """
 
     file: str
@@ -50,7 +56,7 @@ class Digests:
     """Digests of everything stored that has no entry.
 
     Args:
-        tensors: Digests of the tensor files, sorted by name.
+        tensors: Digests of the tensor files, sorted by file name.
         texts: Name of each JSON file and sha256 over its bytes, sorted by name.
     """
 
@@ -58,9 +64,9 @@ class Digests:
     texts: tuple[tuple[str, str], ...] = ()
 
     def with_files(self, files: Iterable[FileDigests]) -> Digests:
-        """Add or replace the digests of some files."""
-        known = {one.file: one for one in self.tensors} | {one.file: one for one in files}
-        return replace(self, tensors=tuple(known[name] for name in sorted(known)))
+        """Add or replace the digests of some tensor files."""
+        by_name = {listed.file: listed for listed in (*self.tensors, *files)}
+        return replace(self, tensors=tuple(by_name[name] for name in sorted(by_name)))
 
     def with_text(self, name: str, sha256: str) -> Digests:
         """Add or replace the digest of a JSON file."""
@@ -68,11 +74,11 @@ class Digests:
 
     def of_group(self, group: str) -> tuple[FileDigests, ...]:
         """Return the digests of the files of a layer (`layer_7`), or of the sites outside the layers (`model`)."""
-        return tuple(one for one in self.tensors if one.file.startswith(f"{group}."))
+        return tuple(listed for listed in self.tensors if listed.file.startswith(f"{group}."))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the digests of tensors by file and name, as a manifest holds them."""
-        return {one.file: encode(one) for one in self.tensors}
+        """Return the digests of tensors by file and name; a manifest holds those of JSON files under another key."""
+        return {listed.file: encode(listed) for listed in self.tensors}
 
     @classmethod
     def decode(cls, tensors: Any, texts: Any) -> Digests:
@@ -86,3 +92,31 @@ class Digests:
             tensors=tuple(FileDigests.of(file, files[file]) for file in sorted(files)),
             texts=tuple(sorted(decode(dict[str, str], texts).items())),
         )
+
+
+def describe_tensor(tensor: torch.Tensor) -> TensorDigest:
+    """Describe a CPU tensor by dtype, shape and sha256."""
+    return TensorDigest(
+        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=digest_tensor(tensor)
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, `bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return the sha256 over a CPU tensor's bytes in row-major order."""
+    # numpy has no bfloat16, so the bytes are hashed as uint8.
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().data).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """Return the sha256 over a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -15,9 +15,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 
 GENERATION_NAME = "generation.json"
-
-
-# Number of the likeliest tokens kept for each generated one, including it.
+# Candidates kept for each generated token, which is one of them.
 NUM_LIKELIEST = 32
 
 
@@ -26,14 +24,14 @@ class Likely:
     """A token that could have come next.
 
     Args:
-        behind: Distance of its logit below the likeliest one's.
+        behind: Logit of the likeliest token minus the logit of this one.
     """
 
     token: int
     behind: float
 
     def to_json(self) -> list[Any]:
-        """Return the token as a pair: there are many of them."""
+        """Return the token as a pair, which is shorter than an object: there are many of them."""
         return [self.token, self.behind]
 
     @classmethod
@@ -45,12 +43,12 @@ class Likely:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """The continuation of one row.
+    """A prompt, and the tokens generated after it.
 
     Args:
-        prompt_ids: The row, without padding.
-        text: The generated text; None where the checkpoint has no tokenizer.
-        likeliest: For each generated token the `NUM_LIKELIEST` candidates, best first; empty where not kept.
+        prompt_ids: The prompt's token ids, without padding.
+        text: The generated text; None if the checkpoint has no tokenizer.
+        likeliest: For each generated token the `NUM_LIKELIEST` candidates, best first; empty if not kept.
     """
 
     prompt_ids: tuple[int, ...]
@@ -67,8 +65,8 @@ class Generation:
     """The continuations of all rows.
 
     Args:
-        sampling: How the next token was chosen, by the names of transformers.
-        rows: One for each prompt.
+        sampling: Options by which the next token was chosen, under transformers' names.
+        rows: The prompts and their continuations.
     """
 
     sampling: Mapping[str, Any]
@@ -84,45 +82,38 @@ class Generation:
         folder: Path,
         likeliest: Sequence[Sequence[Sequence[Likely]]] = (),
     ) -> Generation:
-        """Join the prompts with their generated tokens, and decode these where the folder has a tokenizer.
+        """Join the prompts of `inputs` with their generated tokens, and decode these if `folder` has a tokenizer.
 
-        Args:
-            inputs: The prompts.
-            generated: The generated tokens of each prompt.
-            sampling: Sampling options.
-            folder: The checkpoint's folder.
-            likeliest: Candidates of each row and token; empty where not known.
+        `likeliest` has the candidates of each prompt's generated tokens; it is empty if they were not kept.
         """
-        rows = [list(ids) for ids in generated]
-        texts: Sequence[str | None] = (
-            decode_rows(folder, rows) if has_tokenizer(folder) else [None] * len(rows)
+        generated_rows = [list(ids) for ids in generated]
+        texts: Sequence[str | None] = [None] * len(generated_rows)
+        if has_tokenizer(folder):
+            texts = decode_rows(folder, generated_rows)
+        likeliest = likeliest or [()] * len(generated_rows)
+        rows = tuple(
+            Continuation(
+                prompt_ids=tuple(prompt_ids),
+                generated_ids=tuple(generated_ids),
+                text=text,
+                likeliest=tuple(tuple(candidates) for candidates in of_row),
+            )
+            for prompt_ids, generated_ids, text, of_row in zip(
+                inputs.real_rows(), generated_rows, texts, likeliest, strict=True
+            )
         )
-        return cls(
-            rows=tuple(
-                Continuation(
-                    prompt_ids=tuple(prompt),
-                    generated_ids=tuple(new),
-                    text=text,
-                    likeliest=tuple(tuple(one) for one in likely),
-                )
-                for prompt, new, text, likely in zip(
-                    inputs.real_rows(), rows, texts, likeliest or [()] * len(rows), strict=True
-                )
-            ),
-            sampling=dict(sampling),
-        )
+        return cls(rows=rows, sampling=dict(sampling))
 
     @classmethod
     def read(cls, directory: Path) -> Generation | None:
-        """Read the generation of a capture directory; None where nothing was generated.
+        """Read the generation of a capture directory; None if nothing was generated.
 
         Raises:
             CaptureError: The file is damaged.
         """
         path = directory / GENERATION_NAME
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            return decode(cls, record)
+            return decode(cls, json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -131,15 +122,22 @@ class Generation:
             ) from error
 
     def num_alike(self, other: Generation) -> tuple[int, ...]:
-        """Count in each row the tokens equal to the other's, up to the first that differs."""
-        rows = zip(self.rows, other.rows, strict=True)
-        pairs = (zip(own.generated_ids, others.generated_ids, strict=False) for own, others in rows)
-        return tuple(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], row)) for row in pairs)
+        """Count in each row the generated tokens that equal those of another generation, up to the first other one."""
+        return tuple(
+            _count_equal(own_row.generated_ids, other_row.generated_ids)
+            for own_row, other_row in zip(self.rows, other.rows, strict=True)
+        )
 
     def __str__(self) -> str:
         return "".join(
-            f"\nRow {index} continues with {len(row.generated_ids)} token{'s' * (len(row.generated_ids) != 1)}\n"
+            f"\nRow {index} continues with {len(row.generated_ids)} token{'' if len(row.generated_ids) == 1 else 's'}\n"
             f"  ids   {' '.join(str(token) for token in row.generated_ids)}\n"
             f"  text  {row.text if row.text is not None else 'unknown: the checkpoint has no tokenizer'}\n"
             for index, row in enumerate(self.rows)
         )
+
+
+def _count_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    # The shorter sequence ends the count.
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -17,8 +17,8 @@ class CaptureInspection:
     """Results of reading all of a capture.
 
     Args:
-        num_tensors: Tensors that match their digests.
-        faults: Tensors that cannot be read or do not match, in words, with file and place.
+        num_tensors: Number of tensors that match their digests.
+        faults: A sentence for each tensor that cannot be read or does not match, with file and place.
     """
 
     num_tensors: int
@@ -32,40 +32,41 @@ def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> Capt
 
     Args:
         capture: A capture with a manifest, complete or not.
-        with_inputs: Whether to read the token rows too.
+        with_inputs: Whether to read the token rows, hidden states and generated tokens too.
     """
-    num_tensors, faults = 0, []
-    for read in _reads(capture, with_inputs=with_inputs):
+    num_tensors = 0
+    faults: dict[str, None] = {}  # each once, in order: a damaged file fails for all its tensors
+    for read, num_read in _reads(capture, with_inputs=with_inputs):
         try:
-            num_tensors += read()
+            if read() is not None:
+                num_tensors += num_read
         except CaptureError as error:
-            faults.append(error.what if error.found is None else f"{error.what}: found {error.found}")
-    return CaptureInspection(num_tensors=num_tensors, faults=tuple(dict.fromkeys(faults)))
+            faults[error.what if error.found is None else f"{error.what}: found {error.found}"] = None
+    return CaptureInspection(num_tensors=num_tensors, faults=tuple(faults))
 
 
-def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[Callable[[], int]]:
-    """Yield calls that each read a part and return the number of its tensors."""
+def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[tuple[Callable[[], Any], int]]:
+    """Yield calls that each read a part of the capture, or None if it has none, with the part's number of tensors."""
     if with_inputs:
-        yield partial(_count, capture.read_inputs, 3)
-        yield partial(_count, capture.read_hidden_states)
-        yield partial(_count, capture.read_generation, 0)
+        yield capture.read_inputs, 3  # ids, mask and positions
+        yield capture.read_hidden_states, 1
+        yield capture.read_generation, 0  # JSON
     for entry in capture.manifest.entries:
-        yield partial(_count, partial(capture.read_entry, entry))
-    digests = capture.manifest.digests
-    listed = (
-        {} if digests is None else {one.file: [name for name, _ in one.tensors] for one in digests.tensors}
-    )
+        yield partial(capture.read_entry, entry), 1
     for layer in capture.layers:
         for site in Site:
-            yield partial(_count, partial(capture.read_twin, layer, site))
-        for name in listed.get(f"layer_{layer}.floor.safetensors", ()):
-            yield partial(_count, partial(capture.read_floor, layer, name))
+            yield partial(capture.read_twin, layer, site), 1
+        for name in _listed_names(capture, f"layer_{layer}.floor.safetensors"):
+            yield partial(capture.read_floor, layer, name), 1
     if capture.model_sites():
         for model_site in ModelSite:
-            yield partial(_count, partial(capture.read_model_twin, model_site))
-        for name in listed.get("model.floor.safetensors", ()):
-            yield partial(_count, partial(capture.read_model_floor, name))
+            yield partial(capture.read_model_twin, model_site), 1
+        for name in _listed_names(capture, "model.floor.safetensors"):
+            yield partial(capture.read_model_floor, name), 1
 
 
-def _count(read: Callable[[], Any], num_tensors: int = 1) -> int:
-    return 0 if read() is None else num_tensors
+def _listed_names(capture: CaptureSource, file: str) -> list[str]:
+    """Return the names of a file's tensors that the manifest lists among its digests."""
+    digests = capture.manifest.digests
+    files = () if digests is None else digests.tensors
+    return [name for listed in files if listed.file == file for name, _ in listed.tensors]

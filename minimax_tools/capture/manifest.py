@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.certificate import Certificate
-from minimax_tools.capture.digests import Digests, FileDigests, TensorDigest
+from minimax_tools.capture.digests import Digests, FileDigests, TensorDigest, describe_tensor
 from minimax_tools.errors import CaptureError, Mm2Error
 from minimax_tools.json_codec import decode, encode, omit_default
 from minimax_tools.metrics.pair_metrics import TensorStatistics, measure_tensor
@@ -27,13 +27,21 @@ from minimax_tools.provenance import Provenance
 MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
-# The same without digests of inputs, twins and floors.
-_WITHOUT_DIGESTS = 2
+# Of an older mm2: without digests of inputs, float32 twins, noise floors and JSON files.
+_SCHEMA_WITHOUT_DIGESTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A stored tensor: a site of a layer, or of the model where `layer` is None."""
+    """A stored tensor of a site, as its manifest lists it.
+
+    Args:
+        layer: The layer; None for a site outside the layers.
+        site: Name of the site.
+        file: Name of the safetensors file, which holds the tensor under the site's name.
+        dtype: Name of the dtype, such as `bfloat16`.
+        sha256: Digest of the tensor's bytes in row-major order.
+    """
 
     layer: int | None
     site: str
@@ -86,11 +94,14 @@ class Description:
     floor_variants: tuple[str, ...] = ()
 
     def differences(self, other: Description) -> list[str]:
-        """Return dotted names of values that differ, such as `options.attn_implementation`; none if it may resume."""
+        """Return dotted names of values that differ, such as `options.attn_implementation`.
+
+        A capture may be resumed if none differs.
+        """
         return _differences(encode(self), encode(other))
 
 
-# Without any a manifest is what it was before there were variants.
+# Manifests without variants stay as they were before variants existed.
 omit_default(Description, "floor_variants")
 
 
@@ -121,21 +132,18 @@ class Manifest:
     @property
     def is_certified(self) -> bool:
         """True if there is a certificate, and it belongs to the tensors listed here."""
-        return self.certificate is not None and self.certificate.content == self.content_digest()
+        return self.certificate is not None and self.certificate.content_digest == self.content_digest()
 
     def content_digest(self) -> str:
-        """Hash the digests of everything stored, and the description; a certificate belongs to this hash.
+        """Return a sha256 over the digests of everything stored, and the description.
 
-        Captures without digests of inputs, twins and floors hash their entries alone.
-
-        Returns:
-            A sha256.
+        A certificate belongs to this hash. The hash covers the entries alone if the manifest has no other digests.
         """
         digest = hashlib.sha256()
         for entry in self.entries:
             digest.update(_entry_text(entry).encode())
         if self.digests is not None:
-            for text in (*_digest_lines(self.digests), _as_text(dict(self.digests.texts))):
+            for text in (*map(_file_text, self.digests.tensors), _as_text(dict(self.digests.texts))):
                 digest.update(text.encode())
             digest.update(json.dumps(encode(self.description), sort_keys=True).encode())
         return digest.hexdigest()
@@ -177,21 +185,21 @@ class Manifest:
         """Return the file's text, one line for each entry and each file with digests."""
         frame = [f" {json.dumps(name)}: {_as_text(value)}" for name, value in self._frame().items()]
         if self.digests is not None:
-            files = ",\n".join(f"  {line}" for line in _digest_lines(self.digests))
+            files = ",\n".join(f"  {_file_text(file)}" for file in self.digests.tensors)
             frame.append(f' "digests": {{\n{files}\n }}')
         entries = ",\n".join(f"  {_entry_text(entry)}" for entry in self.entries)
         return "{\n" + ",\n".join((*frame, f' "entries": [\n{entries}\n ]')) + "\n}\n"
 
     def _frame(self) -> dict[str, Any]:
-        """Return all but the entries and the digests of tensors."""
+        """Return the JSON values of everything but the entries and the digests of tensors."""
         return {
-            "schema_version": _WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
+            "schema_version": _SCHEMA_WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **encode(self.description),
             "not_exposed": {str(layer): encode(sites) for layer, sites in self.not_exposed.items()},
             "observed_dtypes": dict(self.observed_dtypes),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
-            # Absent, not null: without one a manifest is what it was before there were any.
+            # Absent, not null: manifests without one stay as they were before certificates existed.
             **({} if self.certificate is None else {"certificate": encode(self.certificate)}),
             **({} if self.digests is None else {"text_digests": dict(self.digests.texts)}),
         }
@@ -214,12 +222,12 @@ class Manifest:
             ) from None
         except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from error
-        if not _is_own(record):
+        if not _is_manifest(record):
             raise _damaged(path, "JSON that is no manifest of mm2's")
-        if record["schema_version"] not in (_WITHOUT_DIGESTS, SCHEMA_VERSION):
+        if record["schema_version"] not in (_SCHEMA_WITHOUT_DIGESTS, SCHEMA_VERSION):
             raise CaptureError(
                 f"{path} has another schema",
-                expected=f"version {SCHEMA_VERSION} or {_WITHOUT_DIGESTS}",
+                expected=f"version {SCHEMA_VERSION} or {_SCHEMA_WITHOUT_DIGESTS}",
                 found=str(record["schema_version"]),
                 next_step="Read it with the mm2 that wrote it, or run the capture again.",
             )
@@ -236,7 +244,7 @@ class Manifest:
             entries=decode(tuple[Entry, ...], record["entries"]),
             digests=(
                 None
-                if record["schema_version"] == _WITHOUT_DIGESTS
+                if record["schema_version"] == _SCHEMA_WITHOUT_DIGESTS
                 else Digests.decode(record["digests"], record["text_digests"])
             ),
             not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
@@ -248,31 +256,14 @@ class Manifest:
 
     @staticmethod
     def is_in(directory: Path) -> bool:
-        """Decide whether a directory holds a manifest of mm2, whole or damaged."""
+        """Decide whether a directory holds a capture of mm2, with a manifest that is whole or damaged."""
         try:
-            return _is_own(json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8")))
+            return _is_manifest(json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return False
         except ValueError:
+            # Damaged JSON is anyone's; only mm2 writes the inputs beside it.
             return (directory / INPUTS_NAME).exists()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, `bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
-def describe_tensor(tensor: torch.Tensor) -> TensorDigest:
-    """Describe a CPU tensor by dtype, shape and sha256."""
-    return TensorDigest(
-        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=digest_tensor(tensor)
-    )
-
-
-def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return the sha256 over a tensor's bytes in row-major order."""
-    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(values.numpy().data).hexdigest()
 
 
 def _as_text(value: object) -> str:
@@ -281,21 +272,17 @@ def _as_text(value: object) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _entry_text(entry: Entry) -> str:
-    """Format once: an entry never changes, and every manifest after it repeats it."""
+    """Format an entry, once: the manifest is written anew after every layer, with all entries before."""
     return _as_text(encode(entry))
 
 
 @lru_cache(maxsize=1 << 10)
 def _file_text(file: FileDigests) -> str:
-    """Format once, as an entry."""
+    """Format the digests of a file, once for the same reason."""
     return f"{_as_text(file.file)}: {_as_text(encode(file))}"
 
 
-def _digest_lines(digests: Digests) -> list[str]:
-    return [_file_text(file) for file in digests.tensors]
-
-
-def _is_own(record: Any) -> bool:
+def _is_manifest(record: Any) -> bool:
     return isinstance(record, dict) and {"schema_version", "side", "entries"} <= record.keys()
 
 
@@ -304,6 +291,8 @@ def _damaged(path: Path, found: str) -> CaptureError:
 
 
 def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Sort entries by layer, those outside the layers last, and by the sites' order of execution."""
+
     def key(entry: Entry) -> tuple[bool, int, int, str]:
         is_model_site = entry.layer is None
         order = 0 if is_model_site else parse_site(entry.site).order
@@ -312,19 +301,19 @@ def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=key))
 
 
-def _differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return dotted names of the values that differ, without the outermost `provenance.`."""
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return dotted names of the values that differ; `provenance.` is left out of them."""
     names = []
-    for name in sorted({*own, *other}):
-        own_value, other_value = own.get(name), other.get(name)
-        if isinstance(own_value, Mapping) and isinstance(other_value, Mapping):
+    for name in sorted({*first, *second}):
+        first_value, second_value = first.get(name), second.get(name)
+        if isinstance(first_value, Mapping) and isinstance(second_value, Mapping):
             prefix = "" if name == "provenance" else f"{name}."
-            names += [prefix + inner for inner in _differences(own_value, other_value)]
-        elif _as_written(own_value) != _as_written(other_value):
+            names += [prefix + inner for inner in _differences(first_value, second_value)]
+        # Compared as text: one side was read from JSON, which has lists in place of tuples.
+        elif _as_sorted_text(first_value) != _as_sorted_text(second_value):
             names.append(name)
     return names
 
 
-def _as_written(value: Any) -> str:
-    # JSON makes a list of a tuple.
+def _as_sorted_text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)

@@ -1,46 +1,39 @@
 """Proof: tensors read from a capture, checked against the digests in its manifest, each once a process.
 
-A capture of an older mm2 has no digests of its inputs, float32 twins and floors. Its inputs have one in the
-description. Twins and floors are checked by the certificate's digests of whole files, where there is a certificate.
+| tensor | checked against |
+|---|---|
+| site | its entry; a golden's statistics too, if nothing else shows that tensor and digest were changed together |
+| inputs, float32 twin, noise floor | the manifest's digests |
+| the same in a capture of an older mm2 | the certificate's digests of whole files, if there is a certificate |
+| float32 twin | also the golden's tensor: its shape, and finite values wherever the golden has them |
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.digests import TensorDigest
-from minimax_tools.capture.manifest import Entry, Manifest, describe_tensor, dtype_name
+from minimax_tools.capture.check_runner import CheckRunner
+from minimax_tools.capture.digests import TensorDigest, describe_tensor, digest_file, dtype_name
+from minimax_tools.capture.manifest import Entry, Manifest
+from minimax_tools.capture.open_files import file_state
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.metrics.pair_metrics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
 
-# Names of file and tensor, and the state of the file: inode, time and size.
-_Key = tuple[str, str, int, int, int]
-
-_CHUNK_BYTES = 1 << 24
+# What is given to both the model and its float32 twin has no twin of its own.
 _WITHOUT_TWIN = (str(Site.INPUT), str(ModelSite.EMBEDDING))
+# Values squared and summed in float32 at a time: so the sum over all blocks is exact to 1e-6.
 _BLOCK_ELEMENTS = 1 << 17
-# Sums of squares in float32, block by block, are exact to 1e-6.
+# Relative, of a norm; leaves room for that error.
 _STATISTICS_TOLERANCE = 1e-4
-
-
-def file_state(path: Path) -> tuple[int, int, int]:
-    """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes.
-
-    Raises:
-        OSError: There is no such file.
-    """
-    status = path.stat()
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class Proof:
@@ -56,14 +49,12 @@ class Proof:
             for name, digest in file.tensors
         }
         self._texts = {} if manifest.digests is None else dict(manifest.digests.texts)
-        self._proved: set[_Key] = set()
-        self._pending: dict[_Key, Future[None]] = {}
-        self._hasher: ThreadPoolExecutor | None = None
+        self._checks = CheckRunner()
         self._is_certified: bool | None = None
 
     @property
     def owner(self) -> str:
-        """The capture in words, such as `the golden DIR`."""
+        """The capture in words, `the golden DIR` or `the device run DIR`."""
         return f"the {'golden' if self._is_golden else 'device run'} {self._directory}"
 
     @property
@@ -74,15 +65,24 @@ class Proof:
         return "Copy the run again from where it was made, or run the port again: mm2-test sweep."
 
     def refuse(self, fault: str, *, expected: str | None = None, found: str | None = None) -> CaptureError:
-        """Return the error of a capture that `fault` says, such as `is damaged: …`."""
+        """Return an error about the capture; `fault` goes on after its name, such as `is damaged: …`."""
         return CaptureError(f"{self.owner} {fault}", expected=expected, found=found, next_step=self.next_step)
 
     @property
     def is_certified(self) -> bool:
         """True if a certificate belongs to the tensors that the manifest lists."""
+        # Kept: it hashes the whole manifest.
         if self._is_certified is None:
             self._is_certified = self._manifest.is_certified
         return self._is_certified
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Check digests on a thread while a block runs; the block ends when all that was read in it is checked.
+
+        Raises:
+            CaptureError: Something was damaged or changed after it was written, even if the block itself raised.
+        """
+        return self._checks.beside()
 
     def check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Raise if a site's tensor is not the one that its entry describes.
@@ -90,10 +90,10 @@ class Proof:
         Raises:
             CaptureError: The tensor differs.
         """
-        self._once(self._key(entry.file, entry.site), lambda: self._check_entry(entry, tensor))
+        self._checks.run(self._key(entry.file, entry.site), lambda: self._check_entry(entry, tensor))
 
     def check_tensor(self, file: str, name: str, tensor: torch.Tensor, *, place: str) -> None:
-        """Raise if a tensor without an entry does not have its digest; `place` is the tensor in words.
+        """Raise if a tensor without an entry does not have its digest; `place` names the tensor in messages.
 
         Raises:
             CaptureError: The tensor differs, or the manifest does not list it.
@@ -106,7 +106,7 @@ class Proof:
             raise self.refuse(
                 f"was changed after it was written: {place} in {file} has no digest in its manifest"
             )
-        self._once(self._key(file, name), lambda: self._check_digest(file, place, tensor, expected))
+        self._checks.run(self._key(file, name), lambda: self._check_digest(file, place, tensor, expected))
 
     def check_absent(self, file: str, name: str, *, place: str) -> None:
         """Raise if the manifest lists a tensor that its file lacks.
@@ -120,7 +120,7 @@ class Proof:
             )
 
     def check_text(self, name: str, content: bytes | None) -> None:
-        """Raise if a JSON file does not have the digest in the manifest; `content` is None where there is none.
+        """Raise if a JSON file does not have its digest; `content` is its bytes, None if there is no such file.
 
         Raises:
             CaptureError: The file differs, is missing, or is not listed.
@@ -146,39 +146,50 @@ class Proof:
         golden: Entry | None,
         read_golden: Callable[[], tuple[torch.Tensor | None, torch.Tensor]],
     ) -> None:
-        """Raise if a tensor cannot be a float32 twin: float32, of the golden's shape, finite where the golden is.
+        """Raise if a tensor cannot be the float32 twin of a site.
 
-        The twin of the chosen experts is int64.
+        A twin has the golden's shape, and is finite where the golden is finite. It is float32; the twin of the chosen
+        experts, which are numbers of experts, is int64.
 
         Args:
             site: The site.
             twin: The tensor that is stored as its twin.
-            place: The twin in words.
-            file: Its file's name.
-            golden: The golden's entry of the site; None where the site was not captured.
-            read_golden: Reads the golden's tensor and the mask, int64 [B,S]; called where the twin is not finite.
+            place: The twin's name in messages.
+            file: Name of its file.
+            golden: The golden's entry of the site; None if the site was not captured.
+            read_golden: Reads the golden's tensor and the mask, int64 [B,S]; called if the twin is not finite.
 
         Raises:
             CaptureError: The tensor is no float32 twin.
         """
-        key = self._key(file, f"{site} as a twin")
-        if key in self._proved:
-            return
         fault = f"is damaged: {place} in {file} is no float32 twin"
         shape = tuple(twin.shape) if golden is None else golden.shape
         dtype = torch.int64 if site is Site.ROUTER_EXPERTS else torch.float32
-        if twin.dtype != dtype or tuple(twin.shape) != shape:
+
+        def check() -> None:
+            if twin.dtype != dtype or tuple(twin.shape) != shape:
+                raise self.refuse(
+                    fault,
+                    expected=f"{dtype_name(dtype)} {list(shape)}",
+                    found=f"{dtype_name(twin.dtype)} {list(twin.shape)}",
+                )
+            num_wrong = 0 if _is_finite(twin) else _count_nonfinite_twins(site, twin, *read_golden())
+            if num_wrong:
+                raise self.refuse(
+                    fault, expected="a number wherever the golden holds one", found=f"{num_wrong} NaN or Inf"
+                )
+
+        # Not on the thread: `read_golden` reads files of the capture, which one thread does at a time.
+        self._checks.run_now(self._key(file, f"{site} as a twin"), check)
+
+    def _check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
+        place = _place(entry.site, entry.layer)
+        self._check_digest(entry.file, place, tensor, entry.digest)
+        if self._needs_statistics(entry) and not _matches_statistics(tensor, entry.statistics):
             raise self.refuse(
-                fault,
-                expected=f"{dtype_name(dtype)} {list(shape)}",
-                found=f"{dtype_name(twin.dtype)} {list(twin.shape)}",
+                f"was changed after it was written: {place} in {entry.file} has other statistics than its "
+                "manifest says"
             )
-        num_wrong = 0 if _is_finite(twin) else _count_wrong(site, twin, *read_golden())
-        if num_wrong:
-            raise self.refuse(
-                fault, expected="a number wherever the golden holds one", found=f"{num_wrong} NaN or Inf"
-            )
-        self._proved.add(key)
 
     def _needs_statistics(self, entry: Entry) -> bool:
         """Decide whether only statistics can show that a golden's tensor was changed along with its digest.
@@ -187,45 +198,6 @@ class Proof:
         """
         has_twin = self._manifest.description.noise_floor == "full" and entry.site not in _WITHOUT_TWIN
         return self._is_golden and not has_twin and not self.is_certified
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Check digests on a thread while a block runs; the block ends when all that was read in it is checked.
-
-        Raises:
-            CaptureError: Something was damaged or changed after it was written, even if the block itself raised.
-        """
-        if self._hasher is not None:
-            yield
-            return
-        with ThreadPoolExecutor(1) as self._hasher:
-            try:
-                yield
-            finally:
-                self._hasher = None
-                pending, self._pending = self._pending, {}
-                for key, check in pending.items():
-                    check.result()
-                    self._proved.add(key)
-
-    def _once(self, key: _Key, check: Callable[[], None]) -> None:
-        """Run a check that has not passed before: now, or on the thread."""
-        if key in self._proved or key in self._pending:
-            return
-        if self._hasher is not None:
-            self._pending[key] = self._hasher.submit(check)
-            return
-        check()
-        self._proved.add(key)
-
-    def _check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
-        place = _place(entry.site, entry.layer)
-        self._check_digest(entry.file, place, tensor, entry.digest)
-        if self._needs_statistics(entry) and not _resembles(tensor, entry.statistics):
-            raise self.refuse(
-                f"was changed after it was written: {place} in {entry.file} has other statistics than its "
-                "manifest says"
-            )
 
     def _check_digest(self, file: str, place: str, tensor: torch.Tensor, expected: TensorDigest) -> None:
         found = describe_tensor(tensor)
@@ -237,7 +209,7 @@ class Proof:
             )
 
     def _check_certified_file(self, file: str) -> None:
-        """Check a whole file against its certificate, where there is one."""
+        """Check a whole file against its certificate, if there is one."""
         certificate = self._manifest.certificate
         if certificate is None or not self.is_certified:
             return
@@ -252,23 +224,14 @@ class Proof:
                     found=f"sha256 {found[:16]}…",
                 )
 
-        self._once(self._key(file, ""), check)
+        self._checks.run(self._key(file, ""), check)
 
-    def _key(self, file: str, name: str) -> _Key:
+    def _key(self, file: str, name: str) -> tuple[str, str, tuple[int, int, int]]:
         """Return the key of a tensor in the file as it is now: a replaced file is checked again."""
         try:
-            return file, name, *file_state(self._directory / file)
+            return file, name, file_state(self._directory / file)
         except OSError as error:
             raise self.refuse(f"is damaged: {file} cannot be read", found=str(error)) from error
-
-
-def digest_file(path: Path) -> str:
-    """Return the sha256 over a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_CHUNK_BYTES):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def _place(site: str, layer: int | None) -> str:
@@ -280,19 +243,19 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite())
 
 
-def _count_wrong(
+def _count_nonfinite_twins(
     site: Site | ModelSite, twin: torch.Tensor, golden: torch.Tensor | None, mask: torch.Tensor
 ) -> int:
-    """Count values on real tokens that are NaN or Inf in the twin alone."""
-    real = mask.bool()
-    wrong = ~token_rows(twin, site)[real].isfinite()
+    """Count values on real tokens that are NaN or Inf in the twin alone; without a golden, in the twin."""
+    is_real = mask.bool()
+    is_wrong = ~token_rows(twin, site)[is_real].isfinite()
     if golden is not None:
-        wrong &= token_rows(golden, site)[real].isfinite()
-    return int(wrong.sum())
+        is_wrong &= token_rows(golden, site)[is_real].isfinite()
+    return int(is_wrong.sum())
 
 
-def _resembles(tensor: torch.Tensor, statistics: TensorStatistics) -> bool:
-    """Decide whether a tensor has the extremes and the norm in its statistics."""
+def _matches_statistics(tensor: torch.Tensor, statistics: TensorStatistics) -> bool:
+    """Decide whether a tensor has the extremes and the norm in its statistics, as far as these can tell."""
     if tensor.numel() == 0:
         return True
     low, high = (float(value) for value in tensor.aminmax())

@@ -8,15 +8,15 @@ A run writes one file per rank, `read_records/{node}.json` in its capture direct
 |---|---|
 | `node` | the node's name in the plan |
 | `tensors` | names of the tensors that were opened, each once |
-| `bytes_read` | bytes of tensors that came from the files, headers aside; what was read twice counts twice |
-| `bytes_asked` | sizes of those tensors, each counted once |
-| `bytes_read_again` | bytes that a resumed run read of tensors which an attempt before it had read |
-| `plan` | digest of the plan that the run went by; empty where none is known |
+| `bytes_read` | bytes of these tensors that were read from files, without headers; a byte read twice counts twice |
+| `bytes_asked` | sum of the tensors' sizes in bytes |
+| `bytes_read_again` | bytes that a resumed run read of tensors that an earlier attempt had read |
+| `plan` | digest of the plan that the run went by; empty if none is known |
 
-A run that was killed and resumed has one record of all its attempts. A tensor's bytes count in `bytes_read` in the
-first attempt that reads it, twice if that attempt reads it twice. Later attempts count in `bytes_read_again` alone.
-So `bytes_read` over the slice's size is 1 for a run that read everything once, however often it was killed. Bytes of
-an attempt that was killed before it wrote a layer are not known. Attempts by another plan are not added up.
+A run that was killed and resumed has one record of all its attempts. A tensor's bytes count in `bytes_read` for the
+first attempt that reads the tensor, and in `bytes_read_again` for later ones. So `bytes_read` over the slice's size is
+1 for a run that read everything once, however often it was killed. Two things are not counted: an attempt that was
+killed before it wrote a layer, and attempts by another plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECORDS_FOLDER = "read_records"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRecord:
-    """The tensors that one node read; the module's docstring describes the fields."""
+    """The tensors that one node read; the table above describes the fields."""
 
     node: str
     tensors: tuple[str, ...]
@@ -48,10 +48,7 @@ class ReadRecord:
     def of(cls, node: str, sizes: Mapping[str, int], *, bytes_read: int) -> ReadRecord:
         """Build the record of a run that opened tensors of these sizes, in bytes by name."""
         return cls(
-            node=node,
-            tensors=tuple(sorted(sizes)),
-            bytes_read=bytes_read,
-            bytes_asked=sum(sizes.values()),
+            node=node, tensors=tuple(sorted(sizes)), bytes_read=bytes_read, bytes_asked=sum(sizes.values())
         )
 
     @classmethod
@@ -66,19 +63,19 @@ class ReadRecord:
             sizes: Size in bytes of each tensor that the attempt opened, by name.
             bytes_read: Bytes that the attempt read of each, by name.
         """
-        known = frozenset(self.tensors)
-        new = sizes.keys() - known
+        before = frozenset(self.tensors)
+        new = sizes.keys() - before
+        num_again = sum(num_bytes for name, num_bytes in bytes_read.items() if name in before)
         return replace(
             self,
-            tensors=tuple(sorted(known | new)),
+            tensors=tuple(sorted(before | new)),
             bytes_read=self.bytes_read + sum(bytes_read[name] for name in new),
             bytes_asked=self.bytes_asked + sum(sizes[name] for name in new),
-            bytes_read_again=self.bytes_read_again
-            + sum(count for name, count in bytes_read.items() if name in known),
+            bytes_read_again=self.bytes_read_again + num_again,
         )
 
     def write(self, folder: Path) -> Path:
-        """Write the record as `{node}.json` into a folder, made where it does not exist, and return its path.
+        """Write the record as `{node}.json` into a folder, made if it does not exist, and return its path.
 
         Raises:
             CannotRunError: The file cannot be written.
@@ -118,21 +115,24 @@ def remove_records(directory: Path) -> None:
 
 
 def read_records(folder: Path, nodes: Iterable[str]) -> dict[str, ReadRecord]:
-    """Read the records of these nodes from a folder, by node.
+    """Read the records of these nodes, by node; nodes without a record are left out.
 
-    Args:
-        folder: The folder of the records, or a capture directory with `read_records` in it.
-        nodes: Names of the nodes.
+    `folder` holds the records, or is a capture directory with `read_records` in it.
 
     Raises:
         CannotRunError: A file is no record, or the record of another node.
     """
     inner = folder / RECORDS_FOLDER
-    place = inner if inner.is_dir() else folder
-    records = {node: ReadRecord.read(path) for node in nodes if (path := place / f"{node}.json").is_file()}
-    for node, record in records.items():
-        if record.node != node:
+    if inner.is_dir():
+        folder = inner
+    records = {}
+    for node in nodes:
+        path = folder / f"{node}.json"
+        if not path.is_file():
+            continue
+        records[node] = ReadRecord.read(path)
+        if records[node].node != node:
             raise CannotRunError(
-                f"{place / node}.json is the record of another node", expected=node, found=record.node
+                f"{path} is the record of another node", expected=node, found=records[node].node
             )
     return records

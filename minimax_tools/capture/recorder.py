@@ -28,8 +28,11 @@ class Recorder:
     """Hooks on a module for the time of a `with` block.
 
     Args:
-        keep: Function that copies a tensor when its hook fires.
-        feeds: Tensors that replace the module's own at some sites, in the shape and dtype of those.
+        keep: `copy_to_host` or `copy_on_device`; copies a tensor when its hook fires.
+        feeds: Tensors that replace the module's own at some sites; brought to the shape, dtype and device there.
+
+    Attributes:
+        tensors: The copies by site, as far as the module has run.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Recorder:
         return hook
 
     def _visit(self, site: Site, tap: Tap, value: Any) -> Any:
-        """Record the tapped tensor; return the replaced value, or None where nothing replaces it."""
+        """Record the tapped tensor; return the replaced value, or None if nothing replaces it."""
         found = tap.pick(value)
         if found is None:
             return None

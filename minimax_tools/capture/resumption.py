@@ -19,20 +19,20 @@ from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
 
-
+# The first layer's input [B,S,H], or a function that computes it; None if the tokens make it.
 HiddenStates = torch.Tensor | Callable[[], torch.Tensor] | None
 
 
 def find_resumable(
     directory: Path, description: Description, *, hidden_states: HiddenStates
 ) -> Manifest | None:
-    """Return the manifest to resume from; None where the directory must be begun anew, for a reason that is logged.
+    """Return the manifest to resume from; None if the directory must be begun anew, for a reason that is logged.
 
     Args:
         directory: The capture directory.
         description: The capture to write.
-        hidden_states: The first layer's input, where it is not made of the tokens. A function is not called: the
-            stored hidden states are compared with the stored input of the first layer.
+        hidden_states: The first layer's input. A function is not called: the capture's stored hidden states must
+            then equal its stored input of the first layer.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None
@@ -74,7 +74,7 @@ def clear_capture(directory: Path) -> None:
 def _obstacle(
     directory: Path, manifest: Manifest, description: Description, hidden_states: HiddenStates
 ) -> str | None:
-    """Return the reason why the capture there cannot be resumed; None where it can."""
+    """Return the reason why the capture there cannot be resumed; None if it can."""
     differing = manifest.description.differences(description)
     if differing:
         return f"the capture there has other {', '.join(differing)}"
@@ -85,7 +85,7 @@ def _obstacle(
     capture = Capture(directory, manifest)
     if manifest.complete_layers and not _has_input(capture, hidden_states):
         return "the capture there began with other hidden states"
-    # The inputs are written again.
+    # The resumed run writes the inputs again.
     if inspect_capture(capture, with_inputs=False).faults:
         return "a stored tensor does not match its digest"
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +12,7 @@ import torch
 
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.manifest import Description, Entry, Manifest
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import Inputs
@@ -21,63 +21,21 @@ from minimax_tools.model.sites import ModelSite, Site
 _NO_DIGESTS = "its layout has no digests; that its files are as they were written was not checked"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedTensor:
-    """A tensor of another tool's dump, in all layers, passes and ranks.
-
-    Args:
-        name: Its place as a map has it, with `{layer}` for the layer's number.
-        layers: Layers that hold it, ascending.
-        shapes: Its shapes, each once.
-        dtypes: Its dtypes, each once.
-        steps: Passes that hold it.
-        ranks: Ranks that wrote it, ascending.
-        sites: Sites that it maps to.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    steps: tuple[str, ...]
-    ranks: tuple[int, ...]
-    sites: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpListing:
-    """Contents of another tool's dump.
-
-    Args:
-        format: Name of its layout.
-        steps: Labels of its forward passes.
-        passes: Passes that are read; those of an inner tuple follow each other for the same prompts.
-        num_ranks: Ranks that the port was divided among.
-        unmapped: Modules that map to no site, with `{layer}` for the layer's number.
-    """
-
-    format: str
-    steps: tuple[str, ...]
-    passes: tuple[tuple[str, ...], ...]
-    num_ranks: int
-    tensors: tuple[ListedTensor, ...]
-    unmapped: tuple[str, ...]
-
-
 class CaptureSource(ABC):
     """A capture opened for reading; layouts that do not record something keep the answer given here.
 
-    All methods that read raise CaptureError where a file is missing or damaged, or does not hold what must be there.
+    Methods with `model` in their names are about the sites outside the layers (`ModelSite`), which have no layer. All
+    methods that read raise CaptureError if a file is missing or damaged, or does not hold what must be there.
 
     Attributes:
         directory: Its folder.
-        is_complete: False where the run has not come to its end.
-        certificate: Checks that the golden passed; None where it was not certified.
+        is_complete: False if the run has not come to its end.
+        certificate: Checks that the golden passed; None if it was not certified.
         observed_dtypes: Dtypes of the router's gate and correction bias as the port loaded them.
         notes: How the files were read, for the reader of a comparison.
-        digest_note: What was read without a digest to check it; empty where all of it has one.
-        has_checked_tokens: True where the token ids were found equal to those of the other side.
-        may_omit_inputs: True where modules that compute a layer's input may be missing from the capture.
+        digest_note: Sentence on what was read without a digest to check it; empty if everything has one.
+        has_checked_tokens: True if the token ids were found equal to those of the other side of a comparison.
+        may_omit_inputs: True if modules that compute a layer's input may be missing from the capture.
     """
 
     directory: Path
@@ -96,7 +54,10 @@ class CaptureSource(ABC):
 
     @abstractmethod
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Return the sites held of a layer, in execution order; its input may be the output of the layer before."""
+        """Return the sites held of a layer, in execution order.
+
+        The input counts too if only the output of the layer before is held, and is the same.
+        """
 
     @abstractmethod
     def model_sites(self) -> tuple[ModelSite, ...]:
@@ -112,11 +73,11 @@ class CaptureSource(ABC):
 
     @abstractmethod
     def read_attention_mask(self) -> torch.Tensor | None:
-        """Read the mask, int64 [B,S], 1 on real tokens; None where the layout does not keep it: all are real then."""
+        """Read the mask, int64 [B,S], 1 on real tokens; None if the layout does not keep it: all are real then."""
 
     @property
     def known_description(self) -> Description | None:
-        """The run that made the capture; None where the layout does not say."""
+        """The run that made the capture; None if the layout does not say."""
         return None
 
     @property
@@ -139,7 +100,7 @@ class CaptureSource(ABC):
 
     @property
     def has_void_certificate(self) -> bool:
-        """True where the capture was changed after it was certified."""
+        """True if the capture was changed after it was certified."""
         return False
 
     def refuse_void_certificate(self) -> None:
@@ -163,7 +124,7 @@ class CaptureSource(ABC):
         return None
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
-        """Return this capture laid out as the batch of another; one that keeps its padding stays as it is.
+        """Return this capture with its prompts padded as in another capture; a capture with padding stays as it is.
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.
@@ -176,7 +137,7 @@ class CaptureSource(ABC):
         return ()
 
     def entry(self, layer: int | None, site: Site | ModelSite) -> Entry | None:
-        """Return the manifest's entry of a site; None where there is none."""
+        """Return the manifest's entry of a site; None if there is none."""
         return None
 
     def held_rows(self, site: ModelSite) -> torch.Tensor | None:
@@ -188,12 +149,11 @@ class CaptureSource(ABC):
 
         Raises:
             IncomparableError: The layout does not keep them.
-            CaptureError: The file is missing or damaged.
         """
         raise self._undescribed()
 
     def read_hidden_states(self) -> torch.Tensor | None:
-        """Read the hidden states [B,S,H] given to the first layer; None where they were made of the tokens."""
+        """Read the hidden states [B,S,H] given to the first layer; None if they were made of the tokens."""
         return None
 
     def read_entry(self, entry: Entry) -> torch.Tensor:
@@ -201,32 +161,31 @@ class CaptureSource(ABC):
 
         Raises:
             IncomparableError: The layout has no manifest.
-            CaptureError: The file is missing or damaged, or holds another tensor than the manifest says.
         """
         raise self._undescribed()
 
     def read_input_ids(self) -> torch.Tensor | None:
-        """Read the token ids, int64 [B,S]; None where the capture does not hold them."""
+        """Read the token ids, int64 [B,S]; None if the capture does not hold them."""
         return None
 
     def read_generation(self) -> Generation | None:
-        """Read the tokens generated after the prompts; None where there are none."""
+        """Read the tokens generated after the prompts; None if there are none."""
         return None
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """Read the float32 twin of a site; None where the noise floor was not kept whole."""
+        """Read the float32 twin of a site; None if the noise floor was not kept whole."""
         return None
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """Read the float32 twin of a site outside the layers; None where the noise floor was not kept whole."""
+        """Read the float32 twin of a site outside the layers; None if the noise floor was not kept whole."""
         return None
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """Read one statistic of a layer's noise floor; None where the floor was not measured."""
+        """Read one statistic of a layer's noise floor; None if the floor was not measured."""
         return None
 
     def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """Read one statistic of the noise floor outside the layers; None where the floor was not measured."""
+        """Read one statistic of the noise floor outside the layers; None if the floor was not measured."""
         return None
 
     def _undescribed(self) -> IncomparableError:

@@ -7,8 +7,8 @@ from pathlib import Path
 from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.errors import CaptureError
 
-GOLDEN_SIDE = "gpu_reference"
-DEVICE_SIDE = "neuron"
+GOLDEN_SIDE = "gpu_reference"  # goldens
+DEVICE_SIDE = "neuron"  # runs of a port on a device
 
 _COMMANDS = {
     GOLDEN_SIDE: "mm2-gpu extract-all --model DIR",

@@ -1,4 +1,7 @@
-"""Tap: the place of a site in a module tree, written `"path"`, `"path:input"` or `"path:output[1]"`."""
+"""Tap: the place of a site in a module tree.
+
+It is written `path`, `path:input`, `path:output` or `path:output[1]`; without a colon, the output is meant.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Tap:
     """An input or output of a submodule.
 
     Args:
-        path: Path of the submodule; empty for the module itself.
+        path: Path of the submodule, as `named_modules` gives it; empty for the module itself.
         point: `input` or `output`.
         index: Index among several inputs or outputs.
     """
@@ -44,10 +47,10 @@ class Tap:
         return cls(path=match["path"], point=match["point"] or "output", index=int(match["index"] or 0))
 
     def pick(self, value: Any) -> torch.Tensor | None:
-        """Return the tapped tensor among a submodule's inputs or outputs; None where there is no such tensor."""
+        """Return the tapped tensor among a submodule's inputs or outputs; None if there is no such tensor."""
         elements = value if isinstance(value, (tuple, list)) else (value,)
-        found = elements[self.index] if self.index < len(elements) else None
-        return found if isinstance(found, torch.Tensor) else None
+        element = elements[self.index] if self.index < len(elements) else None
+        return element if isinstance(element, torch.Tensor) else None
 
     def put(self, value: Any, tensor: torch.Tensor) -> Any:
         """Return `value` with the tapped element replaced."""

@@ -13,16 +13,9 @@ import safetensors.torch
 import torch
 
 from minimax_tools.capture.certificate import Certificate
-from minimax_tools.capture.digests import Digests, FileDigests
-from minimax_tools.capture.manifest import (
-    INPUTS_NAME,
-    MANIFEST_NAME,
-    Description,
-    Entry,
-    Manifest,
-    describe_tensor,
-)
-from minimax_tools.capture.parts import manifest_with, remove_parts
+from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
+from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
+from minimax_tools.capture.parts import add_part, remove_parts
 from minimax_tools.capture.read_record import remove_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
@@ -39,7 +32,7 @@ class CaptureWriter:
     """A capture directory being written, as `open_capture` opens it.
 
     Args:
-        manifest_name: File name of the manifest; each rank has its own where several write (see `parts`).
+        manifest_name: File name of the manifest; each rank has its own if several write (see `parts`).
     """
 
     def __init__(self, directory: Path, manifest: Manifest, *, manifest_name: str = MANIFEST_NAME) -> None:
@@ -72,7 +65,7 @@ class CaptureWriter:
         Args:
             layer: The layer's number.
             tensors: CPU tensors by site.
-            twin: Float32 twins by site, where the noise floor is kept whole.
+            twin: Float32 twins by site, if the noise floor is kept whole.
             floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
             not_exposed: Sites that the run wanted and the port does not expose.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
@@ -108,7 +101,7 @@ class CaptureWriter:
 
     def add_part(self, part: Manifest) -> None:
         """List the tensors that another rank of the run wrote."""
-        self._update(manifest_with(self.manifest, part))
+        self._update(add_part(self.manifest, part))
 
     def finish(self) -> None:
         """Mark the capture as complete."""
@@ -116,11 +109,11 @@ class CaptureWriter:
         remove_parts(self.directory)
 
     def read_layer_output(self, layer: int) -> torch.Tensor:
-        """Read the output [B,S,H] of a stored layer."""
+        """Read the output of a stored layer, [B,S,H]."""
         return Capture(self.directory, self.manifest).read(layer, Site.OUTPUT)
 
     def read_layer_input(self, layer: int) -> torch.Tensor:
-        """Read the input [B,S,H] of a stored layer."""
+        """Read the input of a stored layer, [B,S,H]."""
         return Capture(self.directory, self.manifest).read(layer, Site.INPUT)
 
     def read_hidden_states(self) -> torch.Tensor:
@@ -163,7 +156,11 @@ class CaptureWriter:
         twin: SiteTensors | None,
         floor: Mapping[str, torch.Tensor] | None,
     ) -> tuple[tuple[Entry, ...], list[FileDigests]]:
-        """Write twins, floor and sites, in this order; return entries of the sites and digests of the others."""
+        """Write the files of a layer, or of the sites outside the layers.
+
+        Returns:
+            The entries of the sites, and the digests of twins and floor.
+        """
         digests = []
         if twin is not None:
             digests.append(self._write(f"{name}.fp32.safetensors", _by_name(twin)))
@@ -195,10 +192,6 @@ class CaptureWriter:
         self.manifest = manifest
 
 
-def _by_name(tensors: SiteTensors) -> dict[str, torch.Tensor]:
-    return {str(site): tensor for site, tensor in tensors.items()}
-
-
 @contextlib.contextmanager
 def open_capture(
     directory: Path,
@@ -208,14 +201,14 @@ def open_capture(
     hidden_states: HiddenStates = None,
     owner: str = "",
 ) -> Iterator[CaptureWriter]:
-    """Open `directory` for writing: resume the same capture where it is unfinished, else begin anew.
+    """Open `directory` for writing: resume the same capture if it is unfinished, else begin anew.
 
     Args:
-        directory: The capture directory; made where it does not exist.
+        directory: The capture directory; made if it does not exist.
         description: The capture to write.
         inputs: The token rows.
-        hidden_states: [B,S,H], the first layer's input where it is not made of the tokens; or a function that makes
-            it, called where no layer is stored yet. The description must then tell all that it depends on.
+        hidden_states: The first layer's input [B,S,H], if it is not made of the tokens. A function is called only if
+            no layer is stored yet; everything that its result depends on must be in `description`.
         owner: Name of the run, by which other ranks know its lock (see `folder_lock.read_owner`).
 
     Raises:
@@ -227,12 +220,12 @@ def open_capture(
             clear_capture(directory)
             manifest = Manifest(description=description)
         if not manifest.complete_layers:
-            # Records of a run that is not resumed.
+            # They are of a run that is not resumed.
             remove_records(directory)
         remove_temporaries(directory)
         # A capture that changes loses its certificate; it is certified again at its end.
-        writer = CaptureWriter(directory, replace(manifest, certificate=None))
-        manifest = writer.manifest
+        manifest = replace(manifest, certificate=None)
+        writer = CaptureWriter(directory, manifest)
         # The manifest comes first: a run killed at once leaves a directory that is known as a capture.
         writer._update(manifest)
         remove_parts(directory)
@@ -251,7 +244,10 @@ def store_certificate(directory: Path, certificate: Certificate) -> Manifest:
     # Read first: locking would make a directory that does not exist.
     Manifest.read(directory)
     with locked_directory(directory):
-        manifest = replace(Manifest.read(directory), certificate=certificate)
-        with replacing(directory / MANIFEST_NAME) as temporary:
-            temporary.write_text(manifest.as_text(), encoding="utf-8")
-    return manifest
+        writer = CaptureWriter(directory, Manifest.read(directory))
+        writer._update(replace(writer.manifest, certificate=certificate))
+    return writer.manifest
+
+
+def _by_name(tensors: SiteTensors) -> dict[str, torch.Tensor]:
+    return {str(site): tensor for site, tensor in tensors.items()}

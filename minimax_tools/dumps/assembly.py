@@ -1,12 +1,11 @@
 """DumpAssembly: a site's real tokens, put together from the pieces of ranks and passes.
 
-T real tokens of all prompts, F channels, N heads, D head_dim.
+B prompts, S their padded length, T real tokens of all prompts, T' rows of one pass, F channels, N heads, D head_dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,12 +20,12 @@ from minimax_tools.model.site_layouts import Replicated
 _NUM_NAMED = 4
 
 
-class Shape(str, Enum):
-    """Shape of a token's value in a tensor."""
+class TokenKind(Enum):
+    """The value that a tensor holds of each token."""
 
-    CHANNELS = "channels"  # [B,S,F]
-    HEADS = "heads"  # [B,N,S,D]
-    NUMBER = "number"  # [B,S]
+    CHANNELS = "channels"  # in tensors [B,S,F]
+    HEADS = "heads"  # in tensors [B,N,S,D]
+    NUMBER = "number"  # in tensors [B,S]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +34,15 @@ class DumpAssembly:
 
     found: FoundSites
 
-    def whole(self, site: FoundSite, step: str, *, what: str) -> torch.Tensor:
-        """Read a site from one pass, padding included, in mm2's shape of the site.
+    def read_pass(self, site: FoundSite, step: str, *, what: str) -> torch.Tensor:
+        """Read a site from one pass, padding included, in mm2's shape of the site; `what` names it in messages.
 
         Raises:
             CaptureError: A file is damaged, or the pieces do not fit the map or the usual names.
         """
-        terms = [self._term(term, step, what=what) for term in site.terms]
+        terms = [self._read_term(term, step, what=what) for term in site.terms]
         if site.transpose:
-            terms = [_transposed(term, site.transpose, what=what) for term in terms]
+            terms = [_transpose(term, site.transpose, what=what) for term in terms]
         if len(terms) == 1:
             return terms[0]
         if any(term.shape != terms[0].shape for term in terms):
@@ -56,34 +55,72 @@ class DumpAssembly:
         # Kernels add in float32 and round once.
         return torch.stack([term.to(torch.float32) for term in terms]).sum(dim=0).to(terms[0].dtype)
 
-    def tokens(self, site: FoundSite, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
+    def read_tokens(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str) -> torch.Tensor:
         """Read a site's real tokens from all passes that are read: [T,F], [T,N,D] or [T].
 
         Raises:
             CaptureError: A file is damaged, the pieces do not fit, or nothing tells which rows are real.
         """
         if rows.stretches:
-            return self._joined(site, rows, shape=shape, what=what)
-        groups = self.found.passes
-        if len(groups) not in (1, len(rows.lengths)):
+            return self._read_stretches(site, rows, kind=kind, what=what)
+        num_groups = len(self.found.passes)
+        if num_groups not in (1, len(rows.lengths)):
             raise CaptureError(
                 f"{self.found.dump.directory}: which prompts the passes are of cannot be told",
                 expected=f"{len(rows.lengths)} passes, one for each prompt, or one for all",
-                found=f"{len(groups)}",
+                found=f"{num_groups}",
                 next_step="Name them as steps in a map: an inner list for passes that follow each other.",
             )
         try:
-            return self._one_by_one(site, rows, groups, shape=shape, what=what)
+            return self._read_groups(site, rows, kind=kind, what=what)
         except CaptureError as error:
-            hint = self._how_to_join()
-            if not hint:
+            advice = self._advise_on_passes()
+            if not advice:
                 raise
             raise CaptureError(
-                error.what, expected=error.expected, found=error.found, next_step=hint
+                error.what, expected=error.expected, found=error.found, next_step=advice
             ) from error
 
-    def _how_to_join(self) -> str:
-        """Return the advice for a dump with passes that are not read; empty where all are read."""
+    def _read_stretches(
+        self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str
+    ) -> torch.Tensor:
+        """Read the real tokens of passes that record their requests, one pass in memory at a time."""
+        wanted = [
+            (prompt, stretch) for prompt, stretches in enumerate(rows.stretches) for stretch in stretches
+        ]
+        num_rows = {} if self.found.schedule is None else self.found.schedule.num_rows
+        tokens = {}
+        for step in dict.fromkeys(stretch.step for _, stretch in wanted):
+            in_pass = f"{what} in pass {step}"
+            flat, token_shape = _flatten(self.read_pass(site, step, what=in_pass), kind, in_pass)
+            for prompt, stretch in wanted:
+                if stretch.step == step:
+                    taken = take_stretch(flat, stretch, num_rows=num_rows.get(step), what=in_pass)
+                    # Cloned, so that the pass's whole tensor is freed.
+                    tokens[prompt, stretch.start] = taken.reshape(len(taken), *token_shape).clone()
+        return torch.cat([tokens[key] for key in sorted(tokens)])
+
+    def _read_groups(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str) -> torch.Tensor:
+        """Read the real tokens of passes chosen by the map, or of the first pass.
+
+        A single group of passes holds all prompts. Of several, each holds the prompt of its number.
+        """
+        tokens = []
+        for number, group in enumerate(self.found.passes):
+            group_rows = rows if len(self.found.passes) == 1 else rows.of_prompt(number)
+            flats = []
+            for step in group:
+                in_pass = f"{what} in pass {step}"
+                flat, token_shape = _flatten(self.read_pass(site, step, what=in_pass), kind, in_pass)
+                flats.append(flat)
+            pass_rows = group_rows.in_passes([math.prod(flat.shape[:-1]) for flat in flats])
+            taken = [of_pass.take(flat, what=what) for flat, of_pass in zip(flats, pass_rows, strict=True)]
+            joined = join_passes(taken, [of_pass.lengths for of_pass in pass_rows])
+            tokens.append(joined.reshape(len(joined), *token_shape))
+        return torch.cat(tokens)
+
+    def _advise_on_passes(self) -> str:
+        """Return the advice for a dump with passes that are not read; empty if all are read."""
         if self.found.not_joined:
             return f"The passes could not be joined: {self.found.not_joined}"
         if not self.found.left:
@@ -95,68 +132,27 @@ class DumpAssembly:
             f"steps: {[joined]}. Or run both sides on the same prompts."
         )
 
-    def _one_by_one(
-        self,
-        site: FoundSite,
-        rows: TokenRows,
-        groups: tuple[tuple[str, ...], ...],
-        *,
-        shape: Shape,
-        what: str,
-    ) -> torch.Tensor:
-        """Read the real tokens of passes chosen by the map, or of the first pass."""
-        parts = []
-        for number, group in enumerate(groups):
-            of_group = rows if len(groups) == 1 else rows.of_prompt(number)
-            where = [f"{what} in pass {step}" for step in group]
-            flat = [
-                _flattened(self.whole(site, step, what=place), shape, place)
-                for step, place in zip(group, where, strict=True)
-            ]
-            of_passes = of_group.in_passes([math.prod(tensor.shape[:-1]) for tensor, _ in flat])
-            taken = [
-                unflatten(of_pass.take(tensor, what=what))
-                for (tensor, unflatten), of_pass in zip(flat, of_passes, strict=True)
-            ]
-            parts.append(join_passes(taken, [of_pass.lengths for of_pass in of_passes]))
-        return torch.cat(parts)
-
-    def _joined(self, site: FoundSite, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
-        """Read the real tokens of passes that record their requests, one pass in memory at a time."""
-        wanted = [
-            (prompt, stretch) for prompt, stretches in enumerate(rows.stretches) for stretch in stretches
-        ]
-        num_rows = self.found.schedule.num_rows if self.found.schedule is not None else {}
-        parts = {}
-        for step in dict.fromkeys(stretch.step for _, stretch in wanted):
-            where = f"{what} in pass {step}"
-            tensor, unflatten = _flattened(self.whole(site, step, what=where), shape, where)
-            for prompt, stretch in wanted:
-                if stretch.step == step:
-                    taken = take_stretch(tensor, stretch, num_rows=num_rows.get(step), what=where)
-                    parts[prompt, stretch.start] = unflatten(taken).clone()
-        return torch.cat([parts[place] for place in sorted(parts)])
-
-    def _term(self, term: SiteTerm, step: str, *, what: str) -> torch.Tensor:
-        pieces = {
-            rank: term.place.cut(
-                read_tensor(self.found.dump.directory / piece.file, piece.keys), what=f"{what}, {piece.file}"
-            )
-            for rank, piece in term.of_pass(step).items()
-        }
+    def _read_term(self, term: SiteTerm, step: str, *, what: str) -> torch.Tensor:
+        """Read a term of a site from one pass, its ranks' pieces put together."""
+        directory = self.found.dump.directory
+        pieces = term.of_pass(step).values()
         if not pieces:
             raise CaptureError(
-                f"{self.found.dump.directory} does not hold {what}",
+                f"{directory} does not hold {what}",
                 found=f"passes {', '.join(sorted(term.steps))}",
                 next_step="Choose passes that hold the same modules (steps in a map), or capture again.",
             )
-        tensors = list(pieces.values())
+        tensors = [
+            term.place.cut(read_tensor(directory / piece.file, piece.keys), what=f"{what}, {piece.file}")
+            for piece in pieces
+        ]
         if len(tensors) == 1:
             return tensors[0]
+        # A usual layout is a guess, which equal tensors on all ranks disprove.
         are_equal = all(torch.equal(tensors[0], tensor) for tensor in tensors[1:])
         layout = Replicated() if are_equal and not term.is_declared else term.layout
         try:
-            return layout.assemble(tensors, what=f"{what} ({term.module} of {self.found.dump.directory})")
+            return layout.assemble(tensors, what=f"{what} ({term.module} of {directory})")
         except TargetError as error:
             raise CaptureError(
                 error.what,
@@ -167,14 +163,12 @@ class DumpAssembly:
             ) from error
 
 
-def _flattened(
-    tensor: torch.Tensor, shape: Shape, what: str
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Flatten a token's value into one last dim; return with it the function that restores its shape from [T,F]."""
-    if shape is Shape.CHANNELS:
-        return tensor, lambda taken: taken
-    if shape is Shape.NUMBER:
-        return tensor[..., None], lambda taken: taken[:, 0]
+def _flatten(tensor: torch.Tensor, kind: TokenKind, what: str) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Flatten each token's value into one last dim, and return with the tensor the shape of such a value."""
+    if kind is TokenKind.CHANNELS:
+        return tensor, tuple(tensor.shape[-1:])
+    if kind is TokenKind.NUMBER:
+        return tensor[..., None], ()
     if tensor.ndim == 4:  # [B,N,S,D]
         tensor = tensor.transpose(1, 2)
     elif tensor.ndim != 3:  # packed [T',N,D]
@@ -184,11 +178,10 @@ def _flattened(
             found=str(list(tensor.shape)),
             next_step="Bring its dims into that order with transpose in a map, or leave the site out.",
         )
-    heads = tensor.shape[-2:]
-    return tensor.flatten(-2), lambda taken: taken.unflatten(-1, heads)
+    return tensor.flatten(-2), tuple(tensor.shape[-2:])
 
 
-def _transposed(tensor: torch.Tensor, order: tuple[int, ...], *, what: str) -> torch.Tensor:
+def _transpose(tensor: torch.Tensor, order: tuple[int, ...], *, what: str) -> torch.Tensor:
     if tensor.ndim != len(order):
         raise CaptureError(
             f"{what} cannot be transposed as the map says",

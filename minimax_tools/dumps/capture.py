@@ -1,7 +1,7 @@
 """DumpCapture: another tool's dump, read as a capture.
 
-The path of its data: files, pieces (`formats`), places of sites (`site_finder`), rows of real tokens (`row_finder`),
-one batch (`assembly`). B prompts, S their padded length.
+`formats` lists the pieces in its files, `site_finder` finds the sites among them, `row_finder` tells real tokens from
+padding, `assembly` puts a site's real tokens together, and `rows` lays them out as a batch of B prompts and length S.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
-from minimax_tools.dumps.assembly import DumpAssembly, Shape
+from minimax_tools.capture.listing import DumpListing, ListedTensor
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.assembly import DumpAssembly, TokenKind
 from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites
-from minimax_tools.dumps.last_tokens import find_last_tokens, held_rows, is_partial, read_last_tokens
+from minimax_tools.dumps.last_tokens import LastToken, find_last_tokens, mark_tokens, read_last_tokens
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.piece import DumpPiece, find_layer, word_module, word_modules
 from minimax_tools.dumps.placed_capture import PlacedCapture
@@ -27,17 +28,19 @@ from minimax_tools.dumps.usual_names import INPUT_IDS
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
-# Serving engines compute these for the tokens to sample from alone.
+# Serving engines compute these only for the tokens to sample from.
 _BEHIND_LAYERS = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 
 
 class DumpCapture(PlacedCapture[FoundSite]):
-    """A dump opened for reading; one site is in memory at a time.
+    """A dump opened for reading; one site is in memory at a time. `CaptureSource` describes its methods.
 
     Args:
+        found: The dump's sites.
+        names: The user's map of the dump.
         mask: bool [B,S] of the batch to lay tensors out as; None for the batch that the dump's own lengths give, or,
             without lengths, for tensors as they are.
-        input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None where they are not known.
+        input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None if they are not known.
     """
 
     may_omit_inputs = True
@@ -56,18 +59,12 @@ class DumpCapture(PlacedCapture[FoundSite]):
         self._assembly = DumpAssembly(found=found)
         self._rows = find_rows(self._assembly, names, mask=mask, input_ids=input_ids)
         self._mask = batch_mask(self._rows.lengths) if mask is None and self._rows is not None else mask
-        self._last_tokens = {
-            site: find_last_tokens(found.sites[None, site], found, self._rows)
-            for site in _BEHIND_LAYERS
-            if (None, site) in found.sites
-            and self._rows is not None
-            and is_partial(found.sites[None, site], found, self._rows)
-        }
+        self._last_tokens = self._find_last_tokens()
         self.notes = (*found.notes, *self._partial_notes())
 
     @classmethod
     def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> DumpCapture:
-        """Open a dump in a layout; None where the files tell.
+        """Open a dump; the files tell its format if none is given.
 
         Raises:
             CaptureError: The layout is not known, a file is damaged, or the map does not fit the dump.
@@ -82,21 +79,11 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return cls(find_sites(read_dump(directory, chosen), names), names)
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
-        """Return this capture laid out as the batch of another.
-
-        Raises:
-            IncomparableError: The prompts are of other lengths or tokens.
-            CaptureError: A file is damaged.
-        """
         mask = other.read_attention_mask()
         return self if mask is None else self.aligned(mask, other.read_input_ids())
 
     def aligned(self, mask: torch.Tensor, input_ids: torch.Tensor | None) -> DumpCapture:
-        """Return this capture laid out as another batch.
-
-        Args:
-            mask: [B,S], 1 on real tokens.
-            input_ids: int64 [B,S], compared with the dump's own; None where they are not known.
+        """Return this capture laid out as another batch, given its mask and, if they are known, its token ids [B,S].
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.
@@ -107,22 +94,23 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return aligned
 
     def listing(self) -> DumpListing:
-        """List the dump's tensors; those that differ in their layer alone are one."""
+        """List the dump's tensors; those of the same name in several layers are one."""
+        # An inner dict keeps each site once, in order.
         sites: dict[str, dict[str, None]] = defaultdict(dict)
         for (_, site), found in self.found.sites.items():
             for term in found.terms:
                 for piece in term.pieces.values():
-                    sites[_name(piece)][str(site)] = None
+                    sites[_template(piece)][str(site)] = None
         pieces: dict[str, list[DumpPiece]] = defaultdict(list)
         for piece in self.found.dump.pieces:
-            pieces[_name(piece)].append(piece)
+            pieces[_template(piece)].append(piece)
         return DumpListing(
             format=self.found.dump.format,
             steps=self.found.dump.steps,
             passes=self.found.passes,
             num_ranks=self.found.num_ranks,
             tensors=tuple(
-                _listed(name, of_name, sites=tuple(sites.get(name, ()))) for name, of_name in pieces.items()
+                _describe(name, of_name, sites=tuple(sites.get(name, ()))) for name, of_name in pieces.items()
             ),
             unmapped=tuple(word_modules(self.found.unmapped)),
         )
@@ -132,17 +120,15 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return tuple(site for site in super().model_sites() if self._last_tokens.get(site) != ())
 
     def held_rows(self, site: ModelSite) -> torch.Tensor | None:
-        """Return the places at which a site outside the layers is held, bool [B,S]; None for all real tokens."""
         tokens = self._last_tokens.get(site)
-        return None if tokens is None or self._mask is None else held_rows(tokens, self._mask)
+        return None if tokens is None or self._mask is None else mark_tokens(tokens, self._mask)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        """Return the sites that the dump does not hold."""
         held = self.sites(layer)
         return tuple(site for site in Site if site not in held)
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor to the CPU, in its stored dtype; zeros on padding."""
+        """Read a site's tensor; zeros on padding."""
         found = self._find(layer, site)
         if found is None:
             raise CaptureError(
@@ -162,23 +148,33 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return self._read(found, what=str(site), has_heads_dim=False)
 
     def read_attention_mask(self) -> torch.Tensor | None:
-        """Read the mask of the batch that tensors are laid out as, int64 [B,S]; None where they stay as they are."""
         return None if self._mask is None else self._mask.to(torch.int64)
 
     def read_input_ids(self) -> torch.Tensor | None:
-        """Read the dump's token ids, int64 [B,S]; None where it holds none, or does not tell real rows."""
+        """Read the dump's token ids, int64 [B,S]; None if it holds none, or does not tell real rows."""
         found = self.found.sites.get((None, INPUT_IDS))
         steps = {step for group in self.found.passes for step in group}
         if found is None or self._rows is None or self._mask is None or not steps <= found.terms[0].steps:
             return None
-        tokens = self._assembly.tokens(found, self._rows, shape=Shape.NUMBER, what=INPUT_IDS)
+        tokens = self._assembly.read_tokens(found, self._rows, kind=TokenKind.NUMBER, what=INPUT_IDS)
         return lay_out(tokens[:, None], self._mask)[..., 0].to(torch.int64)
+
+    def _find_last_tokens(self) -> dict[ModelSite, tuple[LastToken, ...]]:
+        """Find the known tokens of each site behind the layers that is not held for every real token."""
+        last_tokens = {}
+        for site in _BEHIND_LAYERS:
+            found = self.found.sites.get((None, site))
+            if found is not None and self._rows is not None:
+                tokens = find_last_tokens(found, self.found, self._rows)
+                if tokens is not None:
+                    last_tokens[site] = tokens
+        return last_tokens
 
     def _read(self, found: FoundSite, *, what: str, has_heads_dim: bool) -> torch.Tensor:
         if self._rows is None or self._mask is None:
-            return self._assembly.whole(found, self.found.passes[0][0], what=what)
-        shape = Shape.HEADS if has_heads_dim else Shape.CHANNELS
-        tokens = self._assembly.tokens(found, self._rows, shape=shape, what=what)
+            return self._assembly.read_pass(found, self.found.passes[0][0], what=what)
+        kind = TokenKind.HEADS if has_heads_dim else TokenKind.CHANNELS
+        tokens = self._assembly.read_tokens(found, self._rows, kind=kind, what=what)
         if not has_heads_dim:
             return lay_out(tokens, self._mask)
         heads = tokens.shape[1:]
@@ -195,27 +191,27 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def _check_tokens(self, input_ids: torch.Tensor | None) -> None:
         """Raise if the dump's token ids are not those of the other side."""
-        own = None if input_ids is None else self.read_input_ids()
-        if own is None or input_ids is None or self._mask is None:
+        own_ids = None if input_ids is None else self.read_input_ids()
+        if own_ids is None or input_ids is None or self._mask is None:
             return
-        differing = (own != input_ids) & self._mask
+        differing = (own_ids != input_ids) & self._mask
         if bool(differing.any()):
             row, position = differing.nonzero()[0].tolist()
             raise IncomparableError(
                 f"the captures have different inputs: input_ids differ, first at row {row}, position {position}",
                 expected=f"{int(input_ids[row, position])}, as on the other side",
-                found=f"{int(own[row, position])} in {self.directory}",
+                found=f"{int(own_ids[row, position])} in {self.directory}",
                 next_step="Run both sides on the same prompts; if they are, check lengths, padding and steps in a map.",
             )
         self.has_checked_tokens = True
 
 
-def _name(piece: DumpPiece) -> str:
-    """Return a piece's place as a map has it, such as `blocks.{layer}.attn.wq:output[0]`."""
+def _template(piece: DumpPiece) -> str:
+    """Return a piece's place as a map writes it, such as `blocks.{layer}.attn.wq:output[0]`."""
     return str(replace(piece, module=word_module(piece.module)))
 
 
-def _listed(name: str, pieces: list[DumpPiece], *, sites: tuple[str, ...]) -> ListedTensor:
+def _describe(name: str, pieces: list[DumpPiece], *, sites: tuple[str, ...]) -> ListedTensor:
     layers = {find_layer(piece.module) for piece in pieces}
     return ListedTensor(
         name=name,

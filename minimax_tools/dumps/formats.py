@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from minimax_tools.dumps import model_debugger, msprobe, nxdi, sglang, vllm_neuron
 from minimax_tools.dumps.piece import Dump
@@ -31,21 +30,19 @@ class Format:
     read_dump: Callable[[Path], Dump]
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        tool.NAME: Format(
-            name=tool.NAME, layout=tool.LAYOUT, recognises=tool.recognises, read_dump=tool.read_dump
-        )
-        for tool in (nxdi, vllm_neuron, msprobe, sglang, model_debugger)
-    }
-)
-# These tools keep one rank's tensors. Users let each rank write into a folder of its own, rank0, rank1 and so on.
+FORMATS: Mapping[str, Format] = {
+    tool.NAME: Format(
+        name=tool.NAME, layout=tool.LAYOUT, recognises=tool.recognises, read_dump=tool.read_dump
+    )
+    for tool in (nxdi, vllm_neuron, msprobe, sglang, model_debugger)
+}
+# These tools keep the tensors of one rank. Users let each rank write into a folder of its own: rank0, rank1 and so on.
 _ONE_RANK = (nxdi.NAME, model_debugger.NAME)
 
 
 def find_format(directory: Path) -> Format | None:
-    """Return the format of a folder; None where no format fits."""
-    return next((format_ for format_ in FORMATS.values() if _is_of(directory, format_)), None)
+    """Return the format of a folder; None if no format fits."""
+    return next((format_ for format_ in FORMATS.values() if _fits(directory, format_)), None)
 
 
 def read_dump(directory: Path, format_: Format) -> Dump:
@@ -54,7 +51,7 @@ def read_dump(directory: Path, format_: Format) -> Dump:
     Raises:
         CaptureError: The folder has another format, or a file is damaged.
     """
-    if not directory.is_dir() or not _is_of(directory, format_):
+    if not directory.is_dir() or not _fits(directory, format_):
         raise CaptureError(
             f"{directory} holds no {format_.name} capture",
             expected=format_.layout,
@@ -62,12 +59,13 @@ def read_dump(directory: Path, format_: Format) -> Dump:
         )
     if format_.recognises(directory):
         return format_.read_dump(directory)
-    return _joined(
+    return _join(
         directory, {rank: format_.read_dump(path) for rank, path in _rank_folders(directory).items()}
     )
 
 
-def _is_of(directory: Path, format_: Format) -> bool:
+def _fits(directory: Path, format_: Format) -> bool:
+    """Decide whether a folder has a format itself, or holds a folder of it for each rank."""
     if format_.recognises(directory):
         return True
     folders = _rank_folders(directory) if format_.name in _ONE_RANK else {}
@@ -80,7 +78,7 @@ def _rank_folders(directory: Path) -> dict[int, Path]:
     return {int(number): numbered[number] for number in sorted(numbered) if number.isdecimal()}
 
 
-def _joined(directory: Path, dumps: Mapping[int, Dump]) -> Dump:
+def _join(directory: Path, dumps: Mapping[int, Dump]) -> Dump:
     """Join the dumps of several ranks."""
     first = next(iter(dumps.values()))
     return replace(

@@ -17,7 +17,7 @@ class SiteTerm:
     """A tensor that a site is made of.
 
     Args:
-        pieces: Its pieces, by pass and rank.
+        pieces: Its pieces, by label of the pass and rank.
         layout: How the ranks' pieces are put together.
         is_declared: Whether the map or the dump itself declares the layout.
     """
@@ -58,10 +58,10 @@ class FoundSites:
     Args:
         sites: Every site found.
         num_ranks: Ranks that the port was divided among.
-        passes: Passes to read; those of an inner tuple follow each other for the same prompts.
-        notes: How the dump is read, for the reader of a comparison.
+        passes: Passes to read; those of an inner tuple (a group) follow each other for the same prompts.
+        notes: Sentences on how the dump is read, for the reader of a comparison.
         left: Passes that hold the same modules and are not read.
-        schedule: The passes joined along the prompts; None where they are read as `passes` says.
+        schedule: The passes joined along the prompts; None if they are read as `passes` says.
         not_joined: Reason why recorded passes cannot be joined; empty otherwise.
         unmapped: Modules that map to no site.
     """
@@ -70,7 +70,7 @@ class FoundSites:
     sites: Mapping[SiteKey, FoundSite]
     num_ranks: int
     passes: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     schedule: Schedule | None = None
     not_joined: str = ""

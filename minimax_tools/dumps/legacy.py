@@ -54,7 +54,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         return cls(files, read_layout(files))
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor to the CPU, in its stored dtype; [B,S,H] where the files tell B and S."""
+        """Read a site's tensor to the CPU, in its stored dtype; [B,S,H] if the files tell B and S."""
         place = self._find(layer, site)
         if place is None:
             raise CaptureError(
@@ -74,7 +74,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         return self._read(place)
 
     def read_attention_mask(self) -> torch.Tensor | None:
-        """Read the mask, int64 [B,S], 1 on real tokens; None where no file holds one.
+        """Read the mask, int64 [B,S], 1 on real tokens; None if no file holds one.
 
         Raises:
             CaptureError: The stored mask does not tell real rows from padding.

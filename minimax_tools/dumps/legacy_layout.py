@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,30 +17,30 @@ from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 
-# In words, for messages.
+# Names of the files, for messages.
 LEGACY_LAYOUT = "layer_<N>_output.pt, embedding_output.pt, layer_output.pt or layers_output.pt"
 
 _LAYER_FILE = re.compile(r"layer_(\d+)_(input|output)\.pt")
 _METADATA_FILE = "metadata.pt"
-_MODEL_FILES: Mapping[str, ModelSite] = MappingProxyType(
-    {
-        "embedding_output.pt": ModelSite.EMBEDDING,
-        "norm_output.pt": ModelSite.FINAL_NORM,
-        "final_norm.pt": ModelSite.FINAL_NORM,
-        "final_norm_output.pt": ModelSite.FINAL_NORM,
-        "lm_head_output.pt": ModelSite.LOGITS,
-        "logits.pt": ModelSite.LOGITS,
-        "logits_output.pt": ModelSite.LOGITS,
-    }
-)
+_MODEL_FILES: Mapping[str, ModelSite] = {
+    "embedding_output.pt": ModelSite.EMBEDDING,
+    "norm_output.pt": ModelSite.FINAL_NORM,
+    "final_norm.pt": ModelSite.FINAL_NORM,
+    "final_norm_output.pt": ModelSite.FINAL_NORM,
+    "lm_head_output.pt": ModelSite.LOGITS,
+    "logits.pt": ModelSite.LOGITS,
+    "logits_output.pt": ModelSite.LOGITS,
+}
 
-# Keys of a tensor in a file of its own, where it lies in a dict.
+# Keys of the tensor of a file that holds one tensor, if it lies in a dict; the likeliest first.
 _OWN_FILE_KEYS = ("output_hidden_states", "hidden_states", "output", "last_hidden_state", "logits")
-_RUN_KEYS: Mapping[Site, tuple[str, ...]] = MappingProxyType(
-    {Site.INPUT: ("input_hidden_states",), Site.OUTPUT: ("output_hidden_states", "output_full")}
-)
+# Keys of the tensors of a file that holds a whole run.
+_RUN_KEYS: Mapping[Site, tuple[str, ...]] = {
+    Site.INPUT: ("input_hidden_states",),
+    Site.OUTPUT: ("output_hidden_states", "output_full"),
+}
 _MASK_KEYS = ("input_attention_mask", "attention_mask")
-# A tensor lies at most so deep: in a tuple under a key of a dict, with one to spare.
+# Containers around a tensor, at most: a tuple under a key of a dict, the tensor itself, and one to spare.
 _MAX_NESTING = 4
 
 
@@ -53,17 +52,22 @@ class LegacyPlace:
     keys: tuple[str, ...]
 
 
-# Files of a whole run: the keys of its first and its last layer, and the name of its folder, which may give them.
-_RUN_FILES: Mapping[str, tuple[str, str, re.Pattern[str]]] = MappingProxyType(
-    {
-        "layer_output.pt": ("layer_idx", "layer_idx", re.compile(r"single_layer_(?P<layer_idx>\d+)")),
-        "layers_output.pt": (
-            "start_layer",
-            "end_layer",
-            re.compile(r"layers_(?P<start_layer>\d+)_to_(?P<end_layer>\d+)"),
-        ),
-    }
-)
+class _RunFile(NamedTuple):
+    """A file of a whole run: the keys of its first and its last layer; the folder's name may give them instead."""
+
+    first_key: str
+    last_key: str
+    folder: re.Pattern[str]
+
+
+_RUN_FILES: Mapping[str, _RunFile] = {
+    "layer_output.pt": _RunFile("layer_idx", "layer_idx", re.compile(r"single_layer_(?P<layer_idx>\d+)")),
+    "layers_output.pt": _RunFile(
+        "start_layer",
+        "end_layer",
+        re.compile(r"layers_(?P<start_layer>\d+)_to_(?P<end_layer>\d+)"),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,8 +75,8 @@ class LegacyLayout:
     """The contents of a folder.
 
     Args:
-        mask: The attention mask as it was saved; None where no file holds one.
-        batch_shape: (B, S) of the token rows; None where no file tells.
+        mask: The attention mask as it was saved; None if no file holds one.
+        batch_shape: (B, S) of the token rows; None if no file tells.
     """
 
     places: Mapping[SiteKey, LegacyPlace]
@@ -117,14 +121,6 @@ class LegacyFiles:
         return tensor
 
 
-def _list_names(directory: Path) -> tuple[str, ...]:
-    """Return the names of the files in a folder, sorted; none where it cannot be read."""
-    try:
-        return tuple(sorted(path.name for path in directory.iterdir() if path.is_file()))
-    except OSError:
-        return ()
-
-
 def is_legacy(directory: Path) -> bool:
     """Decide whether a folder holds files of this layout."""
     return any(
@@ -134,7 +130,7 @@ def is_legacy(directory: Path) -> bool:
 
 
 def read_layout(files: LegacyFiles) -> LegacyLayout:
-    """Find the tensors in a folder; only files whose names do not tell are read.
+    """Find the tensors in a folder; files are read only if their names do not tell what they hold.
 
     Raises:
         CaptureError: A file is damaged, or does not say which layers it is of.
@@ -154,6 +150,7 @@ def read_layout(files: LegacyFiles) -> LegacyLayout:
         if name in _MODEL_FILES:
             places[None, _MODEL_FILES[name]] = LegacyPlace(file=name, keys=_OWN_FILE_KEYS)
         if name in _RUN_FILES or name == _METADATA_FILE:
+            # The first record that holds a mask or a shape counts.
             for record in _mappings(files.load(name)):
                 mask = _first_of(record, _MASK_KEYS) if mask is None else mask
                 batch_shape = batch_shape or _batch_shape(record)
@@ -161,7 +158,7 @@ def read_layout(files: LegacyFiles) -> LegacyLayout:
 
 
 def find_tensor(value: Any, keys: tuple[str, ...]) -> torch.Tensor | None:
-    """Return the tensor that `value` is, begins with, or holds under one of `keys`; None where there is none."""
+    """Return the tensor that `value` is, begins with, or holds under one of `keys`; None if there is none."""
     for _ in range(_MAX_NESTING):
         if isinstance(value, torch.Tensor):
             return value
@@ -186,6 +183,14 @@ def describe_value(value: Any) -> str:
     return type(value).__name__
 
 
+def _list_names(directory: Path) -> tuple[str, ...]:
+    """Return the names of the files in a folder, sorted; none if it cannot be read."""
+    try:
+        return tuple(sorted(path.name for path in directory.iterdir() if path.is_file()))
+    except OSError:
+        return ()
+
+
 def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
     layer_file = _LAYER_FILE.fullmatch(name)
     if layer_file is not None:
@@ -198,7 +203,7 @@ def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
     if not isinstance(record, Mapping):
         raise CaptureError(
             f"{files.directory / name} is of another layout",
-            expected=f"a dict with {_RUN_FILES[name][1]} and output_hidden_states",
+            expected=f"a dict with {_RUN_FILES[name].last_key} and output_hidden_states",
             found=describe_value(record),
             next_step="Run the capture again.",
         )
@@ -216,7 +221,8 @@ def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tup
     match = folder.fullmatch(files.directory.resolve().name)
     named = {key: int(value) for key, value in match.groupdict().items()} if match else {}
     try:
-        first, last = (operator.index(record.get(key, named.get(key))) for key in (first_key, last_key))
+        first = operator.index(record.get(first_key, named.get(first_key)))
+        last = operator.index(record.get(last_key, named.get(last_key)))
     except TypeError:
         raise CaptureError(
             f"{files.directory / name} does not say which layer it holds",
@@ -224,26 +230,26 @@ def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tup
             found=describe_value(record),
             next_step="Name the folder single_layer_N or layers_A_to_B as the script did.",
         ) from None
-    stated = record.get("num_layers")
-    is_other_number = isinstance(stated, int) and stated != last - first + 1
+    num_layers = record.get("num_layers")
+    is_other_number = isinstance(num_layers, int) and num_layers != last - first + 1
     if first < 0 or last < first or is_other_number:
         raise CaptureError(
             f"{files.directory / name} contradicts itself",
             expected=f"{last - first + 1} layers, {first} to {last}",
-            found=f"num_layers {stated}",
+            found=f"num_layers {num_layers}",
             next_step="Run the capture again.",
         )
     return first, last
 
 
 def _mappings(record: Any) -> list[Mapping[Any, Any]]:
-    """Return the record and the record of inputs in it, where they are dicts."""
+    """Return the record and the record of inputs in it, if they are dicts."""
     inputs = record.get("inputs") if isinstance(record, Mapping) else None
     return [found for found in (record, inputs) if isinstance(found, Mapping)]
 
 
 def _batch_shape(record: Mapping[Any, Any]) -> tuple[int, int] | None:
-    """Return (B, S) of the record's mask [B,S], ids [B,S] or hidden states [B,S,H]; None where it holds none."""
+    """Return (B, S) of the record's mask [B,S], ids [B,S] or hidden states [B,S,H]; None if it holds none."""
     rows = [_first_of(record, _MASK_KEYS), record.get("input_ids")]
     hidden = [record.get("input_hidden_states"), record.get("output_hidden_states")]
     for tensors, ndim in ((rows, 2), (hidden, 3)):

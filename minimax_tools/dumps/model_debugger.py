@@ -20,12 +20,13 @@ NAME = "transformers"
 LAYOUT = "<Class>_debug_tree_FULL_TENSORS.json with <Class>.<path>_outputs.safetensors"
 
 _TREE = "_debug_tree_FULL_TENSORS.json"
+# The rest of a file's name behind the class.
 _REST = re.compile(
     r"(\.(?P<module>.+?))?_"
     r"(inputs_(?P<kind>args|kwargs)_(?P<input>.+)|outputs(_(?P<output>.+))?)"
     r"\.safetensors"
 )
-_STEP = "0"
+_STEP = "0"  # label of the only pass
 
 
 def recognises(directory: Path) -> bool:
@@ -72,7 +73,7 @@ def read_dump(directory: Path) -> Dump:
 def _pieces(path: Path, class_name: str) -> Iterator[DumpPiece]:
     match = _REST.fullmatch(path.name.removeprefix(class_name))
     if match is None:
-        return iter(())
+        return iter(())  # another file, such as the tree
     return list_pieces(
         path,
         directory=path.parent,

@@ -17,6 +17,7 @@ NAME = "msprobe"
 LAYOUT = "step<N>/rank<R>/dump_tensor_data/Module.<path>.<Class>.forward.0.output.0.pt"
 
 _STEP = re.compile(r"step(\d+)")
+# A process without a rank, `proc1234`, counts as rank 0.
 _RANK = re.compile(r"rank(\d+)|proc\d+")
 _DATA = "dump_tensor_data"
 _FILE = re.compile(

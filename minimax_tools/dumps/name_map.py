@@ -3,9 +3,9 @@
 format: msprobe                 # else found from the files
 ranks: 2                        # else as many as wrote into the dump
 steps: ["0"]                    # passes to read, by label; [["0", "0.1"]] reads a prefill and a decoded row behind it
-requests: ["0", "1"]            # the prompts' requests, in their order, where the dump names requests
+requests: ["0", "1"]            # the prompts' requests, in their order, if the dump names requests
 lengths: [48, 33]               # real tokens of each prompt; else those of the capture on the other side
-padding: right                  # where padded rows are padded
+padding: right                  # the side on which rows are padded
 rows: padded                    # or packed: the tokens of all prompts one after another
 attention_mask: mask.pt         # instead of lengths and padding: [B,S] of 0 and 1, beside the map
 usual_names: true               # whether sites that the map does not name are looked for under the usual names
@@ -33,20 +33,12 @@ from minimax_tools.machine.yaml_file import read_yaml
 from minimax_tools.model.sites import ModelSite, Site
 
 _KEYS = (
-    "format",
-    "ranks",
-    "steps",
-    "requests",
-    "lengths",
-    "padding",
-    "rows",
-    "attention_mask",
-    "usual_names",
-    "sites",
+    *("format", "ranks", "steps", "requests", "lengths", "padding", "rows"),
+    *("attention_mask", "usual_names", "sites"),
 )
 _SIDES = ("right", "left")
 _ROWS = ("padded", "packed")
-_SEE = "The keys are: " + ", ".join(_KEYS) + "."
+_LIST_OF_KEYS = "The keys are: " + ", ".join(_KEYS) + "."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +59,17 @@ class NameMap:
     """Facts about a dump that its files do not tell; by default none.
 
     Args:
-        format: Name of the layout; None where the files tell.
-        num_ranks: Ranks that the port was divided among; None where the dump tells.
+        path: The map's file; None without one.
+        format: Name of the format; None if the files tell.
+        num_ranks: Ranks that the port was divided among; None if the dump tells.
         steps: Passes to read; those of an inner tuple follow each other for the same prompts.
-        requests: Requests of the prompts, in the prompts' order; empty where their tokens or lengths tell.
+        requests: Requests of the prompts, in the prompts' order; empty if their tokens or lengths tell.
         lengths: Real tokens of each prompt, in all passes together.
         padding: `right` or `left`.
-        is_packed: Whether the prompts' tokens lie one after another; None where the format tells.
+        is_packed: Whether the prompts' tokens lie one after another; None if the format tells.
         attention_mask: A file with [B,S] of 0 and 1.
         has_usual_names: Whether sites not named here are looked for under the usual names.
-        origins: Places of sites.
+        origins: Places of the sites that the map names.
     """
 
     path: Path | None = None
@@ -100,10 +93,11 @@ class NameMap:
         """
         record = read_yaml(path)
         if not isinstance(record, Mapping):
-            raise UsageError(f"{path} is no map", expected="keys and values", next_step=_SEE)
+            raise UsageError(f"{path} is no map", expected="keys and values", next_step=_LIST_OF_KEYS)
         unknown = [str(key) for key in record if key not in _KEYS]
         if unknown:
-            raise UsageError(f"{path} has keys that no map has", found=", ".join(unknown), next_step=_SEE)
+            found = ", ".join(unknown)
+            raise UsageError(f"{path} has keys that no map has", found=found, next_step=_LIST_OF_KEYS)
         reader = _Reader(path, record)
         if reader.has("attention_mask") and reader.has("lengths"):
             raise UsageError(
@@ -114,18 +108,8 @@ class NameMap:
             format=reader.choice("format", tuple(FORMATS)),
             num_ranks=reader.value("ranks", _is_count, expected="a whole number from 1"),
             steps=reader.steps(),
-            requests=tuple(
-                map(
-                    str, reader.items("requests", _are_labels, expected='a list of names, such as ["0", "1"]')
-                )
-            ),
-            lengths=tuple(
-                reader.items(
-                    "lengths",
-                    lambda lengths: all(map(_is_count, lengths)),
-                    expected="a list of whole numbers from 1, such as [48, 33]",
-                )
-            ),
+            requests=reader.requests(),
+            lengths=reader.lengths(),
             padding=reader.choice("padding", _SIDES) or _SIDES[0],
             is_packed=None if not reader.has("rows") else reader.choice("rows", _ROWS) == "packed",
             attention_mask=reader.file("attention_mask"),
@@ -145,7 +129,7 @@ class _Reader:
         return self._record.get(key) is not None
 
     def value(self, key: str, is_right: Callable[[Any], bool], *, expected: str) -> Any:
-        """Return a key's value; None where the file does not give it."""
+        """Return a key's value; None if the file does not give it."""
         value = self._record.get(key)
         if value is not None and not is_right(value):
             raise self._wrong(key, expected=expected)
@@ -156,7 +140,7 @@ class _Reader:
         return chosen
 
     def items(self, key: str, are_right: Callable[[list[Any]], bool], *, expected: str) -> list[Any]:
-        """Return a key's list; empty where the file does not give it."""
+        """Return a key's list; empty if the file does not give it."""
         value = self._record.get(key) or []
         if not isinstance(value, list) or not are_right(value):
             raise self._wrong(key, expected=expected)
@@ -175,6 +159,14 @@ class _Reader:
             expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
         )
         return tuple(tuple(map(str, _as_list(group))) for group in steps)
+
+    def requests(self) -> tuple[str, ...]:
+        expected = 'a list of names, such as ["0", "1"]'
+        return tuple(map(str, self.items("requests", _are_labels, expected=expected)))
+
+    def lengths(self) -> tuple[int, ...]:
+        expected = "a list of whole numbers from 1, such as [48, 33]"
+        return tuple(self.items("lengths", lambda items: all(map(_is_count, items)), expected=expected))
 
     def file(self, key: str) -> Path | None:
         name = self.value(key, lambda name: isinstance(name, str), expected="a file's name")
@@ -198,6 +190,7 @@ class _Reader:
         )
 
     def _origin(self, name: str, value: Any) -> MappedSite:
+        """Return the place that a value gives: `PLACE`, `{from: PLACE}` or `{sum: [PLACE, …]}`."""
         terms: Any = value
         transpose: tuple[int, ...] = ()
         if isinstance(value, Mapping):
@@ -206,6 +199,7 @@ class _Reader:
                 raise self._wrong_site(name, value)
             terms = value.get("from", value.get("sum"))
             transpose = tuple(value.get("transpose") or ())
+            # Each dim once.
             if sorted(transpose) != list(range(len(transpose))):
                 raise self._wrong_site(name, value)
         terms = _as_list(terms)

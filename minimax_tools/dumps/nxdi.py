@@ -3,7 +3,7 @@
 `captured_tensors_{cte|tkg}_step_{N}_module_{name}_{output|input}.pt`, with `capture_metadata.json` beside them; its
 counterpart for models in eager mode writes `…_output_0`, `…_inputs_0` and `…_inputs_kwargs_{name}`, and no metadata.
 Step 1 is the prefill, padded to its bucket. The first of a module's outputs on the device is kept. Attention returns a
-record, of which the first by name is kept, maybe a table of the rotary embedding. Written against NxDI 0.10.
+record; its first tensor by name is kept, which may be a table of the rotary embedding. Written against NxDI 0.10.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _FILE = re.compile(
     r"captured_tensors_(?P<phase>cte|ctx|tkg)_step_(?P<step>\d+)_"
     r"(module_(?P<module>.+)|manual_tensor_(?P<manual>\d+))\.pt"
 )
-# A file does not tell which tensor of the record it holds: only a map makes it a site.
-_ATTENTION, _FIRST_BY_NAME = re.compile(r"(.+\.)?self_attn"), "first"
+_ATTENTION = re.compile(r"(.+\.)?self_attn")
+# Element of attention's output, which no usual name has: which tensor of the record it is, only a map can say.
+_FIRST_BY_NAME = "first"
 _METADATA = "capture_metadata.json"
-# The likeliest first: a module's name may hold these words too.
+# Ends of names, the likeliest first: a module's name may hold these words too.
 _ENDINGS = tuple(
     re.compile(text)
     for text in (
@@ -99,7 +100,7 @@ def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, st
 
 
 def _read_metadata(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Read the metadata of each file; empty where there is none."""
+    """Read the metadata of each file, by its name; empty if there is none."""
     if not path.exists():
         return {}
     try:

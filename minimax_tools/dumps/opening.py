@@ -24,7 +24,8 @@ class DumpReading:
     """A user's options for reading another tool's dump.
 
     Args:
-        format: Name of the layout; None where the files, or the map, tell.
+        format: Name of the format; None if the map or the files tell it.
+        names: The user's map of the dump.
     """
 
     format: str | None = None
@@ -73,7 +74,7 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
 
 
 def is_others(directory: Path) -> bool:
-    """Decide whether a format and a map can apply to a directory: it is neither mm2's own nor legacy."""
+    """Decide whether a format and a map may apply to a directory: it is neither mm2's own nor legacy."""
     return not ((directory / MANIFEST_NAME).exists() or is_legacy(directory))
 
 

@@ -1,4 +1,4 @@
-"""DumpPiece: a tensor of another tool's dump, described by names and headers; Dump: all tensors of a directory."""
+"""DumpPiece: a tensor of another tool's dump, known by its file's name and header; Dump: all pieces of a directory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import list_tensors
 
+# The first number is the layer's, whatever the list of layers is called; numbers of experts follow.
+_FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpPiece:
@@ -17,14 +20,14 @@ class DumpPiece:
 
     Args:
         file: Path within the dump.
-        keys: Keys of the tensor in the file's value; empty where it is the value.
+        keys: Keys of the tensor in the file's value; empty if it is the value.
         module: Path of the module, or the tensor's own name; empty for the model itself.
         point: `input` or `output`.
-        element: Which of several inputs or outputs: an index, a name, or empty where there is one.
+        element: Which of several inputs or outputs: an index, a name, or empty if there is one.
         step: Label of the forward pass.
         rank: Tensor-parallel rank that wrote it.
         dtype: Its dtype, as in `bfloat16`.
-        dims: Names of its dims that the user gave the tool, as in `b s h[tp]`; None where there are none.
+        dims: Names of its dims as the user gave them to the tool, such as `b s h[tp]`; None if there are none.
     """
 
     file: str
@@ -51,10 +54,10 @@ class Dump:
         format: Name of the layout.
         steps: Labels of its forward passes, in their order; the first prefill comes first.
         num_ranks: Ranks of one tensor-parallel group, as far as the dump tells.
-        is_packed: Whether the tokens of all prompts lie one after another, not in padded rows; None for either.
+        is_packed: Whether the tokens of all prompts lie one after another, not in padded rows; None if either may be.
         is_one_rank: Whether the tool keeps rank 0's tensors alone, however many ranks there are.
         is_whole_model: Whether the tool writes the inputs of all modules, so that its last layer is the model's.
-        records: Requests and positions of each pass; empty where the tool does not record them.
+        records: Requests and positions of each pass; empty if the tool does not record them.
     """
 
     directory: Path
@@ -78,28 +81,21 @@ def list_pieces(
     element: str = "",
     rank: int = 0,
 ) -> Iterator[DumpPiece]:
-    """Yield the pieces in a file of a dump, from its header alone.
+    """Yield the pieces in the file `path` of the dump in `directory`, from its header; see `DumpPiece` for the rest.
 
-    Args:
-        path: The file.
-        directory: The dump's folder.
-        module: Module that the file is of.
-        step: Label of its forward pass.
-        point: `input` or `output`.
-        element: Which of several inputs or outputs the file is of; the keys in a `.pt` file follow it.
-        rank: Rank that wrote it.
+    If a `.pt` file holds several tensors, their keys follow `element`.
 
     Raises:
         CaptureError: The file is damaged.
     """
     for held in list_tensors(path):
-        inner = held.keys if path.suffix == ".pt" else ()
+        element_keys = map(str, held.keys) if path.suffix == ".pt" else ()
         yield DumpPiece(
             file=path.relative_to(directory).as_posix(),
             keys=held.keys,
             module=module,
             point=point,
-            element=".".join(part for part in (element, *map(str, inner)) if part),
+            element=".".join(part for part in (element, *element_keys) if part),
             step=step,
             rank=rank,
             shape=held.shape,
@@ -117,21 +113,17 @@ def step_order(label: str) -> tuple[int, ...]:
     return tuple(int(part) for part in label.split("."))
 
 
-# The first number is the layer's, whatever the list of layers is called; numbers of experts follow.
-_FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-
-
 def find_layer(module: str) -> int | None:
-    """Return the number of a module's layer; None where its name has no number."""
+    """Return the number of a module's layer; None if its name has no number."""
     match = _FIRST_NUMBER.search(module)
     return None if match is None else int(match[0])
 
 
 def word_module(module: str) -> str:
-    """Return a module's name as a map has it, such as `blocks.{layer}.attn.wq`."""
+    """Return a module's name as a map writes it, such as `blocks.{layer}.attn.wq`."""
     return _FIRST_NUMBER.sub("{layer}", module, count=1)
 
 
 def word_modules(modules: Iterable[str]) -> list[str]:
-    """Return modules' names as a map has them, each once."""
+    """Return modules' names as a map writes them, each once."""
     return list(dict.fromkeys(word_module(module) for module in modules))

@@ -4,7 +4,7 @@
 
 | part | meaning |
 |---|---|
-| path | a module's path or its end; `{layer}` is the layer's number, `{next}` that of the layer behind it |
+| path | a module's path or its end; `{layer}` is the layer's number, `{next}` the number of the layer behind it |
 | `:input`, `:output` | the module's input, or its output (the default) |
 | `[0]`, `[name]` | which of several inputs or outputs |
 | `[start:stop]` | cut of each rank's tensor along its last dim, before ranks are put together |
@@ -32,7 +32,7 @@ _NOTATION = re.compile(
 _EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
 _LAYER, _NEXT = "{layer}", "{next}"
 _OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-# The input or output meant where a place does not say, the likeliest first.
+# The input or output that is meant if a place does not say; the first of these that a module has.
 _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 
@@ -41,11 +41,11 @@ class SitePlace:
     """The place of a site.
 
     Args:
-        path: The module's path or its end, with `{layer}` or `{next}` where there is one for each layer.
+        path: The module's path or its end, with `{layer}` or `{next}` if there is one for each layer.
         point: `input` or `output`.
         element: Index or name among several; None for the only one or the first.
-        part: First and last+1 index along the last dim of each rank's tensor; None for all.
-        layout: Layout of the ranks' pieces; None where the map does not say.
+        part: Start and stop along the last dim of each rank's tensor; None for all of it.
+        layout: Layout of the ranks' pieces; None if the map does not say.
     """
 
     path: str
@@ -82,14 +82,14 @@ class SitePlace:
         )
 
     def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:
-        """Return the modules that fit the path, by layer; by None where the path names no layer.
+        """Return the modules that fit the path, by layer; by None if the path names no layer.
 
         Raises:
             CaptureError: Two modules fit for one layer.
         """
         pattern = self._pattern()
         found: dict[int | None, str] = {}
-        exact: set[int | None] = set()
+        exact: set[int | None] = set()  # layers with a module whose whole path fits, not only its end
         for module in modules:
             match = pattern.fullmatch(module)
             if match is None or _OTHER_LAYER.search(match["prefix"]):
@@ -100,7 +100,7 @@ class SitePlace:
                 layer = int(numbers["layer"])
             elif numbers.get("next") is not None:
                 layer = int(numbers["next"]) - 1
-            if layer in found and layer in exact:
+            if layer in exact:
                 continue
             if layer in found and match["prefix"]:
                 raise CaptureError(
@@ -111,23 +111,23 @@ class SitePlace:
             found[layer] = module
             if not match["prefix"]:
                 exact.add(layer)
+        # `{next}` of the first layer means no layer.
         return {layer: module for layer, module in found.items() if layer is None or layer >= 0}
 
     def choose(self, pieces: Iterable[DumpPiece]) -> tuple[DumpPiece, ...]:
         """Return the pieces of one module that the place means: one for each rank and pass."""
-        wanted: tuple[str, ...]
-        own = [piece for piece in pieces if piece.point == self.point]
-        wanted = (self.element,) if self.element is not None else _USUAL_ELEMENTS
+        at_point = [piece for piece in pieces if piece.point == self.point]
+        wanted = [self.element] if self.element is not None else list(_USUAL_ELEMENTS)
         if self.element == "0":
-            wanted = ("0", "")  # the first of one
+            wanted.append("")  # a tool may not number the only one
         for element in wanted:
-            chosen = tuple(piece for piece in own if piece.element == element)
+            chosen = tuple(piece for piece in at_point if piece.element == element)
             if chosen:
                 return chosen
         return ()
 
     def cut(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
-        """Cut the part out of one rank's tensor.
+        """Cut the part out of one rank's tensor; `what` names the tensor in messages.
 
         Raises:
             CaptureError: The tensor is too narrow.

@@ -9,13 +9,13 @@ from typing import Generic, TypeVar
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
 
-# A site of a layer, or a site or name outside the layers where the layer is None.
+# A site of a layer, or a site or name outside the layers if the layer is None.
 SiteKey = tuple["int | None", "Site | ModelSite | str"]
 PlaceT = TypeVar("PlaceT")
 
 
 class PlacedCapture(CaptureSource, Generic[PlaceT]):
-    """A capture that knows the place of each of its sites; it has no noise floor."""
+    """A capture without a noise floor that knows the place of each site; `CaptureSource` describes its methods."""
 
     def __init__(self, directory: Path, places: Mapping[SiteKey, PlaceT]) -> None:
         self.directory = directory
@@ -23,19 +23,17 @@ class PlacedCapture(CaptureSource, Generic[PlaceT]):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of which a site was found, ascending."""
         return tuple(sorted({layer for layer, _ in self._places if layer is not None}))
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Return the layer's sites, in execution order; its input may be the output of the layer before."""
         return tuple(site for site in Site if self._find(layer, site) is not None)
 
     def model_sites(self) -> tuple[ModelSite, ...]:
-        """Return the sites found outside the layers."""
         return tuple(site for site in ModelSite if (None, site) in self._places)
 
     def _find(self, layer: int, site: Site) -> PlaceT | None:
-        found = self._places.get((layer, site))
-        if found is not None or site is not Site.INPUT:
-            return found
+        place = self._places.get((layer, site))
+        if place is not None or site is not Site.INPUT:
+            return place
+        # A layer's input is also the output of the layer before, or of the embedding.
         return self._places.get((None, ModelSite.EMBEDDING) if layer == 0 else (layer - 1, Site.OUTPUT))

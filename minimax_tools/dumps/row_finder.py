@@ -1,4 +1,4 @@
-"""Row finder: tells a dump's real tokens from padding, by its map, its own records or the other side's batch.
+"""Row finder: tells a dump's real tokens from padding, by the user's map, the dump itself or the other side's batch.
 
 B prompts, S their padded length, S' their padded length in the dump.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minimax_tools.dumps.assembly import DumpAssembly, Shape
+from minimax_tools.dumps.assembly import DumpAssembly, TokenKind
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.rows import TokenRows
 from minimax_tools.dumps.schedule import Schedule, word_lengths
@@ -24,44 +24,51 @@ def find_rows(
     Args:
         assembly: The dump's tensors.
         names: The map.
-        mask: bool [B,S] of the other side's batch; None where it is not known.
-        input_ids: int64 [B,S], its tokens; None where they are not known.
+        mask: bool [B,S], the real tokens of the other side's batch; None if it is not known.
+        input_ids: int64 [B,S], the other side's tokens; None if they are not known.
 
     Returns:
-        None where nothing tells.
+        None if nothing tells.
 
     Raises:
         IncomparableError: The prompts are of other lengths than the other side's.
         CaptureError: A file is damaged, or the map and the dump do not fit.
     """
-    others = None if mask is None else _lengths(mask)
-    found, schedule = assembly.found, assembly.found.schedule
-    own_mask = _read_mask(assembly, names) if schedule is None else None
-    requests = names.requests
-    if schedule is not None and not requests and mask is not None and input_ids is not None:
-        prompts = [row[real] for row, real in zip(input_ids, mask, strict=True)]
-        requests = _find_requests(assembly, names, schedule, prompts)
-    if own_mask is not None:
-        # Every pass behind the first decodes one row of each prompt.
-        lengths = tuple(length + len(found.passes[0]) - 1 for length in _lengths(own_mask))
-    else:
-        lengths = names.lengths or others or ()
+    other_lengths = () if mask is None else _lengths(mask)
+    schedule = assembly.found.schedule
     if schedule is not None:
+        requests = names.requests
+        if not requests and mask is not None and input_ids is not None:
+            prompts = [row[is_real] for row, is_real in zip(input_ids, mask, strict=True)]
+            requests = _find_requests(assembly, names, schedule, prompts)
+        lengths = names.lengths or other_lengths
         lengths = lengths or tuple(schedule.length(name) for name in requests or schedule.requests)
-    if others is not None and lengths != others:
-        raise IncomparableError(
-            f"{found.dump.directory} is of other prompts than the capture on the other side",
-            expected=f"prompts of {word_lengths(others)} tokens",
-            found=word_lengths(lengths),
-            next_step="Correct lengths in the map, or run both sides on the same prompts.",
-        )
-    if schedule is not None:
-        chosen = schedule.choose(lengths, named=requests, directory=found.dump.directory)
-        return _scheduled_rows(schedule, names, chosen, lengths)
+        _refuse_other_lengths(assembly, lengths, other_lengths)
+        requests = schedule.choose(lengths, named=requests, directory=assembly.found.dump.directory)
+        return _scheduled_rows(schedule, names, requests, lengths)
+    dump_mask = _read_mask(assembly, names)
+    lengths = names.lengths or other_lengths
+    if dump_mask is not None:
+        # Every pass behind the first decodes one row of each prompt.
+        num_decoded = len(assembly.found.passes[0]) - 1
+        lengths = tuple(length + num_decoded for length in _lengths(dump_mask))
+    _refuse_other_lengths(assembly, lengths, other_lengths)
     if not lengths:
         return None
     is_packed = _find_packing(assembly, names, num_prompts=len(lengths))
-    return TokenRows(lengths=lengths, padding=names.padding, is_packed=is_packed, mask=own_mask)
+    return TokenRows(lengths=lengths, padding=names.padding, is_packed=is_packed, mask=dump_mask)
+
+
+def _refuse_other_lengths(
+    assembly: DumpAssembly, lengths: tuple[int, ...], other_lengths: tuple[int, ...]
+) -> None:
+    if other_lengths and lengths != other_lengths:
+        raise IncomparableError(
+            f"{assembly.found.dump.directory} is of other prompts than the capture on the other side",
+            expected=f"prompts of {word_lengths(other_lengths)} tokens",
+            found=word_lengths(lengths),
+            next_step="Correct lengths in the map, or run both sides on the same prompts.",
+        )
 
 
 def _scheduled_rows(
@@ -77,28 +84,31 @@ def _scheduled_rows(
 def _find_requests(
     assembly: DumpAssembly, names: NameMap, schedule: Schedule, prompts: list[torch.Tensor]
 ) -> tuple[str, ...]:
-    """Find the request with each prompt's tokens, in the prompts' order; none where the dump's ids do not tell."""
+    """Find the request with each prompt's tokens, in the prompts' order; none if the dump's ids do not tell."""
     site = assembly.found.sites.get((None, INPUT_IDS))
     if site is None or not set(assembly.found.passes[0]) <= site.terms[0].steps:
         return ()
-    left = {}
+    ids_of = {}
     for request in schedule.requests:
         rows = _scheduled_rows(schedule, names, (request,), (schedule.length(request),))
-        left[request] = assembly.tokens(site, rows, shape=Shape.NUMBER, what=INPUT_IDS)
-    chosen = []
+        ids_of[request] = assembly.read_tokens(site, rows, kind=TokenKind.NUMBER, what=INPUT_IDS)
+    chosen: list[str] = []
     for prompt in prompts:
-        owner = next((name for name, ids in left.items() if _begins_with(ids, prompt)), None)
-        if owner is None:
+        fitting = [request for request, ids in ids_of.items() if _begins_with(ids, prompt)]
+        if not fitting:
             return ()
-        del left[owner]
-        chosen.append(owner)
+        # Equal prompts have a request each.
+        del ids_of[fitting[0]]
+        chosen.append(fitting[0])
     return tuple(chosen)
 
 
 def _find_packing(assembly: DumpAssembly, names: NameMap, *, num_prompts: int) -> bool | None:
-    """Decide whether the prompts' tokens lie one after another; None where a tensor's own shape must tell."""
-    if names.is_packed is not None or assembly.found.dump.is_packed is not None:
-        return assembly.found.dump.is_packed if names.is_packed is None else names.is_packed
+    """Decide whether the prompts' tokens lie one after another; None if a tensor's own shape must tell."""
+    if names.is_packed is not None:
+        return names.is_packed
+    if assembly.found.dump.is_packed is not None:
+        return assembly.found.dump.is_packed
     shapes = {
         piece.shape
         for site in assembly.found.sites.values()
@@ -127,8 +137,8 @@ def _read_mask(assembly: DumpAssembly, names: NameMap) -> torch.Tensor | None:
     site = found.sites.get((None, ATTENTION_MASK))
     if site is None or names.lengths or len(found.passes) > 1:
         return None
-    mask = assembly.whole(site, found.passes[0][0], what=ATTENTION_MASK)
-    # A model may be called with a mask of another kind, which says nothing of rows.
+    mask = assembly.read_pass(site, found.passes[0][0], what=ATTENTION_MASK)
+    # A model may be called with a mask of another kind, such as [B,1,S,S], which does not tell the rows.
     return mask.bool() if _tells_real_rows(mask) else None
 
 

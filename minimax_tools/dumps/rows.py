@@ -1,6 +1,7 @@
 """TokenRows: the rows of a dump's tensors that are real tokens, taken out and laid out as a batch.
 
-B prompts, S their padded length, T real tokens of all prompts, F channels; S' the padded length in the dump.
+B prompts, S their padded length, S' the same in the dump, T real tokens of all prompts, T' rows of one pass with its
+padding, F channels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from minimax_tools.dumps.schedule import Stretch, word_lengths
 from minimax_tools.errors import CaptureError
 
-_HOW = "Name the rows in a map: lengths, padding (left or right), rows (padded or packed)."
+_NAME_THE_ROWS = "Name the rows in a map: lengths, padding (left or right), rows (padded or packed)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,11 +22,11 @@ class TokenRows:
     """The real tokens of a dump's prompts.
 
     Args:
-        lengths: Real tokens of each prompt, in all passes together.
+        lengths: Number of real tokens of each prompt, in all passes together.
         padding: Side on which rows are padded: `right` or `left`.
-        is_packed: Whether the prompts' tokens lie one after another; None where the shape must tell.
-        mask: bool [B,S'] of real tokens, in place of lengths and padding; None without one.
-        stretches: Rows of each prompt in the passes; empty where the dump does not record them.
+        is_packed: Whether the prompts' tokens lie one after another; None if a tensor's shape must tell.
+        mask: bool [B,S'], True on real tokens, used in place of lengths and padding; None without one.
+        stretches: Rows of each prompt in the passes; empty if the dump does not record them.
     """
 
     lengths: tuple[int, ...]
@@ -46,7 +47,7 @@ class TokenRows:
             CaptureError: The tensor has fewer rows, or nothing tells which of them are real.
         """
         if tensor.ndim == 3 and tensor.shape[0] == 1 and (len(self.lengths) > 1 or self.is_packed):
-            tensor = tensor[0]
+            tensor = tensor[0]  # packed [1,T',F]
         if tensor.ndim == 3 and tensor.shape[0] == len(self.lengths):
             return self._take_padded(tensor, what=what)
         if tensor.ndim != 2:
@@ -55,25 +56,28 @@ class TokenRows:
             return self._take_packed(tensor, what=what)
         if tensor.shape[0] % len(self.lengths):
             raise _unreadable(tensor, self.lengths, what=what)
+        # [B·S',F]
         return self._take_padded(tensor.reshape(len(self.lengths), -1, tensor.shape[-1]), what=what)
 
     def in_passes(self, counts: Sequence[int]) -> tuple[TokenRows, ...]:
         """Divide the rows among passes that follow each other, whose tensors have `counts` rows.
 
-        Passes whose rows add up to a single prompt are its chunks. Else all but the first have one row of each prompt.
+        Passes whose rows add up to a single prompt are its chunks. Else the first pass is a prefill, and each of the
+        others decodes one row of each prompt.
         """
         if len(counts) == 1:
             return (self,)
         if self.lengths == (sum(counts),):
             return tuple(replace(self, lengths=(count,), mask=None) for count in counts)
-        behind = len(counts) - 1
-        first = replace(self, lengths=tuple(length - behind for length in self.lengths))
-        return (first, *(replace(self, lengths=(1,) * len(self.lengths), mask=None) for _ in range(behind)))
+        num_decoding = len(counts) - 1
+        prefill = replace(self, lengths=tuple(length - num_decoding for length in self.lengths))
+        decoding = replace(self, lengths=(1,) * len(self.lengths), mask=None)
+        return (prefill, *[decoding] * num_decoding)
 
     def of_prompt(self, prompt: int) -> TokenRows:
         """Return the rows of one prompt alone."""
-        own = slice(prompt, prompt + 1)
-        return replace(self, lengths=self.lengths[own], mask=None if self.mask is None else self.mask[own])
+        mask = None if self.mask is None else self.mask[prompt : prompt + 1]
+        return replace(self, lengths=self.lengths[prompt : prompt + 1], mask=mask)
 
     def _is_packed(self, tensor: torch.Tensor, *, what: str) -> bool:
         if self.is_packed is not None:
@@ -96,7 +100,7 @@ class TokenRows:
                     f"{what} is of another batch than the attention mask",
                     expected=f"[B,S] of {tuple(self.mask.shape)}",
                     found=str(tuple(tensor.shape)),
-                    next_step=_HOW,
+                    next_step=_NAME_THE_ROWS,
                 )
             return tensor[self.mask]
         if length < max(self.lengths):
@@ -113,8 +117,8 @@ def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None
     Args:
         tensor: The pass's tensor.
         stretch: The tokens.
-        num_rows: T'; None where the pass does not tell it.
-        what: The tensor in words, for messages.
+        num_rows: T'; None if the pass does not tell it.
+        what: Name of the tensor in messages.
 
     Raises:
         CaptureError: The tensor has other rows than the pass.
@@ -122,13 +126,13 @@ def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None
     if tensor.ndim == 3 and 1 in tensor.shape[:2]:
         tensor = tensor.flatten(0, 1)
     stop = stretch.row + stretch.length
-    is_other = num_rows is not None and tensor.shape[0] != num_rows
-    if tensor.ndim != 2 or tensor.shape[0] < stop or is_other:
+    has_other_rows = num_rows is not None and tensor.shape[0] != num_rows
+    if tensor.ndim != 2 or tensor.shape[0] < stop or has_other_rows:
         raise CaptureError(
             f"{what} does not hold the rows that the pass is said to have",
             expected=f"{f'{stop} or more' if num_rows is None else num_rows} rows",
             found=str(list(tensor.shape)),
-            next_step=_HOW,
+            next_step=_NAME_THE_ROWS,
         )
     return tensor[stretch.row : stop]
 
@@ -140,8 +144,9 @@ def join_passes(passes: Sequence[torch.Tensor], lengths: Sequence[tuple[int, ...
         passes: Real tokens of each pass.
         lengths: Number of tokens of each prompt, for each pass.
     """
-    parts = [tokens.split(of_prompts) for tokens, of_prompts in zip(passes, lengths, strict=True)]
-    return torch.cat([part for of_prompt in zip(*parts, strict=True) for part in of_prompt])
+    by_pass = [tokens.split(of_prompts) for tokens, of_prompts in zip(passes, lengths, strict=True)]
+    by_prompt = zip(*by_pass, strict=True)
+    return torch.cat([tokens for of_prompt in by_prompt for tokens in of_prompt])
 
 
 def lay_out(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -170,5 +175,5 @@ def _unreadable(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) ->
         f"{what}: nothing tells which rows are real",
         expected=f"prompts of {word_lengths(lengths)} tokens as [{len(lengths)},S,F], or one after another",
         found=str(list(tensor.shape)),
-        next_step=_HOW,
+        next_step=_NAME_THE_ROWS,
     )

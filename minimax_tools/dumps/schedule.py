@@ -1,7 +1,8 @@
 """Schedule: the tokens of each request in each forward pass of a serving engine.
 
-An engine computes a long prompt in several passes (chunks), then one row of each prompt in every pass (decoding). One
-pass holds tokens of several requests. The positions in its dump tell where the row of every token lies.
+An engine computes a long prompt in several passes (chunks), and then one token of each prompt in every pass (decoding).
+A pass holds tokens of several requests one after another, a row for each. A dump records the position of each row's
+token in its prompt, so a request's rows are those from a position on, as long as positions follow each other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from minimax_tools.errors import CaptureError, IncomparableError
 
-_STEPS = "Name the passes to read (steps in a map): an inner list for passes that follow each other."
+_NAME_THE_PASSES = (
+    "Name the passes to read (steps in a map): an inner list for passes that follow each other."
+)
 _NUM_NAMED = 6
 
 
@@ -23,9 +26,10 @@ class PassRecord:
     """A dump's record of one forward pass.
 
     Args:
-        requests: The requests, in the order of their rows.
-        positions: Each row's position in its prompt; padding rows may follow.
-        ends: Tokens of each request computed after the pass; empty where the dump does not tell.
+        step: Label of the pass.
+        requests: Names of the requests, in the order of their rows.
+        positions: Position in its prompt of each row's token; rows of padding may follow.
+        ends: Number of tokens of each request that are computed when the pass ends; empty if the dump does not tell.
         is_decode: Whether each request has one row.
     """
 
@@ -48,23 +52,25 @@ class PassRecord:
                     f"pass {self.step} does not tell which rows are of request {request}",
                     expected=f"runs of positions of {len(self.requests)} requests",
                     found=f"{number}",
-                    next_step=_STEPS,
+                    next_step=_NAME_THE_PASSES,
                 )
             start = self.positions[row]
-            length = self._length(number, row)
+            length = self._length(number, first_row=row)
             yield request, Stretch(step=self.step, row=row, start=start, length=length)
             row += length
 
-    def _length(self, number: int, row: int) -> int:
-        start = self.positions[row]
+    def _length(self, number: int, *, first_row: int) -> int:
+        """Return the number of rows of the request of this number."""
+        start = self.positions[first_row]
         if self.is_decode:
             return 1
         if self.ends:
             return max(self.ends[number] - start, 1)
-        run = 1
-        while row + run < len(self.positions) and self.positions[row + run] == start + run:
-            run += 1
-        return run
+        run = self.positions[first_row:]
+        length = 1
+        while length < len(run) and run[length] == start + length:
+            length += 1
+        return length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +104,7 @@ class Schedule:
 
     Args:
         stretches: Stretches of each request by position, from the first token on, without gaps.
-        num_rows: Rows of each pass, padding included, where the dump tells.
+        num_rows: Rows of each pass, padding included, if the dump tells.
     """
 
     stretches: Mapping[str, tuple[Stretch, ...]]
@@ -167,14 +173,21 @@ class Schedule:
         return chosen
 
     def _by_length(self, lengths: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the only request of each prompt's length; none where lengths do not tell them apart."""
-        own = {self.length(request): request for request in self.requests}
-        if len(own) != len(self.requests) or len(set(lengths)) != len(lengths) or own.keys() != set(lengths):
+        """Return the only request of each prompt's length; none if lengths do not tell them apart."""
+        by_length = {self.length(request): request for request in self.requests}
+        are_unique = len(by_length) == len(self.requests) and len(set(lengths)) == len(lengths)
+        if not are_unique or by_length.keys() != set(lengths):
             return ()
-        return tuple(own[length] for length in lengths)
+        return tuple(by_length[length] for length in lengths)
+
+
+def word_lengths(lengths: tuple[int, ...]) -> str:
+    """Return lengths in words, such as `48, 33`."""
+    return ", ".join(str(length) for length in lengths)
 
 
 def _refuse_gaps(request: str, stretches: tuple[Stretch, ...]) -> None:
+    """Raise if a token of a request was computed in no pass, or in two."""
     reached = 0
     for stretch in stretches:
         if stretch.start > reached:
@@ -182,21 +195,17 @@ def _refuse_gaps(request: str, stretches: tuple[Stretch, ...]) -> None:
                 f"tokens {reached} to {stretch.start - 1} of request {request} were computed in no pass",
                 expected="all passes of a prompt from its first token on",
                 found=f"pass {stretch.step} begins at position {stretch.start}",
-                next_step="Capture with prefix caching off, and all passes. Else: " + _STEPS,
+                next_step="Capture with prefix caching off, and all passes. Else: " + _NAME_THE_PASSES,
             )
         if stretch.start < reached:
             raise CaptureError(
                 f"token {stretch.start} of request {request} was computed in two passes",
                 found=f"pass {stretch.step} begins there, and another went to position {reached - 1}",
-                next_step="Keep the dump of each run in a folder of its own. Else: " + _STEPS,
+                next_step="Keep the dump of each run in a folder of its own. Else: " + _NAME_THE_PASSES,
             )
         reached = stretch.stop
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Return a key that sorts `r2` before `r10`."""
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
-
-
-def word_lengths(lengths: tuple[int, ...]) -> str:
-    """Return lengths in words, such as `48, 33`."""
-    return ", ".join(str(length) for length in lengths)

@@ -1,8 +1,11 @@
 """Dumps of SGLang's dumper: `{exp}/step=0___rank=0___dump_index=1___name=X….pt`, each a dict of `value` and `meta`.
 
-`meta` tells the name, step and ranks, and the dims (`b s h[tp]`) where the caller gave them. Hooks on all modules
-write names such as `non_intrusive__{module}.inputs.{i}` and `….output`. A name dumped again in the same step belongs
-to the next pass. Tokens of all requests lie one after another, unless the dims name a batch.
+`meta` tells the name, step and ranks, and the dims (`b s h[tp]`) if the caller gave them. Hooks on all modules
+write names such as `non_intrusive__{module}.inputs.{i}` and `….output`. Tokens of all requests lie one after another,
+unless the dims name a batch.
+
+A step may hold several forward passes. A name that is dumped again in the same step belongs to the step's next pass;
+the passes of step 3 are labelled `3`, `3.1`, `3.2`.
 """
 
 from __future__ import annotations
@@ -26,19 +29,16 @@ _FILE = re.compile(r"step=\d+___rank=\d+___dump_index=\d+___name=.+\.pt")
 _HOOK_PREFIX = "non_intrusive__"
 _HOOK_NAME = re.compile(r"((?P<module>.+)\.)?(?P<point>inputs|output)(\.(?P<element>.+))?")
 _PARALLEL = ("sglang_parallel_info", "megatron_parallel_info")
-# Names that the hooks give to arguments, whichever module is called with them.
+# Names that the hooks give to arguments, whichever module is called with them; `rids` are the requests' ids.
 _POSITIONS, _SEQ_LENS, _RIDS, _POOL_INDICES = "positions", "seq_lens", "rids", "req_pool_indices"
 _OF_A_BATCH = frozenset(
-    {
-        "input_ids",
+    (
+        *("input_ids", "position_ids", "cu_seqlens_q", "cu_seqlens_kv"),
         _POSITIONS,
         _SEQ_LENS,
         _RIDS,
         _POOL_INDICES,
-        "position_ids",
-        "cu_seqlens_q",
-        "cu_seqlens_kv",
-    }
+    )
 )
 # Axes of other parallelism, whose pieces are not put together here.
 _OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
@@ -46,7 +46,15 @@ _OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A file: its pieces without their passes, and its order among files of one name."""
+    """A file of the dump.
+
+    Args:
+        index: Its place in the order of writing.
+        num_ranks: Number of ranks in its tensor-parallel group.
+        pieces: Its tensors, whose passes are not known yet.
+        name: Name of the tensor, which is written once in each pass.
+        rids: Ids of the requests, in the file that holds them.
+    """
 
     index: int
     step: int
@@ -138,38 +146,46 @@ def _read(path: Path) -> _File:
 
 
 def _find_labels(files: list[_File]) -> list[str | None]:
-    """Return the pass of each file: the step, and how often its name was written before in it.
-
-    Tensors of the batch belong to the pass of the module that writes next; None where a pass has them already.
-    """
-    seen: Counter[tuple[tuple[int, int], str]] = Counter()
-    numbers: list[int | None] = []
-    for file in files:
-        key = (file.group, file.name)
-        numbers.append(None if file.name in _OF_A_BATCH else seen[key])
-        seen[key] += 1
-    following: dict[tuple[int, int], int] = {}
-    for place in reversed(range(len(files))):
-        number = numbers[place]
-        if number is None:
-            numbers[place] = following.get(files[place].group)
-        else:
-            following[files[place].group] = number
+    """Return the label of each file's pass; None for a tensor of the batch that its pass has already."""
     labels: list[str | None] = []
-    held: set[tuple[tuple[int, int], str, int]] = set()
-    for file, number in zip(files, numbers, strict=True):
-        # Tensors of the batch behind the last module belong to the last pass.
-        number = following.get(file.group, 0) if number is None else number
-        entry = (file.group, file.name, number)
-        is_again = file.name in _OF_A_BATCH and entry in held
-        held.add(entry)
+    named: set[tuple[int, str, str]] = set()
+    for file, number in zip(files, _number_passes(files), strict=True):
         label = f"{file.step}.{number}" if number else str(file.step)
+        entry = (file.world_rank, file.name, label)
+        is_again = file.name in _OF_A_BATCH and entry in named
+        named.add(entry)
         labels.append(None if is_again else label)
     return labels
 
 
+def _number_passes(files: list[_File]) -> list[int]:
+    """Return the number of each file's pass within its step: how often its name was written before.
+
+    Tensors of the batch are written for several modules of a pass, so they belong to the pass of the module that writes
+    next; behind the last module, to the last pass.
+    """
+    num_written: Counter[tuple[tuple[int, int], str]] = Counter()
+    of_modules: list[int | None] = []
+    for file in files:
+        key = (file.group, file.name)
+        of_modules.append(None if file.name in _OF_A_BATCH else num_written[key])
+        num_written[key] += 1
+    last = {file.group: number for file, number in zip(files, of_modules, strict=True) if number is not None}
+    # Backward: the number met last is that of the module that writes next.
+    following = dict(last)
+    numbers: list[int] = []
+    for file, number in zip(reversed(files), reversed(of_modules), strict=True):
+        if number is not None:
+            following[file.group] = number
+        numbers.append(following.get(file.group, 0))
+    return numbers[::-1]
+
+
 def _read_records(directory: Path, files: list[_File], labels: list[str | None]) -> Iterator[PassRecord]:
-    """Yield the requests of each pass, up to a pass without positions and lengths."""
+    """Yield the requests of each pass, up to a pass without positions and lengths.
+
+    Requests are known by their ids, else by their slots in a pool of requests.
+    """
     of_passes: dict[str, dict[str, _File]] = defaultdict(dict)
     for file, label in zip(files, labels, strict=True):
         if label is not None and file.world_rank == files[0].world_rank and file.name in _OF_A_BATCH:
@@ -187,7 +203,7 @@ def _read_records(directory: Path, files: list[_File], labels: list[str | None])
         if len(ends) != len(slots):
             return
         if _RIDS not in held:
-            # A slot of the pool belongs to a new request where its positions begin anew.
+            # A slot of the pool is given to a new request when its positions begin anew.
             times_begun.update(slot for slot, stretch in record.stretches() if stretch.start == 0)
             record = replace(
                 record,
@@ -221,10 +237,11 @@ def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tuple[int, int]:
     """Return the rank within its tensor-parallel group and the group's size."""
-    known = [info for key in _PARALLEL if isinstance(info := meta.get(key), Mapping) and "tp_rank" in info]
-    if not known:
+    records = [meta.get(key) for key in _PARALLEL]
+    parallel = next((info for info in records if isinstance(info, Mapping) and "tp_rank" in info), None)
+    if parallel is None:
         return world_rank, _number(meta, "world_size", path, default=1)
-    divided = [axis for axis in _OTHER_AXES if _number(known[0], f"{axis}_size", path, default=1) > 1]
+    divided = [axis for axis in _OTHER_AXES if _number(parallel, f"{axis}_size", path, default=1) > 1]
     dims = str(meta.get("dims") or "")
     if any(f"[{axis}" in dims or f",{axis}" in dims for axis in divided):
         raise CaptureError(
@@ -233,7 +250,7 @@ def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tu
             found=f"dims {dims!r} of a run with {', '.join(divided)}",
             next_step="Dump without that parallelism.",
         )
-    return _number(known[0], "tp_rank", path), _number(known[0], "tp_size", path, default=1)
+    return _number(parallel, "tp_rank", path), _number(parallel, "tp_size", path, default=1)
 
 
 def _number(record: Mapping[str, Any], key: str, path: Path, *, default: int = 0) -> int:

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -34,35 +35,33 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
     passes = (dump.steps,) if schedule is not None else _choose_passes(dump, names)
     wanted = frozenset(step for group in passes for step in group)
     num_ranks = names.num_ranks or dump.num_ranks
+    zeros: list[DumpPiece] = []
     by_module: dict[str, list[DumpPiece]] = defaultdict(list)
-    marks: list[DumpPiece] = []
     for piece in dump.pieces:
-        if _is_mark_of_absence(dump, piece):
-            marks.append(piece)
-        else:
-            by_module[piece.module].append(piece)
+        pieces = zeros if _stands_for_nothing(dump, piece) else by_module[piece.module]
+        pieces.append(piece)
     finder = _Finder(dump, by_module, wanted=wanted)
     sites = {**_find_usual(finder, dump, names), **_find_named(finder, names, by_module)}
     _complete_last_layer(sites, dump)
-    sites, lacking = _with_all_ranks(sites, num_ranks=num_ranks, dump=dump)
+    sites, rank_notes = _with_all_ranks(sites, num_ranks=num_ranks, dump=dump)
     used = {
         piece.module for found in sites.values() for term in found.terms for piece in term.pieces.values()
     }
     unmapped = tuple(sorted(by_module.keys() - used - {""}))
-    # A module that one pass calls several times, such as an expert's, makes no further passes.
+    # Only modules of sites tell passes: a module that one pass calls several times, such as an expert's, tells none.
     called = {piece.step for module in used for piece in by_module[module]}
     left = tuple(step for step in dump.steps if step in called - wanted)
-    return FoundSites(
+    found_sites = FoundSites(
         dump=dump,
         sites=sites,
         num_ranks=num_ranks,
         passes=passes,
-        notes=(*_notes(dump, names, passes, left, unmapped, marks), *lacking),
         left=left,
         schedule=schedule,
         not_joined=not_joined,
         unmapped=unmapped,
     )
+    return replace(found_sites, notes=(*_notes(found_sites, names, zeros), *rank_notes))
 
 
 def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[SiteKey, FoundSite]:
@@ -90,18 +89,27 @@ def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, Fo
 
 
 def _complete_last_layer(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
-    """Keep a layer's output that is the input of another module only where more of the layer is held."""
-    layers = {layer for layer, site in sites if layer is not None and site is not Site.OUTPUT}
-    for key in [key for key, found in sites.items() if key[1] is Site.OUTPUT and not _is_at_layer(found)]:
-        if key[0] not in layers:
-            del sites[key]
+    """Drop outputs of layers that are not held, and take the input of the final norm as the last layer's output.
+
+    The input of a held layer is the output of the layer before, of which the dump may hold nothing else.
+    """
+    held_layers = {layer for layer, site in sites if layer is not None and site is not Site.OUTPUT}
+    for layer, site in list(sites):
+        if site is Site.OUTPUT and layer not in held_layers and not _is_at_layer(sites[layer, site]):
+            del sites[layer, site]
     head_input = sites.pop((None, HEAD_INPUT), None)
-    if head_input is not None and layers and dump.is_whole_model:
-        sites.setdefault((max(layers), Site.OUTPUT), head_input)
+    if head_input is not None and held_layers and dump.is_whole_model:
+        sites.setdefault((max(held_layers), Site.OUTPUT), head_input)
 
 
 class _Finder:
-    """A dump's modules, searched for places."""
+    """A dump's modules, searched for places of sites.
+
+    Args:
+        dump: The dump.
+        by_module: The dump's pieces by module.
+        wanted: Labels of the passes to read.
+    """
 
     def __init__(
         self, dump: Dump, by_module: Mapping[str, list[DumpPiece]], *, wanted: frozenset[str]
@@ -112,14 +120,16 @@ class _Finder:
 
     def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
         """Return the site's terms in each layer that holds all of them."""
-        found = [self._find_place(site, place) for place in source]
+        terms = [self._find_place(site, place) for place in source]
         return {
-            (layer, site): tuple(of_place[layer] for of_place in found)
-            for layer in set.intersection(*map(set, found))
+            (layer, site): tuple(of_place[layer] for of_place in terms)
+            for layer in set.intersection(*map(set, terms))
+            # A site of a layer has a layer, any other has none.
             if (layer is not None) == isinstance(site, Site)
         }
 
     def _find_place(self, site: Site | ModelSite | str, place: SitePlace) -> dict[int | None, SiteTerm]:
+        """Find a place's modules and pieces, by layer."""
         terms = {}
         for layer, module in place.find_layers(self._by_module).items():
             pieces = [piece for piece in place.choose(self._by_module[module]) if piece.step in self._wanted]
@@ -137,6 +147,7 @@ class _Finder:
     def _layout(
         self, site: Site | ModelSite | str, place: SitePlace, piece: DumpPiece
     ) -> tuple[SiteLayout, bool]:
+        """Return the layout of the ranks' pieces, and whether the map or the dump declares it."""
         if place.layout is not None:
             return place.layout, True
         if piece.dims is not None:
@@ -146,11 +157,11 @@ class _Finder:
     def _by_pass_and_rank(self, pieces: Iterable[DumpPiece]) -> dict[tuple[str, int], DumpPiece]:
         found: dict[tuple[str, int], DumpPiece] = {}
         for piece in pieces:
-            other = found.setdefault((piece.step, piece.rank), piece)
-            if other is not piece:
+            first = found.setdefault((piece.step, piece.rank), piece)
+            if first is not piece:
                 raise CaptureError(
                     f"{self._dump.directory} holds {piece} twice for rank {piece.rank} in pass {piece.step}",
-                    found=f"{other.file} and {piece.file}",
+                    found=f"{first.file} and {piece.file}",
                     next_step="Keep the dump of each run, and of each data-parallel replica, in a folder of its own.",
                 )
         return found
@@ -172,7 +183,7 @@ def read_dims(dims: str) -> SiteLayout:
 
 
 def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
-    """Join the recorded passes, or return the reason why they cannot be; neither where the map tells the rows."""
+    """Join the recorded passes, or return the reason why they cannot be; neither if the map tells the rows."""
     if names.steps or names.is_packed is False or names.attention_mask or not dump.records:
         return None, ""
     try:
@@ -192,8 +203,8 @@ def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:
     return names.steps or ((dump.steps[:1],) if dump.steps else ())
 
 
-def _is_mark_of_absence(dump: Dump, piece: DumpPiece) -> bool:
-    """Decide whether a piece is the `zeros(1)` that NxDI writes for a tensor that it did not find."""
+def _stands_for_nothing(dump: Dump, piece: DumpPiece) -> bool:
+    """Decide whether a piece is the single zero, or NaN, that NxDI writes for a tensor that it did not find."""
     if piece.shape != (1,):
         return False
     value = read_tensor(dump.directory / piece.file, piece.keys)
@@ -213,16 +224,20 @@ def _is_at_layer(found: FoundSite) -> bool:
 def _with_all_ranks(
     sites: Mapping[SiteKey, FoundSite], *, num_ranks: int, dump: Dump
 ) -> tuple[dict[SiteKey, FoundSite], tuple[str, ...]]:
-    """Return the sites with all pieces they need, and a note on sites that lack whole ranks."""
-    whole, lacking = {}, []
+    """Return the sites with all pieces that they need, and a note on the others, of which the dump lacks whole ranks.
+
+    Raises:
+        CaptureError: A piece of a rank that the dump holds is missing.
+    """
+    complete, lacking = {}, []
     for key, found in sites.items():
         missing = {rank for term in found.terms for rank in _missing_ranks(term, num_ranks)}
         if missing and min(missing) < dump.num_ranks:
             layer, site = key
-            where = f"{site} of layer {layer}" if layer is not None else str(site)
+            place = str(site) if layer is None else f"{site} of layer {layer}"
             ranks = ", ".join(str(rank) for rank in sorted(missing))
             raise CaptureError(
-                f"{dump.directory} lacks a piece of {where}",
+                f"{dump.directory} lacks a piece of {place}",
                 expected=f"one of each of {num_ranks} ranks",
                 found=f"none of rank {ranks}",
                 next_step="Copy the dump again, whole, or run the capture again.",
@@ -230,11 +245,11 @@ def _with_all_ranks(
         if missing:
             lacking.append(key)
         else:
-            whole[key] = found
+            complete[key] = found
     if not lacking:
-        return whole, ()
+        return complete, ()
     named = dict.fromkeys(str(site) for _, site in lacking)
-    return whole, (
+    return complete, (
         f"of {num_ranks} ranks only {dump.num_ranks} are held: {', '.join(named)} cannot be put together",
     )
 
@@ -259,28 +274,21 @@ def _names_nothing(
     )
 
 
-def _notes(
-    dump: Dump,
-    names: NameMap,
-    passes: tuple[tuple[str, ...], ...],
-    left: tuple[str, ...],
-    unmapped: tuple[str, ...],
-    marks: Sequence[DumpPiece],
-) -> Iterator[str]:
-    """Yield how the dump is read, for the reader of a comparison."""
-    if left:
-        read = [step for group in passes for step in group]
+def _notes(found: FoundSites, names: NameMap, zeros: Sequence[DumpPiece]) -> Iterator[str]:
+    """Yield sentences on how the dump is read, for the reader of a comparison."""
+    if found.left:
+        read = [step for group in found.passes for step in group]
         yield (
-            f"of {len(read) + len(left)} passes {', '.join(read)} is read, not {_some(left)}: "
+            f"of {len(read) + len(found.left)} passes {', '.join(read)} is read, not {_some(found.left)}: "
             "a map's steps choose others"
         )
-    if unmapped:
-        number = f"{len(unmapped)} modules map" if len(unmapped) > 1 else "1 module maps"
-        yield f"{number} to no site: {_some(word_modules(unmapped))}"
-    if marks:
-        named = _some(word_modules(map(str, marks)))
+    if found.unmapped:
+        number = f"{len(found.unmapped)} modules map" if len(found.unmapped) > 1 else "1 module maps"
+        yield f"{number} to no site: {_some(word_modules(found.unmapped))}"
+    if zeros:
+        named = _some(word_modules(map(str, zeros)))
         yield f"a single zero stands for what the tool did not find: {named}"
-    if dump.is_one_rank and names.num_ranks is None:
+    if found.dump.is_one_rank and names.num_ranks is None:
         yield (
             "this tool keeps rank 0's tensors alone, and the port is taken to have run on one rank: "
             "else say ranks in a map"

@@ -11,26 +11,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
+from minimax_tools.checkpoint.header import DTYPES
 from minimax_tools.errors import CaptureError
 from minimax_tools.torch_files.stored import StoredTensor
 from minimax_tools.torch_files.torch_file import read_structure, read_value, refusing
 
 _SAFETENSORS = ".safetensors"
-_SAFETENSORS_DTYPES = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+# Containers within containers in which a tensor is looked for; deeper ones are not searched.
 _MAX_NESTING = 8
 _COPY_AGAIN = "Copy it again from the host that wrote it, or run the capture again."
 
@@ -106,33 +94,6 @@ def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
     return value
 
 
-def _list_safetensors(path: Path) -> tuple[HeldTensor, ...]:
-    with _opened(path) as tensors:
-        slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
-        return tuple(
-            HeldTensor(
-                keys=(name,),
-                shape=tuple(found.get_shape()),
-                dtype=_SAFETENSORS_DTYPES.get(str(found.get_dtype()), str(found.get_dtype())),
-            )
-            for name, found in slices.items()
-        )
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file.
-
-    Raises:
-        CaptureError: It cannot be read.
-    """
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            yield tensors
-    except (OSError, SafetensorError) as error:
-        raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error
-
-
 def load_restricted(path: Path) -> Any:
     """Read a file of torch.save: CPU tensors, containers and numbers; all else becomes `InertRecord`s.
 
@@ -141,3 +102,23 @@ def load_restricted(path: Path) -> Any:
     """
     with refusing(path, CaptureError, next_step=_COPY_AGAIN):
         return read_value(path)
+
+
+def _list_safetensors(path: Path) -> tuple[HeldTensor, ...]:
+    with _opened(path) as tensors:
+        held = []
+        for name in sorted(tensors.keys()):
+            header = tensors.get_slice(name)
+            code = str(header.get_dtype())
+            dtype = dtype_name(DTYPES[code]) if code in DTYPES else code
+            held.append(HeldTensor(keys=(name,), shape=tuple(header.get_shape()), dtype=dtype))
+        return tuple(held)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error

@@ -1,13 +1,12 @@
 """Usual names: places of MiniMax-M2's sites under the module names of the hub, transformers and NxDI.
 
-The first place that a dump holds counts. Several places in one tuple are added up. Facts that differ between models of
-a tool, such as the widths of a fused projection, need a map.
+Of a site's places, the first that a dump holds counts; a place may be a sum of several terms. Facts that differ
+between models of a tool, such as the widths of a fused projection, need a user's map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from minimax_tools.dumps.place import SitePlace
 from minimax_tools.model.site_layouts import Replicated, Sharded, SiteLayout
@@ -23,63 +22,59 @@ HEAD_INPUT = "head_input"
 _LAYER = "layers.{layer}"
 _MOES = ("block_sparse_moe", "mlp", "moe")
 
-_NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = MappingProxyType(
-    {
-        Site.INPUT: (f"{_LAYER}:input", f"{_LAYER}.input_layernorm:input"),
-        Site.INPUT_NORM: (f"{_LAYER}.input_layernorm",),
-        Site.Q_PROJ: (f"{_LAYER}.self_attn.q_proj", f"{_LAYER}.self_attn.qkv_proj.q_proj"),
-        Site.K_PROJ: (f"{_LAYER}.self_attn.k_proj", f"{_LAYER}.self_attn.qkv_proj.k_proj"),
-        Site.V_PROJ: (f"{_LAYER}.self_attn.v_proj", f"{_LAYER}.self_attn.qkv_proj.v_proj"),
-        Site.Q_NORM: (f"{_LAYER}.self_attn.q_norm",),
-        Site.K_NORM: (f"{_LAYER}.self_attn.k_norm",),
-        Site.ATTN_CONTEXT: (f"{_LAYER}.self_attn.o_proj:input",),
-        Site.ATTN_DELTA: (f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.self_attn"),
-        Site.ATTN_RESIDUAL: (f"{_LAYER}.post_attention_layernorm:input",),
-        Site.POST_NORM: (f"{_LAYER}.post_attention_layernorm",),
-        Site.ROUTER_LOGITS: tuple(
-            f"{_LAYER}.{moe}.{name}"
-            for moe in _MOES
-            for name in ("gate", "router.linear_router", "router:output[0]")
-        ),
-        Site.ROUTER_EXPERTS: tuple(
-            f"{_LAYER}.{moe}.{name}:output[2]" for moe in _MOES for name in ("gate", "router")
-        ),
-        # transformers' router returns the weights of the chosen experts; NxDI's returns affinities of all, no site.
-        Site.ROUTER_WEIGHTS: tuple(f"{_LAYER}.{moe}.gate:output[1]" for moe in _MOES),
-        Site.MOE_DELTA: tuple(f"{_LAYER}.{moe}" for moe in _MOES),
-        # A layer's output is also the input of the next layer.
-        Site.OUTPUT: (f"{_LAYER}", "layers.{next}:input", "layers.{next}.input_layernorm:input"),
-        ModelSite.EMBEDDING: ("model.embed_tokens", "embed_tokens"),
-        ModelSite.FINAL_NORM: ("model.norm", "norm"),
-        ModelSite.LOGITS: ("lm_head", ":output[logits]", ":output[next_token_logits]"),
-        INPUT_IDS: (
-            ":input[input_ids]",
-            "model:input[input_ids]",
-            "input_ids",
-            "model.embed_tokens:input",
-            "embed_tokens:input",
-        ),
-        ATTENTION_MASK: (":input[attention_mask]", "model:input[attention_mask]"),
-        HEAD_INPUT: ("model.norm:input", "norm:input"),
-    }
-)
-# vLLM's and SGLang's models fuse each residual add into the norm behind it. Norms and layers take and return pairs:
-# a value, and the residual that it is to be added to.
-_FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = MappingProxyType(
-    {
-        Site.INPUT: (),
-        Site.INPUT_NORM: ((f"{_LAYER}.input_layernorm:output[0]",),),
-        Site.ATTN_RESIDUAL: ((f"{_LAYER}.post_attention_layernorm:output[1]",),),
-        Site.POST_NORM: ((f"{_LAYER}.post_attention_layernorm:output[0]",),),
-        # SGLang 0.5.23 passes the residual beside the modules: the norm behind the layer returns their sum.
-        Site.OUTPUT: (
-            (f"{_LAYER}:output[0]", f"{_LAYER}:output[1]"),
-            ("layers.{next}.input_layernorm:output[1]",),
-        ),
-    }
-)
+_NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
+    Site.INPUT: (f"{_LAYER}:input", f"{_LAYER}.input_layernorm:input"),
+    Site.INPUT_NORM: (f"{_LAYER}.input_layernorm",),
+    Site.Q_PROJ: (f"{_LAYER}.self_attn.q_proj", f"{_LAYER}.self_attn.qkv_proj.q_proj"),
+    Site.K_PROJ: (f"{_LAYER}.self_attn.k_proj", f"{_LAYER}.self_attn.qkv_proj.k_proj"),
+    Site.V_PROJ: (f"{_LAYER}.self_attn.v_proj", f"{_LAYER}.self_attn.qkv_proj.v_proj"),
+    Site.Q_NORM: (f"{_LAYER}.self_attn.q_norm",),
+    Site.K_NORM: (f"{_LAYER}.self_attn.k_norm",),
+    Site.ATTN_CONTEXT: (f"{_LAYER}.self_attn.o_proj:input",),
+    Site.ATTN_DELTA: (f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.self_attn"),
+    Site.ATTN_RESIDUAL: (f"{_LAYER}.post_attention_layernorm:input",),
+    Site.POST_NORM: (f"{_LAYER}.post_attention_layernorm",),
+    Site.ROUTER_LOGITS: tuple(
+        f"{_LAYER}.{moe}.{name}"
+        for moe in _MOES
+        for name in ("gate", "router.linear_router", "router:output[0]")
+    ),
+    Site.ROUTER_EXPERTS: tuple(
+        f"{_LAYER}.{moe}.{name}:output[2]" for moe in _MOES for name in ("gate", "router")
+    ),
+    # transformers' router returns the weights of the chosen experts; NxDI's returns affinities of all, no site.
+    Site.ROUTER_WEIGHTS: tuple(f"{_LAYER}.{moe}.gate:output[1]" for moe in _MOES),
+    Site.MOE_DELTA: tuple(f"{_LAYER}.{moe}" for moe in _MOES),
+    # A layer's output is also the input of the next layer.
+    Site.OUTPUT: (f"{_LAYER}", "layers.{next}:input", "layers.{next}.input_layernorm:input"),
+    ModelSite.EMBEDDING: ("model.embed_tokens", "embed_tokens"),
+    ModelSite.FINAL_NORM: ("model.norm", "norm"),
+    ModelSite.LOGITS: ("lm_head", ":output[logits]", ":output[next_token_logits]"),
+    INPUT_IDS: (
+        ":input[input_ids]",
+        "model:input[input_ids]",
+        "input_ids",
+        "model.embed_tokens:input",
+        "embed_tokens:input",
+    ),
+    ATTENTION_MASK: (":input[attention_mask]", "model:input[attention_mask]"),
+    HEAD_INPUT: ("model.norm:input", "norm:input"),
+}
+# In place of the above for models that fuse each residual add into the norm behind it, as vLLM's and SGLang's do. Their
+# norms and layers take and return pairs: a value, and the residual that it is to be added to. A tuple is a sum.
+_FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = {
+    Site.INPUT: (),
+    Site.INPUT_NORM: ((f"{_LAYER}.input_layernorm:output[0]",),),
+    Site.ATTN_RESIDUAL: ((f"{_LAYER}.post_attention_layernorm:output[1]",),),
+    Site.POST_NORM: ((f"{_LAYER}.post_attention_layernorm:output[0]",),),
+    # SGLang 0.5.23 passes the residual beside the modules: the norm behind the layer returns their sum.
+    Site.OUTPUT: (
+        (f"{_LAYER}:output[0]", f"{_LAYER}:output[1]"),
+        ("layers.{next}.input_layernorm:output[1]",),
+    ),
+}
 _NXDI_QUERIES = f"{_LAYER}.self_attn.qkv_proj:output[0]"
-
+# Sites whose heads are divided among ranks along the last dim.
 _SPLIT_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, Site.ATTN_CONTEXT)
 
 

@@ -56,7 +56,7 @@ def read_dump(directory: Path) -> Dump:
 
 
 def _read_records(passes: list[tuple[str, Path]]) -> tuple[PassRecord, ...]:
-    """Read the metadata beside each pass; none where a pass has none."""
+    """Read the metadata beside each pass; nothing if any pass has none."""
     paths = [(step, folder / f"{folder.name}_meta.json") for step, folder in passes]
     if not all(path.exists() for _, path in paths):
         return ()
@@ -94,7 +94,8 @@ def _passes(directory: Path) -> list[tuple[str, Path]]:
             match = _PASS.fullmatch(path.name)
             if match is not None:
                 label = f"dp{replica}/{path.name}" if len(replicas) > 1 else path.name
-                order = (match["phase"] != "prefill_s", replica, int(match["number"]), int(match["size"]))
+                is_decode = match["phase"] == "decode_b"
+                order = (is_decode, replica, int(match["number"]), int(match["size"]))
                 found.append((order, label, path))
     return [(label, path) for _, label, path in sorted(found)]
 

@@ -11,9 +11,11 @@ class Flip:
     """A token that the port sends to other experts.
 
     Args:
+        row: The token's prompt.
+        position: The token's position in its row.
         dropped: Experts that the golden chose and the port did not.
-        chosen: Experts that the port chose and the golden did not; none where it names one twice.
-        margin: What noise must overcome, in biased scores; None without a floor.
+        chosen: Experts that the port chose and the golden did not; none if the port names one expert twice.
+        margin: Difference of biased scores that noise must overcome to cause the flip; None without a floor.
     """
 
     row: int
@@ -25,17 +27,17 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingResult:
-    """Expert sets, token by token.
+    """Comparison of the chosen experts, token by token.
 
-    A flip is explained where noise may turn its margin round. The margin is the distance between the k-th and the
-    (k+1)-th score, or, where the weights are known, between the experts that changed places.
+    A flip is explained if noise may reverse its margin. The margin is the distance between the k-th and the (k+1)-th
+    score; if the weights are known, the distance between the experts that changed places.
 
     Args:
         num_tokens: Judged tokens.
-        num_flipped: Of them, those with other experts.
-        num_explained: Of these, those that the noise explains.
-        widest_unexplained_margin: The widest margin of the others; None without a floor.
-        worst_flips: Some of the others, the widest margin first.
+        num_flipped: Judged tokens with other experts.
+        num_explained: Flips that noise explains.
+        widest_unexplained_margin: The widest margin of an unexplained flip; None without a floor.
+        worst_flips: Some unexplained flips, the widest margin first.
     """
 
     num_tokens: int
@@ -55,8 +57,12 @@ class TokenChoice:
     """A place where the port's likeliest next token is not the golden's.
 
     Args:
-        margin: How far the golden's logit of its own token is above that of the port's.
-        reach: The margin that noise may turn round.
+        row: The prompt.
+        position: The position in the row.
+        reference: The golden's likeliest token.
+        target: The port's likeliest token.
+        margin: The golden's logit of its own token minus its logit of the port's token.
+        reach: The largest margin that noise may reverse.
     """
 
     row: int
@@ -69,17 +75,17 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsResult:
-    """Next-token distributions, token by token; the golden's is what the port's diverges from.
+    """Comparison of the next-token distributions, token by token.
 
     Args:
         num_tokens: Judged tokens.
-        kl_mean, kl_p95, kl_worst: Kullback-Leibler divergence in nats: mean, 95th percentile, the worst token's.
-        worst_token: That token's row and position.
-        kl_mean_foreseen, kl_p95_foreseen: What noise within the floor comes to.
-        overlaps: By k, the share of the golden's k likeliest tokens that are among the port's.
-        num_disagreeing: Places whose likeliest token is another.
-        num_explained: Of them, those where noise may turn the margin round.
-        worst_choices: Some of the others, the widest margin first.
+        kl_mean, kl_p95, kl_worst: KL(golden ‖ port) in nats over the tokens: mean, 95th percentile, worst.
+        worst_token: Row and position of the worst token.
+        kl_mean_foreseen, kl_p95_foreseen: The divergence that noise within the floor causes.
+        overlaps: By k, the share of the golden's k likeliest tokens that are among the port's k likeliest.
+        num_disagreeing: Tokens whose likeliest next token is another.
+        num_explained: Disagreements whose margin noise may reverse.
+        worst_choices: Some unexplained disagreements, the widest margin first.
     """
 
     num_tokens: int

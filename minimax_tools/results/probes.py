@@ -14,9 +14,9 @@ from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.results.results import Verdict
 
-# Right ports drift more in some models than in those that were measured: a chain that only just exceeds its limit,
-# of layers that are right alone, is no proof.
-_LOUD_EXCESS = 2.0
+# In units of a chain's limit. Limits were measured on some models, and right ports drift more in others: a chain only
+# a little beyond its limit, though each of its layers is right alone, proves nothing.
+_PROOF_EXCESS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Chain:
     Args:
         is_right: Whether the output is within its limits.
         excess: Its error in units of the limit; above 1 it is wrong.
-        visible: Noise of this size on every token of the chain's output is seen, whatever the port's own noise. It is
-            relative to all channels of the token but the massive ones.
-        reason: Why it is wrong; empty where it is right.
+        visible: Noise of this size on every token of the chain's output is seen, whatever the port's own noise;
+            relative to the norm of the token's ordinary channels, without the massive ones.
+        reason: Why it is wrong; empty if it is right.
     """
 
     span: Span
@@ -38,7 +38,7 @@ class Chain:
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the chain as a journal holds it: figures as text, for they may be infinite."""
+        """Return the chain as a bisection's journal holds it: figures as text, because they may be infinite."""
         return {
             "start_layer": self.span.start,
             "stop_layer": self.span.stop,
@@ -66,7 +66,7 @@ class Probe:
 
     Args:
         span: The layers asked for.
-        chains: What ran of them, ascending.
+        chains: The chains that ran, ascending.
     """
 
     span: Span
@@ -93,11 +93,7 @@ class Probe:
 
     def to_json(self) -> dict[str, Any]:
         """Return the probe as a journal holds it."""
-        return {
-            "start_layer": self.span.start,
-            "stop_layer": self.span.stop,
-            "chains": encode(self.chains),
-        }
+        return {"start_layer": self.span.start, "stop_layer": self.span.stop, "chains": encode(self.chains)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Probe:
@@ -113,20 +109,20 @@ class BisectionFinding:
     """Finding of a search: a layer that is wrong alone, or layers that are wrong only in a chain.
 
     Args:
-        chain: The shortest chain that is wrong; of one layer where that is the culprit.
+        chain: The shortest chain that is wrong; of one layer if that is the culprit.
     """
 
     chain: Chain
 
     @property
     def is_culprit(self) -> bool:
-        """True where one layer, run alone, is wrong."""
+        """True if one layer, run alone, is wrong."""
         return len(self.chain.span) == 1
 
     @property
     def is_proof(self) -> bool:
-        """True where the port is wrong beyond doubt: in one layer, or in a chain far beyond its limit."""
-        return self.is_culprit or self.chain.excess > _LOUD_EXCESS
+        """True if the port is wrong beyond doubt: in one layer, or in a chain far beyond its limit."""
+        return self.is_culprit or self.chain.excess > _PROOF_EXCESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +136,9 @@ class Bisection:
         arguments: What a command needs to run the same port on the same golden.
         probes: Every run of it, in order.
         findings: What they found, ascending.
-        num_resumed: How many of the probes an earlier bisection had run.
-        sweep_visible: Noise of this size, relative to the output, in what the experts add is seen by a sweep; None
-            where the golden does not tell.
+        num_resumed: Number of probes that an earlier bisection had run.
+        sweep_visible: Noise of this size on what the experts add, relative to the output, is seen by a sweep of the
+            layers one by one; None if the golden does not tell.
     """
 
     span: Span
@@ -156,7 +152,7 @@ class Bisection:
 
     @property
     def verdict(self) -> Verdict:
-        """Fail where a finding is a proof; warn where a chain is a little beyond its limit."""
+        """`fail` if a finding is a proof; `warn` if a chain is a little beyond its limit."""
         if any(finding.is_proof for finding in self.findings):
             return Verdict.FAIL
         return Verdict.WARN if self.findings else Verdict.PASS
@@ -193,12 +189,12 @@ class Bisection:
 
     @property
     def chained_visible(self) -> float | None:
-        """Noise of this size in the output of any chain of several layers is seen; None where none ran."""
+        """Noise of this size in the output of any chain of several layers is seen; None if none ran."""
         return max((chain.visible for chain in self._chains() if len(chain.span) > 1), default=None)
 
     @property
     def single_visible(self) -> float | None:
-        """Noise of this size in the output of any layer that ran alone is seen; None where none ran."""
+        """Noise of this size in the output of any layer that ran alone is seen; None if none ran."""
         return max((chain.visible for chain in self._chains() if len(chain.span) == 1), default=None)
 
     def _chains(self) -> tuple[Chain, ...]:

@@ -36,7 +36,7 @@ class SiteStatus(TextEnum):
 
     @property
     def is_compared(self) -> bool:
-        """True where both sides were there and were judged."""
+        """True if both sides were there and were judged."""
         return self in (SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL)
 
 
@@ -45,23 +45,22 @@ class NoiseRatio:
     """ρ = ‖target − float32‖ / ‖reference − float32‖ at one site; 1 is as good as the golden.
 
     Args:
-        whole: Over all judged tokens and channels.
+        whole: ρ over all judged tokens and channels.
         ordinary: Without the massive channels.
-        massive: Over the massive channels alone; None where there are none.
+        massive: Over the massive channels alone; None if there are none.
         token_median: Median over the tokens.
         token_p99: 99th percentile over the tokens.
-        token_worst: The worst token's.
-        worst_token: Its row and position.
+        token_worst: ρ of the worst token.
+        worst_token: Row and position of the worst token.
         is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
         incoming: Relative error of a chained layer's input, which widens the floor; 0 in isolated runs.
-        floor: The floor that ρ is in units of, relative to the golden's values; None where they are all zero.
-        interval: Where `whole` lies with 95 % confidence, from what it is without one prompt after the other;
-            None where that cannot be told.
-        token_gain, channel_gain, channel_offset: ρ of the error's averages, in which noise all but cancels: of the
-            scale of each token, of the scale and of the mean error of each channel. None where no twin shows
-            them, and in chained runs.
-        channel_worst: The worst channel's, over all tokens; None as above.
-        worst_channel: Its index.
+        floor: The floor that ρ is in units of, relative to the golden's values; None if they are all zero.
+        interval: 95 % interval of `whole`, by a jackknife over prompts or blocks of tokens; None if there are too few.
+        token_gain, channel_gain, channel_offset: ρ of the error's averages, in which noise almost cancels: of each
+            token's scale, each channel's scale, and each channel's mean error. None without a twin, and in
+            chained runs.
+        channel_worst: ρ of the worst channel, over all tokens; None in the same cases.
+        worst_channel: Index of the worst channel.
         is_widened: Whether the golden's variants widen the floor.
     """
 
@@ -86,7 +85,7 @@ class NoiseRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeError:
-    """‖target − reference‖ / ‖reference‖ over the judged tokens, where the golden kept no floor.
+    """‖target − reference‖ / ‖reference‖ over the judged tokens; used if the golden kept no floor.
 
     Args:
         incoming: Relative error of a chained layer's input; 0 in isolated runs.
@@ -117,17 +116,18 @@ class NearestLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedRow:
-    """Likeness of what both sides generated behind a prompt.
+    """Comparison of the tokens that both sides generated after a prompt.
 
     Args:
-        num_compared: Tokens that both sides generated.
-        num_alike: Of them, those before the first that differs.
-        status: Fail where noise does not explain that one; not judged where the golden does not tell.
-        reason: Why, in a sentence.
+        row: The prompt.
+        num_compared: Number of tokens that both sides generated.
+        num_alike: Number of tokens before the first that differs.
+        status: `fail` if noise does not explain the first difference; `not judged` if the golden does not tell.
+        reason: Sentence that explains the status.
         reference, target: The golden's token and the port's where they first differ.
-        margin: How far the golden's logit of its own token is above that of the port's; at least so far, where the
-            golden did not keep it. None where it kept none.
-        reach: The margin that noise may turn round; None where it is not known.
+        margin: The golden's logit of its own token minus its logit of the port's token; a lower bound if the golden
+            did not keep the latter, None if it kept none.
+        reach: The largest margin that noise may reverse; None if it is not known.
     """
 
     row: int
@@ -143,21 +143,21 @@ class GeneratedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteResult:
-    """Result at one site of one layer (or of the model, where `layer` is None).
+    """Result at one site of one layer (or of the model, if `layer` is None).
 
     Args:
-        reason: Why, in a sentence; empty for a plain pass.
-        metrics: The seeds' metrics and more; None where nothing was compared.
+        reason: Sentence that explains the status; empty for a plain pass.
+        metrics: Classic metrics, such as cosine similarity; None if nothing was compared.
         noise: ρ; None without a floor.
-        routing: Expert sets; on `router_experts` alone.
-        relative: The error without a floor; None with one.
-        nearest: What decided, or came nearest to deciding; None where no limit of noise was held against it.
+        routing: Comparison of the chosen experts; only at `router_experts`.
+        relative: The relative error, if there is no floor; else None.
+        nearest: The figure that decided, or came nearest to it; None if no limit of noise applies.
         num_judged: Tokens that were judged by noise.
-        logits: Next-token distributions; on `logits` alone.
-        num_set_aside: Tokens left out of ρ because their experts are, or may be, others than the golden's.
-        num_replayed: Tokens whose experts are others, judged against the golden with the port's own experts.
-        classic_failures: The seeds' limits that it breaks, such as `cosine_similarity 0.93 < 0.99`.
-        where: What its wrong tokens and channels have in common, in sentences; of sites to blame alone.
+        logits: Comparison of the next-token distributions; only at `logits`.
+        num_set_aside: Tokens left out of ρ because the port's experts are, or may be, others than the golden's.
+        num_replayed: Tokens with other experts, judged by replay: against the golden with the port's experts.
+        classic_failures: Limits of classic metrics that are broken, such as `cosine_similarity 0.93 < 0.99`.
+        where: Sentences on what the wrong tokens and channels have in common; only of sites to blame.
     """
 
     layer: int | None
@@ -179,12 +179,12 @@ class SiteResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """A site to blame: it fails though its inputs pass, or on the port's own values of them.
+    """A site to blame: it fails though its inputs pass, or it still fails when recomputed from the port's own inputs.
 
     Args:
-        layer: The layer; None outside them.
-        sites: The site, behind others that were not compared and may hold the fault as well.
-        reason: Why.
+        layer: The layer; None outside the layers.
+        sites: The site, and before it those that were not compared and may hold the fault as well.
+        reason: Sentence that explains the blame.
     """
 
     layer: int | None
@@ -198,9 +198,9 @@ class BlameGroup:
 
     Args:
         layers: The layers, ascending; None is the model outside them.
-        worst_layer: Where they are furthest beyond their limits.
-        reason: What is said of that layer.
-        where: What is said there of the tokens and channels that are wrong.
+        worst_layer: The layer in which the sites are furthest beyond their limits.
+        reason: `Blame.reason` of the worst layer.
+        where: `SiteResult.where` of the worst layer.
     """
 
     layers: tuple[int | None, ...]
@@ -215,11 +215,11 @@ class CurvePoint:
     """Error of a chained run after one layer.
 
     Args:
-        error: ‖target − reference‖ / ‖reference‖ of its output.
-        handed_on: The same of its input, the inherited error; 0 where that is the golden's own.
-        floor: What its output may be off by: the noise of the layer and its input error, relative to the
-            output; None where the golden kept no floor.
-        ratio: ρ of its output, over the tokens that are judged there; where there is no floor, the share of the limit.
+        error: ‖target − reference‖ / ‖reference‖ of the layer's output.
+        handed_on: The same of the layer's input, the inherited error; 0 if the input is the golden's own.
+        floor: Error that the layer's noise and its input error cause, relative to the output; None if the golden
+            kept no floor.
+        ratio: ρ of the output over the judged tokens; if there is no floor, the error in units of its limit.
     """
 
     layer: int
@@ -235,8 +235,8 @@ class Curve:
 
     Args:
         points: Layer by layer, ascending.
-        onset: The first layer that adds more than noise to its input error; None where none does.
-        command: What to run to learn who is to blame there; empty without an onset.
+        onset: The first layer that adds more than noise to its input error; None if no layer does.
+        command: Command that tells which site is to blame in that layer; empty without an onset.
     """
 
     points: tuple[CurvePoint, ...]
@@ -250,7 +250,8 @@ class RouterDtype:
 
     Args:
         name: `router_gate` or `correction_bias`.
-        consequence: What that does, in a sentence.
+        reference, target: Names of the golden's dtype and of the port's.
+        consequence: Sentence on what the other dtype does.
     """
 
     name: str
@@ -264,15 +265,16 @@ class Comparison:
     """A whole comparison of two directories.
 
     Args:
+        reference, target: The two directories.
         criteria: `noise`, `classic`, or the file that the limits came from.
         sites: Every site of every layer in the run's span, in natural order.
         blame: Sites to blame, earliest layer first.
-        blame_groups: The same, layers with the same sites together.
+        blame_groups: The sites to blame, with layers of the same sites together.
         curve: Growth of a chained run's error; None for isolated runs.
         notes: What a reader must know beside the verdict.
         router_dtypes: Parts of the router that the port holds in another dtype.
         generated: What both sides generated, prompt by prompt.
-        tokens: The real tokens of the batch, such as `81 at positions 0-47`; empty where no side tells.
+        tokens: The real tokens of the batch, such as `81 at positions 0-47`; empty if no side tells.
     """
 
     reference: str
@@ -290,7 +292,7 @@ class Comparison:
 
     @property
     def shows_outputs_only(self) -> bool:
-        """True where of the layers nothing was judged but their output."""
+        """True if only the outputs of the layers were judged, though they have other sites."""
         judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
         declared = {site.site for site in self.sites if site.layer is not None}
         return judged == {str(Site.OUTPUT)} != declared

@@ -11,8 +11,8 @@ from click.core import ParameterSource
 
 from compare.comparer import compare_captures
 from compare.sides.golden_weights import CheckpointWeights
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.generation import Generation
-from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader

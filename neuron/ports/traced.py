@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import CaptureError, TargetError, UsageError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import UsageError

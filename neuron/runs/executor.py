@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError

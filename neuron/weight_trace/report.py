@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.results.results import Verdict
 from neuron.weight_trace.inspection import WeightInspection
 from neuron.weight_trace.port_tensors import name_pattern

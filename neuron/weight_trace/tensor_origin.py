@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.digests import dtype_name
 
 # In place of a source element's number:
 CONSTANT = -1  # no source element landed

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.capture.digests import FileDigests
-from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest, describe_tensor
+from minimax_tools.capture.digests import FileDigests, describe_tensor
+from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -77,7 +77,7 @@ def make_old(directory: Path) -> None:
     """Turn a capture into one of an older mm2, without digests of twins and floors; its certificate stays valid."""
     manifest = replace(Manifest.read(directory), digests=None)
     if manifest.certificate is not None:
-        certificate = replace(manifest.certificate, content=manifest.content_digest())
+        certificate = replace(manifest.certificate, content_digest=manifest.content_digest())
         manifest = replace(manifest, certificate=certificate)
     write_manifest(directory, manifest)
 

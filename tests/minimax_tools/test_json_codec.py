@@ -136,3 +136,9 @@ def test_record_of_another_kind_is_refused(record: Any) -> None:
 def test_damaged_record_of_a_class_with_its_own_layout_is_refused(record: Any) -> None:
     with pytest.raises(DecodeError):
         decode(Pair, record)
+
+
+def test_field_has_the_key_that_it_is_given() -> None:
+    assert encode_fields(Point(x=1, y=2.0), y="height") == {"x": 1, "height": 2.0}
+    assert decode_fields(Point, {"x": 1, "height": 2.0}, y="height") == Point(x=1, y=2.0)
+    assert encode_fields(Point(x=1, y=2.0)) == {"x": 1, "y": 2.0}

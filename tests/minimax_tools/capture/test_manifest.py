@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.capture.digests import digest_tensor, dtype_name
 from minimax_tools.capture.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
     Entry,
     Manifest,
-    digest_tensor,
-    dtype_name,
 )
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import encode

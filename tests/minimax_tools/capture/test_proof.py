@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 
 from minimax_tools.capture.certificate import Certificate
-from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest, digest_tensor
-from minimax_tools.capture.proof import digest_file
+from minimax_tools.capture.digests import digest_file, digest_tensor
+from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture, store_certificate
 from minimax_tools.errors import CaptureError, IncomparableError
@@ -198,7 +198,9 @@ class TestCertified:
     def certify(directory: Path) -> None:
         manifest = Manifest.read(directory)
         files = {path.name: digest_file(path) for path in directory.glob("*.safetensors")}
-        store_certificate(directory, Certificate(checks=(), content=manifest.content_digest(), files=files))
+        store_certificate(
+            directory, Certificate(checks=(), content_digest=manifest.content_digest(), files=files)
+        )
 
     def test_holds_while_nothing_changes(self, golden: Path) -> None:
         self.certify(golden)

@@ -183,6 +183,19 @@ class TestSglang:
             ("0.1", False),
         ]
 
+    def test_batch_behind_the_last_module_is_of_the_last_pass(self, tmp_path: Path) -> None:
+        for index, name in enumerate(("positions", "norm", "norm", "positions")):
+            meta = {"step": 0, "rank": 0, "dump_index": index, "name": name}
+            file = "___".join(f"{key}={value}" for key, value in meta.items()) + ".pt"
+            save({"value": TENSOR, "meta": meta}, tmp_path / file)
+        dump = read_dump(tmp_path, FORMATS["sglang"])
+        assert [(piece.module, piece.step) for piece in dump.pieces] == [
+            ("positions", "0"),
+            ("norm", "0"),
+            ("norm", "0.1"),
+            ("positions", "0.1"),
+        ]
+
     def test_value_that_is_no_tensor_is_left_out(self, tmp_path: Path) -> None:
         meta = {"step": 0, "rank": 0, "dump_index": 1, "name": "count"}
         save({"value": 3, "meta": meta}, tmp_path / "step=0___rank=0___dump_index=1___name=count.pt")

@@ -1,0 +1,71 @@
+"""OpenFiles: the safetensors files of a directory that were read last, kept open for the next tensor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+# A layer has three files (sites, twins, floor), the model outside its layers too, and the inputs have one.
+_MOST_OPEN = 8
+# A tensor of up to this size is copied, which is cheaper than to map its file again; a larger one is not copied.
+_SMALL_BYTES = 2**20
+
+
+def file_state(path: Path) -> tuple[int, int, int]:
+    """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+class OpenFiles:
+    """The safetensors files read last from a directory, each kept open until it is replaced."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        # By file name, the one read last at the end.
+        self._opened: OrderedDict[str, _OpenFile] = OrderedDict()
+
+    def read(self, file: str, name: str) -> torch.Tensor | None:
+        """Read a tensor that no other reader shares; None if the file holds none of that name.
+
+        Raises:
+            OSError: There is no such file, or it cannot be read.
+            SafetensorError: It is damaged.
+        """
+        path = self._directory / file
+        opened = self._open(path, file)
+        if name not in opened.names:
+            return None
+        tensor: torch.Tensor = opened.tensors.get_tensor(name)
+        if tensor.nbytes <= _SMALL_BYTES:
+            return tensor.clone()
+        # Two reads from one mapping share memory, which a caller may change: a large tensor gets a mapping of its own.
+        mapping: Any = safe_open(path, framework="pt")
+        large: torch.Tensor = mapping.get_tensor(name)
+        return large
+
+    def _open(self, path: Path, file: str) -> _OpenFile:
+        """Return the file as it is now, and close the one that was read longest ago if there are too many."""
+        state = file_state(path)
+        opened = self._opened.pop(file, None)
+        if opened is None or opened.state != state:
+            tensors: Any = safe_open(path, framework="pt")
+            opened = _OpenFile(state, tensors, frozenset(tensors.keys()))
+        self._opened[file] = opened
+        if len(self._opened) > _MOST_OPEN:
+            self._opened.popitem(last=False)
+        return opened
+
+
+class _OpenFile(NamedTuple):
+    state: tuple[int, int, int]
+    tensors: Any  # a `safe_open`, which has no public type
+    names: frozenset[str]
