@@ -1,4 +1,4 @@
-"""Mistakes of o_proj and of the residual stream. T tokens, H hidden."""
+"""Mistakes of o_proj and of the residual stream."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import normalise
 
 
-def _post_norm_of_input(at: Evaluation) -> torch.Tensor:
-    weight = at.weight(weight_names.POST_NORM)
-    return normalise(at.chosen(at[Site.INPUT]), weight, at.spec.rms_norm_eps)
+def _post_norm_of_input(layer: Evaluation) -> torch.Tensor:
+    weight = layer.weight(weight_names.POST_NORM)
+    return normalise(layer.chosen(layer[Site.INPUT]), weight, layer.spec.rms_norm_eps)
 
 
 RESIDUAL_MISTAKES = (
@@ -22,7 +22,7 @@ RESIDUAL_MISTAKES = (
         what="Attention adds nothing: o_proj is zero, or never bound.",
         look_at="whether convert_state_dict binds o_proj.weight, and a quantised copy of it",
         build=lambda: Change(
-            stages={Site.ATTN_DELTA: lambda at: torch.zeros_like(at.chosen(at[Site.INPUT]))}
+            stages={Site.ATTN_DELTA: lambda layer: torch.zeros_like(layer.chosen(layer[Site.INPUT]))}
         ),
     ),
     Mistake(
@@ -37,27 +37,33 @@ RESIDUAL_MISTAKES = (
         name="attention_residual_missing",
         what="The layer's input is not added to what attention gives.",
         look_at="the first residual add",
-        build=lambda: Change(stages={Site.ATTN_RESIDUAL: lambda at: at[Site.ATTN_DELTA]}),
+        build=lambda: Change(stages={Site.ATTN_RESIDUAL: lambda layer: layer[Site.ATTN_DELTA]}),
     ),
     Mistake(
         name="moe_residual_missing",
         what="What attention left is not added to what the experts give.",
         look_at="the second residual add",
-        build=lambda: Change(stages={Site.OUTPUT: lambda at: at[Site.MOE_DELTA]}),
+        build=lambda: Change(stages={Site.OUTPUT: lambda layer: layer[Site.MOE_DELTA]}),
     ),
     Mistake(
         name="residual_after_norm",
         what="The normed input is added to what attention gives, not the input.",
         look_at="where the residual is taken: before the norm",
         build=lambda: Change(
-            stages={Site.ATTN_RESIDUAL: lambda at: at.chosen(at[Site.INPUT_NORM]) + at[Site.ATTN_DELTA]}
+            stages={
+                Site.ATTN_RESIDUAL: lambda layer: (
+                    layer.chosen(layer[Site.INPUT_NORM]) + layer[Site.ATTN_DELTA]
+                )
+            }
         ),
     ),
     Mistake(
         name="moe_residual_from_input",
         what="The layer's input is added to what the experts give: what attention added is lost.",
         look_at="which tensor the second residual add takes",
-        build=lambda: Change(stages={Site.OUTPUT: lambda at: at.chosen(at[Site.INPUT]) + at[Site.MOE_DELTA]}),
+        build=lambda: Change(
+            stages={Site.OUTPUT: lambda layer: layer.chosen(layer[Site.INPUT]) + layer[Site.MOE_DELTA]}
+        ),
     ),
     Mistake(
         name="post_norm_of_input",
