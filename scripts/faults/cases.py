@@ -18,13 +18,13 @@ class PlantedCase:
 
     Args:
         run: The run in words.
-        stage: Name of the scene.
+        stage: Name of the baseline.
         kind: `catalogued`, `uncatalogued`, `pair`, `equivalent`, or `right` where nothing was planted.
         mistake: Name of the plant; empty where there is none.
         parameters: Parameters of the plant.
         sites: Sites of the mistake: wrong although their inputs are right.
-        effects: Change in float32 over the noise floor, by site.
-        reason: Reason of the first blame or failure, or of not being comparable.
+        effects: Change by the mistake in float32 over the golden's noise floor, by site.
+        reason: Reason of the first blame or failure, or why the run cannot be compared.
         model: Folder name of the trained model; empty for a synthetic one.
         verdict: Verdict on the whole run.
     """
@@ -50,10 +50,10 @@ class PlantedCase:
         """True where the whole run ends with exit code 0."""
         return bool(self.verdict) and Verdict(self.verdict).exit_code == 0
 
-    def name_mistake(self, otherwise: str) -> str:
-        """Word the mistake and its parameters; `otherwise` names a right port."""
+    def word_mistake(self, if_right: str) -> str:
+        """Word the mistake and its parameters; `if_right` is the word for a right port."""
         parameters = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
-        return f"{self.mistake}({parameters})" if parameters else self.mistake or otherwise
+        return f"{self.mistake}({parameters})" if parameters else self.mistake or if_right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Case(PlantedCase):
         blamed: The sets of sites that it blames.
         black_box_detected: Whether mm2 fails the layer by its output alone.
         rivals: Sites that each rule of another tool calls different.
-        akin: Other names of the diagnosis for the same computation.
+        akin: Names that the diagnosis has for the same computation.
         black_box_verdict: Verdict on the outputs alone.
         excess: Largest figure over its limit, by site; infinite where the site fails by something else than noise,
             such as another shape.
@@ -129,8 +129,8 @@ class Case(PlantedCase):
         return {site for sites in self.blamed for site in sites}
 
     @property
-    def is_pair_named(self) -> bool:
-        """True where both mistakes of a pair are blamed at their sites, and nothing else is."""
+    def is_pair_blamed(self) -> bool:
+        """True where sites of both mistakes of a pair are blamed, and nothing else is."""
         return self.is_site_named and all(self.blamed_sites & set(sites) for sites in self.halves)
 
     @property
@@ -144,7 +144,7 @@ class Case(PlantedCase):
         return self.is_detected or self.black_box_detected
 
     @property
-    def is_nothing_else_blamed(self) -> bool:
+    def is_blame_confined(self) -> bool:
         """True where no site is blamed but those of the mistake."""
         return self.blamed_sites <= set(self.sites)
 
@@ -161,7 +161,7 @@ class Case(PlantedCase):
     @property
     def is_site_named(self) -> bool:
         """True where sites of the mistake are blamed, and nothing else is."""
-        return bool(self.blamed_sites) and self.is_nothing_else_blamed
+        return bool(self.blamed_sites) and self.is_blame_confined
 
     @property
     def is_named(self) -> bool:
@@ -175,7 +175,7 @@ class Case(PlantedCase):
 
     def __str__(self) -> str:
         return (
-            f"{self.name_mistake(self.port)}, {self.stage}, layer {self.layer}, {self.rows}, {self.backend}"
+            f"{self.word_mistake(self.port)}, {self.stage}, layer {self.layer}, {self.rows}, {self.backend}"
         )
 
 
@@ -203,11 +203,11 @@ class DumpCase(PlantedCase):
 
         The effect at the output counts up to that at the sites: flipped experts, which noise causes too, enlarge it.
         """
-        own = {site: self.effects.get(site, 0.0) for site in self.sites}
-        seen = [effect for site, effect in own.items() if site in self.shown]
+        at_sites = {site: self.effects.get(site, 0.0) for site in self.sites}
+        shown = [effect for site, effect in at_sites.items() if site in self.shown]
         if "output" in self.shown:
-            seen.append(min(self.effects.get("output", 0.0), max(own.values(), default=0.0)))
-        return max(seen, default=0.0)
+            shown.append(min(self.effects.get("output", 0.0), max(at_sites.values(), default=0.0)))
+        return max(shown, default=0.0)
 
     @property
     def is_above_floor(self) -> bool:
@@ -232,4 +232,4 @@ class DumpCase(PlantedCase):
 
     def __str__(self) -> str:
         checkpoint = "with" if self.has_checkpoint else "without"
-        return f"{self.name_mistake('right')}, {self.stage}, layer {self.layer}, {self.view}, {checkpoint} checkpoint"
+        return f"{self.word_mistake('right')}, {self.stage}, layer {self.layer}, {self.view}, {checkpoint} checkpoint"

@@ -13,13 +13,13 @@ from faults.cases import Case, DumpCase
 
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]
-# Files that plan runs, or count and print cases: they change no case.
-_COUNT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py")
+# Files that plan runs, or count and print cases: a change in them changes no case.
+_WITHOUT_EFFECT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py")
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 
 class RunJournal:
-    """A file of finished runs, one per line; it starts anew where the code has changed.
+    """A file of finished runs, one per line; it starts anew if the code has changed.
 
     Args:
         path: The file; None keeps nothing.
@@ -60,7 +60,7 @@ def digest_sources() -> str:
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_ROOT / folder).rglob("*.*")):
-            if path.suffix in (".py", ".yaml") and path.name not in _COUNT:
+            if path.suffix in (".py", ".yaml") and path.name not in _WITHOUT_EFFECT:
                 digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Shows the value of a site and returns it.
+# Takes a site's name and value, shows the value, and returns it.
 Tap = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -57,7 +57,7 @@ class Stages:
     Args:
         config: The model's quantities.
         weights: The module that holds the weights.
-        parameters: Parameters of the mistake; attributes of `self.of`.
+        parameters: Parameters of the mistake; a stage reads them as attributes of `self.of`.
     """
 
     def __init__(self, config: Any, weights: FusedWeights, **parameters: Any) -> None:
