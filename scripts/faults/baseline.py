@@ -142,4 +142,5 @@ def _request_prompts(request: BaselineRequest, folder: Path) -> InputRequest:
             start_positions=request.start_positions,
             seed=request.seed,
         )
-    return request_text_rows(folder, request.lengths, seed=request.seed, padding_side=request.padding_side)
+    rows = request_text_rows(folder, request.lengths, seed=request.seed, padding_side=request.padding_side)
+    return replace(rows, start_positions=request.start_positions)

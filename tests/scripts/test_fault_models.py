@@ -42,8 +42,10 @@ def runs_of(part: str, model: TrainedModel) -> list[PlannedRun]:
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
     folder = write_model(tmp_path_factory.mktemp("learned") / "model", torch.bfloat16)
     learned = TrainedModel.open(folder)
-    stage = BaselineRequest(name="learned", seed=2, lengths=(9, 4), num_layers=1, trained=learned)
-    with open_baseline(stage, tmp_path_factory.mktemp("scratch")) as opened:
+    request = BaselineRequest(
+        name="learned", seed=2, lengths=(9, 4), start_positions=(0, 700), num_layers=1, trained=learned
+    )
+    with open_baseline(request, tmp_path_factory.mktemp("scratch")) as opened:
         yield opened
 
 
@@ -72,6 +74,10 @@ class TestBaseline:
         row = baseline.inputs.input_ids[0].tolist()
         assert baseline.inputs.lengths == (9, 4)
         assert any(tokens[start : start + 9] == row for start in range(len(tokens)))
+
+    def test_rows_of_text_begin_where_they_were_asked_to(self, baseline: Baseline) -> None:
+        assert baseline.request.has_far_positions
+        assert baseline.inputs.position_ids[:, 0].tolist() == [0, 700]
 
     def test_golden_measures_variants_as_users_get_them(self, baseline: Baseline) -> None:
         assert baseline.golden.description.floor_variants == ("nearest", "random_1")
