@@ -25,7 +25,7 @@ from faults.curve import give_curve_figures, render_curve, trace_operating_curve
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
 from faults.journal import AnyCase, RunJournal
-from faults.pass_tally import Joined, give_pass_figures
+from faults.pass_tally import JoinedCounts, give_pass_figures
 from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
 from faults.runs import carry_out
@@ -42,7 +42,7 @@ def main() -> int:
     """Run what the journal lacks, and print; the exit code is 1 where a goal is missed, 3 where it could not run."""
     arguments = _parse_arguments()
     try:
-        joined = [Joined.read(path) for path in arguments.join]
+        joined = [JoinedCounts.read(path) for path in arguments.join]
         found = run_all(list(_plan(arguments)), journal=RunJournal(arguments.journal))
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Figures of the cases."""
+"""Tally: figures of the cases, and the cases that went wrong."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_curve_counts_what_each_factor_would_fail() -> None:
     points = {point.factor: point for point in trace_operating_curve(CASES)}
     assert tuple(points) == FACTORS
     assert [points[factor].num_detected for factor in (0.5, 1.0, 1.25, 1.6, 2.0)] == [2, 2, 2, 1, 1]
-    assert [points[factor].num_boxes_detected for factor in (0.9, 1.0)] == [2, 1]
+    assert [points[factor].num_visible_detected for factor in (0.9, 1.0)] == [2, 1]
     assert [points[factor].num_alarms for factor in (0.5, 0.63, 0.8, 1.0)] == [2, 1, 0, 0]
 
 

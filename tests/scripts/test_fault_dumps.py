@@ -16,7 +16,7 @@ from faults.cases import Case, DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump, plan_dumps
 from faults.dump_tally import dump_misses, give_dump_figures
 from faults.journal import RunJournal
-from faults.pass_tally import Joined, give_pass_figures
+from faults.pass_tally import JoinedCounts, give_pass_figures
 from faults.planted import choose_plants
 
 from minimax_tools.errors import UsageError
@@ -188,7 +188,9 @@ class TestFalsePasses:
         path = tmp_path / "damage.json"
         figures = [{"figure": "wrong_things", "value": 29.0}, {"figure": "false_passes", "value": 1.0}]
         path.write_text(json.dumps({"benchmark": "damage", "figures": figures}))
-        found = {figure.figure: figure.value for figure in give_pass_figures([PORT], [], [Joined.read(path)])}
+        found = {
+            figure.figure: figure.value for figure in give_pass_figures([PORT], [], [JoinedCounts.read(path)])
+        }
         assert (found["wrong_things"], found["false_passes"]) == (30, 1)
         assert found["false_passes_of_29_damage"] == 1
 
@@ -207,4 +209,4 @@ class TestFalsePasses:
         path = tmp_path / "other.json"
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
-            Joined.read(path)
+            JoinedCounts.read(path)
