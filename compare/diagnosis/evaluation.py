@@ -217,9 +217,14 @@ STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
 )
 
 
+def replace_stage(node: GraphNode, stage: Stage) -> Change:
+    """Build the change that computes one node by another stage."""
+    return Change(stages={node: stage})
+
+
 def scaled(site: Site, factor: float) -> Change:
     """Build the change that multiplies a site by a factor."""
-    return Change(stages={site: lambda layer: factor * STAGES[site](layer)})
+    return replace_stage(site, lambda layer: factor * STAGES[site](layer))
 
 
 def with_given(given: Mapping[Site, torch.Tensor]) -> dict[GraphNode, Stage]:

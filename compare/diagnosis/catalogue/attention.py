@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from compare.diagnosis.catalogue.splits import rank_of, share
-from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, scaled
+from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, replace_stage, scaled
 from compare.diagnosis.mistake import Mistake, each, once_if, values_of
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
@@ -17,7 +17,7 @@ from minimax_tools.reference.float32_stages import attend, product_stage
 
 def _attend_with(**options: Any) -> Change:
     """Compute attention with other options of `float32_stages.attend`."""
-    return Change(stages={Site.ATTN_CONTEXT: partial(attend, **options)})
+    return replace_stage(Site.ATTN_CONTEXT, partial(attend, **options))
 
 
 def _keys_and_values_swapped() -> Change:
@@ -44,7 +44,7 @@ def _query_heads_interleaved(order: str) -> Change:
         flat: torch.Tensor = heads.transpose(2, 3).flatten(2)
         return flat
 
-    return Change(stages={Site.Q_PROJ: stage})
+    return replace_stage(Site.Q_PROJ, stage)
 
 
 def _qkv_cut_per_group() -> Change:
@@ -67,7 +67,7 @@ def _heads_of_one_rank(tp_degree: int, rank: int) -> Change:
         part = share(layer.spec.query_width, tp_degree, rank)
         return layer[Site.ATTN_CONTEXT][:, part] @ layer.weight(weight_names.O_PROJ)[:, part].T
 
-    return Change(stages={Site.ATTN_DELTA: stage})
+    return replace_stage(Site.ATTN_DELTA, stage)
 
 
 def _windows(inputs: LayerInputs) -> tuple[int, ...]:

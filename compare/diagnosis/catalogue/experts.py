@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from compare.diagnosis.catalogue.low_bits import bfloat16
 from compare.diagnosis.catalogue.splits import rank_of, share
-from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, scaled
+from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, replace_stage, scaled
 from compare.diagnosis.expert_pass import Mix, Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, once_if, values_of
 from minimax_tools.model.sites import Site
@@ -61,7 +61,7 @@ def _renumber(renumber: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> C
     def stage(layer: Evaluation) -> torch.Tensor:
         return renumber(layer, layer[Site.ROUTER_EXPERTS])
 
-    return Change(stages={ExpertValue.EXPERT_NUMBERS: stage})
+    return replace_stage(ExpertValue.EXPERT_NUMBERS, stage)
 
 
 def _text_order(layer: Evaluation, experts: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _sum_only(keeps: Callable[[Evaluation], torch.Tensor]) -> Change:
         shares = torch.where(keeps(layer), layer[Site.ROUTER_WEIGHTS], 0.0)
         return (layer[ExpertValue.EXPERT_OUTPUTS] * shares[..., None]).sum(1)
 
-    return Change(stages={Site.MOE_DELTA: stage})
+    return replace_stage(Site.MOE_DELTA, stage)
 
 
 def _is_on_rank(layer: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
@@ -189,7 +189,7 @@ EXPERT_MISTAKES = (
         name="experts_zero",
         what="The experts add nothing.",
         look_at="whether the experts' weights are bound",
-        build=lambda: Change(stages={Site.MOE_DELTA: lambda layer: torch.zeros_like(layer[Site.POST_NORM])}),
+        build=lambda: replace_stage(Site.MOE_DELTA, lambda layer: torch.zeros_like(layer[Site.POST_NORM])),
     ),
     Mistake(
         name="experts_local_only",
@@ -249,7 +249,7 @@ EXPERT_MISTAKES = (
         name="expert_accumulation_low_precision",
         what="The sum over experts is rounded to BF16 after each of them.",
         look_at="the dtype in which the experts' outputs are added",
-        build=lambda: Change(stages={Site.MOE_DELTA: _sum_in_bfloat16}),
+        build=lambda: replace_stage(Site.MOE_DELTA, _sum_in_bfloat16),
         is_rounding=True,
     ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, integer_groups
-from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage, replace_stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
 from minimax_tools.model import weight_names
@@ -35,7 +35,7 @@ def _choose_by(choice: _Scores, scores: _Scores | None = None) -> Change:
 
 def _weigh_by(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
     """Weigh the chosen experts in another way."""
-    return Change(stages={Site.ROUTER_WEIGHTS: lambda layer: weights(layer, layer[Site.ROUTER_EXPERTS])})
+    return replace_stage(Site.ROUTER_WEIGHTS, lambda layer: weights(layer, layer[Site.ROUTER_EXPERTS]))
 
 
 def _softmax(layer: Evaluation) -> torch.Tensor:
@@ -43,20 +43,14 @@ def _softmax(layer: Evaluation) -> torch.Tensor:
 
 
 def _top_k(k: int) -> Change:
-    return Change(
-        stages={
-            Site.ROUTER_EXPERTS: lambda layer: choose_experts(
-                router_scores(layer) + correction_bias(layer), k
-            )
-        }
+    return replace_stage(
+        Site.ROUTER_EXPERTS, lambda layer: choose_experts(router_scores(layer) + correction_bias(layer), k)
     )
 
 
 def _logits_by(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
-    return Change(
-        stages={
-            Site.ROUTER_LOGITS: lambda layer: product(layer[Site.POST_NORM], layer.weight(weight_names.GATE))
-        }
+    return replace_stage(
+        Site.ROUTER_LOGITS, lambda layer: product(layer[Site.POST_NORM], layer.weight(weight_names.GATE))
     )
 
 
