@@ -20,7 +20,7 @@ from compare.diagnosis.model.case import ModelCases, SiteCase
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE, find_model_mistakes
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.search import search_site
-from compare.diagnosis.naming import LIMITS
+from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
@@ -215,7 +215,7 @@ def _has_failing_site(run: JudgedRun, layers: tuple[int, ...] | None) -> bool:
 def _is_any_wrong_on_port_input(run: JudgedRun, diagnoses: Sequence[LayerDiagnosis]) -> bool:
     """Decide whether a layer is wrong whose error the comparison may have taken for an inherited one."""
     return any(
-        run.inputs[diagnosis.layer].is_inherited and diagnosis.unexplained > LIMITS.leaves
+        run.inputs[diagnosis.layer].is_inherited and diagnosis.unexplained > RIGHT_RHO
         for diagnosis in diagnoses
     )
 

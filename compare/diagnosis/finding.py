@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from compare.diagnosis.mistake import Value
-from compare.diagnosis.naming import LIMITS
+from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame
@@ -99,7 +99,7 @@ class LayerDiagnosis(PartDiagnosis):
     @property
     def is_right(self) -> bool:
         """True if the layer is not blamed, and its error is no larger than a right layer's."""
-        return not self.named and not self.is_blamed and self.unexplained <= LIMITS.leaves
+        return not self.named and not self.is_blamed and self.unexplained <= RIGHT_RHO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class SiteDiagnosis(PartDiagnosis):
     @property
     def is_right(self) -> bool:
         """True if the site is right on the port's own input; a site that is not blamed may be a little off."""
-        limit = LIMITS.leaves if self.is_blamed else _CLEARLY_WRONG
+        limit = RIGHT_RHO if self.is_blamed else _CLEARLY_WRONG
         return not self.named and self.unexplained <= limit
 
 

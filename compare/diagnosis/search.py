@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from compare.diagnosis.fitting import fit_parameters
 from compare.diagnosis.layer_case import spread_tokens
 from compare.diagnosis.mistake import Hypothesis, Mistake
-from compare.diagnosis.naming import LIMITS, best_first, is_proof, name_mistakes
+from compare.diagnosis.naming import CLEAR_RHO, FAINT_RHO, best_first, is_proof, name_mistakes
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial
 from minimax_tools.model.sites import Site
@@ -89,7 +89,7 @@ def search_layer(
             return SearchOutcome(null=null, named=named, num_tried=num_tried)
     named = name_mistakes(_judge_faint(trial, screen, [score.hypothesis for score in (*on_screen, *finals)]))
     # If the error is not clear, a pair cannot be told from a single mistake.
-    pairs = [] if named or null.leaves < LIMITS.clear else _pair_up(on_first)
+    pairs = [] if named or null.leaves < CLEAR_RHO else _pair_up(on_first)
     if pairs:
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(first.base.tokens))
         survivors = _judge_survivors(first, screen, first.judge(pairs))
@@ -172,7 +172,7 @@ def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> li
 
 def _judge_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
     """Score mistakes that the noise may cover; none if the error is far above the noise."""
-    if trial.null().leaves > LIMITS.faint_below:
+    if trial.null().leaves > FAINT_RHO:
         return []
     unique = list(dict.fromkeys(hypotheses))
     logger.info("Trying %d hypotheses as filters.", len(unique))

@@ -11,7 +11,7 @@ import torch
 from compare.diagnosis.finding import MistakeFinding, SiteDiagnosis
 from compare.diagnosis.model.case import SiteCase
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.naming import LIMITS
+from compare.diagnosis.naming import RESEMBLING, RIGHT_RHO, most_left
 
 _MOST_NEAREST = 3
 # Ratio of squares of ρ below which two predictions are equally good: the catalogue's order decides between them.
@@ -29,16 +29,15 @@ def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: 
         is_blamed: Whether the comparison blames the site.
     """
     null = case.noise.rho(case.port, case.right)
-    if null <= LIMITS.leaves:
+    if null <= RIGHT_RHO:
         return SiteDiagnosis(site=case.site, unexplained=null, is_blamed=is_blamed, notes=case.notes)
     findings = list(_try_mistakes(case, mistakes, null))
     best = _best_of_each(findings)
-    most = min(max(LIMITS.leaves, LIMITS.leaves_of_large * null), LIMITS.most_leaves)
-    explaining = [finding for finding in best if finding.leaves <= most and finding.leaves < null]
+    explaining = [finding for finding in best if finding.leaves <= most_left(null) and finding.leaves < null]
     named = [
         finding
         for finding in explaining
-        if finding.leaves**2 <= LIMITS.resembling * explaining[0].leaves ** 2 + _TINY
+        if finding.leaves**2 <= RESEMBLING * explaining[0].leaves ** 2 + _TINY
     ]
     names = [finding.mistake for finding in named]
     return SiteDiagnosis(
