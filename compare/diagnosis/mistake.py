@@ -119,18 +119,3 @@ class Hypothesis:
             parameters=(*self.parameters, *other.parameters),
             change=self.change.and_also(other.change),
         )
-
-    def __str__(self) -> str:
-        return " + ".join(
-            word_mistake(mistake.name, parameters)
-            for mistake, parameters in zip(self.mistakes, self.parameters, strict=True)
-        )
-
-
-def word_mistake(name: str, parameters: Parameters) -> str:
-    """Word a mistake and its parameters, as in `rope_theta (theta 1e+04)`."""
-    words = [
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in parameters.items()
-    ]
-    return f"{name} ({', '.join(words)})" if words else name

@@ -9,7 +9,7 @@ from typing import Any
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, group_layers
-from compare.diagnosis.mistake import Mistake, Value, word_mistake
+from compare.diagnosis.mistake import Mistake, Value
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from compare.diagnosis.model.mistake import ModelMistake
 from reports.canvas import Canvas, Column, Row
@@ -77,9 +77,9 @@ def catalogue_record() -> dict[str, Any]:
     }
 
 
-def render_catalogue(*, width: int | None = None, is_terminal: bool | None = None) -> str:
+def render_catalogue() -> str:
     """Render the catalogue as a table."""
-    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas = Canvas(width=None, is_terminal=None)
     columns = [Column(title=title, is_text=True) for title in ("mistake", "what the port does")]
     canvas.table(columns, [Row(cells=(mistake.name, mistake.what)) for mistake in _catalogue()])
     return canvas.text
@@ -219,12 +219,12 @@ def _draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:
 
 
 def _word_mistake(findings: Sequence[MistakeFinding]) -> str:
-    """Word a mistake with its parameters; fitted ones as the range that they lie in."""
-    parameters = {
-        name: _word_parameter([finding.parameters[name] for finding in findings])
+    """Word a mistake with its parameters, as in `rope_theta (theta 1e+04)`; fitted ones as a range."""
+    words = [
+        f"{name} {_word_parameter([finding.parameters[name] for finding in findings])}"
         for name in findings[0].parameters
-    }
-    return word_mistake(findings[0].mistake, parameters)
+    ]
+    return f"{findings[0].mistake} ({', '.join(words)})" if words else findings[0].mistake
 
 
 def _word_parameter(values: Sequence[Value]) -> str:

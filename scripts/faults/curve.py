@@ -41,10 +41,8 @@ class OperatingPoint:
     num_alarms: int
 
 
-def trace_operating_curve(
-    cases: Sequence[Case], factors: Sequence[float] = FACTORS
-) -> tuple[OperatingPoint, ...]:
-    """Return the point of each factor, in their order."""
+def trace_operating_curve(cases: Sequence[Case]) -> tuple[OperatingPoint, ...]:
+    """Return the point of each of `FACTORS`, in their order."""
     above = [case for case in cases if case.is_above_floor]
     visible = [case for case in above if case.is_distinguishable]
     clean = list(clean_cases(cases))
@@ -58,7 +56,7 @@ def trace_operating_curve(
             num_clean=len(clean),
             num_alarms=sum(max(case.largest_excess, case.black_box_excess) > factor for case in clean),
         )
-        for factor in factors
+        for factor in FACTORS
     )
 
 
@@ -75,10 +73,10 @@ def give_curve_figures(points: Sequence[OperatingPoint]) -> Iterator[Figure]:
             yield Figure.plain(f"{name}_false_alarms", point.num_alarms)
 
 
-def render_curve(cases: Sequence[Case], factors: Sequence[float] = FACTORS) -> str:
+def render_curve(cases: Sequence[Case]) -> str:
     """Render the curve as a table, and the distances of right layers and mistakes to the limits."""
     lines = ["limits ×   detected        by output alone   false alarms"]
-    for point in trace_operating_curve(cases, factors):
+    for point in trace_operating_curve(cases):
         cells = (
             _share(point.num_detected, point.num_mistakes),
             _share(point.num_visible_detected, point.num_visible),
