@@ -29,7 +29,7 @@ class BaselineRequest:
         seed: Seed of a synthetic model's weights, and of the tokens.
         lengths: Number of tokens of each prompt.
         padding_side: `left` or `right`.
-        start_positions: Position of each prompt's first token; empty where all begin at 0.
+        start_positions: Position of each prompt's first token; empty if all begin at 0.
         num_layers: Number of layers of the model.
         intermediate_size: Width of a synthetic model's experts.
         attention: transformers' attention implementation of the golden.

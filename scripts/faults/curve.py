@@ -1,7 +1,7 @@
 """Curve of detection against false alarms, as all limits of noise are scaled by a factor.
 
-A case keeps each figure over its limit, and fails where this exceeds the factor: no port runs again. Flips of experts
-beyond noise, other shapes and NaN fail at each factor. Blame plays no part.
+A case keeps each ratio of a figure to its limit, and fails if a ratio exceeds the factor: no port runs again. Flips of
+experts beyond noise, other shapes and NaN fail at each factor. Blame plays no part.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class PlannedDump:
 
 
 def plan_dumps(request: BaselineRequest, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
-    """Plan each plant in one layer, chosen at random, and a right port; plan nothing where the model is too short."""
+    """Plan each plant in one layer, chosen at random, and a right port; plan nothing if the model is too short."""
     layers = range(_FIRST_LAYER, request.num_layers)
     if not layers:
         return

@@ -40,7 +40,7 @@ class RunJournal:
             path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
 
     def find(self, run: str) -> tuple[AnyCase, ...] | None:
-        """Find the cases of a finished run; None where it has not finished."""
+        """Find the cases of a finished run; None if it has not finished."""
         return self._runs.get(run)
 
     def add(self, run: str, cases: Iterable[AnyCase]) -> None:
@@ -66,7 +66,7 @@ def digest_sources() -> str:
 
 
 def _parsed(line: str) -> Any:
-    """Read the record of a line; None where a killed run left it incomplete."""
+    """Read the record of a line; None if a killed run left it incomplete."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:

@@ -39,7 +39,7 @@ class LayerVerdict:
 
     @property
     def is_detected(self) -> bool:
-        """True where the layer fails."""
+        """True if the layer fails."""
         return bool(self.failed or self.blamed)
 
 
@@ -67,7 +67,7 @@ def judge_run(baseline: Baseline, capture: Capture, *, limits: NoiseLimits | Non
 
 
 def default_criteria(limits: NoiseLimits | None = None) -> Criteria:
-    """Build the default criteria, with other limits where some are given."""
+    """Build the default criteria, with `limits` in place of the calibrated ones if they are given."""
     return Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL, noise=limits or calibrated_limits())
 
 

@@ -67,7 +67,7 @@ def give_pass_figures(
 ) -> Iterator[Figure]:
     """Count wrong things and those that pass: ports by run, dumps by view of a run.
 
-    A thing is wrong where a mistake changes a shown site by two noise floors or more: right implementations may
+    A port or dump is wrong if a mistake changes a shown site by two noise floors or more: right implementations may
     differ by less. Changes of one to two floors are counted apart, and so are ports that show their output alone.
     """
     ports = _by_run([case for case in cases if _effect(case) >= _BEYOND_DOUBT])

@@ -1,4 +1,4 @@
-"""Plan: which ports run on which models, before any of them does."""
+"""Plan: the ports to run, and the baselines that they run against."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS = (
     "clean",  # right ports
 )
 _SHORT = (96, 61, 7)
-# Prompts of nearly one length: decoding starts where the shortest one has so many rows left.
+# Prompts of nearly one length: decoding starts at the last rows of the shortest one, for all of them.
 _DECODED = (70, 69, 67)
 _LEFT = (80, 33, 7)
 # One prompt each.
@@ -125,7 +125,7 @@ def plan_part_on_model(
 
 
 def name_left_out(plants: Sequence[Plant], model: TrainedModel) -> tuple[str, ...]:
-    """Name the plants that cannot show on a model: mistakes in reading FP8, where it is stored in BF16."""
+    """Name the plants that cannot show on a model: mistakes in reading FP8, if it is stored in BF16."""
     left_out = (plant.name for plant in plants if plant.needs_fp8 and not model.is_fp8)
     return tuple(dict.fromkeys(left_out))
 

@@ -20,7 +20,9 @@ def norm_states(inputs: ModelInputs) -> torch.Tensor:
 
 
 def _states(inputs: ModelInputs) -> torch.Tensor:
-    assert inputs.states is not None, "the search asks for predictions where the last layer's output is held"
+    assert inputs.states is not None, (
+        "the search asks for predictions only if the last layer's output is held"
+    )
     return inputs.states
 
 

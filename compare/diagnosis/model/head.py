@@ -34,7 +34,7 @@ def _rows(inputs: ModelInputs, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(inputs: ModelInputs) -> torch.Tensor:
-    assert inputs.normed is not None, "the search asks for predictions where the head's input is held"
+    assert inputs.normed is not None, "the search asks for predictions only if the head's input is held"
     return inputs.normed
 
 
@@ -71,7 +71,7 @@ def _normed_twice(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
 
 
 def _of_token_before(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
-    assert inputs.all_normed is not None, "the search asks for predictions where the head's input is held"
+    assert inputs.all_normed is not None, "the search asks for predictions only if the head's input is held"
     return inputs.without_first(score_states(inputs, inputs.all_normed[inputs.before]))
 
 
