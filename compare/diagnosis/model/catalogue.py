@@ -1,4 +1,4 @@
-"""The catalogue of mistakes outside the layers, by name; of two that explain a site alike, the earlier is named first."""
+"""The catalogue of mistakes outside the layers, by name; if two explain a site alike, the earlier is named first."""
 
 from __future__ import annotations
 
