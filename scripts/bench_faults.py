@@ -19,18 +19,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from faults.baseline import Baseline, open_baseline
 from faults.cases import Case, DumpCase
 from faults.curve import give_curve_figures, render_curve, trace_operating_curve
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
 from faults.journal import AnyCase, RunJournal
-from faults.pass_tally import Joined, give_pass_figures
+from faults.pass_tally import JoinedCounts, give_pass_figures
 from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
 from faults.runs import carry_out
-from faults.scene import Scene, TrainedModel, open_scene
 from faults.table import render_table
 from faults.tally import give_figures, misses
+from faults.trained_model import TrainedModel
 from figures import benchmark_parser, print_figures
 
 from minimax_tools.errors import Mm2Error
@@ -41,7 +42,7 @@ def main() -> int:
     """Run what the journal lacks, and print; return 1 if a goal is missed, 3 if a run could not start, else 0."""
     arguments = _parse_arguments()
     try:
-        joined = [Joined.read(path) for path in arguments.join]
+        joined = [JoinedCounts.read(path) for path in arguments.join]
         all_cases = run_all(list(_plan(arguments)), journal=RunJournal(arguments.journal))
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -60,24 +61,24 @@ def main() -> int:
 
 
 def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
-    """Return the cases of all runs; those that the journal lacks run here, scene by scene and backend by backend."""
+    """Return the cases of all runs; those that the journal lacks run here, baseline by baseline, backend by backend."""
     cases: list[AnyCase] = []
-    for request, on_scene in itertools.groupby(plan, key=lambda planned: planned.request):
-        runs = list(on_scene)
+    for request, on_baseline in itertools.groupby(plan, key=lambda planned: planned.request):
+        runs = list(on_baseline)
         cases += [case for planned in runs for case in journal.find(repr(planned)) or ()]
         pending = [planned for planned in runs if journal.find(repr(planned)) is None]
         if not pending:
             continue
         with (
             tempfile.TemporaryDirectory(prefix="mm2-faults-") as scratch,
-            open_scene(request, Path(scratch)) as scene,
+            open_baseline(request, Path(scratch)) as baseline,
         ):
-            cases += _run_on_scene(pending, scene, journal=journal, directory=Path(scratch) / "run")
+            cases += _run_on_baseline(pending, baseline, journal=journal, directory=Path(scratch) / "run")
     return cases
 
 
-def _run_on_scene(
-    pending: Sequence[AnyRun], scene: Scene, *, journal: RunJournal, directory: Path
+def _run_on_baseline(
+    pending: Sequence[AnyRun], baseline: Baseline, *, journal: RunJournal, directory: Path
 ) -> Iterator[AnyCase]:
     for backend, on_backend in itertools.groupby(pending, key=lambda planned: planned.backend):
         with open_runtime(backend) as runtime:
@@ -85,9 +86,9 @@ def _run_on_scene(
                 started_s = time.perf_counter()
                 cases: tuple[AnyCase, ...]
                 if isinstance(planned, PlannedDump):
-                    cases = carry_out_dump(planned, scene, runtime=runtime, directory=directory)
+                    cases = carry_out_dump(planned, baseline, runtime=runtime, directory=directory)
                 else:
-                    cases = carry_out(planned, scene, runtime=runtime, directory=directory)
+                    cases = carry_out(planned, baseline, runtime=runtime, directory=directory)
                 journal.add(repr(planned), cases)
                 took_s = time.perf_counter() - started_s
                 verdicts = ", ".join("found" if case.is_detected else "-" for case in cases)

@@ -12,7 +12,8 @@
 - `layer_weights`: a layer's weights, FP8 codes too
 - `layer_case`: one layer of two captures
 - `yardstick`: noise at one site, by token and channel
-- `trial`: scores of hypotheses
+- `score`: fit of a hypothesis to the values of the port
+- `trial`: the layer computed and scored under each hypothesis
 - `fitting`: parameters of mistakes
 - `naming`: scores that count as an explanation
 - `search`: from all hypotheses to the best

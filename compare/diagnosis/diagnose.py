@@ -1,4 +1,8 @@
-"""The diagnosis of a device run: the known mistakes that explain its layers. `diagnose` is the library's entry."""
+"""The diagnosis of a device run: the known mistakes that explain its layers.
+
+`diagnose` judges the run as mm2-compare does, then searches mistakes for the blamed layers, and for the sites outside
+the layers: embedding, final norm and logits.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ import torch
 
 from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.catalogue.catalogue import find_mistakes
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, SiteDiagnosis
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.model.case import ModelCases, SiteCase
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE, find_model_mistakes
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.search import search_site
-from compare.diagnosis.naming import LIMITS
+from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
@@ -42,10 +46,10 @@ def diagnose(
     Args:
         reference: The golden, a capture of mm2's own.
         target: The device run, isolated or chained.
-        model: The checkpoint's folder.
-        layers: The layers to diagnose, to blame or not; None for those that the comparison blames.
+        model: Folder of the checkpoint.
+        layers: Layers to diagnose, blamed or not; None for those that the comparison blames.
         mistakes: Names of the mistakes to try; empty for the whole catalogue.
-        progress: Told of every layer.
+        progress: Receives each diagnosed layer.
 
     Raises:
         IncomparableError: The captures must not be compared, are not of this checkpoint, or hold the input of no
@@ -69,44 +73,85 @@ def diagnose(
         weights=weights,
     )
     comparison = run.comparison
-    chosen = layers if layers is not None else _blamed_layers(comparison)
-    has_model = layers is None or set(comparison.layers) <= set(layers)
+    # Whoever asks for some of the layers does not ask for the sites outside them.
+    includes_outside = layers is None or set(comparison.layers) <= set(layers)
     sites, site_notes = (
-        _diagnose_outside(run, reference, weights, find_model_mistakes(mistakes)) if has_model else ((), ())
+        _diagnose_outside(run, reference, weights, find_model_mistakes(mistakes))
+        if includes_outside
+        else ((), ())
     )
+    chosen = _blamed_layers(comparison) if layers is None else layers
     judgeable = tuple(layer for layer in chosen if _has_finite_input(run, layer))
     if chosen and not judgeable and all(site.is_right for site in sites):
-        raise _not_held(chosen[0])
-    diagnosed = tuple(
+        raise _lacks_input(chosen[0])
+    diagnoses = tuple(
         _diagnose_layers(
             run, reference, weights, judgeable, mistakes=entries, progress=progress or NoProgress()
         )
     )
-    blame = tuple(
-        one
-        for one in comparison.blame
-        if (has_model if one.layer is None else layers is None or one.layer in layers)
-    )
-    is_failing = any(
-        site.status is SiteStatus.FAIL and (layers is None or site.layer in layers)
-        for site in comparison.sites
-    )
-    # A chain's comparison allows for inherited errors; on the port's own input there are none.
-    is_wrong_alone = any(
-        run.inputs[one.layer].is_inherited and one.unexplained > LIMITS.leaves for one in diagnosed
-    )
+    blame = [
+        blame
+        for blame in comparison.blame
+        if (includes_outside if blame.layer is None else layers is None or blame.layer in layers)
+    ]
     return Diagnosis(
         reference=str(reference.directory),
         target=str(target.directory),
-        is_failed=is_failing or bool(blame) or is_wrong_alone,
-        layers=diagnosed,
+        is_failed=bool(blame)
+        or _has_failing_site(run, layers)
+        or _is_any_wrong_on_port_input(run, diagnoses),
+        layers=diagnoses,
         sites=sites,
-        unexplained=tuple(one for one in blame if not _is_explained(one, diagnosed, sites)),
+        unexplained=tuple(one for one in blame if not _is_explained(one, diagnoses, sites)),
         notes=(
             *site_notes,
-            *(str(_not_held(layer)) for layer in chosen if layer not in judgeable),
+            *(str(_lacks_input(layer)) for layer in chosen if layer not in judgeable),
             *(_chain_notes(run, chosen) if layers is None else ()),
         ),
+    )
+
+
+def _diagnose_outside(
+    run: JudgedRun, golden: CaptureSource, source: WeightSource, mistakes: Sequence[ModelMistake]
+) -> tuple[tuple[SiteDiagnosis, ...], tuple[str, ...]]:
+    """Diagnose the sites outside the layers on the port's own inputs; note failing sites that cannot be judged."""
+    comparison, target = run.comparison, run.sides.target
+    held = [site for site in ModelSite if site in golden.model_sites() and site in target.model_sites()]
+    if not held:
+        return (), ()
+    blamed = {site for blame in comparison.blame if blame.layer is None for site in blame.sites}
+    failing = {result.site for result in comparison.of_layer(None) if result.status is SiteStatus.FAIL}
+    last = max(comparison.layers)
+    diagnoses, notes = [], []
+    with source.open_layer(last, golden) as weights, torch.no_grad():
+        cases = ModelCases(golden, target, batch=run.sides.batch, last_layer=last, weights=weights)
+        for site in held:
+            case = cases.open(site)
+            if isinstance(case, SiteCase):
+                diagnoses.append(search_site(case, mistakes, is_blamed=site in blamed))
+            elif site in failing:
+                notes.append(f"{site} fails and was not diagnosed: {case}")
+    return tuple(diagnoses), tuple(notes)
+
+
+def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
+    return tuple(sorted({blame.layer for blame in comparison.blame if blame.layer is not None}))
+
+
+def _has_finite_input(run: JudgedRun, layer: int) -> bool:
+    """Decide whether both sides hold a layer's input, and it is finite."""
+    captured = run.inputs.get(layer)
+    return (
+        captured is not None and captured.is_recorded and (captured.error is None or captured.error.is_finite)
+    )
+
+
+def _lacks_input(layer: int) -> IncomparableError:
+    return IncomparableError(
+        f"the input of layer {layer} is not held on both sides, or not finite: its own mistakes cannot be told from "
+        "inherited errors",
+        next_step=f"Capture the layer's input too, or run mm2-test single-layer --layer {layer} --golden DIR, and "
+        "diagnose that run.",
     )
 
 
@@ -119,11 +164,11 @@ def _diagnose_layers(
     mistakes: Sequence[Mistake],
     progress: Progress,
 ) -> Iterator[LayerDiagnosis]:
-    """Diagnose one layer after the other; mistakes that explained one are tried first on the next."""
+    """Diagnose one layer after the other; mistakes that explain a layer are tried first on the next ones."""
     expected: dict[str, Hypothesis] = {}
     for layer in layers:
         suspects = frozenset(
-            Site(site) for one in run.comparison.blame if one.layer == layer for site in one.sites
+            Site(site) for blame in run.comparison.blame if blame.layer == layer for site in blame.sites
         )
         with source.open_layer(layer, golden) as weights, torch.no_grad():
             case = LayerCase(
@@ -138,77 +183,60 @@ def _diagnose_layers(
                 case.open_trial(), mistakes, suspects=suspects, expected=tuple(expected.values())
             )
             progress.advance(layer, num_bytes=weights.tensors.reader.num_bytes_read)
-        # The last layer's parameters are the likeliest ones of the next.
-        expected |= {one.hypothesis.name: one.hypothesis for one in outcome.named}
-        # A mistake that has a name says where it is; of another its place is all that is known.
+        # The parameters that were fitted last are the likeliest in the next layer.
+        expected |= {score.hypothesis.name: score.hypothesis for score in outcome.named}
+        # A named mistake says where to look; without a name, the place of the error is all that is known.
         notes = case.notes if outcome.named else (*case.notes, *_word_regions(run.comparison, layer))
-        yield LayerDiagnosis.of(layer, outcome, sites=case.sites, is_blamed=bool(suspects), notes=notes)
+        yield LayerDiagnosis(
+            layer=layer,
+            sites=case.sites,
+            unexplained=outcome.null.leaves,
+            is_blamed=bool(suspects),
+            named=tuple(MistakeFinding.of(layer, score, alike=outcome.named) for score in outcome.named),
+            nearest=tuple(MistakeFinding.of(layer, score) for score in outcome.nearest),
+            num_hypotheses=outcome.num_tried,
+            notes=notes,
+        )
 
 
-def _diagnose_outside(
-    run: JudgedRun, golden: CaptureSource, source: WeightSource, mistakes: Sequence[ModelMistake]
-) -> tuple[tuple[SiteDiagnosis, ...], tuple[str, ...]]:
-    """Diagnose the sites outside the layers, each on the port's own input; and note those that could not be judged."""
-    comparison, target = run.comparison, run.sides.target
-    held = [site for site in ModelSite if site in golden.model_sites() and site in target.model_sites()]
-    if not held:
-        return (), ()
-    blamed = {site for one in comparison.blame if one.layer is None for site in one.sites}
-    failing = {one.site for one in comparison.of_layer(None) if one.status is SiteStatus.FAIL}
-    last = max(comparison.layers)
-    found, notes = [], []
-    with source.open_layer(last, golden) as weights, torch.no_grad():
-        cases = ModelCases(golden, target, batch=run.sides.batch, last_layer=last, weights=weights)
-        for site in held:
-            case = cases.open(site)
-            if isinstance(case, SiteCase):
-                found.append(search_site(case, mistakes, is_blamed=site in blamed))
-            elif site in failing:
-                notes.append(f"{site} fails and was not diagnosed: {case}")
-    return tuple(found), tuple(notes)
+def _word_regions(comparison: Comparison, layer: int) -> Iterator[str]:
+    """Say where the wrong tokens and channels of a layer's sites lie."""
+    for result in comparison.of_layer(layer):
+        for sentence in result.where:
+            yield f"{result.site}: {sentence}"
+
+
+def _has_failing_site(run: JudgedRun, layers: tuple[int, ...] | None) -> bool:
+    """Decide whether a site of the chosen layers fails; None for all sites."""
+    failing = [site for site in run.comparison.sites if site.status is SiteStatus.FAIL]
+    return any(layers is None or site.layer in layers for site in failing)
+
+
+def _is_any_wrong_on_port_input(run: JudgedRun, diagnoses: Sequence[LayerDiagnosis]) -> bool:
+    """Decide whether a layer is wrong whose error the comparison may have taken for an inherited one."""
+    return any(
+        run.inputs[diagnosis.layer].is_inherited and diagnosis.unexplained > RIGHT_RHO
+        for diagnosis in diagnoses
+    )
 
 
 def _is_explained(blame: Blame, layers: Sequence[LayerDiagnosis], sites: Sequence[SiteDiagnosis]) -> bool:
     """Decide whether a named mistake explains a blame."""
     if blame.layer is not None:
-        return any(one.named for one in layers if one.layer == blame.layer)
-    return any(one.named for one in sites if one.site in blame.sites)
-
-
-def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
-    return tuple(sorted({blame.layer for blame in comparison.blame if blame.layer is not None}))
-
-
-def _word_regions(comparison: Comparison, layer: int) -> tuple[str, ...]:
-    """Say where the wrong tokens and channels of a layer's blamed sites lie."""
-    return tuple(f"{site.site}: {sentence}" for site in comparison.of_layer(layer) for sentence in site.where)
-
-
-def _has_finite_input(run: JudgedRun, layer: int) -> bool:
-    """Decide whether both sides hold a layer's input, and it is finite."""
-    captured = run.inputs.get(layer)
-    return (
-        captured is not None and captured.is_recorded and (captured.error is None or captured.error.is_finite)
-    )
+        return any(diagnosis.named for diagnosis in layers if diagnosis.layer == blame.layer)
+    return any(diagnosis.named for diagnosis in sites if diagnosis.site in blame.sites)
 
 
 def _chain_notes(run: JudgedRun, blamed: tuple[int, ...]) -> tuple[str, ...]:
     """Note layers of a chained run in which the comparison may have missed a mistake, and how to look closer."""
     inherited = [
-        layer for layer, one in run.inputs.items() if one.is_inherited and _has_finite_input(run, layer)
+        layer
+        for layer, captured in run.inputs.items()
+        if captured.is_inherited and _has_finite_input(run, layer)
     ]
     if not set(inherited) - set(blamed):
         return ()
     return (
         f"{word_layers(inherited)} ran on each other's outputs, and the comparison allows for the errors that they "
         "inherited: --layer-pattern 'layer_*' judges every layer on the port's own input",
-    )
-
-
-def _not_held(layer: int) -> IncomparableError:
-    return IncomparableError(
-        f"the input of layer {layer} is not held on both sides, or not finite: its own mistakes cannot be told from "
-        "inherited errors",
-        next_step=f"Capture the layer's input too, or run mm2-test single-layer --layer {layer} --golden DIR, and "
-        "diagnose that run.",
     )

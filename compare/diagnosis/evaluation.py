@@ -1,7 +1,7 @@
-"""Evaluation: the decoder layer in float32 as a graph of stages, one for each site; a change replaces some of them.
+"""Evaluation: the decoder layer in float32 as a graph of stages, one for each site; a change replaces some stages.
 
-What lies upstream of a change is taken from the base; what lies downstream is computed when it is asked for.
-B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token, T tokens.
+Nodes upstream of a change are read from the base, the layer without it. Nodes downstream are computed when they are
+asked for. B batch, S sequence, H hidden, D head_dim, k experts per token, T tokens, F channels of any site.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from minimax_tools.text_enum import TextEnum
 
 
 class ExpertValue(TextEnum):
-    """Points within the experts that are no sites."""
+    """Nodes of the graph within the experts, which no capture shows."""
 
     EXPERT_INPUT = "expert_input"  # [T,H]
-    EXPERT_NUMBERS = "expert_numbers"  # [T,k], whose weights are used; in the order of router_experts
-    EXPERT_OUTPUTS = "expert_outputs"  # [T,k,H], not weighed yet
+    EXPERT_NUMBERS = "expert_numbers"  # [T,k]: experts whose weights are used, in the order of router_experts
+    EXPERT_OUTPUTS = "expert_outputs"  # [T,k,H], before they are multiplied by the routing weights
 
 
 GraphNode = Site | ExpertValue
 Stage = Callable[["Evaluation"], torch.Tensor]
 
-NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
+_NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
     {
         **{site: tuple[GraphNode, ...](inputs) for site, inputs in SITE_INPUTS.items()},
         ExpertValue.EXPERT_INPUT: (Site.POST_NORM,),
@@ -49,9 +49,11 @@ class LayerInputs:
     """Inputs and weights of one layer.
 
     Args:
-        attention_mask: int64 [B,S].
-        position_ids: int64 [B,S].
-        decode_start: First of the rows that are computed one at a time from the golden's keys and values; S for none.
+        spec: Quantities of the model.
+        weights: The layer's weights.
+        attention_mask: 1 on real tokens, int64 [B,S].
+        position_ids: Positions, int64 [B,S].
+        decode_start: First of the rows that are decoded one at a time from the golden's keys and values; S for none.
     """
 
     spec: ModelSpec
@@ -62,7 +64,7 @@ class LayerInputs:
 
     @property
     def real_tokens(self) -> torch.Tensor:
-        """The real tokens' places among all B·S, ascending: int64 [T]."""
+        """Indices of the real tokens among all B·S, ascending: int64 [T]."""
         return self.attention_mask.flatten().nonzero().flatten()
 
 
@@ -72,7 +74,7 @@ class Change:
 
     Args:
         stages: New stages by node.
-        recipe: How experts compute, where that changes.
+        recipe: New arithmetic of the experts; None keeps the base's.
     """
 
     stages: Mapping[GraphNode, Stage] = field(default_factory=dict)
@@ -80,37 +82,37 @@ class Change:
 
     @property
     def nodes(self) -> frozenset[GraphNode]:
-        """Nodes that it replaces."""
+        """The replaced nodes."""
         experts = () if self.recipe is None else (ExpertValue.EXPERT_OUTPUTS,)
         return frozenset((*self.stages, *experts))
 
     @property
     def sites(self) -> frozenset[Site]:
-        """The sites at which it first shows."""
+        """The sites at which the change first shows."""
         return frozenset(node if isinstance(node, Site) else Site.MOE_DELTA for node in self.nodes)
 
     def and_also(self, other: Change) -> Change:
-        """Return both changes as one; where both replace a node, the other's stage counts."""
+        """Return both changes as one; if both replace a node, the stage of `other` counts."""
         return Change(stages={**self.stages, **other.stages}, recipe=other.recipe or self.recipe)
 
 
 class Evaluation:
-    """The values of a layer's nodes, computed when they are asked for; `evaluation[Site.OUTPUT]` is [T,H].
+    """The values of a layer's nodes, computed when they are asked for; `layer[Site.OUTPUT]` is [T,H].
 
-    Nodes before attention's context have all rows, [B,S,…] or [B,heads,S,D]; later ones the chosen tokens', [T,…].
+    Nodes before attn_context hold all rows, [B,S,…] or [B,heads,S,D]. Later ones hold the chosen tokens, [T,…].
 
     Args:
-        scene: What the layer is run on.
-        stages: The stage of every node.
-        tokens: The chosen tokens' places among all B·S, int64 [T].
-        base: Gives what no change touches; None for the base itself.
-        change: What is changed.
-        values: What is known already.
+        inputs: Inputs and weights of the layer.
+        stages: Stage of every node.
+        tokens: Indices of the chosen tokens among all B·S, int64 [T].
+        base: Evaluation that gives the nodes that the change does not affect; None for a base itself.
+        change: Change of the base; None for a base itself.
+        values: Values of nodes that are known already.
     """
 
     def __init__(
         self,
-        scene: LayerInputs,
+        inputs: LayerInputs,
         stages: Mapping[GraphNode, Stage],
         *,
         tokens: torch.Tensor,
@@ -118,82 +120,62 @@ class Evaluation:
         change: Change | None = None,
         values: Mapping[GraphNode, torch.Tensor] | None = None,
     ) -> None:
-        self.scene = scene
+        self.inputs = inputs
+        # What float32 stages read, see `LayerValues`.
+        self.spec, self.weights = inputs.spec, inputs.weights
+        self.attention_mask, self.position_ids = inputs.attention_mask, inputs.position_ids
+        self.decode_start = inputs.decode_start
         self.tokens = tokens
         self.base = base or self
-        # Experts compute as in the base, unless the change says otherwise.
-        self.recipe: Recipe = (change and change.recipe) or (Recipe() if base is None else base.recipe)
+        self.recipe: Recipe = Recipe() if base is None else base.recipe
+        if change and change.recipe:
+            self.recipe = change.recipe
         self._stages = {**stages, **(change.stages if change else {})}
         self._affected = _downstream(change.nodes) if change else frozenset()
         self._values = dict(values or {})
         self._everywhere: Evaluation | None = None
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-        return self.scene.spec
-
-    @property
-    def weights(self) -> LayerWeights:
-        """The layer's weights."""
-        return self.scene.weights
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """1 on real tokens: int64 [B,S]."""
-        return self.scene.attention_mask
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """Positions: int64 [B,S]."""
-        return self.scene.position_ids
-
-    @property
-    def decode_start(self) -> int:
-        """First row that is decoded from the golden's keys and values; S for none."""
-        return self.scene.decode_start
-
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight of the layer, but for experts, float32; made once."""
-        return self.scene.weights.kept_value(name)
+        """Return a weight of the layer that is no expert's, float32; it is converted once and kept."""
+        return self.weights.kept_value(name)
 
     def __getitem__(self, node: GraphNode, /) -> torch.Tensor:
-        if self.base is not self and node not in self._affected and node not in self._values:
+        if node in self._values:
+            return self._values[node]
+        if self.base is not self and node not in self._affected:
             return self.base[node]
-        if node not in self._values:
-            self._values[node] = self._stages[node](self)
+        self._values[node] = self._stages[node](self)
         return self._values[node]
 
     def changed(self, change: Change) -> Evaluation:
         """Return this layer with a change."""
-        return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=change)
+        return Evaluation(self.inputs, self._stages, tokens=self.tokens, base=self, change=change)
 
     def is_affected(self, node: GraphNode) -> bool:
         """Decide whether the change may touch a node."""
         return node in self._affected
 
-    def give(self, node: GraphNode, value: torch.Tensor) -> None:
+    def set_value(self, node: GraphNode, value: torch.Tensor) -> None:
         """Set a value that was computed elsewhere."""
         self._values[node] = value
 
     def with_value(self, node: GraphNode, value: torch.Tensor) -> Evaluation:
         """Return this layer, its change included, with another value at a node."""
-        given = Change(stages={node: _constant(value)})
-        return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=given)
+        return self.changed(Change(stages={node: _constant(value)}))
 
-    def at(self, places: torch.Tensor) -> Evaluation:
-        """Return this base with some of its tokens, by their places; known values are not computed again."""
+    def select_tokens(self, indices: torch.Tensor) -> Evaluation:
+        """Return this base with the tokens `tokens[indices]` alone; known values are not computed again."""
         values = {
-            node: value if has_all_rows(node) else value[places] for node, value in self._values.items()
+            node: value if has_all_rows(node) else value[indices] for node, value in self._values.items()
         }
-        return Evaluation(self.scene, self._stages, tokens=self.tokens[places], values=values)
+        return Evaluation(self.inputs, self._stages, tokens=self.tokens[indices], values=values)
 
     def everywhere(self) -> Evaluation:
-        """Return this layer with all B·S tokens, padding too."""
+        """Return this base with all B·S tokens, padding too."""
         if self._everywhere is None:
-            everything = torch.arange(self.scene.attention_mask.numel())
+            all_tokens = torch.arange(self.attention_mask.numel())
             values = {node: value for node, value in self._values.items() if has_all_rows(node)}
-            self._everywhere = Evaluation(self.scene, self._stages, tokens=everything, values=values)
+            self._everywhere = Evaluation(self.inputs, self._stages, tokens=all_tokens, values=values)
         return self._everywhere
 
     def chosen(self, rows: torch.Tensor) -> torch.Tensor:
@@ -206,7 +188,7 @@ class Evaluation:
         return self.chosen(token_rows(value, site)) if has_all_rows(site) else value
 
     def expert_job(self) -> ExpertJob:
-        """Return this evaluation's request to the experts."""
+        """Return this evaluation's job for `run_experts`."""
         return ExpertJob(
             states=self[ExpertValue.EXPERT_INPUT],
             experts=self[ExpertValue.EXPERT_NUMBERS],
@@ -215,38 +197,46 @@ class Evaluation:
         )
 
 
-def _moe_delta(at: Evaluation) -> torch.Tensor:
-    return (at[ExpertValue.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]).sum(1)
+def _expert_outputs(layer: Evaluation) -> torch.Tensor:
+    (outputs,) = run_experts(layer.weights, [layer.expert_job()])
+    return outputs
+
+
+def _moe_delta(layer: Evaluation) -> torch.Tensor:
+    return (layer[ExpertValue.EXPERT_OUTPUTS] * layer[Site.ROUTER_WEIGHTS][..., None]).sum(1)
 
 
 STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
     {
         **{site: stage for site, stage in float32_stages.STAGES.items()},  # noqa: C416 - wider keys
-        ExpertValue.EXPERT_INPUT: lambda at: at[Site.POST_NORM],
-        ExpertValue.EXPERT_NUMBERS: lambda at: at[Site.ROUTER_EXPERTS],
-        ExpertValue.EXPERT_OUTPUTS: lambda at: run_experts(at.weights, [at.expert_job()])[0],
+        ExpertValue.EXPERT_INPUT: lambda layer: layer[Site.POST_NORM],
+        ExpertValue.EXPERT_NUMBERS: lambda layer: layer[Site.ROUTER_EXPERTS],
+        ExpertValue.EXPERT_OUTPUTS: _expert_outputs,
         Site.MOE_DELTA: _moe_delta,
     }
 )
 
 
+def replace_stage(node: GraphNode, stage: Stage) -> Change:
+    """Build the change that computes one node by another stage."""
+    return Change(stages={node: stage})
+
+
 def scaled(site: Site, factor: float) -> Change:
     """Build the change that multiplies a site by a factor."""
-    return Change(stages={site: lambda at: factor * STAGES[site](at)})
+    return replace_stage(site, lambda layer: factor * STAGES[site](layer))
 
 
-def with_given(
-    stages: Mapping[GraphNode, Stage], given: Mapping[Site, torch.Tensor]
-) -> dict[GraphNode, Stage]:
-    """Replace the stages of `given` sites by their values [B,S,…]."""
+def with_given(given: Mapping[Site, torch.Tensor]) -> dict[GraphNode, Stage]:
+    """Return `STAGES`, but with the values [B,S,…] of `given` sites in place of their stages."""
     replaced: dict[GraphNode, Stage] = {
         site: _constant(value) if has_all_rows(site) else _chosen(value) for site, value in given.items()
     }
-    return {**stages, **replaced}
+    return {**STAGES, **replaced}
 
 
 def _chosen(value: torch.Tensor) -> Stage:
-    return lambda at: at.chosen(value)
+    return lambda layer: layer.chosen(value)
 
 
 def _constant(value: torch.Tensor) -> Stage:
@@ -254,8 +244,9 @@ def _constant(value: torch.Tensor) -> Stage:
 
 
 def _downstream(nodes: frozenset[GraphNode]) -> frozenset[GraphNode]:
-    reached, size = set(nodes), 0
-    while len(reached) > size:
-        size = len(reached)
-        reached |= {node for node, inputs in NODE_INPUTS.items() if reached.intersection(inputs)}
+    """Return the nodes, and all that are computed from them."""
+    reached, num_before = set(nodes), 0
+    while len(reached) > num_before:
+        num_before = len(reached)
+        reached |= {node for node, inputs in _NODE_INPUTS.items() if reached.intersection(inputs)}
     return frozenset(reached)

@@ -1,6 +1,6 @@
-"""Expert pass: many evaluations at once, so that every expert's weights are made float32 once for all of them.
+"""Expert pass: the experts of many evaluations at once, so that each expert's weights become float32 only once.
 
-T tokens, k experts per token, H hidden, I intermediate, n rows of one expert.
+T tokens, k experts per token, H hidden, I intermediate, n tokens of one expert.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.reference.float32_stages import swiglu
 
-# From gate [n,I], up [n,I] and the shares [n] of these experts to the input of the down projection, [n,I].
+# From gate [n,I], up [n,I] and the expert's shares [n] to the input of the down projection, [n,I].
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# From an expert's number and matrix to its values, float32.
+# From the weights, an expert's number, and w1, w2 or w3 to the values of this matrix, float32.
 ReadMatrix = Callable[[LayerWeights, int, str], torch.Tensor]
+# Indices of one expert in [T,k]: of tokens and of slots, int64 [n] each.
+_Slots = tuple[torch.Tensor, torch.Tensor]
 
 
 def _mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -26,18 +28,18 @@ def _mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 
 def read_matrix(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor:
-    """Read a matrix as it is."""
+    """Read an expert's matrix as the checkpoint means it, float32."""
     return weights.value(expert_weight(expert, matrix))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An expert's arithmetic.
+    """Arithmetic of all experts.
 
     Args:
-        mix: Its activation.
-        read: How its matrices are read.
-        changed: The matrices that `read` gives other values for: w1, w2, w3.
+        mix: Function that activates the gate and combines it with up.
+        read: Function that reads the matrices named in `changed`.
+        changed: Matrices that a mistake reads wrongly, of w1, w2 and w3.
     """
 
     mix: Mix = _mix
@@ -47,13 +49,13 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertJob:
-    """A request of one evaluation to the experts.
+    """Input of the experts in one evaluation.
 
     Args:
-        states: float32 [T,H].
-        experts: int64 [T,k], whose weights are used; a number outside of the experts gives zeros.
-        shares: float32 [T,k].
-        recipe: How they compute.
+        states: Input of the experts, float32 [T,H].
+        experts: Experts whose weights are used, int64 [T,k]; a negative number gives zeros.
+        shares: Routing weights, float32 [T,k].
+        recipe: Arithmetic of the experts.
     """
 
     states: torch.Tensor
@@ -63,81 +65,82 @@ class ExpertJob:
 
 
 def run_experts(weights: LayerWeights, jobs: Sequence[ExpertJob]) -> list[torch.Tensor]:
-    """Run the experts of every job: float32 [T,k,H] each, not weighed by their shares."""
+    """Run the experts of every job: float32 [T,k,H] each, before they are multiplied by their shares."""
     outputs = [torch.zeros(*job.experts.shape, job.states.shape[1]) for job in jobs]
-    places = [_places(job.experts) for job in jobs]
-    numbers = sorted({number for place in places for number in place})
+    slots = [_slots_by_expert(job.experts) for job in jobs]
 
-    def run(number: int) -> None:
+    def run(expert: int) -> None:
+        matrices = _ExpertMatrices(weights, expert)
+        asking = [index for index in range(len(jobs)) if expert in slots[index]]
+        # Threads of the pool do not inherit the caller's `no_grad`.
         with torch.no_grad():
-            asking = [index for index in range(len(jobs)) if number in places[index]]
-            matrices = _Matrices(weights, number)
-            for same in _by_weights(jobs, asking):
-                rows = [places[index][number] for index in same]
-                _run_one(matrices, [jobs[index] for index in same], rows, [outputs[index] for index in same])
+            for indices in _group_by_weights(jobs, asking):
+                _run_together(
+                    matrices,
+                    [jobs[index] for index in indices],
+                    slots=[slots[index][expert] for index in indices],
+                    outputs=[outputs[index] for index in indices],
+                )
 
     with CorePool("diagnosis") as pool:
-        list(pool.map(run, numbers))
+        # A list, since the pool raises an expert's error only when its result is taken.
+        list(pool.map(run, sorted({expert for of_job in slots for expert in of_job})))
     return outputs
 
 
-class _Matrices:
-    """Matrices of one expert, each made float32 once for all recipes that leave it as it is."""
-
-    def __init__(self, weights: LayerWeights, number: int) -> None:
-        self._weights = weights
-        self._number = number
-        self._plain: dict[str, torch.Tensor] = {}
-
-    def read(self, recipe: Recipe, matrix: str) -> torch.Tensor:
-        if matrix in recipe.changed:
-            return recipe.read(self._weights, self._number, matrix)
-        if matrix not in self._plain:
-            self._plain[matrix] = read_matrix(self._weights, self._number, matrix)
-        return self._plain[matrix]
-
-
-def _run_one(
-    matrices: _Matrices,
-    jobs: list[ExpertJob],
-    rows: list[tuple[torch.Tensor, torch.Tensor]],
-    outputs: list[torch.Tensor],
-) -> None:
-    """Run one expert for jobs that agree on its weights, in one product for all of them."""
-    recipe = jobs[0].recipe
-    states = torch.cat([job.states[tokens] for job, (tokens, _) in zip(jobs, rows, strict=True)])
-    sizes = [len(tokens) for tokens, _ in rows]
-    gates = (states @ matrices.read(recipe, EXPERT_GATE).T).split(sizes)
-    ups = (states @ matrices.read(recipe, EXPERT_UP).T).split(sizes)
-    mixed = [
-        job.recipe.mix(gate, up, job.shares[place])
-        for job, gate, up, place in zip(jobs, gates, ups, rows, strict=True)
-    ]
-    downs = (torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T).split(sizes)
-    for output, down, place in zip(outputs, downs, rows, strict=True):
-        output[place] = down
-
-
-def _places(experts: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Find tokens and slots of each expert that is asked for."""
+def _slots_by_expert(experts: torch.Tensor) -> dict[int, _Slots]:
+    """Find the tokens and slots in [T,k] of each expert that is asked for."""
     tokens = torch.arange(experts.shape[0])[:, None].expand_as(experts).flatten()
-    slots = torch.arange(experts.shape[1])[None].expand_as(experts).flatten()
+    columns = torch.arange(experts.shape[1])[None].expand_as(experts).flatten()
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     numbers, counts = flat[order].unique_consecutive(return_counts=True)
-    parts = order.split(counts.tolist())
     return {
-        number: (tokens[part], slots[part])
-        for number, part in zip(numbers.tolist(), parts, strict=True)
+        number: (tokens[part], columns[part])
+        for number, part in zip(numbers.tolist(), order.split(counts.tolist()), strict=True)
         if number >= 0
     }
 
 
-def _by_weights(jobs: Sequence[ExpertJob], indices: list[int]) -> list[list[int]]:
-    """Group the jobs at `indices` that read the same weights."""
+def _group_by_weights(jobs: Sequence[ExpertJob], indices: list[int]) -> list[list[int]]:
+    """Group the indices of jobs that compute with the same weights."""
     groups: dict[object, list[int]] = {}
     for index in indices:
         recipe = jobs[index].recipe
         key = id(recipe) if recipe.changed else None
         groups.setdefault(key, []).append(index)
     return list(groups.values())
+
+
+class _ExpertMatrices:
+    """Matrices of one expert; those that no recipe changes are converted to float32 once."""
+
+    def __init__(self, weights: LayerWeights, expert: int) -> None:
+        self._weights = weights
+        self._expert = expert
+        self._unchanged: dict[str, torch.Tensor] = {}
+
+    def read(self, recipe: Recipe, matrix: str) -> torch.Tensor:
+        if matrix in recipe.changed:
+            return recipe.read(self._weights, self._expert, matrix)
+        if matrix not in self._unchanged:
+            self._unchanged[matrix] = read_matrix(self._weights, self._expert, matrix)
+        return self._unchanged[matrix]
+
+
+def _run_together(
+    matrices: _ExpertMatrices, jobs: list[ExpertJob], *, slots: list[_Slots], outputs: list[torch.Tensor]
+) -> None:
+    """Run one expert for jobs that share its weights, in one product for all of them; write into `outputs`."""
+    recipe = jobs[0].recipe
+    states = torch.cat([job.states[tokens] for job, (tokens, _) in zip(jobs, slots, strict=True)])
+    sizes = [len(tokens) for tokens, _ in slots]
+    gates = (states @ matrices.read(recipe, EXPERT_GATE).T).split(sizes)
+    ups = (states @ matrices.read(recipe, EXPERT_UP).T).split(sizes)
+    mixed = [
+        job.recipe.mix(gate, up, job.shares[slot])
+        for job, gate, up, slot in zip(jobs, gates, ups, slots, strict=True)
+    ]
+    downs = (torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T).split(sizes)
+    for output, down, slot in zip(outputs, downs, slots, strict=True):
+        output[slot] = down

@@ -7,33 +7,32 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from compare.diagnosis.mistake import Value
-from compare.diagnosis.naming import LIMITS
-from compare.diagnosis.search import SearchOutcome
-from compare.diagnosis.trial import Score
+from compare.diagnosis.naming import RIGHT_RHO
+from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame
 
-# ρ on its own input from which a site is wrong that no comparison blames and no mistake explains: a right port may sum
-# in BF16, or round once more.
+# ρ from which a site outside the layers counts as wrong although the comparison does not blame it. It is far above 1,
+# since a right port may sum in BF16, or round once more.
 _CLEARLY_WRONG = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MistakeFinding:
-    """A mistake, or two together, held against one layer, or against a site outside the layers.
+    """A mistake, or two together, as tried on one layer, or on a site outside the layers.
 
     Args:
         layer: The layer; None outside the layers.
-        mistake: Its name; of two `a + b`.
-        parameters: Its parameters; `rows` is `decode` where it is made in decoded rows alone. Of two mistakes each
-            name begins with its mistake's, as in `rope_theta.theta`.
-        explains: Share of the error's energy that it takes away; 0 where it adds some.
-        leaves: ρ that it leaves: about 1 is what BF16 leaves.
-        amplitude: The port's error along the one that is predicted; near 1 where it is right.
+        mistake: Name of the mistake; `a + b` for two.
+        parameters: Parameters of the mistake; `rows` is `decode` if only decoded rows are wrong. With two mistakes,
+            each name begins with the mistake, as in `rope_theta.theta`.
+        explains: Share of the error's energy that the mistake takes away; 0 if it adds some.
+        leaves: ρ of the port against the mistake; BF16 noise alone leaves about 1.
+        amplitude: Factor on the predicted error that fits the port's error best; near 1 if the name is right.
         z: The amplitude in units of its own uncertainty.
-        what: What the port does, in a sentence.
-        look_at: What to look at in the port's code.
-        sources: Public threads that report it.
+        what: Sentence that says what the port does.
+        look_at: Place to look at in the port's code.
+        sources: Public threads that report the mistake.
         resembles: Mistakes that explain the layer as well: nothing in these captures tells them apart.
     """
 
@@ -51,9 +50,9 @@ class MistakeFinding:
 
     @classmethod
     def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:
-        """Build the finding of a score, beside others that explain as much."""
+        """Build the finding of a score; `alike` are the scores that explain the layer as well, this one included."""
         mistakes, name = score.hypothesis.mistakes, score.hypothesis.name
-        others = (other.hypothesis.name for other in alike)
+        names = (other.hypothesis.name for other in alike)
         return cls(
             layer=layer,
             mistake=name,
@@ -65,7 +64,7 @@ class MistakeFinding:
             what=" ".join(mistake.what for mistake in mistakes),
             look_at="; ".join(mistake.look_at for mistake in mistakes),
             sources=tuple(source for mistake in mistakes for source in mistake.sources),
-            resembles=tuple(dict.fromkeys(other for other in others if other != name)),
+            resembles=tuple(dict.fromkeys(other for other in names if other != name)),
         )
 
 
@@ -74,12 +73,12 @@ class PartDiagnosis:
     """Findings in one layer, or at one site outside the layers.
 
     Args:
-        unexplained: ρ of the port without a mistake: of a layer at the worst of its sites, of a site on the port's own
-            input to it.
-        is_blamed: Whether the comparison blames it.
-        named: The mistakes that explain it, best first; those behind the first resemble it.
-        nearest: What comes nearest where nothing explains it, best first.
-        num_hypotheses: How many were tried.
+        unexplained: ρ of the port against float32 without a mistake; in a layer, at the worst of its sites.
+        is_blamed: Whether the comparison blames the layer or the site.
+        named: Mistakes that explain the error, best first; the later ones cannot be told from the first.
+        nearest: If nothing explains the error, the mistakes that come nearest, best first.
+        num_hypotheses: Number of hypotheses that were tried.
+        notes: Sentences on what was not tried, or not judged.
     """
 
     unexplained: float
@@ -99,30 +98,8 @@ class LayerDiagnosis(PartDiagnosis):
 
     @property
     def is_right(self) -> bool:
-        """True where nothing is to explain: it is not blamed, and its error is that of a right layer."""
-        return not self.named and not self.is_blamed and self.unexplained <= LIMITS.leaves
-
-    @classmethod
-    def of(
-        cls,
-        layer: int,
-        outcome: SearchOutcome,
-        *,
-        sites: tuple[Site, ...],
-        is_blamed: bool,
-        notes: tuple[str, ...],
-    ) -> LayerDiagnosis:
-        """Build the diagnosis of a layer from the outcome of its search."""
-        return cls(
-            layer=layer,
-            sites=sites,
-            unexplained=outcome.null.leaves,
-            named=tuple(MistakeFinding.of(layer, score, alike=outcome.named) for score in outcome.named),
-            nearest=tuple(MistakeFinding.of(layer, score) for score in outcome.nearest),
-            num_hypotheses=outcome.num_tried,
-            is_blamed=is_blamed,
-            notes=notes,
-        )
+        """True if the layer is not blamed, and its error is no larger than a right layer's."""
+        return not self.named and not self.is_blamed and self.unexplained <= RIGHT_RHO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +110,8 @@ class SiteDiagnosis(PartDiagnosis):
 
     @property
     def is_right(self) -> bool:
-        """True where the site is right on the port's own input; unless it is blamed, it may be a little off."""
-        limit = LIMITS.leaves if self.is_blamed else _CLEARLY_WRONG
+        """True if the site is right on the port's own input; a site that is not blamed may be a little off."""
+        limit = RIGHT_RHO if self.is_blamed else _CLEARLY_WRONG
         return not self.named and self.unexplained <= limit
 
 
@@ -143,10 +120,13 @@ class Diagnosis:
     """A whole diagnosis.
 
     Args:
+        reference: Folder of the golden.
+        target: Folder of the device run.
         is_failed: Whether the comparison of the chosen layers fails.
-        layers: What was found of each layer that was looked at, ascending.
-        sites: The same of each site outside the layers.
-        unexplained: What the comparison blames and no named mistake explains.
+        layers: Diagnoses of the layers that were looked at, ascending.
+        sites: Diagnoses of the sites outside the layers.
+        unexplained: Blame of the comparison that no named mistake explains.
+        notes: Sentences on layers and sites that were not diagnosed.
     """
 
     reference: str
@@ -159,20 +139,20 @@ class Diagnosis:
 
     @property
     def findings(self) -> tuple[MistakeFinding, ...]:
-        """The mistakes that were named, best first: of the embedding, of the layers ascending, of norm and head."""
-        first = [site.named for site in self.sites if site.site is ModelSite.EMBEDDING]
-        behind = [site.named for site in self.sites if site.site is not ModelSite.EMBEDDING]
-        within = [layer.named for layer in self.layers]
-        return tuple(finding for named in (*first, *within, *behind) for finding in named)
+        """The named mistakes in the model's order: embedding, layers, final norm, logits; in each place best first."""
+        before = [site for site in self.sites if site.site is ModelSite.EMBEDDING]
+        behind = [site for site in self.sites if site.site is not ModelSite.EMBEDDING]
+        return tuple(finding for part in (*before, *self.layers, *behind) for finding in part.named)
 
     @property
     def exit_code(self) -> int:
-        """1 where the port differs, named or not; else 0."""
+        """1 if the port differs, whether its mistake is named or not; else 0."""
         is_wrong = any(not site.is_right for site in self.sites)
         return int(self.is_failed or is_wrong or bool(self.findings))
 
 
 def _parameters(score: Score) -> Iterator[tuple[str, Value]]:
+    """Yield the parameters of all mistakes of a hypothesis, by name."""
     hypothesis = score.hypothesis
     for mistake, parameters in zip(hypothesis.mistakes, hypothesis.parameters, strict=True):
         for name, value in parameters.items():

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from types import MappingProxyType
 
-from compare.diagnosis.mistake import Hypothesis, Parameters
-from compare.diagnosis.trial import Score, Trial
+from compare.diagnosis.mistake import Hypothesis
+from compare.diagnosis.score import Score
+from compare.diagnosis.trial import Trial
 
 # With 5 points on a logarithmic scale, a round narrows the bracket threefold: a factor of 16 becomes 3 % in 4 rounds. A
 # faint factor such as 0.97 lies far from the candidates 0.5 and 2, and takes up to 7 (DECISIONS.md).
 _POINTS = 5
 _ROUNDS, _MOST_ROUNDS = 4, 7
-# An amplitude this far from 1 says that the value is not found yet.
+# An amplitude that differs from 1 by more says that the value is not found yet.
 _AMPLITUDE_OFF = 0.1
-# Last bits of a point that is computed again.
+# Relative difference of a value and the same value computed again, which may differ in its last bits.
 _SAME_VALUE = 1e-9
-# Beyond the first and the last candidate, how far the search may go.
+# Factor by which the search may go beyond the smallest and the largest candidate.
 _REACH = 4.0
-# A candidate of the catalogue is a value that code has: it wins where it explains as much.
-_SAME = 1.02
+# Factor on the misfit by which a fitted value must beat a candidate of the catalogue, a value that code really has.
+_SAME_MISFIT = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bracket:
-    """Between which values a parameter is searched."""
+    """Range in which a parameter is searched; both ends are positive."""
 
     low: float
     high: float
@@ -41,8 +41,8 @@ class _Bracket:
         return tuple(dict.fromkeys(points))
 
     def around(self, value: float, points: Sequence[float]) -> _Bracket:
-        """Return the narrower bracket between the neighbours of a value."""
-        # The middle of a bracket is the value itself again, but for its last bits.
+        """Return the narrower bracket between the two points that are next to a value."""
+        # The middle point is the value itself, up to its last bits.
         others = [point for point in points if not math.isclose(point, value, rel_tol=_SAME_VALUE)]
         return _Bracket(
             low=max((point for point in (self.low, *others) if point < value), default=self.low),
@@ -54,25 +54,25 @@ def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
     """Return each score, or a better one with a parameter between the catalogue's candidates.
 
     Args:
-        trial: Judges hypotheses.
-        scores: One of each hypothesis that is worth it.
+        trial: Trial that judges the hypotheses.
+        scores: One score of each hypothesis to fit.
     """
     best = list(scores)
-    for part in range(max((len(score.hypothesis.mistakes) for score in scores), default=0)):
-        best = _fit_part(trial, best, part)
+    for number in range(max((len(score.hypothesis.mistakes) for score in scores), default=0)):
+        best = _fit_mistake(trial, best, number)
     return best
 
 
-def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
-    """Fit one mistake of each hypothesis; the experts' weights are read once a round for all of them."""
+def _fit_mistake(trial: Trial, scores: list[Score], number: int) -> list[Score]:
+    """Fit mistake `number` of each hypothesis; in a round, all hypotheses share one pass over the experts' weights."""
     best = list(scores)
     brackets = {
-        index: _first_bracket(trial, score.hypothesis, part)
+        index: _first_bracket(trial, score.hypothesis, number)
         for index, score in enumerate(scores)
-        if part < len(score.hypothesis.mistakes) and score.hypothesis.mistakes[part].fitted
+        if number < len(score.hypothesis.mistakes) and score.hypothesis.mistakes[number].fitted
     }
-    for number in range(_MOST_ROUNDS):
-        if number >= _ROUNDS:
+    for round_number in range(_MOST_ROUNDS):
+        if round_number >= _ROUNDS:
             brackets = {
                 index: bracket
                 for index, bracket in brackets.items()
@@ -80,52 +80,65 @@ def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
             }
         if not brackets:
             break
-        points = {
-            index: bracket.points(is_whole=best[index].hypothesis.mistakes[part].is_whole)
-            for index, bracket in brackets.items()
-        }
-        tried = {
-            index: [_with_value(best[index].hypothesis, part, point) for point in its]
-            for index, its in points.items()
-        }
-        found = trial.judge([hypothesis for its in tried.values() for hypothesis in its])
-        for index, its in tried.items():
-            rivals = [
-                score
-                for score in found
-                if score.hypothesis in its and score.is_decode_only == best[index].is_decode_only
-            ]
-            best[index] = min([best[index], *rivals], key=lambda score: score.misfit)
-            brackets[index] = brackets[index].around(_value(best[index].hypothesis, part), points[index])
+        best, brackets = _narrow(trial, best, brackets, number)
     return [
-        first if first.misfit <= _SAME * last.misfit else last
-        for first, last in zip(scores, best, strict=True)
+        score if score.misfit <= _SAME_MISFIT * fitted.misfit else fitted
+        for score, fitted in zip(scores, best, strict=True)
     ]
 
 
-def _with_value(hypothesis: Hypothesis, part: int, value: float) -> Hypothesis:
-    """Replace the value of one mistake's fitted parameter."""
-    changed: Parameters = MappingProxyType(
-        {**hypothesis.parameters[part], str(hypothesis.mistakes[part].fitted): value}
+def _narrow(
+    trial: Trial, scores: list[Score], brackets: Mapping[int, _Bracket], number: int
+) -> tuple[list[Score], dict[int, _Bracket]]:
+    """Try the points of each bracket, by the index of its score: return the best scores and narrower brackets."""
+    best, narrower = list(scores), {}
+    points = {
+        index: bracket.points(is_whole=scores[index].hypothesis.mistakes[number].is_whole)
+        for index, bracket in brackets.items()
+    }
+    tried = {
+        index: [_with_value(scores[index].hypothesis, number, value) for value in values]
+        for index, values in points.items()
+    }
+    judged = trial.judge([hypothesis for hypotheses in tried.values() for hypothesis in hypotheses])
+    for index, hypotheses in tried.items():
+        is_decode_only = scores[index].is_decode_only
+        rivals = [
+            score
+            for score in judged
+            if score.hypothesis in hypotheses and score.is_decode_only == is_decode_only
+        ]
+        best[index] = min([scores[index], *rivals], key=lambda score: score.misfit)
+        value = _fitted_value(best[index].hypothesis, number)
+        narrower[index] = brackets[index].around(value, points[index])
+    return best, narrower
+
+
+def _with_value(hypothesis: Hypothesis, number: int, value: float) -> Hypothesis:
+    """Replace the fitted parameter of mistake `number`."""
+    parameters = list(hypothesis.parameters)
+    parameters[number] = MappingProxyType(
+        {**parameters[number], str(hypothesis.mistakes[number].fitted): value}
     )
-    parameters = [*hypothesis.parameters[:part], changed, *hypothesis.parameters[part + 1 :]]
-    singles = [
+    first, *others = (
         mistake.with_parameters(its) for mistake, its in zip(hypothesis.mistakes, parameters, strict=True)
-    ]
-    return reduce(Hypothesis.and_also, singles)
-
-
-def _first_bracket(trial: Trial, hypothesis: Hypothesis, part: int) -> _Bracket:
-    mistake = hypothesis.mistakes[part]
-    value = _value(hypothesis, part)
-    others = sorted(
-        float(parameters[str(mistake.fitted)]) for parameters in mistake.candidates(trial.base.scene)
     )
-    whole = _Bracket(low=min(*others, value) / _REACH, high=max(*others, value) * _REACH)
-    return whole.around(value, others)
+    for other in others:
+        first = first.and_also(other)
+    return first
 
 
-def _value(hypothesis: Hypothesis, part: int) -> float:
-    value = hypothesis.parameters[part][str(hypothesis.mistakes[part].fitted)]
+def _first_bracket(trial: Trial, hypothesis: Hypothesis, number: int) -> _Bracket:
+    """Return the bracket between the neighbours of a parameter among the catalogue's candidates."""
+    mistake, value = hypothesis.mistakes[number], _fitted_value(hypothesis, number)
+    candidates = sorted(
+        float(parameters[str(mistake.fitted)]) for parameters in mistake.candidates(trial.base.inputs)
+    )
+    widest = _Bracket(low=min(*candidates, value) / _REACH, high=max(*candidates, value) * _REACH)
+    return widest.around(value, candidates)
+
+
+def _fitted_value(hypothesis: Hypothesis, number: int) -> float:
+    value = hypothesis.parameters[number][str(hypothesis.mistakes[number].fitted)]
     assert isinstance(value, (int, float)), "fitted parameters are numbers"
     return float(value)

@@ -1,14 +1,14 @@
-"""LayerGroup: layers that one mistake explains, or that nothing does, so that a report tells them once."""
+"""LayerGroup: layers that one mistake explains, or that nothing explains, so that a report tells them together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
 
-# Fitted parameters of one mistake differ a little from layer to layer.
+# Relative difference up to which fitted parameters are the same: they differ a little from layer to layer.
 _SAME_VALUE = 0.05
 
 
@@ -17,90 +17,96 @@ class LayerGroup:
     """Layers that share a finding.
 
     Args:
-        layers: What was found of each, ascending.
-        named: The mistake that explains them, as each of them has it; empty where nothing explains them.
-        others: Mistakes that resemble it in some of them, or come nearest where nothing explains them; each as the
-            layers have it, the commonest first.
+        diagnoses: Diagnoses of the layers, ascending.
+        named: The finding of the shared mistake in each layer; empty if no mistake explains them.
+        others: Other mistakes of these layers, the commonest first, each with its findings. They explain a layer as
+            well as the shared one; if nothing explains the layers, they come nearest.
     """
 
-    layers: tuple[LayerDiagnosis, ...]
+    diagnoses: tuple[LayerDiagnosis, ...]
     named: tuple[MistakeFinding, ...]
     others: tuple[tuple[MistakeFinding, ...], ...]
 
     @property
     def is_right(self) -> bool:
-        """True where nothing is to explain."""
-        return self.layers[0].is_right
+        """True if there is nothing to explain in these layers."""
+        return self.diagnoses[0].is_right
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The layers' numbers."""
-        return tuple(layer.layer for layer in self.layers)
+        """Numbers of the layers."""
+        return tuple(diagnosis.layer for diagnosis in self.diagnoses)
 
 
-def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
-    """Group layers by what explains them, in the order of the first of each.
+def group_layers(diagnoses: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
+    """Group layers, in the order of each group's first layer.
 
-    A mistake that resembles the best one of a layer explains it as well: a layer belongs to the first group whose
-    mistake is among its named ones. Layers that nothing explains belong together where the same mistake comes nearest.
+    - Right layers belong together.
+    - A layer that mistakes explain belongs to the first group whose mistake is among them.
+    - Layers that nothing explains belong together if the same mistake comes nearest, or none does.
     """
-    groups: list[list[tuple[LayerDiagnosis, MistakeFinding | None]]] = []
-    for layer in layers:
-        for members in groups:
-            first, shared = members[0]
-            if first.is_right and layer.is_right:
-                members.append((layer, None))
+    groups: list[list[LayerDiagnosis]] = []
+    for diagnosis in diagnoses:
+        for group in groups:
+            if _belong_together(group[0], diagnosis):
+                group.append(diagnosis)
                 break
-            if bool(first.named) is bool(layer.named) and not (first.is_right or layer.is_right):
-                match = _find_alike(shared, layer.named or layer.nearest[:1])
-                if match is not None or (shared is None and not layer.nearest):
-                    members.append((layer, match))
-                    break
         else:
-            groups.append([(layer, next(iter(layer.named or layer.nearest), None))])
-    return tuple(_group(members) for members in groups)
+            groups.append([diagnosis])
+    return tuple(_summarise(group) for group in groups)
 
 
-def gather(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
+def _belong_together(first: LayerDiagnosis, second: LayerDiagnosis) -> bool:
+    """Decide whether `second` belongs to the group whose first layer is `first`."""
+    if first.is_right or second.is_right:
+        return first.is_right and second.is_right
+    if bool(first.named) is not bool(second.named):
+        return False
+    # Of `first` the best finding counts: it is the group's.
+    best = (first.named or first.nearest)[:1]
+    candidates = second.named or second.nearest[:1]
+    if not best:
+        return not candidates
+    return any(_are_alike(best[0], candidate) for candidate in candidates)
+
+
+def _summarise(diagnoses: list[LayerDiagnosis]) -> LayerGroup:
+    """Build a group: find the shared mistake in each of its layers, and gather the other findings."""
+    named: list[MistakeFinding] = []
+    others: list[MistakeFinding] = []
+    for diagnosis in diagnoses:
+        if not diagnosis.named:
+            others += diagnosis.nearest
+            continue
+        shared = diagnoses[0].named[0]
+        match = next(finding for finding in diagnosis.named if _are_alike(shared, finding))
+        named.append(match)
+        others += [finding for finding in diagnosis.named if finding is not match]
+    return LayerGroup(diagnoses=tuple(diagnoses), named=tuple(named), others=_gather_alike(others))
+
+
+def _gather_alike(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
     """Gather findings by mistake and parameters, the commonest first."""
     gathered: list[list[MistakeFinding]] = []
     for finding in findings:
-        for members in gathered:
-            if _are_alike(members[0], finding):
-                members.append(finding)
+        for alike in gathered:
+            if _are_alike(alike[0], finding):
+                alike.append(finding)
                 break
         else:
             gathered.append([finding])
-    return tuple(tuple(members) for members in sorted(gathered, key=len, reverse=True))
-
-
-def _group(members: Sequence[tuple[LayerDiagnosis, MistakeFinding | None]]) -> LayerGroup:
-    is_named = bool(members[0][0].named)
-    return LayerGroup(
-        layers=tuple(layer for layer, _ in members),
-        named=tuple(match for _, match in members if is_named and match is not None),
-        others=gather(
-            other
-            for layer, match in members
-            for other in layer.named or layer.nearest
-            if not is_named or other is not match
-        ),
-    )
-
-
-def _find_alike(shared: MistakeFinding | None, findings: Iterable[MistakeFinding]) -> MistakeFinding | None:
-    if shared is None:
-        return None
-    return next((finding for finding in findings if _are_alike(shared, finding)), None)
+    return tuple(tuple(alike) for alike in sorted(gathered, key=len, reverse=True))
 
 
 def _are_alike(first: MistakeFinding, second: MistakeFinding) -> bool:
     """Decide whether two findings are one mistake with about the same parameters."""
     if first.mistake != second.mistake or first.parameters.keys() != second.parameters.keys():
         return False
-    return all(
-        math.isclose(value, other, rel_tol=_SAME_VALUE)
-        if isinstance(value, float) and isinstance(other, float)
-        else value == other
-        for value, other in ((value, second.parameters[name]) for name, value in first.parameters.items())
-    )
+    for name, value in first.parameters.items():
+        other = second.parameters[name]
+        if isinstance(value, float) and isinstance(other, float):
+            if not math.isclose(value, other, rel_tol=_SAME_VALUE):
+                return False
+        elif value != other:
+            return False
+    return True

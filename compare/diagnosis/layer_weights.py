@@ -1,7 +1,7 @@
-"""LayerWeights: one decoder layer's weights as the reference computes with them, and FP8 codes where there are some.
+"""LayerWeights: one decoder layer's weights as the float32 layer computes with them, and their FP8 codes.
 
-What is read is kept as the checkpoint stores it; a matrix is float32 only while it is in use, attention's aside.
-E experts, R rows and C columns of a matrix.
+Tensors that were read are kept as the checkpoint stores them. An expert's matrix is float32 only while it is in use;
+all other weights stay in float32 too. R rows and C columns of a matrix.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class LayerWeights:
     """The weights of a layer by the hub's relative names; safe to use from several threads.
 
     Args:
-        tensors: The layer's tensors; their dtype is the run's, to which values are rounded before they become float32.
+        tensors: The layer's tensors. Values are rounded to their dtype, the golden's, before they become float32.
     """
 
     def __init__(self, tensors: LayerTensors) -> None:
         self._tensors = tensors
         self._prefix = layer_prefix(tensors.layer)
         self._kept: dict[str, torch.Tensor] = {}
-        self._exact: dict[str, torch.Tensor] = {}
+        self._float32: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the run computes in."""
+        """Dtype that the golden computes in."""
         return self._tensors.dtype
 
     def is_fp8(self, name: str) -> bool:
@@ -43,17 +43,17 @@ class LayerWeights:
         return self._tensors.stored_dtype(name) == torch.float8_e4m3fn
 
     def value(self, name: str) -> torch.Tensor:
-        """Read a tensor's values, float32; made anew at every call."""
+        """Read a tensor's values, float32; they are converted at every call."""
         if not self.is_fp8(name):
             return self._keep(name, lambda: self._tensors[name]).float()
         return dequantise(*self.codes(name), dtype=self._tensors.dtype).float()
 
     def kept_value(self, name: str) -> torch.Tensor:
-        """Read a tensor's values, float32; made once, so for all but experts."""
+        """Read a tensor's values, float32; they are converted once and kept, which is too much for experts."""
         with self._lock:
-            if name not in self._exact:
-                self._exact[name] = self.value(name)
-            return self._exact[name]
+            if name not in self._float32:
+                self._float32[name] = self.value(name)
+            return self._float32[name]
 
     def codes(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the FP8 codes [R,C] and block scales of a matrix."""
@@ -65,11 +65,11 @@ class LayerWeights:
         )
 
     def decoded(self, name: str, decode: Decode) -> torch.Tensor:
-        """Read an FP8 matrix by another decoding, rounded to the run's dtype: float32 [R,C]."""
+        """Read an FP8 matrix by another decoding, rounded to the golden's dtype: float32 [R,C]."""
         return decode(*self.codes(name)).to(self._tensors.dtype).float()
 
     def _keep(self, name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # Two threads may read one tensor at once: it is the same.
+        # No lock: two threads may read one tensor at once, and get the same.
         if name not in self._kept:
             self._kept[name] = read()
         return self._kept[name]

@@ -1,4 +1,4 @@
-"""Mistake: an entry of the catalogue: what a port may have done, as a change of the layer, with its parameters."""
+"""Mistake: an entry of the catalogue, as a change of the layer; and Hypothesis: mistakes with chosen parameters."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from typing import TypeVar
 from compare.diagnosis.evaluation import Change, LayerInputs
 from minimax_tools.model.sites import Site
 
-# What a mistake is computed from: the inputs of a layer, or of a site outside the layers.
-Scene = TypeVar("Scene")
+# Inputs of a layer, or of a site outside the layers.
+AnyInputs = TypeVar("AnyInputs")
 Value = int | float | str
 Parameters = Mapping[str, Value]
-# The parameters that are worth a try in a scene; none where the mistake cannot happen there.
+# From the inputs to the parameters that are worth a try on them; none if the mistake cannot show there.
 Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]
 
-NOTHING: Parameters = MappingProxyType({})
+_NO_PARAMETERS: Parameters = MappingProxyType({})
 
 
 def once(_: object) -> tuple[Parameters, ...]:
-    """Offer no parameters, once."""
-    return (NOTHING,)
+    """Return the one candidate of a mistake without parameters."""
+    return (_NO_PARAMETERS,)
 
 
-def once_if(may_happen: Callable[[Scene], bool]) -> Callable[[Scene], tuple[Parameters, ...]]:
-    """Build candidates of a mistake without parameters: one in scenes where it may happen."""
-    return lambda scene: (NOTHING,) if may_happen(scene) else ()
+def once_if(may_show: Callable[[AnyInputs], bool]) -> Callable[[AnyInputs], tuple[Parameters, ...]]:
+    """Build the candidates of a mistake without parameters: one on inputs on which it may show."""
+    return lambda inputs: (_NO_PARAMETERS,) if may_show(inputs) else ()
 
 
-def each(name: str, values: Callable[[Scene], Iterable[Value]]) -> Callable[[Scene], tuple[Parameters, ...]]:
-    """Build candidates of one parameter: every value that a scene allows."""
-    return lambda scene: tuple(MappingProxyType({name: value}) for value in values(scene))
+def each(
+    name: str, values: Callable[[AnyInputs], Iterable[Value]]
+) -> Callable[[AnyInputs], tuple[Parameters, ...]]:
+    """Build the candidates of a mistake with one parameter: all `values` for the given inputs."""
+    return lambda inputs: tuple(MappingProxyType({name: value}) for value in values(inputs))
 
 
 def values_of(name: str, *values: Value) -> Callable[[object], tuple[Parameters, ...]]:
-    """Build candidates of one parameter, with the same values everywhere."""
+    """Build candidates of one parameter, with the same values on all inputs."""
     return each(name, lambda _: values)
 
 
@@ -45,16 +47,16 @@ class Mistake:
     """A known porting mistake.
 
     Args:
-        name: Its name, as reports give it.
-        what: What the port does, in a sentence.
-        look_at: What to look at in the port's code.
-        sources: Public threads that report it, `repository#thread`.
-        build: From its parameters, by name, to the change.
-        candidates: The parameters to try.
-        fitted: The parameter that is searched between the candidates, on a logarithmic scale; None for none.
-        is_whole: Whether that parameter is a whole number.
-        is_rounding: Whether it rounds values that BF16 noise reaches: its error hangs on their last bits, and can be
-            foretold in part alone.
+        name: Name of the mistake in reports.
+        what: Sentence that says what the port does.
+        look_at: Place to look at in the port's code.
+        sources: Public threads that report the mistake, as `repository#thread`.
+        build: Function from the parameters, by name, to the change of the layer.
+        candidates: Function from a layer's inputs to the parameters to try.
+        fitted: Name of the parameter that is searched between the candidates, on a logarithmic scale; None for none.
+        is_whole: Whether the fitted parameter is a whole number.
+        is_rounding: Whether the port rounds values that already hold BF16 noise. The error then depends on their last
+            bits, and can be predicted only in part.
     """
 
     name: str
@@ -67,12 +69,12 @@ class Mistake:
     is_whole: bool = False
     is_rounding: bool = False
 
-    def hypotheses(self, scene: LayerInputs) -> tuple[Hypothesis, ...]:
-        """Return this mistake with each of its candidates."""
-        return tuple(self.with_parameters(parameters) for parameters in self.candidates(scene))
+    def hypotheses(self, inputs: LayerInputs) -> tuple[Hypothesis, ...]:
+        """Return a hypothesis for each of the mistake's candidates."""
+        return tuple(self.with_parameters(parameters) for parameters in self.candidates(inputs))
 
     def with_parameters(self, parameters: Parameters) -> Hypothesis:
-        """Return this mistake with given parameters."""
+        """Return the hypothesis that a port made this mistake with these parameters."""
         return Hypothesis(mistakes=(self,), parameters=(parameters,), change=self.build(**parameters))
 
 
@@ -81,8 +83,9 @@ class Hypothesis:
     """A mistake, or two that happened together, with their parameters.
 
     Args:
-        parameters: Those of each.
-        change: What they change, taken together.
+        mistakes: The mistakes; none for the right layer.
+        parameters: Parameters of each mistake, in the same order.
+        change: Change of the layer by all mistakes together.
     """
 
     mistakes: tuple[Mistake, ...]
@@ -91,22 +94,22 @@ class Hypothesis:
 
     @property
     def name(self) -> str:
-        """The mistakes' names."""
+        """Names of the mistakes, as `a + b`."""
         return " + ".join(mistake.name for mistake in self.mistakes)
 
     @property
     def sites(self) -> frozenset[Site]:
-        """The sites at which it first shows."""
+        """The sites at which the change first shows."""
         return self.change.sites
 
     @property
     def is_rounding(self) -> bool:
-        """Return whether it is one mistake, which rounds values."""
+        """True for a single mistake that rounds values."""
         return len(self.mistakes) == 1 and self.mistakes[0].is_rounding
 
     @property
     def is_of_attention(self) -> bool:
-        """True where it begins before the norm of the experts: pairs are of one that does and one that does not."""
+        """True if the change begins before post_norm; the two mistakes of a pair lie on either side of this line."""
         return min(site.order for site in self.sites) < Site.POST_NORM.order
 
     def and_also(self, other: Hypothesis) -> Hypothesis:
@@ -116,18 +119,3 @@ class Hypothesis:
             parameters=(*self.parameters, *other.parameters),
             change=self.change.and_also(other.change),
         )
-
-    def __str__(self) -> str:
-        return " + ".join(
-            word_mistake(mistake.name, parameters)
-            for mistake, parameters in zip(self.mistakes, self.parameters, strict=True)
-        )
-
-
-def word_mistake(name: str, parameters: Parameters) -> str:
-    """Word a mistake and its parameters, as in `rope_theta (theta 1e+04)`."""
-    words = [
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in parameters.items()
-    ]
-    return f"{name} ({', '.join(words)})" if words else name

@@ -1,108 +1,88 @@
-"""Naming: which of the scores explain a layer, and which only come near. The limits are calibrated on clean ports."""
+"""Naming: decides which scores explain a layer, and which only come near.
+
+There are two ways to explain an error. A clear one must be taken away down to the noise. A faint one, which the noise
+covers, must correlate with the predicted error beyond chance. All limits are calibrated on right ports.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from compare.diagnosis.trial import Score
+from compare.diagnosis.score import Score
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamingLimits:
-    """Limits on naming a mistake.
-
-    Args:
-        leaves: Most that it may leave: what a right port may have at a site.
-        leaves_of_large: The same as a share of the port's ρ, which counts where that is large.
-        most_leaves: Most that it may leave, however large that is.
-        proof: Most that it may leave where nothing else is tried, since other layers were explained by it.
-        proof_of: Least ρ of the port that it must explain for that: of less, mistakes that are close leave as little.
-        clear: ρ of the port from which its error is above the noise.
-        excess: Share of the error above the noise that it must take away there.
-        faint_below: ρ of the port up to which its error may be of a mistake that the noise covers.
-        faint_z: Least z of a mistake below that; some 300 hypotheses are tried on a layer.
-        faint_amplitude: By how much its amplitude may differ from 1.
-        faint_share: Least share of the whole error's energy that it must take away there.
-        rounding_amplitude: By how much the amplitude of a rounding may differ from 1.
-        rounding_share: Least share of the whole error's energy that a rounding must take away above the noise.
-        alike: Least share of the largest likeness of any hypothesis that a mistake must have: with less it is close to
-            what happened at most.
-        same: What a later candidate of a mistake must leave, in squares, to be better than an earlier one.
-        resembling: How much more a mistake may leave, in squares, than one that it resembles.
-    """
-
-    leaves: float = 2.0
-    leaves_of_large: float = 0.01
-    most_leaves: float = 10.0
-    proof: float = 1.3
-    proof_of: float = 10.0
-    clear: float = 1.5
-    excess: float = 0.8
-    faint_below: float = 6.0
-    faint_z: float = 8.0
-    faint_amplitude: float = 0.3
-    faint_share: float = 0.02
-    rounding_amplitude: float = 0.5
-    rounding_share: float = 0.2
-    alike: float = 0.8
-    same: float = 0.98
-    resembling: float = 1.1
+# Largest ρ of a right port at a site, and so the largest that a mistake may leave. A port that is wrong in a large part
+# of the stream has more BF16 noise than the golden: of a large ρ, a share may be left, up to a limit.
+RIGHT_RHO = 2.0
+_LEFT_OF_LARGE_RHO, _MOST_LEFT = 0.01, 10.0
+# A mistake that leaves at most 1.3 of a ρ of 10 or more is proved: nothing else is tried. Of a smaller ρ, a mistake
+# that is only close leaves as little.
+_PROOF_LEFT, _PROOF_RHO = 1.3, 10.0
+# ρ from which an error is clear, above the noise, and the least share of such an error that a mistake must take away.
+CLEAR_RHO = 1.5
+_CLEAR_SHARE = 0.8
+# ρ up to which the noise may cover a mistake. Such a mistake needs a high z, since some 300 hypotheses are tried on a
+# layer; its amplitude must be close to 1, and it must take away some of the error's energy.
+FAINT_RHO = 6.0
+_FAINT_Z, _FAINT_AMPLITUDE_OFF, _FAINT_SHARE = 8.0, 0.3, 0.02
+# The same for a mistake that rounds values, which can be predicted only in part; the share is of a clear error.
+_ROUNDING_AMPLITUDE_OFF, _ROUNDING_SHARE = 0.5, 0.2
+# Least likeness of a mistake, as a share of the largest likeness of any hypothesis.
+_LIKENESS_SHARE = 0.8
+# Factor on the misfit that a later candidate of a mistake must get below to replace an earlier, commoner one.
+_BETTER = 0.98
+# Factor on the least squared ρ up to which mistakes cannot be told apart.
+RESEMBLING = 1.1
 
 
-LIMITS = NamingLimits()
+def most_left(unexplained: float) -> float:
+    """Return the largest ρ that a mistake may leave of the port's ρ, `unexplained`."""
+    return min(max(RIGHT_RHO, _LEFT_OF_LARGE_RHO * unexplained), _MOST_LEFT)
 
 
-def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
-    """Decide whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
-    is_clear = score.unexplained >= limits.clear
-    if score.hypothesis.is_rounding and score.unexplained <= limits.faint_below:
+def is_explanation(score: Score) -> bool:
+    """Decide whether a hypothesis explains the port's error."""
+    is_clear = score.unexplained >= CLEAR_RHO
+    if score.hypothesis.is_rounding and score.unexplained <= FAINT_RHO:
         return (
-            score.z >= limits.faint_z
-            and abs(score.amplitude - 1.0) <= limits.rounding_amplitude
-            and score.explains >= (limits.rounding_share if is_clear else limits.faint_share)
+            score.z >= _FAINT_Z
+            and abs(score.amplitude - 1.0) <= _ROUNDING_AMPLITUDE_OFF
+            and score.explains >= (_ROUNDING_SHARE if is_clear else _FAINT_SHARE)
         )
-    # Where a large part of the stream is wrong, BF16 costs more than in the golden.
-    most = min(max(limits.leaves, limits.leaves_of_large * score.unexplained), limits.most_leaves)
-    if not score.leaves <= most or not score.explains > 0.0:
+    if not score.leaves <= most_left(score.unexplained) or not score.explains > 0.0:
         return False
     if is_clear:
-        return 1.0 - (score.leaves**2 - 1.0) / (score.unexplained**2 - 1.0) >= limits.excess
+        # The square of ρ is 1 for noise alone, so what is above 1 is error.
+        return 1.0 - (score.leaves**2 - 1.0) / (score.unexplained**2 - 1.0) >= _CLEAR_SHARE
     return (
-        score.z >= limits.faint_z
-        and abs(score.amplitude - 1.0) <= limits.faint_amplitude
-        and score.explains >= limits.faint_share
+        score.z >= _FAINT_Z
+        and abs(score.amplitude - 1.0) <= _FAINT_AMPLITUDE_OFF
+        and score.explains >= _FAINT_SHARE
     )
 
 
-def is_proof(score: Score, limits: NamingLimits = LIMITS) -> bool:
-    """Decide whether it explains the port so well that no other mistake needs to be tried."""
-    return score.unexplained >= limits.proof_of and score.leaves <= limits.proof
+def is_proof(score: Score) -> bool:
+    """Decide whether a hypothesis explains the port so well that no other mistake needs to be tried."""
+    return score.unexplained >= _PROOF_RHO and score.leaves <= _PROOF_LEFT
 
 
-def best_first(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> list[Score]:
-    """Return the best score of each hypothesis by name, the least misfit first."""
+def best_first(scores: Sequence[Score]) -> list[Score]:
+    """Return the best score of each mistake, in all rows and in decoded ones; the least misfit comes first."""
     best: dict[tuple[str, bool], Score] = {}
     for score in scores:
         key = (score.hypothesis.name, score.is_decode_only)
-        # The first candidate is the commonest: a later one must explain more.
-        if key not in best or score.misfit < limits.same * best[key].misfit:
+        if key not in best or score.misfit < _BETTER * best[key].misfit:
             best[key] = score
     return sorted(best.values(), key=lambda score: score.misfit)
 
 
-def name_mistakes(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> tuple[Score, ...]:
-    """Return the scores that explain the port: the best, and those that resemble it; none where nothing does."""
-    likeness = max((score.likeness for score in scores), default=0.0)
-    # One token that goes to other experts may look like any rounding, by chance.
-    beyond_chance = max((score.likeness for score in scores if score.z >= limits.faint_z), default=0.0)
-    explaining = [
-        score
-        for score in best_first(scores)
-        if is_explanation(score, limits)
-        and score.likeness >= limits.alike * (beyond_chance if score.hypothesis.is_rounding else likeness)
-    ]
-    if not explaining:
-        return ()
-    most = limits.resembling * explaining[0].misfit
-    return tuple(score for score in explaining if score.misfit <= most)
+def name_mistakes(scores: Sequence[Score]) -> tuple[Score, ...]:
+    """Return the scores that explain the port: the best, and those that resemble it; none if nothing explains it."""
+    largest = max((score.likeness for score in scores), default=0.0)
+    # A rounding is not measured by chance likenesses: one token that goes to other experts may look like any rounding.
+    beyond_chance = max((score.likeness for score in scores if score.z >= _FAINT_Z), default=0.0)
+    explaining = []
+    for score in best_first(scores):
+        least = _LIKENESS_SHARE * (beyond_chance if score.hypothesis.is_rounding else largest)
+        if score.likeness >= least and is_explanation(score):
+            explaining.append(score)
+    return tuple(score for score in explaining if score.misfit <= RESEMBLING * explaining[0].misfit)

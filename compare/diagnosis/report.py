@@ -1,4 +1,4 @@
-"""The report of a diagnosis, as text and as JSON values."""
+"""The report of a diagnosis, and the list of the catalogue, as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, group_layers
-from compare.diagnosis.mistake import Mistake, Value, word_mistake
+from compare.diagnosis.mistake import Mistake, Value
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from compare.diagnosis.model.mistake import ModelMistake
 from reports.canvas import Canvas, Column, Row
@@ -17,7 +17,7 @@ from reports.json_values import to_json
 from reports.wording import word_figure, word_layers, word_place
 
 _MOST_LISTED = 3
-# A mistake that leaves more of the error than this is no hint.
+# Share of ρ: a mistake that leaves more of it is no hint.
 _NEARLY_ALL = 0.9
 
 
@@ -38,17 +38,6 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _part_record(part: LayerDiagnosis | SiteDiagnosis) -> dict[str, Any]:
-    return {
-        "unexplained": to_json(part.unexplained),
-        "is_explained": bool(part.named),
-        "is_right": part.is_right,
-        "nearest": to_json(part.nearest),
-        "num_hypotheses": part.num_hypotheses,
-        "notes": list(part.notes),
-    }
-
-
 def render_diagnosis(
     diagnosis: Diagnosis, *, width: int | None = None, is_terminal: bool | None = None
 ) -> str:
@@ -59,30 +48,18 @@ def render_diagnosis(
         canvas.line("nothing differs: there is nothing to diagnose", style="bold green")
     elif not diagnosis.layers and not wrong:
         canvas.line("the comparison fails, and nothing was found to diagnose", style="bold red")
-    parts: list[Callable[[], None]] = [partial(draw_site, canvas, site) for site in wrong]
+    parts: list[Callable[[], None]] = [partial(_draw_site, canvas, site) for site in wrong]
     parts += [partial(_draw_group, canvas, group) for group in group_layers(diagnosis.layers)]
     for number, draw in enumerate(parts):
         if number:
             canvas.gap()
         draw()
-    draw_right_sites(canvas, diagnosis)
-    draw_unexplained(canvas, diagnosis)
+    _draw_right_sites(canvas, diagnosis)
+    _draw_unexplained(canvas, diagnosis)
     canvas.facts([("reference", diagnosis.reference), ("target", diagnosis.target)])
     for note in diagnosis.notes:
         canvas.item(note)
     return canvas.text
-
-
-def render_catalogue(*, width: int | None = None, is_terminal: bool | None = None) -> str:
-    """Render the catalogue as a table."""
-    canvas = Canvas(width=width, is_terminal=is_terminal)
-    columns = [Column(title=title, is_text=True) for title in ("mistake", "what the port does")]
-    canvas.table(columns, [Row(cells=(mistake.name, mistake.what)) for mistake in _catalogue()])
-    return canvas.text
-
-
-def _catalogue() -> tuple[Mistake | ModelMistake, ...]:
-    return (*CATALOGUE.values(), *MODEL_CATALOGUE.values())
 
 
 def catalogue_record() -> dict[str, Any]:
@@ -100,39 +77,110 @@ def catalogue_record() -> dict[str, Any]:
     }
 
 
+def render_catalogue() -> str:
+    """Render the catalogue as a table."""
+    canvas = Canvas(width=None, is_terminal=None)
+    columns = [Column(title=title, is_text=True) for title in ("mistake", "what the port does")]
+    canvas.table(columns, [Row(cells=(mistake.name, mistake.what)) for mistake in _catalogue()])
+    return canvas.text
+
+
+def _part_record(part: LayerDiagnosis | SiteDiagnosis) -> dict[str, Any]:
+    return {
+        "unexplained": to_json(part.unexplained),
+        "is_explained": bool(part.named),
+        "is_right": part.is_right,
+        "nearest": to_json(part.nearest),
+        "num_hypotheses": part.num_hypotheses,
+        "notes": list(part.notes),
+    }
+
+
+def _catalogue() -> tuple[Mistake | ModelMistake, ...]:
+    return (*CATALOGUE.values(), *MODEL_CATALOGUE.values())
+
+
+def _draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
+    """Draw a site that is wrong: the mistake that explains it, or what comes nearest."""
+    before = word_figure(site.unexplained)
+    if site.named:
+        first, *others = site.named
+        canvas.line(
+            f"{site.site} matches {_word_mistake([first])}: leaves ρ {word_figure(first.leaves)} of {before}",
+            style="bold",
+        )
+        _draw_mistake(canvas, [first])
+        if others:
+            words = (
+                f"{_word_mistake([other])}, which leaves ρ {word_figure(other.leaves)}" for other in others
+            )
+            canvas.paragraph(f"Cannot be told from: {'; '.join(words)}.")
+    else:
+        canvas.line(f"{site.site}: no known mistake explains it (ρ {before})", style="bold")
+        for near in site.nearest:
+            canvas.paragraph(f"nearest: {_word_mistake([near])} leaves ρ {word_figure(near.leaves)}")
+    canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on the port's own input")
+    for note in site.notes:
+        canvas.item(note)
+
+
 def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
-    where, is_one = _word_layers(group.numbers), len(group.numbers) == 1
-    before = word_range(layer.unexplained for layer in group.layers)
+    """Draw a group of layers: the mistake that explains them, or what comes nearest."""
+    where, is_single = _word_layers(group.numbers), len(group.numbers) == 1
+    before = _word_range(layer.unexplained for layer in group.diagnoses)
     if group.named:
-        leaves = word_range(finding.leaves for finding in group.named)
-        matches = "matches" if is_one else "match"
-        canvas.line(f"{where} {matches} {_word(group.named)}: leaves ρ {leaves} of {before}", style="bold")
-        draw_mistake(canvas, group.named)
+        leaves = _word_range(finding.leaves for finding in group.named)
+        matches = "matches" if is_single else "match"
+        canvas.line(
+            f"{where} {matches} {_word_mistake(group.named)}: leaves ρ {leaves} of {before}", style="bold"
+        )
+        _draw_mistake(canvas, group.named)
         _draw_look_alikes(canvas, group)
     elif group.is_right:
         canvas.line(f"{where}: nothing to explain (ρ {before})", style="bold")
     else:
-        it = "it" if is_one else "them"
-        canvas.line(f"{where}: no known mistake explains {it} (ρ {before})", style="bold")
-        near = [other for other in group.others if _explains_some(other, group)]
-        no_hint = "" if near else ": nearly all of it, so no hint"
-        for other in near[:_MOST_LISTED] or group.others[:1]:
-            leaves = word_range(finding.leaves for finding in other)
-            canvas.paragraph(f"nearest: {_word(other)} leaves ρ {leaves}{_word_where(other, group)}{no_hint}")
-    _draw_how(canvas, group)
+        them = "it" if is_single else "them"
+        canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")
+        hints = [findings for findings in group.others if _explains_some(findings, group)]
+        no_hint = "" if hints else ": nearly all of it, so no hint"
+        for findings in hints[:_MOST_LISTED] or group.others[:1]:
+            leaves, place = _word_range(finding.leaves for finding in findings), _word_where(findings, group)
+            canvas.paragraph(f"nearest: {_word_mistake(findings)} leaves ρ {leaves}{place}{no_hint}")
+    _draw_method(canvas, group)
+
+
+def _word_layers(layers: Sequence[int]) -> str:
+    words = word_layers(layers)
+    return words[0].upper() + words[1:]
 
 
 def _explains_some(findings: Sequence[MistakeFinding], group: LayerGroup) -> bool:
-    before: dict[int | None, float] = {layer.layer: layer.unexplained for layer in group.layers}
+    """Decide whether a mistake takes away a part of some layer's error that is worth a hint."""
+    before: dict[int | None, float] = {layer.layer: layer.unexplained for layer in group.diagnoses}
     return any(finding.leaves <= _NEARLY_ALL * before[finding.layer] for finding in findings)
 
 
+def _draw_mistake(canvas: Canvas, named: Sequence[MistakeFinding]) -> None:
+    """Draw what the port does, where to look in its code, and how well the mistake explains the error."""
+    first = named[0]
+    canvas.paragraph(first.what)
+    canvas.paragraph(f"Look at {first.look_at}.")
+    explains = _word_range((100 * finding.explains for finding in named), word=lambda value: f"{value:.4g}")
+    amplitudes = _word_range((finding.amplitude for finding in named), word=lambda value: f"{value:.3f}")
+    certainty = _word_range(finding.z for finding in named)
+    canvas.paragraph(
+        f"Explains {explains} % of the error; amplitude {amplitudes}, {certainty} times its uncertainty."
+    )
+    if first.sources:
+        canvas.paragraph(f"Seen in {', '.join(first.sources)}.")
+
+
 def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
-    """Draw the mistakes that these captures cannot tell from the named one, in whichever layer."""
+    """Draw the mistakes that the captures of some layer cannot tell from the named one."""
     if not group.others:
         return
     words = [
-        f"{_word(other)}, which leaves ρ {word_range(finding.leaves for finding in other)}"
+        f"{_word_mistake(other)}, which leaves ρ {_word_range(finding.leaves for finding in other)}"
         f"{_word_where(other, group)}"
         for other in group.others[:_MOST_LISTED]
     ]
@@ -141,100 +189,58 @@ def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
     canvas.paragraph(f"Cannot be told from: {'; '.join(words)}.")
 
 
-def _draw_how(canvas: Canvas, group: LayerGroup) -> None:
-    """Draw the number of hypotheses, the judging sites, and the notes."""
-    sites = dict.fromkeys(str(site) for layer in group.layers for site in layer.sites)
-    tried = word_range((layer.num_hypotheses for layer in group.layers), word=lambda value: f"{value:g}")
-    each = "" if len(group.layers) == 1 else " on each"
+def _draw_method(canvas: Canvas, group: LayerGroup) -> None:
+    """Draw how the layers were diagnosed: the number of hypotheses, the judging sites, and the notes."""
+    sites = dict.fromkeys(str(site) for layer in group.diagnoses for site in layer.sites)
+    tried = _word_range((layer.num_hypotheses for layer in group.diagnoses), word=lambda value: f"{value:g}")
+    each = "" if len(group.diagnoses) == 1 else " on each"
     canvas.paragraph(f"{tried} hypotheses tried{each}, judged by {', '.join(sites)}")
-    for note in dict.fromkeys(note for layer in group.layers for note in layer.notes):
-        noted = [layer.layer for layer in group.layers if note in layer.notes]
-        canvas.item(note if len(noted) == len(group.layers) else f"{word_layers(noted)}: {note}")
+    for note in dict.fromkeys(note for layer in group.diagnoses for note in layer.notes):
+        noted = [layer.layer for layer in group.diagnoses if note in layer.notes]
+        canvas.item(note if len(noted) == len(group.diagnoses) else f"{word_layers(noted)}: {note}")
 
 
-def _word(findings: Sequence[MistakeFinding]) -> str:
-    """Word a mistake with its parameters; fitted ones as the range that they lie in."""
-    parameters = {
-        name: _word_parameter([finding.parameters[name] for finding in findings])
-        for name in findings[0].parameters
-    }
-    return word_mistake(findings[0].mistake, parameters)
-
-
-def _word_where(findings: Sequence[MistakeFinding], group: LayerGroup) -> str:
-    """Word the layers of some findings; nothing where it is all of them."""
-    layers = sorted({finding.layer for finding in findings if finding.layer is not None})
-    return "" if len(layers) == len(group.layers) else f" in {word_layers(layers)}"
-
-
-def _word_layers(layers: Sequence[int]) -> str:
-    words = word_layers(layers)
-    return words[0].upper() + words[1:]
-
-
-def _word_parameter(values: Sequence[Value]) -> str:
-    """Layers of a group differ in what was fitted alone."""
-    fitted = [value for value in values if isinstance(value, float)]
-    return word_range(fitted, word=lambda value: f"{value:.4g}") if fitted else str(values[0])
-
-
-def draw_mistake(canvas: Canvas, named: Sequence[MistakeFinding]) -> None:
-    """Draw what the port does, where to look, and how well that explains what was found of it."""
-    first = named[0]
-    canvas.paragraph(first.what)
-    canvas.paragraph(f"Look at {first.look_at}.")
-    explains = word_range((100 * finding.explains for finding in named), word=lambda value: f"{value:.4g}")
-    amplitudes = word_range((finding.amplitude for finding in named), word=lambda value: f"{value:.3f}")
-    certainty = word_range(finding.z for finding in named)
-    canvas.paragraph(
-        f"Explains {explains} % of the error; amplitude {amplitudes}, {certainty} times its uncertainty."
-    )
-    if first.sources:
-        canvas.paragraph(f"Seen in {', '.join(first.sources)}.")
-
-
-def word_range(values: Iterable[float], *, word: Callable[[float], str] = word_figure) -> str:
-    """Word the least and the largest, such as `0.98 … 1.02`; one where they read alike."""
-    ordered = sorted(values)
-    least, largest = word(ordered[0]), word(ordered[-1])
-    return least if least == largest else f"{least} … {largest}"
-
-
-def draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
-    """Draw a site that is wrong: the mistake that explains it, or what comes nearest."""
-    before = word_figure(site.unexplained)
-    if site.named:
-        first, *others = site.named
-        canvas.line(
-            f"{site.site} matches {_word([first])}: leaves ρ {word_figure(first.leaves)} of {before}",
-            style="bold",
-        )
-        draw_mistake(canvas, [first])
-        if others:
-            words = (f"{_word([one])}, which leaves ρ {word_figure(one.leaves)}" for one in others)
-            canvas.paragraph(f"Cannot be told from: {'; '.join(words)}.")
-    else:
-        canvas.line(f"{site.site}: no known mistake explains it (ρ {before})", style="bold")
-        for near in site.nearest:
-            canvas.paragraph(f"nearest: {_word([near])} leaves ρ {word_figure(near.leaves)}")
-    canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on the port's own input")
-    for note in site.notes:
-        canvas.item(note)
-
-
-def draw_right_sites(canvas: Canvas, diagnosis: Diagnosis) -> None:
-    """Draw one line for the sites outside the layers that are right, where anything else is told."""
+def _draw_right_sites(canvas: Canvas, diagnosis: Diagnosis) -> None:
+    """Draw one line for the right sites outside the layers, unless the whole run is right."""
     right = [site for site in diagnosis.sites if site.is_right]
     if not right or not diagnosis.exit_code:
         return
     names = ", ".join(str(site.site) for site in right)
-    figures = word_range(site.unexplained for site in right)
+    figures = _word_range(site.unexplained for site in right)
     canvas.line(f"{names}: nothing to explain (ρ {figures} on the port's own input)")
 
 
-def draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:
+def _draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:
     """Draw what the comparison blames and no named mistake explains."""
     for blame in diagnosis.unexplained:
         canvas.paragraph(
             f"Blamed and not explained: {word_place(blame.layer, blame.sites)} ({blame.reason})", indent=0
         )
+
+
+def _word_mistake(findings: Sequence[MistakeFinding]) -> str:
+    """Word a mistake with its parameters, as in `rope_theta (theta 1e+04)`; fitted ones as a range."""
+    words = [
+        f"{name} {_word_parameter([finding.parameters[name] for finding in findings])}"
+        for name in findings[0].parameters
+    ]
+    return f"{findings[0].mistake} ({', '.join(words)})" if words else findings[0].mistake
+
+
+def _word_parameter(values: Sequence[Value]) -> str:
+    """Word a parameter of a group: its layers differ in fitted values alone."""
+    fitted = [value for value in values if isinstance(value, float)]
+    return _word_range(fitted, word=lambda value: f"{value:.4g}") if fitted else str(values[0])
+
+
+def _word_where(findings: Sequence[MistakeFinding], group: LayerGroup) -> str:
+    """Word the layers of some findings; return nothing if these are all layers of the group."""
+    layers = sorted({finding.layer for finding in findings if finding.layer is not None})
+    return "" if len(layers) == len(group.diagnoses) else f" in {word_layers(layers)}"
+
+
+def _word_range(values: Iterable[float], *, word: Callable[[float], str] = word_figure) -> str:
+    """Word the least and the largest value, such as `0.98 … 1.02`; only one if both read alike."""
+    ordered = sorted(values)
+    least, largest = word(ordered[0]), word(ordered[-1])
+    return least if least == largest else f"{least} … {largest}"

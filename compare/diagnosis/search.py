@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from compare.diagnosis.fitting import fit_parameters
-from compare.diagnosis.layer_case import spread_places
+from compare.diagnosis.layer_case import spread_tokens
 from compare.diagnosis.mistake import Hypothesis, Mistake
-from compare.diagnosis.naming import LIMITS, best_first, is_proof, name_mistakes
-from compare.diagnosis.trial import Score, Trial
+from compare.diagnosis.naming import CLEAR_RHO, FAINT_RHO, best_first, is_proof, name_mistakes
+from compare.diagnosis.score import Score
+from compare.diagnosis.trial import Trial
 from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
 
-# Some 365 hypotheses are screened on few tokens: one of attention changes the experts' input, and costs a run of all
-# experts. With these numbers a layer of true size takes 185 s of processor time (BENCHMARKS.md).
+# Some 365 hypotheses are screened on few tokens: a mistake of attention changes the experts' input, and costs a run of
+# all experts. With these numbers a layer of true size takes 185 s of processor time (BENCHMARKS.md).
 _FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
-# Hypotheses that go from the first tokens to the screening ones: three times the finalists, and a few by
-# likeness, which a parameter that is far off does not spoil (DECISIONS.md).
-_SURVIVORS = 30
+# Hypotheses that go from the first tokens to the screening ones: three times the finalists by misfit, and a few by
+# likeness, which stays high where a parameter is far off (DECISIONS.md).
+_MOST_SURVIVORS = 30
 _MOST_ALIKE = 3
 # Fitting tries 5 values in 4 to 7 rounds: 6 hypotheses are 120 to 210 trials beside the 365.
 _MOST_FITTED = 6
-# Judged on all tokens: the best by what they leave, and the clearest of those that noise covers.
+# Hypotheses that are judged on all tokens: the best by misfit, and the best by z, whose error the noise may cover.
 _MOST_FINALISTS, _MOST_FAINT = 10, 5
-# Pairs are 5 of attention with all of the experts' hypotheses, and the reverse: all with all are tens of thousands.
-_PARTNERS = 5
+# Mistakes of attention, and of the experts, that are paired with each other: all with all are tens of thousands.
+_MOST_PARTNERS = 5
 # As many as a report shows.
 _MOST_NEAREST = 3
 
@@ -37,10 +38,10 @@ class SearchOutcome:
     """Outcome of the search in one layer.
 
     Args:
-        null: The layer without a mistake.
-        named: The scores that explain it, best first; those behind the first resemble it.
-        nearest: The best scores, best first.
-        num_tried: How many hypotheses were tried.
+        null: Score of the layer without a mistake.
+        named: Scores that explain the layer, best first; the later ones cannot be told from the first.
+        nearest: The best scores, best first, if nothing explains the layer.
+        num_tried: Number of hypotheses that were tried.
     """
 
     null: Score
@@ -54,40 +55,45 @@ def search_layer(
 ) -> SearchOutcome:
     """Find the mistakes that explain a layer.
 
-    Hypotheses are tried in turns, until one explains the layer: mistakes that explained other layers, those that begin
-    at a blamed site, all others, and pairs.
+    Hypotheses are tried in turns, until one explains the layer:
+
+    1. mistakes that explained other layers
+    2. mistakes that begin at a blamed site
+    3. all other mistakes
+    4. those of the tried mistakes that the noise may cover
+    5. pairs of mistakes
 
     Args:
-        trial: Judges hypotheses on all tokens.
-        mistakes: The catalogue's entries to try.
-        suspects: The sites that are to blame; empty where none is known.
+        trial: Trial on all tokens.
+        mistakes: Entries of the catalogue to try.
+        suspects: Blamed sites; empty if none is known.
         expected: Mistakes that explained other layers of this run, with the parameters that were fitted there.
     """
     null = trial.null()
     if not bool(trial.is_usable.any()):
         return SearchOutcome(null=null)
-    first, screen = (_screen(trial, most) for most in (_FIRST_TOKENS, _SCREENING_TOKENS))
+    first, screen = _with_few_tokens(trial, _FIRST_TOKENS), _with_few_tokens(trial, _SCREENING_TOKENS)
     num_tried = 0
-    seen: list[Score] = []
-    tried: list[Score] = []
+    on_first: list[Score] = []
+    on_screen: list[Score] = []
     finals: list[Score] = []
     for is_expected, hypotheses in _turns(trial, mistakes, suspects=suspects, expected=expected):
         num_tried += len(hypotheses)
         logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(first.base.tokens))
         scores = first.judge(hypotheses)
-        seen += scores
-        tried += _sift(first, screen, scores)
-        finals = _finish(trial, screen, tried)
+        on_first += scores
+        on_screen += _judge_survivors(first, screen, scores)
+        finals = _judge_finalists(trial, screen, on_screen)
         named = name_mistakes(finals)
         if named and (not is_expected or is_proof(named[0])):
             return SearchOutcome(null=null, named=named, num_tried=num_tried)
-    faint = _search_faint(trial, screen, [score.hypothesis for score in (*tried, *finals)])
-    named = name_mistakes(faint)
-    # Below that a pair cannot be told from a single mistake.
-    pairs = [] if named or null.leaves < LIMITS.clear else _pairs(seen)
+    named = name_mistakes(_judge_faint(trial, screen, [score.hypothesis for score in (*on_screen, *finals)]))
+    # If the error is not clear, a pair cannot be told from a single mistake.
+    pairs = [] if named or null.leaves < CLEAR_RHO else _pair_up(on_first)
     if pairs:
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(first.base.tokens))
-        named = name_mistakes(_finish(trial, screen, _sift(first, screen, first.judge(pairs))))
+        survivors = _judge_survivors(first, screen, first.judge(pairs))
+        named = name_mistakes(_judge_finalists(trial, screen, survivors))
     nearest = sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST]
     return SearchOutcome(
         null=null,
@@ -97,10 +103,76 @@ def search_layer(
     )
 
 
-def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-    """Score mistakes that the noise may cover; none where the error is far above it."""
-    null = trial.null()
-    if null.leaves > LIMITS.faint_below:
+def _with_few_tokens(trial: Trial, most: int) -> Trial:
+    """Return the trial of at most about `most` tokens."""
+    lengths = trial.base.attention_mask.sum(-1).tolist()
+    num_tokens = len(trial.base.tokens)
+    indices = spread_tokens(num_tokens, lengths, most)
+    return trial if len(indices) == num_tokens else trial.select_tokens(indices)
+
+
+def _turns(
+    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
+) -> Iterator[tuple[bool, list[Hypothesis]]]:
+    """Yield the hypotheses in turns, and whether a turn is of mistakes that explained other layers."""
+    # The catalogue's candidates come first: a value that was fitted elsewhere must explain more than they do.
+    hypotheses = [hypothesis for mistake in mistakes for hypothesis in mistake.hypotheses(trial.base.inputs)]
+    hypotheses += expected
+    expected_names = {hypothesis.name for hypothesis in expected}
+    turns: tuple[list[Hypothesis], ...] = ([], [], [])
+    for hypothesis in hypotheses:
+        if hypothesis.name in expected_names:
+            turns[0].append(hypothesis)
+        elif hypothesis.sites & suspects:
+            turns[1].append(hypothesis)
+        else:
+            turns[2].append(hypothesis)
+    for number, turn in enumerate(turns):
+        if turn:
+            yield number == 0, turn
+
+
+def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Score on the screening tokens the hypotheses that the first tokens do not refute."""
+    if first is screen:
+        return list(scores)
+    ranked = best_first(scores)
+    null = first.null().misfit
+    names = {score.hypothesis.name for score in ranked[:_MOST_SURVIVORS]}
+    names |= {score.hypothesis.name for score in ranked if score.misfit <= null}
+    names |= {score.hypothesis.name for score in _most_alike(_with_fitted_parameter(ranked))}
+    # In all rows and in decoded rows it is one hypothesis, which is judged once.
+    survivors = {id(score.hypothesis): score.hypothesis for score in ranked if score.hypothesis.name in names}
+    logger.info("Trying the best %d on %d tokens.", len(survivors), len(screen.base.tokens))
+    return screen.judge(list(survivors.values()))
+
+
+def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Fit the parameters of the best scores, and judge them on all tokens."""
+    best = best_first(scores)
+    faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
+    finalists = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
+    if best and not is_proof(best[0]):
+        # A parameter that is far off spoils the misfit, but not the direction of the predicted error.
+        candidates = [
+            *_with_fitted_parameter(best[:_MOST_FITTED]),
+            *_most_alike(_with_fitted_parameter(best)),
+        ]
+        unfitted = list(dict.fromkeys(candidates))
+        logger.info("Fitting the parameters of the best %d.", len(unfitted))
+        others = [score for score in finalists if score not in unfitted]
+        finalists = [*fit_parameters(screen, unfitted), *others]
+    if screen is trial:
+        return finalists
+    logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
+    judged = trial.judge([score.hypothesis for score in finalists])
+    wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
+    return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
+
+
+def _judge_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+    """Score mistakes that the noise may cover; none if the error is far above the noise."""
+    if trial.null().leaves > FAINT_RHO:
         return []
     unique = list(dict.fromkeys(hypotheses))
     logger.info("Trying %d hypotheses as filters.", len(unique))
@@ -111,102 +183,32 @@ def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis])
 
 
 def _most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
-    """Return the few whose predicted error points where the port's does, however large it is."""
+    """Return the few whose predicted error has the direction of the port's, however large it is."""
     return sorted(scores, key=lambda score: -score.likeness)[:most]
 
 
-def _turns(
-    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
-) -> Iterator[tuple[bool, list[Hypothesis]]]:
-    """Yield the hypotheses in turns, and whether a turn is of mistakes that explained other layers."""
-    names = {one.name for one in expected}
-    # The catalogue's candidates first: a value that was fitted elsewhere must explain more than they do.
-    left = [one for mistake in mistakes for one in mistake.hypotheses(trial.base.scene)] + list(expected)
-    choices: list[Callable[[Hypothesis], bool]] = [
-        lambda one: one.name in names,
-        lambda one: bool(one.sites & suspects),
-        lambda _: True,
-    ]
-    for number, is_chosen in enumerate(choices):
-        chosen = [one for one in left if is_chosen(one)]
-        left = [one for one in left if not is_chosen(one)]
-        if chosen:
-            yield number == 0, chosen
+def _with_fitted_parameter(scores: Sequence[Score]) -> list[Score]:
+    return [score for score in scores if any(mistake.fitted for mistake in score.hypothesis.mistakes)]
 
 
-def _sift(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
-    """Score on more tokens the hypotheses that the first few tokens do not refute."""
-    if first is screen:
-        return list(scores)
-    ranked = best_first(scores)
-    null = first.null().misfit
-    names = {
-        score.hypothesis.name
-        for place, score in enumerate(ranked)
-        if place < _SURVIVORS or score.misfit <= null
-    }
-    names |= {score.hypothesis.name for score in _most_alike(_fitted(ranked))}
-    survivors = {id(score.hypothesis): score.hypothesis for score in ranked if score.hypothesis.name in names}
-    logger.info("Trying the best %d on %d tokens.", len(survivors), len(screen.base.tokens))
-    return screen.judge(list(survivors.values()))
-
-
-def _screen(trial: Trial, most: int) -> Trial:
-    lengths = trial.base.scene.attention_mask.sum(-1).tolist()
-    num_tokens = len(trial.base.tokens)
-    places = spread_places(num_tokens, lengths, most)
-    return trial if len(places) == num_tokens else trial.at(places)
-
-
-def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
-    """Fit the parameters of the best scores, and judge them on all tokens."""
-    best = best_first(scores)
-    faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
-    finalists = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
-    if best and not is_proof(best[0]):
-        # A parameter that is far off spoils the misfit, not the direction.
-        fitted = list(dict.fromkeys([*_fitted(best[:_MOST_FITTED]), *_most_alike(_fitted(best))]))
-        logger.info("Fitting the parameters of the best %d.", len(fitted))
-        others = [score for score in finalists if score not in fitted]
-        finalists = [*fit_parameters(screen, fitted), *others]
-    if screen is trial:
-        return finalists
-    logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
-    judged = trial.judge([score.hypothesis for score in finalists])
-    wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
-    return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
-
-
-def _fitted(scores: Sequence[Score]) -> list[Score]:
-    """Keep scores of mistakes with a fitted parameter."""
-    return [score for score in scores if any(one.fitted for one in score.hypothesis.mistakes)]
-
-
-def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
-    """Pair a mistake of attention with one of the experts: the best few of each, and the best with all others."""
-    attention, experts = (
-        [
-            score
-            for score in scores
-            if not score.is_decode_only
-            and len(score.hypothesis.mistakes) == 1
-            and score.hypothesis.is_of_attention is of_attention
-        ]
-        for of_attention in (True, False)
-    )
+def _pair_up(scores: Sequence[Score]) -> list[Hypothesis]:
+    """Pair mistakes of attention with mistakes of the experts: the best few of each, and the best with all others."""
+    singles = [score for score in scores if not score.is_decode_only and len(score.hypothesis.mistakes) == 1]
+    attention = [score for score in singles if score.hypothesis.is_of_attention]
+    experts = [score for score in singles if not score.hypothesis.is_of_attention]
     if not attention or not experts:
         return []
-    couples = [(first, second) for first in _partners(attention) for second in _partners(experts)]
-    couples += [(first, best_first(experts)[0]) for first in attention]
-    couples += [(best_first(attention)[0], second) for second in experts]
+    pairs = [(first, second) for first in _partners(attention) for second in _partners(experts)]
+    pairs += [(first, best_first(experts)[0]) for first in attention]
+    pairs += [(best_first(attention)[0], second) for second in experts]
     unique = {
         (id(first.hypothesis), id(second.hypothesis)): first.hypothesis.and_also(second.hypothesis)
-        for first, second in couples
+        for first, second in pairs
     }
     return list(unique.values())
 
 
 def _partners(scores: Sequence[Score]) -> list[Score]:
-    """Return the best few by what they leave, and by how much they resemble the error."""
+    """Return the best few by misfit, and the best few by likeness."""
     best = best_first(scores)
-    return [*best[:_PARTNERS], *_most_alike(best, _PARTNERS)]
+    return [*best[:_MOST_PARTNERS], *_most_alike(best, _MOST_PARTNERS)]

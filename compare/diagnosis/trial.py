@@ -1,73 +1,31 @@
-"""Trial: hypotheses judged by what the port gave at some sites, for all tokens or for a few of them.
+"""Trial: computes the layer under each hypothesis, and scores it by what the port gave at the judging sites.
 
-T tokens, E experts, k experts per token, H hidden.
+A trial holds all tokens of the layer, or a few of them. T tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
-from compare.diagnosis.yardstick import Yardstick, trimmed_mean
+from compare.diagnosis.score import Score, SitePrediction, score_predictions
+from compare.diagnosis.yardstick import Yardstick
 from minimax_tools.model.sites import Site
 
 # Experts' outputs held at a time, float32: a layer of true size was diagnosed within 8 GB (BENCHMARKS.md).
 _MOST_BYTES = 1_500_000_000
 # Noise of twice the golden's: golden and port each have their own, and the port's may be larger. A token whose experts
 # stay the same in 6 draws changes them with a chance of less than about a third.
-_DRAWS = 6
+_NUM_DRAWS = 6
 _NOISE_FACTOR = 2.0
-# Fewer settled tokens may all be near ties. The screening begins with 24 tokens.
-_FEWEST_TOKENS = 6
-# (Σx)² / Σx² of the tokens' weights: with fewer, one token decides, and the spread over tokens tells nothing.
-_FEWEST_EFFECTIVE = 4.0
-_STREAMS = (Site.ATTN_DELTA, Site.MOE_DELTA)
-_ROUTER = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
-_NEEDS_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Score:
-    """Fit of a hypothesis to the port's values.
-
-    Args:
-        hypothesis: What was supposed.
-        is_decode_only: Whether it was supposed of the decoded rows alone.
-        leaves: ρ = ‖port − hypothesis‖ / ‖golden − float32‖ over the settled tokens, every channel and token in units
-            of its own noise: the site where that is largest.
-        unexplained: The same for the layer without a mistake.
-        misfit: Mean over the sites of the squares of what is left.
-        explains: Share of the error's energy that the hypothesis takes away.
-        amplitude: The port's error along the one that is predicted; near 1 where the hypothesis is right.
-        z: The amplitude in units of its own uncertainty over tokens.
-        likeness: Squared correlation of the port's error with the one that is predicted.
-        num_tokens: How many tokens it was judged by.
-    """
-
-    hypothesis: Hypothesis
-    is_decode_only: bool
-    leaves: float
-    unexplained: float
-    misfit: float
-    explains: float
-    amplitude: float
-    z: float
-    likeness: float
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Prediction:
-    """Values [T,F] of a site under a hypothesis, and the growth in squares of what is added there, [T]."""
-
-    rows: torch.Tensor
-    growth: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
+_STREAM_DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA)
+_ROUTER_CHOICE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
+_BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,13 +33,13 @@ class Trial:
     """A layer's noise and both sides' values, by which hypotheses are judged.
 
     Args:
-        base: The layer without a mistake, of these tokens.
-        on_golden_values: The same, each of its stages computed from the golden's own values where it holds them; None
-            where the layer inherits errors.
-        yardsticks: The sites that judge.
-        logit_noise: Standard deviation of what BF16 does to the router's logits.
-        is_decoded: Which tokens were decoded, bool [T].
-        is_usable: Which tokens the port gave finite values for, bool [T].
+        base: The layer without a mistake, on these tokens.
+        on_golden_values: The same layer, with each stage computed from the golden's own values where the golden holds
+            them; None if the layer inherits errors.
+        yardsticks: The port's values and their noise at the sites that judge.
+        logit_noise: Standard deviation of the error that BF16 causes in the router's logits.
+        is_decoded: Whether a token was decoded, bool [T].
+        is_usable: Whether the port gave finite values for a token, bool [T].
     """
 
     base: Evaluation
@@ -91,32 +49,35 @@ class Trial:
     is_decoded: torch.Tensor
     is_usable: torch.Tensor
 
-    def at(self, places: torch.Tensor) -> Trial:
-        """Return the trial of some of the tokens."""
+    def select_tokens(self, indices: torch.Tensor) -> Trial:
+        """Return the trial of some of the tokens, by their indices among the T."""
+        on_golden_values = self.on_golden_values
         return replace(
             self,
-            base=self.base.at(places),
-            on_golden_values=None if self.on_golden_values is None else self.on_golden_values.at(places),
-            yardsticks={site: yardstick.at(places) for site, yardstick in self.yardsticks.items()},
-            is_decoded=self.is_decoded[places],
-            is_usable=self.is_usable[places],
+            base=self.base.select_tokens(indices),
+            on_golden_values=None if on_golden_values is None else on_golden_values.select_tokens(indices),
+            yardsticks={
+                site: yardstick.select_tokens(indices) for site, yardstick in self.yardsticks.items()
+            },
+            is_decoded=self.is_decoded[indices],
+            is_usable=self.is_usable[indices],
         )
 
     def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """Score hypotheses; where rows were decoded, each is also supposed of these alone."""
+        """Score hypotheses; if rows were decoded, each is also scored as a mistake of these rows alone."""
         scores = []
         settled = self.settled
         for hypothesis, evaluation in self.evaluate(hypotheses):
-            predicted = {
-                site: _Prediction(rows=evaluation.rows(site), growth=self._growth(evaluation, site))
+            predictions = {
+                site: SitePrediction(rows=evaluation.rows(site), growth=self._growth(evaluation, site))
                 for site in self.yardsticks
             }
             judged = settled & self._settled(evaluation)
-            scores += self._score_scopes(hypothesis, predicted, judged, elsewhere=settled)
+            scores += self._score_all_and_decoded(hypothesis, predictions, judged, judged_if_right=settled)
         return scores
 
     def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """Score mistakes that may be fainter than the noise; none where the layer inherits errors.
+        """Score mistakes that may be fainter than the noise; none if the layer inherits errors.
 
         Mistake and right layer are both computed from the golden's own BF16 values, since a rounding depends on the
         bits that it rounds. Their difference is added to the float32 layer. A router's mistake is judged by all
@@ -124,158 +85,116 @@ class Trial:
         """
         if self.on_golden_values is None:
             return []
-        clean: dict[frozenset[GraphNode], dict[Site, torch.Tensor]] = {}
-        right = {hypothesis.change.nodes: _right(hypothesis.change.nodes) for hypothesis in hypotheses}
+        right = {hypothesis.change.nodes: _recompute(hypothesis.change.nodes) for hypothesis in hypotheses}
+        right_rows: dict[frozenset[GraphNode], dict[Site, torch.Tensor]] = {}
         for hypothesis, evaluation in self.evaluate(list(right.values()), base=self.on_golden_values):
-            clean[hypothesis.change.nodes] = {site: evaluation.rows(site) for site in self.yardsticks}
+            right_rows[hypothesis.change.nodes] = {site: evaluation.rows(site) for site in self.yardsticks}
         scores = []
         for hypothesis, evaluation in self.evaluate(hypotheses, base=self.on_golden_values):
-            origin = clean[hypothesis.change.nodes]
-            predicted = {
-                site: _Prediction(rows=yardstick.exact + evaluation.rows(site) - origin[site])
+            origin = right_rows[hypothesis.change.nodes]
+            predictions = {
+                site: SitePrediction(rows=yardstick.exact + evaluation.rows(site) - origin[site])
                 for site, yardstick in self.yardsticks.items()
             }
-            judged = self.is_usable if hypothesis.sites & _ROUTER else self.settled
-            scores += self._score_scopes(hypothesis, predicted, judged, elsewhere=judged)
+            judged = self.is_usable if hypothesis.sites & _ROUTER_CHOICE else self.settled
+            scores += self._score_all_and_decoded(hypothesis, predictions, judged, judged_if_right=judged)
         return scores
+
+    def null(self) -> Score:
+        """Score the null hypothesis: the layer without a mistake."""
+        return score_predictions(
+            Hypothesis(mistakes=(), parameters=(), change=Change()),
+            {site: SitePrediction(rows=yardstick.exact) for site, yardstick in self.yardsticks.items()},
+            yardsticks=self.yardsticks,
+            judged=self.settled,
+            is_decode_only=False,
+        )
 
     def evaluate(
         self, hypotheses: Sequence[Hypothesis], *, base: Evaluation | None = None
     ) -> Iterator[tuple[Hypothesis, Evaluation]]:
         """Evaluate the layer, or another base, under each hypothesis; the experts of many run together."""
         k, hidden = self.base.spec.num_experts_per_tok, self.base.spec.hidden_size
-        at_once = max(_MOST_BYTES // (4 * len(self.base.tokens) * k * hidden), 1)
-        for start in range(0, len(hypotheses), at_once):
-            some = hypotheses[start : start + at_once]
-            evaluations = [(base or self.base).changed(hypothesis.change) for hypothesis in some]
-            self._run_experts([one for one in evaluations if one.is_affected(ExpertValue.EXPERT_OUTPUTS)])
-            yield from zip(some, evaluations, strict=True)
+        num_at_once = max(_MOST_BYTES // (4 * len(self.base.tokens) * k * hidden), 1)
+        for start in range(0, len(hypotheses), num_at_once):
+            batch = hypotheses[start : start + num_at_once]
+            evaluations = [(base or self.base).changed(hypothesis.change) for hypothesis in batch]
+            self._run_experts(evaluations)
+            yield from zip(batch, evaluations, strict=True)
 
     @property
     def settled(self) -> torch.Tensor:
         """Tokens of the right layer whose experts no noise changes, bool [T]."""
         return self._settled(self.base)
 
-    def null(self) -> Score:
-        """Score the layer without a mistake."""
-        nothing = Hypothesis(mistakes=(), parameters=(), change=Change())
-        right = {site: _Prediction(rows=yardstick.exact) for site, yardstick in self.yardsticks.items()}
-        return self._score(nothing, right, self.settled, is_decode_only=False)
-
     def _settled(self, evaluation: Evaluation) -> torch.Tensor:
         return settled_tokens(evaluation, self.logit_noise) & self.is_usable
 
-    def _run_experts(self, evaluations: list[Evaluation]) -> None:
-        if not evaluations or not any(site in self.yardsticks for site in _NEEDS_EXPERTS):
+    def _run_experts(self, evaluations: Sequence[Evaluation]) -> None:
+        """Compute the experts' outputs of all evaluations whose change affects them, if a judging site needs them."""
+        affected = [one for one in evaluations if one.is_affected(ExpertValue.EXPERT_OUTPUTS)]
+        if not affected or not any(site in self.yardsticks for site in _BEHIND_EXPERTS):
             return
-        jobs = [evaluation.expert_job() for evaluation in evaluations]
-        for evaluation, outputs in zip(evaluations, run_experts(self.base.weights, jobs), strict=True):
-            evaluation.give(ExpertValue.EXPERT_OUTPUTS, outputs)
+        jobs = [evaluation.expert_job() for evaluation in affected]
+        for evaluation, outputs in zip(affected, run_experts(self.base.weights, jobs), strict=True):
+            evaluation.set_value(ExpertValue.EXPERT_OUTPUTS, outputs)
 
-    def _score_scopes(
+    def _score_all_and_decoded(
         self,
         hypothesis: Hypothesis,
-        predicted: Mapping[Site, _Prediction],
-        settled: torch.Tensor,
+        predictions: Mapping[Site, SitePrediction],
+        judged: torch.Tensor,
         *,
-        elsewhere: torch.Tensor,
+        judged_if_right: torch.Tensor,
     ) -> list[Score]:
-        """Score all rows, and decoded ones alone; `elsewhere` are the tokens that are settled without the mistake."""
-        scores = [self._score(hypothesis, predicted, settled, is_decode_only=False)]
+        """Score a mistake of all rows, and the same of decoded rows alone.
+
+        `judged` are the tokens that count where the mistake is made, `judged_if_right` those that count elsewhere.
+        """
+        scores = [
+            score_predictions(
+                hypothesis, predictions, yardsticks=self.yardsticks, judged=judged, is_decode_only=False
+            )
+        ]
         if bool(self.is_decoded.any()):
-            judged = torch.where(self.is_decoded, settled, elsewhere)
-            scores.append(self._score(hypothesis, predicted, judged, is_decode_only=True))
+            decoded = {
+                site: prediction.limited_to(self.is_decoded, self.yardsticks[site].exact)
+                for site, prediction in predictions.items()
+            }
+            counted = torch.where(self.is_decoded, judged, judged_if_right)
+            scores.append(
+                score_predictions(
+                    hypothesis, decoded, yardsticks=self.yardsticks, judged=counted, is_decode_only=True
+                )
+            )
         return scores
 
-    def _score(
-        self,
-        hypothesis: Hypothesis,
-        predicted: Mapping[Site, _Prediction],
-        settled: torch.Tensor,
-        *,
-        is_decode_only: bool,
-    ) -> Score:
-        rests, nulls = [], []
-        energy, rest = 0.0, 0.0
-        along, across, whole = torch.zeros(3, len(settled)).double()
-        for site, yardstick in self.yardsticks.items():
-            prediction, growth = predicted[site].rows, predicted[site].growth
-            if is_decode_only:
-                prediction = torch.where(self.is_decoded[:, None], prediction, yardstick.exact)
-                growth = torch.where(self.is_decoded, growth, 0.0)
-            variance = yardstick.widened(growth)
-            left = yardstick.misfit(prediction, variance)[settled]
-            null = yardstick.misfit(yardstick.exact, yardstick.variance)[settled]
-            same_scale = yardstick.misfit(yardstick.exact, variance)[settled]
-            rests.append(trimmed_mean(left))
-            nulls.append(trimmed_mean(null))
-            rest += trimmed_mean(left)
-            energy += trimmed_mean(same_scale)
-            one_along, one_across, one_whole = yardstick.project(prediction, variance)
-            along, across, whole = along + one_along, across + one_across, whole + one_whole
-        enough = int(settled.sum()) >= min(_FEWEST_TOKENS, len(settled))
-        amplitude, z = _fit_amplitude(along[settled], across[settled])
-        return Score(
-            hypothesis=hypothesis,
-            is_decode_only=is_decode_only,
-            leaves=math.sqrt(max(rests)) if enough else math.inf,
-            unexplained=math.sqrt(max(nulls)),
-            misfit=sum(rests) / len(rests) if enough else math.inf,
-            explains=1.0 - rest / energy if energy > 0.0 and math.isfinite(rest) else 0.0,
-            amplitude=amplitude,
-            z=z,
-            likeness=_likeness(along[settled], across[settled], whole[settled]),
-            num_tokens=int(settled.sum()),
-        )
-
     def _growth(self, evaluation: Evaluation, site: Site) -> torch.Tensor:
-        """Return the growth in squares of what is added to the stream, or of the site itself, over the base's: [T]."""
-        grown = (site, *(_STREAMS if site is Site.OUTPUT else ()))
-        return sum(
-            (
-                (_squares(evaluation.rows(one)) - _squares(self.base.rows(one))).clamp(min=0.0)
-                for one in grown
-            ),
-            start=torch.zeros(len(self.base.tokens)),
-        )
-
-
-def _right(nodes: frozenset[GraphNode]) -> Hypothesis:
-    """Return the right layer, computed anew from these nodes on."""
-    return Hypothesis(
-        mistakes=(), parameters=(), change=Change(stages={node: STAGES[node] for node in nodes})
-    )
+        """Return the growth in squares of a site over the base's, [T]; for the output also of what is added to it."""
+        growth = torch.zeros(len(self.base.tokens))
+        for grown in (site, *(_STREAM_DELTAS if site is Site.OUTPUT else ())):
+            added = _squares(evaluation.rows(grown)) - _squares(self.base.rows(grown))
+            growth = growth + added.clamp(min=0.0)
+        return growth
 
 
 def settled_tokens(evaluation: Evaluation, logit_noise: float) -> torch.Tensor:
-    """Find tokens whose experts are the same whatever noise is on the router's logits: bool [T]."""
+    """Find the tokens whose experts stay the same whatever noise is on the router's logits: bool [T]."""
     logits = evaluation[Site.ROUTER_LOGITS]
-    right_experts = evaluation[Site.ROUTER_EXPERTS].sort(-1).values
+    experts = evaluation[Site.ROUTER_EXPERTS].sort(-1).values
     settled = torch.ones(len(logits), dtype=torch.bool)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(_DRAWS):
+    for _ in range(_NUM_DRAWS):
         noise = torch.randn(logits.shape, generator=generator) * (_NOISE_FACTOR * logit_noise)
         noisy = evaluation.with_value(Site.ROUTER_LOGITS, logits + noise)
-        settled &= (noisy[Site.ROUTER_EXPERTS].sort(-1).values == right_experts).all(-1)
+        settled &= (noisy[Site.ROUTER_EXPERTS].sort(-1).values == experts).all(-1)
     return settled
 
 
-def _fit_amplitude(along: torch.Tensor, across: torch.Tensor) -> tuple[float, float]:
-    """Return the factor that fits best over tokens, and its ratio to its uncertainty."""
-    total = float(across.sum())
-    if total <= 0.0 or not math.isfinite(total) or not bool(along.isfinite().all()):
-        return 0.0, 0.0
-    amplitude = float(along.sum()) / total
-    # A single token tells no spread.
-    if total**2 < _FEWEST_EFFECTIVE * float(across.square().sum()):
-        return amplitude, 0.0
-    spread = float((along - amplitude * across).square().sum().sqrt())
-    return amplitude, amplitude * total / spread if spread > 0.0 else math.inf
-
-
-def _likeness(along: torch.Tensor, across: torch.Tensor, whole: torch.Tensor) -> float:
-    product = float(across.sum() * whole.sum())
-    return float(along.sum()) ** 2 / product if 0.0 < product < math.inf else 0.0
+def _recompute(nodes: frozenset[GraphNode]) -> Hypothesis:
+    """Return the hypothesis of the right layer that computes these nodes anew."""
+    change = Change(stages={node: STAGES[node] for node in nodes})
+    return Hypothesis(mistakes=(), parameters=(), change=change)
 
 
 def _squares(rows: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,31 @@
-"""Yardstick: the noise of BF16 at a site, for each token and channel, and a prediction's distance in units of it.
+"""Yardstick: the noise of BF16 at a site, by token and channel, and a prediction's distance in units of this noise.
 
 T tokens, F channels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from compare.noise.squared_errors import TINY_FLOAT32
 
-# Errors of BF16 relative to what is added to a stream, of several roundings: they grow with it.
-_GROWTH = {torch.bfloat16: 6e-3, torch.float32: 1e-6}
+# Relative error of a value after several roundings, by dtype: where a mistake enlarges a value, its noise grows too.
+_RELATIVE_NOISE = {torch.bfloat16: 6e-3, torch.float32: 1e-6}
+# Least variance of a channel or token, as a share of the median one: one that happens to be exact is not free of noise.
 _LEAST_SHARE = 1e-3
-# Of the judged tokens, those that are worst by any prediction: a near tie of experts that flipped unforeseen.
+# Share of the judged tokens that is left out, the worst ones: their experts may have flipped unforeseen in a near tie.
 _TRIMMED_SHARE = 0.02
+
+
+class Projection(NamedTuple):
+    """Sums over the channels of a site of the port's error and the predicted one, both over σ: float64 [T] each."""
+
+    product: torch.Tensor
+    predicted_energy: torch.Tensor
+    error_energy: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,11 +33,11 @@ class Yardstick:
     """A site on both sides, and its noise.
 
     Args:
-        port: float32 [T,F], what the port gave.
-        golden: float32 [T,F], what the golden gave.
-        exact: float32 [T,F], the layer in float32.
-        variance: float32 [T,F], the noise that BF16 puts there.
-        dtype: What the golden computes in.
+        port: The port's values, float32 [T,F].
+        golden: The golden's values, float32 [T,F].
+        exact: The values of the layer in float32, [T,F].
+        variance: Variance of the noise that BF16 causes, float32 [T,F].
+        dtype: Dtype that the golden computes in.
     """
 
     port: torch.Tensor
@@ -46,7 +56,7 @@ class Yardstick:
         settled: torch.Tensor,
         dtype: torch.dtype,
     ) -> Yardstick:
-        """Build the yardstick of a site; `settled`, bool [T], are the tokens whose experts no noise changes."""
+        """Measure the noise of a site on the tokens whose experts no noise changes, `settled`, bool [T]."""
         squares = (golden - exact).square()
         return cls(
             port=port,
@@ -56,56 +66,53 @@ class Yardstick:
             dtype=dtype,
         )
 
-    def at(self, places: torch.Tensor) -> Yardstick:
-        """Select some tokens."""
-        return Yardstick(
-            port=self.port[places],
-            golden=self.golden[places],
-            exact=self.exact[places],
-            variance=self.variance[places],
-            dtype=self.dtype,
+    def select_tokens(self, indices: torch.Tensor) -> Yardstick:
+        """Select some tokens, by their indices among the T."""
+        return replace(
+            self,
+            port=self.port[indices],
+            golden=self.golden[indices],
+            exact=self.exact[indices],
+            variance=self.variance[indices],
         )
 
     def widened(self, growth: torch.Tensor) -> torch.Tensor:
-        """Return the variance [T,F] where what is added has grown by `growth`, squared norms [T]."""
-        added = _GROWTH[self.dtype] ** 2 * growth.clamp(min=0.0) / self.port.shape[1]
+        """Return the variance [T,F] of values whose squared norm has grown by `growth` [T]."""
+        added = _RELATIVE_NOISE[self.dtype] ** 2 * growth.clamp(min=0.0) / self.port.shape[1]
         return self.variance + added[:, None]
 
     def misfit(self, prediction: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the channels of (port - prediction)², in units of the variance: float64 [T]."""
+        """Return the mean over the channels of (port - prediction)² / variance: float64 [T]."""
         return ((self.port - prediction).square() / variance).double().mean(-1)
 
-    def project(
-        self, prediction: torch.Tensor, variance: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return port's error times the predicted one, the predicted one squared, the port's squared: float64 [T].
-
-        The port's error is taken from the golden, whose roundings it shares.
-        """
+    def project(self, prediction: torch.Tensor, variance: torch.Tensor) -> Projection:
+        """Project the port's error on the error that a prediction [T,F] has."""
         predicted = prediction - self.exact
+        # The port's error against the golden, not against float32: port and golden share roundings.
         error = self.port - self.golden
-        return (
-            (error * predicted / variance).double().sum(-1),
-            (predicted.square() / variance).double().sum(-1),
-            (error.square() / variance).double().sum(-1),
+        return Projection(
+            product=(error * predicted / variance).double().sum(-1),
+            predicted_energy=(predicted.square() / variance).double().sum(-1),
+            error_energy=(error.square() / variance).double().sum(-1),
         )
 
 
 def trimmed_mean(values: torch.Tensor) -> float:
-    """Return the mean without the largest few; infinity where there is none, or one is not finite."""
+    """Return the mean without the largest few; infinity if there are no values, or a kept one is not finite."""
     if not values.numel():
         return float("inf")
+    # The number of trimmed values is rounded up; 0.999 keeps a whole number that float arithmetic made a bit larger.
     num_kept = max(len(values) - int(_TRIMMED_SHARE * len(values) + 0.999), 1)
     kept = values.nan_to_num(nan=torch.inf).sort().values[:num_kept]
     return float(kept.mean())
 
 
 def _fit_variance(squares: torch.Tensor, settled: torch.Tensor) -> torch.Tensor:
-    """Fit squared errors by a channel's share times a token's size: each is seen too seldom by itself."""
+    """Fit the variance [T,F] as a factor per token times a factor per channel: one square is no measure by itself."""
     of_channel = squares[settled].mean(0)
     of_channel = of_channel.clamp(min=_LEAST_SHARE * float(of_channel.median()) + TINY_FLOAT32)
     of_token = (squares / of_channel).mean(-1)
     typical = float(of_token[settled].median())
-    # Where the golden's own experts flipped, its error is no noise.
+    # If noise may flip a token's experts, the golden's may have flipped: its error there is not noise of BF16.
     of_token = torch.where(settled, of_token, typical).clamp(min=_LEAST_SHARE * typical + TINY_FLOAT32)
     return of_token[:, None] * of_channel

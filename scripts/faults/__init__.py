@@ -5,10 +5,10 @@ The port and its mistakes:
 - `stages`: weights of the layer, and what its stages share
 - `attention_stages`: the layer's arithmetic from its input to the residual
 - `moe_stages`: the layer's arithmetic from the residual to its output
-- `arithmetic`: all stages in order, right in each of them
+- `arithmetic`: all stages in order, each of them right
 - `port`: the target that computes with this arithmetic
 - `plant`: one mistake as a value
-- `planted`: all mistakes, and what is none
+- `planted`: all mistakes, and the equivalents
 - `norms`, `rotary`, `attention`, `router`, `experts`, `fp8`: mistakes that the diagnosis has a name for
 - `uncatalogued_attention`, `uncatalogued_moe`: mistakes that it has no name for
 - `equivalents`: changes that give the same layer
@@ -17,14 +17,15 @@ The port and its mistakes:
 
 Runs:
 
-- `scene`: a model, synthetic or trained, with its golden
-- `plan`: ports that run on each scene
-- `runs`: one port over all layers of a scene, from the plan to its cases
+- `baseline`: a model with prompts and its golden, which ports are judged against
+- `trained_model`: a folder of `mm2-split train`
+- `plan`: ports that run against each baseline
+- `runs`: one port over all layers of a baseline, from the plan to its cases
 - `dump_runs`: one chained run of a whole model, from the plan to its cases
 - `foreign`: a run as another tool dumps it
 - `effects`: change by a mistake in float32, against the noise floor of the golden
 - `judging`: verdict and diagnosis of mm2
-- `rivals`: rules of other tools
+- `rivals`: rules by which other tools call tensors different
 
 Results:
 

@@ -80,8 +80,8 @@ class HeadsMissing(Arithmetic):
     """The heads of a single rank reach o_proj; the sum over ranks is missing."""
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
-        width = context.shape[-1] // self.of.tp_degree
-        part = slice(self.of.rank * width, (self.of.rank + 1) * width)
+        width = context.shape[-1] // self.parameters.tp_degree
+        part = slice(self.parameters.rank * width, (self.parameters.rank + 1) * width)
         return functional.linear(context[..., part], self.weights.o_proj[:, part])
 
 

@@ -18,13 +18,13 @@ class PlantedCase:
 
     Args:
         run: The run in words.
-        stage: Name of the scene.
-        kind: `catalogued`, `uncatalogued`, `pair`, `equivalent`, or `right` where nothing was planted.
-        mistake: Name of the plant; empty where there is none.
+        stage: Name of the baseline.
+        kind: `catalogued`, `uncatalogued`, `pair`, `equivalent`, or `right` if nothing was planted.
+        mistake: Name of the plant; empty if there is none.
         parameters: Parameters of the plant.
         sites: Sites of the mistake: wrong although their inputs are right.
-        effects: Change in float32 over the noise floor, by site.
-        reason: Reason of the first blame or failure, or of not being comparable.
+        effects: Change by the mistake in float32 over the golden's noise floor, by site.
+        reason: Reason of the first blame or failure, or why the run cannot be compared.
         model: Folder name of the trained model; empty for a synthetic one.
         verdict: Verdict on the whole run.
     """
@@ -42,18 +42,18 @@ class PlantedCase:
 
     @property
     def is_mistake(self) -> bool:
-        """True where the layer is wrong."""
+        """True if the layer is wrong."""
         return self.kind in ("catalogued", "uncatalogued")
 
     @property
     def is_passed(self) -> bool:
-        """True where the whole run ends with exit code 0."""
+        """True if the whole run ends with exit code 0."""
         return bool(self.verdict) and Verdict(self.verdict).exit_code == 0
 
-    def name_mistake(self, otherwise: str) -> str:
-        """Word the mistake and its parameters; `otherwise` names a right port."""
+    def word_mistake(self, if_right: str) -> str:
+        """Word the mistake and its parameters; `if_right` is the word for a right port."""
         parameters = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
-        return f"{self.mistake}({parameters})" if parameters else self.mistake or otherwise
+        return f"{self.mistake}({parameters})" if parameters else self.mistake or if_right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Case(PlantedCase):
     Args:
         port: The port in words.
         backend: Device of the run.
-        rows: `prefill`, or `decode` where some rows were decoded.
+        rows: `prefill`, or `decode` if some rows were decoded.
         layer: The layer.
         halves: Sites of each mistake of a pair.
         failed: Sites that mm2 fails.
@@ -71,12 +71,12 @@ class Case(PlantedCase):
         blamed: The sets of sites that it blames.
         black_box_detected: Whether mm2 fails the layer by its output alone.
         rivals: Sites that each rule of another tool calls different.
-        akin: Other names of the diagnosis for the same computation.
+        akin: Names that the diagnosis has for the same computation.
         black_box_verdict: Verdict on the outputs alone.
-        excess: Largest figure over its limit, by site; infinite where the site fails by something else than noise,
-            such as another shape.
-        black_box_excess: Largest figure over its limit, of the output alone.
-        named: Mistakes that the diagnosis names by the output alone, best first, as `(name, parameters)`; None where
+        excess: Largest ratio of a figure to its limit, by site; infinite if the site fails for another reason, such as
+            its shape.
+        black_box_excess: The same of the output alone.
+        named: Mistakes that the diagnosis names by the output alone, best first, as `(name, parameters)`; None if
             it was not asked.
     """
 
@@ -98,7 +98,7 @@ class Case(PlantedCase):
 
     @property
     def is_right(self) -> bool:
-        """True where the layer is right."""
+        """True if the layer is right."""
         return self.kind in ("right", "equivalent")
 
     @property
@@ -108,17 +108,17 @@ class Case(PlantedCase):
 
     @property
     def is_above_floor(self) -> bool:
-        """True where the mistake changes more than the noise floor at one of its sites."""
+        """True if the mistake changes more than the noise floor at one of its sites."""
         return self.is_mistake and self.effect >= 1.0
 
     @property
     def is_distinguishable(self) -> bool:
-        """True where the mistake changes the layer's output by more than the noise floor."""
+        """True if the mistake changes the layer's output by more than the noise floor."""
         return self.is_mistake and self.effects.get("output", 0.0) >= 1.0
 
     @property
     def is_pair_above_floor(self) -> bool:
-        """True where each mistake of a pair changes more than the noise floor at one of its sites."""
+        """True if each mistake of a pair changes more than the noise floor at one of its sites."""
         return bool(self.halves) and all(
             max(self.effects.get(site, 0.0) for site in sites) >= 1.0 for sites in self.halves
         )
@@ -129,28 +129,28 @@ class Case(PlantedCase):
         return {site for sites in self.blamed for site in sites}
 
     @property
-    def is_pair_named(self) -> bool:
-        """True where both mistakes of a pair are blamed at their sites, and nothing else is."""
+    def is_pair_blamed(self) -> bool:
+        """True if sites of both mistakes of a pair are blamed, and nothing else is."""
         return self.is_site_named and all(self.blamed_sites & set(sites) for sites in self.halves)
 
     @property
     def is_detected(self) -> bool:
-        """True where mm2 fails the layer."""
+        """True if mm2 fails the layer."""
         return bool(self.failed or self.blamed)
 
     @property
     def is_alarmed(self) -> bool:
-        """True where mm2 fails the layer, with all sites shown or by its output alone."""
+        """True if mm2 fails the layer, with all sites shown or by its output alone."""
         return self.is_detected or self.black_box_detected
 
     @property
-    def is_nothing_else_blamed(self) -> bool:
-        """True where no site is blamed but those of the mistake."""
+    def is_blame_confined(self) -> bool:
+        """True if no site is blamed but those of the mistake."""
         return self.blamed_sites <= set(self.sites)
 
     @property
     def is_learned(self) -> bool:
-        """True where the model was trained."""
+        """True if the model was trained."""
         return bool(self.model)
 
     @property
@@ -160,22 +160,22 @@ class Case(PlantedCase):
 
     @property
     def is_site_named(self) -> bool:
-        """True where sites of the mistake are blamed, and nothing else is."""
-        return bool(self.blamed_sites) and self.is_nothing_else_blamed
+        """True if sites of the mistake are blamed, and nothing else is."""
+        return bool(self.blamed_sites) and self.is_blame_confined
 
     @property
     def is_named(self) -> bool:
-        """True where the diagnosis names the mistake, alone or among others."""
+        """True if the diagnosis names the mistake, alone or among others."""
         return any(name in (self.mistake, *self.akin) for name, _ in self.named or ())
 
     @property
     def is_named_first(self) -> bool:
-        """True where the diagnosis names the mistake first."""
+        """True if the diagnosis names the mistake first."""
         return bool(self.named and self.named[0][0] == self.mistake)
 
     def __str__(self) -> str:
         return (
-            f"{self.name_mistake(self.port)}, {self.stage}, layer {self.layer}, {self.rows}, {self.backend}"
+            f"{self.word_mistake(self.port)}, {self.stage}, layer {self.layer}, {self.rows}, {self.backend}"
         )
 
 
@@ -186,7 +186,7 @@ class DumpCase(PlantedCase):
     Args:
         view: Sites that were shown: `whole`, `no_experts`, `outputs`, or the tool that wrote it.
         has_checkpoint: Whether the checkpoint was at hand.
-        layer: Layer of the mistake; None where there is none.
+        layer: Layer of the mistake; None if there is none.
         shown: Sites of that layer that the view shows.
         blamed: Layers and sites that mm2 blames; None is the model outside its layers.
     """
@@ -203,33 +203,33 @@ class DumpCase(PlantedCase):
 
         The effect at the output counts up to that at the sites: flipped experts, which noise causes too, enlarge it.
         """
-        own = {site: self.effects.get(site, 0.0) for site in self.sites}
-        seen = [effect for site, effect in own.items() if site in self.shown]
+        at_sites = {site: self.effects.get(site, 0.0) for site in self.sites}
+        shown = [effect for site, effect in at_sites.items() if site in self.shown]
         if "output" in self.shown:
-            seen.append(min(self.effects.get("output", 0.0), max(own.values(), default=0.0)))
-        return max(seen, default=0.0)
+            shown.append(min(self.effects.get("output", 0.0), max(at_sites.values(), default=0.0)))
+        return max(shown, default=0.0)
 
     @property
     def is_above_floor(self) -> bool:
-        """True where the view shows a change beyond the noise floor."""
+        """True if the view shows a change beyond the noise floor."""
         return self.is_mistake and self.effect >= 1.0
 
     @property
     def is_detected(self) -> bool:
-        """True where mm2 fails the run."""
+        """True if mm2 fails the run."""
         return self.verdict == Verdict.FAIL
 
     @property
     def is_layer_named(self) -> bool:
-        """True where the wrong layer is blamed, and no other is."""
+        """True if the wrong layer is blamed, and no other is."""
         return {layer for layer, _ in self.blamed} == {self.layer}
 
     @property
     def is_site_named(self) -> bool:
-        """True where sites of the mistake are blamed, and nothing else is."""
+        """True if sites of the mistake are blamed, and nothing else is."""
         named = {site for _, sites in self.blamed for site in sites}
         return self.is_layer_named and named <= set(self.sites)
 
     def __str__(self) -> str:
         checkpoint = "with" if self.has_checkpoint else "without"
-        return f"{self.name_mistake('right')}, {self.stage}, layer {self.layer}, {self.view}, {checkpoint} checkpoint"
+        return f"{self.word_mistake('right')}, {self.stage}, layer {self.layer}, {self.view}, {checkpoint} checkpoint"

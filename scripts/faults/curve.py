@@ -1,7 +1,7 @@
 """Curve of detection against false alarms, as all limits of noise are scaled by a factor.
 
-A case keeps each figure over its limit, and fails where this exceeds the factor: no port runs again. Flips of experts
-beyond noise, other shapes and NaN fail at each factor. Blame plays no part.
+A case keeps each ratio of a figure to its limit, and fails if a ratio exceeds the factor: no port runs again. Flips of
+experts beyond noise, other shapes and NaN fail at each factor. Blame plays no part.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ FACTORS = (0.5, 0.63, 0.8, 0.9, 1.0, 1.12, 1.25, 1.6, 2.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoint:
-    """Detection and false alarms with all limits times a factor.
+    """Detection and false alarms if all limits are multiplied by a factor.
 
     Args:
         factor: The factor.
         num_mistakes: Mistakes above the floor.
         num_detected: Mistakes whose layer fails.
-        num_boxes: Mistakes that change the output by more than its floor.
-        num_boxes_detected: Mistakes whose layer fails by its output alone.
+        num_visible: Mistakes that change the output by more than its floor.
+        num_visible_detected: Those of them whose layer fails by its output alone.
         num_clean: Right layers.
         num_alarms: Right layers that fail, with all sites or by the output alone.
     """
@@ -35,30 +35,28 @@ class OperatingPoint:
     factor: float
     num_mistakes: int
     num_detected: int
-    num_boxes: int
-    num_boxes_detected: int
+    num_visible: int
+    num_visible_detected: int
     num_clean: int
     num_alarms: int
 
 
-def trace_operating_curve(
-    cases: Sequence[Case], factors: Sequence[float] = FACTORS
-) -> tuple[OperatingPoint, ...]:
-    """Return the point of each factor, in their order."""
+def trace_operating_curve(cases: Sequence[Case]) -> tuple[OperatingPoint, ...]:
+    """Return the point of each of `FACTORS`, in their order."""
     above = [case for case in cases if case.is_above_floor]
-    boxes = [case for case in above if case.is_distinguishable]
+    visible = [case for case in above if case.is_distinguishable]
     clean = list(clean_cases(cases))
     return tuple(
         OperatingPoint(
             factor=factor,
             num_mistakes=len(above),
             num_detected=sum(case.largest_excess > factor for case in above),
-            num_boxes=len(boxes),
-            num_boxes_detected=sum(case.black_box_excess > factor for case in boxes),
+            num_visible=len(visible),
+            num_visible_detected=sum(case.black_box_excess > factor for case in visible),
             num_clean=len(clean),
             num_alarms=sum(max(case.largest_excess, case.black_box_excess) > factor for case in clean),
         )
-        for factor in factors
+        for factor in FACTORS
     )
 
 
@@ -68,20 +66,20 @@ def give_curve_figures(points: Sequence[OperatingPoint]) -> Iterator[Figure]:
         name = f"curve_{point.factor:g}"
         if point.num_mistakes:
             yield Figure.plain(f"{name}_detected_%", 100 * point.num_detected / point.num_mistakes)
-        if point.num_boxes:
-            share = 100 * point.num_boxes_detected / point.num_boxes
+        if point.num_visible:
+            share = 100 * point.num_visible_detected / point.num_visible
             yield Figure.plain(f"{name}_black_box_detected_%", share)
         if point.num_clean:
             yield Figure.plain(f"{name}_false_alarms", point.num_alarms)
 
 
-def render_curve(cases: Sequence[Case], factors: Sequence[float] = FACTORS) -> str:
+def render_curve(cases: Sequence[Case]) -> str:
     """Render the curve as a table, and the distances of right layers and mistakes to the limits."""
     lines = ["limits ×   detected        by output alone   false alarms"]
-    for point in trace_operating_curve(cases, factors):
+    for point in trace_operating_curve(cases):
         cells = (
             _share(point.num_detected, point.num_mistakes),
-            _share(point.num_boxes_detected, point.num_boxes),
+            _share(point.num_visible_detected, point.num_visible),
             f"{point.num_alarms} of {point.num_clean}",
         )
         lines.append(f"{point.factor:8.2f}   {cells[0]:15} {cells[1]:17} {cells[2]}")

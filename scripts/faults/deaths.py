@@ -62,7 +62,7 @@ class Death:
 
     @property
     def is_in_forward(self) -> bool:
-        """True where earlier layers have run before."""
+        """True if earlier layers have run before."""
         return self.place == "run"
 
     def write(self, folder: Path) -> str:

@@ -16,14 +16,14 @@ from port_runs import run_port
 
 from compare.comparer import compare_captures
 from compare.sides.golden_weights import CheckpointWeights
+from faults.baseline import Baseline, BaselineRequest
 from faults.cases import WHOLE, DumpCase
 from faults.effects import measure_effects
 from faults.foreign import TOOL, dump_as_vllm_neuron
 from faults.judging import as_black_box, default_criteria, hide_sites
 from faults.plant import Plant
 from faults.port import PlantedPort
-from faults.runs import shows_on
-from faults.scene import Scene, SceneRequest
+from faults.runs import may_show
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
@@ -32,7 +32,8 @@ from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Verdict
 from neuron.devices.runtime import Runtime
 
-FIRST_LAYER = 2
+# The first layer in which a mistake is planted.
+_FIRST_LAYER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +41,12 @@ class PlannedDump:
     """The planted port over a whole model.
 
     Args:
+        request: Description of the baseline.
         plant: The mistake; None for a right port.
-        layer: Layer of the mistake.
+        layer: Layer of the mistake; None for a right port.
     """
 
-    request: SceneRequest
+    request: BaselineRequest
     plant: Plant | None = None
     layer: int | None = None
 
@@ -57,37 +59,37 @@ class PlannedDump:
         return f"{self.request.name}: {self.plant or 'right'} in layer {self.layer}, chained"
 
 
-def plan_dumps(request: SceneRequest, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
-    """Plan each plant in one layer, chosen at random, and a right port; plan nothing where the model is too short."""
-    layers = range(FIRST_LAYER, request.num_layers)
+def plan_dumps(request: BaselineRequest, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
+    """Plan each plant in one layer, chosen at random, and a right port; plan nothing if the model is too short."""
+    layers = range(_FIRST_LAYER, request.num_layers)
     if not layers:
         return
     yield PlannedDump(request=request)
     for plant in plants:
-        if plant.prefills and shows_on(plant, request):
+        if plant.prefills and may_show(plant, request):
             layer = random.Random(f"{request.seed} {plant}").choice(layers)
             yield PlannedDump(request=request, plant=plant, layer=layer)
 
 
 def carry_out_dump(
-    planned: PlannedDump, scene: Scene, *, runtime: Runtime, directory: Path
+    planned: PlannedDump, baseline: Baseline, *, runtime: Runtime, directory: Path
 ) -> tuple[DumpCase, ...]:
     """Run the whole model, and judge each view of it with the checkpoint and without."""
     plant, layer = planned.plant, planned.layer
     layers = frozenset() if layer is None else frozenset({layer})
     capture = run_port(
-        scene.golden,
+        baseline.golden,
         PlantedPort(plant=plant, layers=layers).target(),
-        full_run(scene.spec.num_hidden_layers, sites_level="all"),
-        reader=scene.reader,
+        full_run(baseline.spec.num_hidden_layers, sites_level="all"),
+        reader=baseline.reader,
         runtime=runtime,
         directory=directory,
     )
-    effects = {} if plant is None or layer is None else measure_effects(scene, layer, plant)
+    effects = {} if plant is None or layer is None else measure_effects(baseline, layer, plant)
     cases = []
-    for view, source in _views(capture, scene.golden, directory.with_name("dump")):
+    for view, source in _open_views(capture, baseline.golden, directory.with_name("dump")):
         for has_checkpoint in (True, False):
-            verdict, blamed, reason = _judge(scene, source, has_checkpoint=has_checkpoint)
+            verdict, blamed, reason = _judge(baseline, source, has_checkpoint=has_checkpoint)
             cases.append(
                 DumpCase(
                     run=str(planned),
@@ -107,7 +109,8 @@ def carry_out_dump(
     return tuple(cases)
 
 
-def _views(capture: Capture, golden: Capture, directory: Path) -> Iterator[tuple[str, CaptureSource]]:
+def _open_views(capture: Capture, golden: Capture, directory: Path) -> Iterator[tuple[str, CaptureSource]]:
+    """Yield the views in which the run is judged, by name: the names of `DumpCase.view`."""
     yield WHOLE, capture
     yield "no_experts", hide_sites(capture, [Site.ROUTER_EXPERTS])
     yield "outputs", as_black_box(capture)
@@ -116,16 +119,16 @@ def _views(capture: Capture, golden: Capture, directory: Path) -> Iterator[tuple
 
 
 def _judge(
-    scene: Scene, source: CaptureSource, *, has_checkpoint: bool
+    baseline: Baseline, source: CaptureSource, *, has_checkpoint: bool
 ) -> tuple[Verdict, tuple[tuple[int | None, tuple[str, ...]], ...], str]:
     """Return the verdict, the blamed sites by layer, and the reason."""
     try:
         comparison = compare_captures(
-            scene.golden,
+            baseline.golden,
             source,
             criteria=default_criteria(),
             layer_pattern="layer_*",
-            weights=CheckpointWeights(model=str(scene.folder)) if has_checkpoint else None,
+            weights=CheckpointWeights(model=str(baseline.folder)) if has_checkpoint else None,
         )
     except IncomparableError as error:
         return Verdict.INCOMPARABLE, (), str(error)

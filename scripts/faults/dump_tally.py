@@ -1,4 +1,4 @@
-"""Figures of the dumps of whole models."""
+"""Tally of dumps: figures of the chained runs of whole models, and those that went wrong."""
 
 from __future__ import annotations
 
@@ -12,24 +12,30 @@ from faults.cases import WHOLE, DumpCase
 def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
     """Yield detection and blame with the checkpoint, detection without it, and false alarms."""
     above = [case for case in cases if case.is_above_floor]
-    known = [case for case in above if case.has_checkpoint]
-    if known:
-        detected = [case for case in known if case.is_detected]
-        yield Figure.plain("dumps_above_floor", len(known))
-        yield Figure.share("dumps_detected_%", [case.is_detected for case in known], at_least=97)
+    with_checkpoint = [case for case in above if case.has_checkpoint]
+    if with_checkpoint:
+        detected = [case for case in with_checkpoint if case.is_detected]
+        yield Figure.plain("dumps_above_floor", len(with_checkpoint))
+        yield Figure.share("dumps_detected_%", [case.is_detected for case in with_checkpoint], at_least=97)
         yield Figure.share("dumps_layer_named_%", [case.is_layer_named for case in detected], at_least=100)
-        for view in dict.fromkeys(case.view for case in known):
-            yield from _view_figures(view, [case for case in known if case.view == view])
-    blind = [case for case in above if not case.has_checkpoint]
-    if blind:
-        yield Figure.share("dumps_without_checkpoint_detected_%", [case.is_detected for case in blind])
-        yield Figure.exactly("dumps_without_checkpoint_passed", sum(case.is_passed for case in blind), 0)
+        for view in dict.fromkeys(case.view for case in with_checkpoint):
+            yield from _view_figures(view, [case for case in with_checkpoint if case.view == view])
+    without_checkpoint = [case for case in above if not case.has_checkpoint]
+    if without_checkpoint:
+        yield Figure.share(
+            "dumps_without_checkpoint_detected_%", [case.is_detected for case in without_checkpoint]
+        )
+        yield Figure.exactly(
+            "dumps_without_checkpoint_passed", sum(case.is_passed for case in without_checkpoint), 0
+        )
     clean = [case for case in cases if not case.is_mistake]
     if clean:
         yield Figure.plain("clean_dumps", len(clean))
         yield Figure.exactly("false_alarms_dumps", sum(case.is_detected for case in clean), 0)
-        open_ = sum(case.has_checkpoint and not case.is_passed and not case.is_detected for case in clean)
-        yield Figure.plain("clean_dumps_with_checkpoint_incomparable", open_)
+        num_undecided = sum(
+            case.has_checkpoint and not case.is_passed and not case.is_detected for case in clean
+        )
+        yield Figure.plain("clean_dumps_with_checkpoint_incomparable", num_undecided)
 
 
 def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
@@ -46,9 +52,9 @@ def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
             yield "false alarm", case
 
 
-def _view_figures(view: str, known: Sequence[DumpCase]) -> Iterator[Figure]:
-    detected = [case for case in known if case.is_detected]
-    yield Figure.share(f"dumps_{view}_detected_%", [case.is_detected for case in known])
+def _view_figures(view: str, with_checkpoint: Sequence[DumpCase]) -> Iterator[Figure]:
+    detected = [case for case in with_checkpoint if case.is_detected]
+    yield Figure.share(f"dumps_{view}_detected_%", [case.is_detected for case in with_checkpoint])
     yield Figure.share(f"dumps_{view}_layer_named_%", [case.is_layer_named for case in detected])
     if view == WHOLE:
         # In other views hidden sites are suspects too.

@@ -1,6 +1,6 @@
-"""Changes that look like mistakes and give the same layer; none of them may fail.
+"""Equivalents: changes that look like mistakes and give the same layer; none of them may fail.
 
-A port with another order of heads or experts holds other tensors inside: it does not show those sites.
+A port with another order of heads or experts does not show the sites that have this order.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OtherPadding(Arithmetic):
         assert past is None, "rows that are decoded are not moved"
         length = mask.shape[1]
         places = torch.arange(length, device=mask.device)
-        # Rows padded on the right move right by their padding; those padded on the left move left by it.
+        # A row moves by the length of its padding: right if it is padded on the right (+1), else left (-1).
         shift = (length - mask.sum(-1)) * (2 * mask[:, 0] - 1)
         there = (places[None] - shift[:, None]) % length
         back = (places[None] + shift[:, None]) % length

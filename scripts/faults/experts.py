@@ -70,7 +70,7 @@ class LocalOnly(Arithmetic):
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         numbers = torch.arange(self.config.num_local_experts, device=experts.device)
         is_local: torch.Tensor = (
-            numbers // (self.config.num_local_experts // self.of.ep_degree) == self.of.rank
+            numbers // (self.config.num_local_experts // self.parameters.ep_degree) == self.parameters.rank
         )
         return super().affinities(experts, weights, real) * is_local.to(weights.dtype)
 
@@ -79,7 +79,7 @@ class IdsShifted(Arithmetic):
     """A shifted expert computes, not the chosen one."""
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        shifted = (experts + self.of.offset) % self.config.num_local_experts
+        shifted = (experts + self.parameters.offset) % self.config.num_local_experts
         return super().affinities(shifted, weights, real)
 
 
@@ -114,8 +114,10 @@ class WidthPartial(Arithmetic):
 
     def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
         inner = super().activated(tokens, slab)
-        width = inner.shape[-1] // self.of.tp_degree
-        is_local: torch.Tensor = torch.arange(inner.shape[-1], device=inner.device) // width == self.of.rank
+        width = inner.shape[-1] // self.parameters.tp_degree
+        is_local: torch.Tensor = (
+            torch.arange(inner.shape[-1], device=inner.device) // width == self.parameters.rank
+        )
         return inner * is_local.to(inner.dtype)
 
 

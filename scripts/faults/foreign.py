@@ -7,6 +7,7 @@ all prompts follow each other, padded to a bucket. T tokens, F channels.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from minimax_tools.dumps.opening import DumpReading, open_sides
 from minimax_tools.model.sites import ModelSite, Site
 
 TOOL = "vllm_neuron"
+# The number of tokens of a dump is rounded up to a multiple of it.
 _BUCKET = 64
 _MODULES = {
     "input_layernorm": Site.INPUT_NORM,
@@ -43,7 +45,7 @@ def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> C
     """
     mask = capture.read_attention_mask().bool()
     num_tokens = int(mask.sum())
-    size = -(-num_tokens // _BUCKET) * _BUCKET
+    size = math.ceil(num_tokens / _BUCKET) * _BUCKET
     name = f"prefill_s{size}_0"
     for module, values in _shown_modules(capture):
         folder = directory / "dp0" / name / module
@@ -51,7 +53,7 @@ def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> C
         tokens = values.unflatten(0, mask.shape)[mask] if values.ndim == 2 else values[mask]
         torch.save(_fill(tokens, size), folder / "rank0.pt")
     lengths = [int(row.sum()) for row in mask]
-    positions = [place for length in lengths for place in range(length)]
+    positions = [position for length in lengths for position in range(length)]
     meta = {
         "req_ids": [str(row) for row in range(len(lengths))],
         "positions": positions + [0] * (size - num_tokens),
@@ -70,6 +72,7 @@ def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> C
 
 
 def _shown_modules(capture: Capture) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the modules that the writer shows, by name, with their values."""
     yield "model.embed_tokens", capture.read_model(ModelSite.EMBEDDING)
     for layer in capture.layers:
         sites = capture.sites(layer)

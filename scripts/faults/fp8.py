@@ -42,7 +42,7 @@ class Fp8Mistake(Arithmetic):
 
     def _names(self) -> list[str]:
         experts = range(self.config.num_local_experts)
-        tensor = getattr(self.of, "tensor", None)
+        tensor = getattr(self.parameters, "tensor", None)
         if tensor is None:
             matrices = [expert_weight(expert, matrix) for expert in experts for matrix in ("w1", "w2", "w3")]
             return [*ATTENTION_MATRICES, *matrices]

@@ -13,13 +13,13 @@ from faults.cases import Case, DumpCase
 
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]
-# Files that plan runs, or count and print cases: they change no case.
-_COUNT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py")
+# Files that plan runs, or count and print cases: a change in them changes no case.
+_WITHOUT_EFFECT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py")
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 
 class RunJournal:
-    """A file of finished runs, one per line; it starts anew where the code has changed.
+    """A file of finished runs, one per line; it starts anew if the code has changed.
 
     Args:
         path: The file; None keeps nothing.
@@ -40,7 +40,7 @@ class RunJournal:
             path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
 
     def find(self, run: str) -> tuple[AnyCase, ...] | None:
-        """Find the cases of a finished run; None where it has not finished."""
+        """Find the cases of a finished run; None if it has not finished."""
         return self._runs.get(run)
 
     def add(self, run: str, cases: Iterable[AnyCase]) -> None:
@@ -60,13 +60,13 @@ def digest_sources() -> str:
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_ROOT / folder).rglob("*.*")):
-            if path.suffix in (".py", ".yaml") and path.name not in _COUNT:
+            if path.suffix in (".py", ".yaml") and path.name not in _WITHOUT_EFFECT:
                 digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def _parsed(line: str) -> Any:
-    """Read the record of a line; None where a killed run left it incomplete."""
+    """Read the record of a line; None if a killed run left it incomplete."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:

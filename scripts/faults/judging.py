@@ -1,4 +1,4 @@
-"""Verdict and diagnosis of mm2 on a capture, with all sites shown or with the output alone."""
+"""Judging: mm2's verdict on a capture and its diagnosis, with all sites or with each layer's output alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.limits.limits import NoiseLimits
 from compare.limits.limits_file import calibrated_limits
 from compare.sides.golden_weights import CheckpointWeights
-from faults.scene import Scene
+from faults.baseline import Baseline
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
@@ -28,7 +28,7 @@ class LayerVerdict:
         warned: Sites that warn.
         blamed: Sets of sites that are blamed, in execution order.
         reason: Reason of the first blame, or of the first failure.
-        excess: Largest figure over its limit, by site; infinite where the site fails by something else than noise.
+        excess: Largest ratio of a figure to its limit, by site; infinite if the site fails for another reason.
     """
 
     failed: tuple[str, ...]
@@ -39,45 +39,45 @@ class LayerVerdict:
 
     @property
     def is_detected(self) -> bool:
-        """True where the layer fails."""
+        """True if the layer fails."""
         return bool(self.failed or self.blamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """Verdicts on a whole run, and on each of its layers."""
+    """The verdict on a whole run, and those on its layers, by number."""
 
     verdict: str
     layers: Mapping[int, LayerVerdict]
 
 
-def judge_run(scene: Scene, capture: Capture, *, limits: NoiseLimits | None = None) -> RunVerdict:
-    """Judge a run with the checkpoint at hand, as mm2-test does, by the default limits or others."""
+def judge_run(baseline: Baseline, capture: Capture, *, limits: NoiseLimits | None = None) -> RunVerdict:
+    """Judge a run as mm2-test does, with the checkpoint; `limits` replace the default ones."""
     comparison = compare_captures(
-        scene.golden,
+        baseline.golden,
         capture,
         criteria=default_criteria(limits),
         layer_pattern="layer_*",
-        weights=CheckpointWeights(model=str(scene.folder)),
+        weights=CheckpointWeights(model=str(baseline.folder)),
     )
     return RunVerdict(
         verdict=str(comparison.verdict),
-        layers={layer: _verdict(comparison, layer) for layer in comparison.layers},
+        layers={layer: _judge_layer(comparison, layer) for layer in comparison.layers},
     )
 
 
 def default_criteria(limits: NoiseLimits | None = None) -> Criteria:
-    """Build the default criteria, with other limits where some are given."""
+    """Build the default criteria, with `limits` in place of the calibrated ones if they are given."""
     return Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL, noise=limits or calibrated_limits())
 
 
-def measure_excess(result: SiteResult) -> float:
-    """Return the largest figure of a site over its limit; infinite where it fails by something else than noise."""
+def _measure_excess(result: SiteResult) -> float:
+    """Return the largest ratio of a site's figure to its limit; infinite if the site fails for another reason."""
     excess = result.nearest.excess if result.nearest else 0.0
     return math.inf if result.status is SiteStatus.FAIL and excess <= 1.0 else excess
 
 
-def _verdict(comparison: Comparison, layer: int) -> LayerVerdict:
+def _judge_layer(comparison: Comparison, layer: int) -> LayerVerdict:
     sites = comparison.of_layer(layer)
     failed = [site for site in sites if site.status is SiteStatus.FAIL]
     blame = [blame for blame in comparison.blame if blame.layer == layer]
@@ -87,12 +87,12 @@ def _verdict(comparison: Comparison, layer: int) -> LayerVerdict:
         warned=tuple(site.site for site in sites if site.status is SiteStatus.WARN),
         blamed=tuple(one.sites for one in blame),
         reason=reasons[0],
-        excess={site.site: measure_excess(site) for site in sites},
+        excess={site.site: _measure_excess(site) for site in sites},
     )
 
 
 def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
-    """Hide some sites of the layers; sites outside the layers stay."""
+    """Return the capture without some sites of its layers; sites outside the layers stay."""
     names = {str(site) for site in hidden}
     manifest = replace(
         capture.manifest,
@@ -112,11 +112,13 @@ def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
 
 
 def as_black_box(capture: Capture) -> Capture:
-    """Hide all sites of the layers but their outputs."""
+    """Return the capture with the layers' outputs alone, as of a port that shows nothing else."""
     return hide_sites(capture, [site for site in Site if site not in (Site.INPUT, Site.OUTPUT)])
 
 
-def name_mistake(scene: Scene, capture: Capture, layer: int) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+def name_mistake(
+    baseline: Baseline, capture: Capture, layer: int
+) -> tuple[tuple[str, Mapping[str, Any]], ...]:
     """Diagnose a layer by its output alone: the mistakes that explain it, with their parameters, best first."""
-    diagnosis = diagnose(scene.golden, as_black_box(capture), model=scene.folder, layers=(layer,))
+    diagnosis = diagnose(baseline.golden, as_black_box(capture), model=baseline.folder, layers=(layer,))
     return tuple((finding.mistake, dict(finding.parameters)) for finding in diagnosis.findings)

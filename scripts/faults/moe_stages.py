@@ -64,7 +64,7 @@ class MoeStages(Stages):
         return total.to(tokens.dtype)
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Compute the weight of each expert, float32 [T,E]; it is 0 where the expert was not chosen."""
+        """Compute the weight of each expert, float32 [T,E]; 0 if the expert was not chosen."""
         numbers = torch.arange(self.config.num_local_experts, device=experts.device)
         return torch.where(experts[:, :, None] == numbers, weights[:, :, None], 0.0).sum(1)
 

@@ -62,7 +62,7 @@ class SumPartial(Arithmetic):
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ones = torch.ones((), dtype=weight.dtype, device=weight.device)
-        return weight * self.normalise(states.unflatten(-1, (self.of.groups, -1)), ones).flatten(-2)
+        return weight * self.normalise(states.unflatten(-1, (self.parameters.groups, -1)), ones).flatten(-2)
 
 
 class HeadNormMissing(Arithmetic):
@@ -77,7 +77,9 @@ class HeadNormPerRank(Arithmetic):
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         is_key = flat.shape[-1] == self.widths()[1]
-        parts = min(self.of.tp_degree, self.config.num_key_value_heads) if is_key else self.of.tp_degree
+        parts = int(self.parameters.tp_degree)
+        if is_key:
+            parts = min(parts, self.config.num_key_value_heads)
         ones = torch.ones((), dtype=weight.dtype, device=weight.device)
         return weight * self.normalise(flat.unflatten(-1, (parts, -1)), ones).flatten(-2)
 
@@ -99,7 +101,7 @@ class HeadNormFirstSlice(Arithmetic):
             (Q_NORM, self.config.num_attention_heads),
             (K_NORM, self.config.num_key_value_heads),
         ):
-            parts = min(self.of.tp_degree, heads)
+            parts = min(self.parameters.tp_degree, heads)
             weight = tensors[name]
             tensors[name] = weight[: weight.shape[0] // parts].repeat(parts)
 

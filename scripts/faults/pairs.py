@@ -1,4 +1,4 @@
-"""Pairs of mistakes in one port: one in the attention, one in the experts behind it."""
+"""Pairs of mistakes in one port: one in the attention, one in the router or the experts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 
 _MOE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.MOE_DELTA})
-_BESIDE = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})
+# Sites between or behind the two halves: a mistake there belongs to neither.
+_BETWEEN = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})
 
 
-class Both(Arithmetic):
-    """Attention of one wrong port and experts of another."""
+class PairArithmetic(Arithmetic):
+    """The attention of one wrong port and the experts of another: their stages are taken over as attributes."""
 
     def __init__(self, config: Any, weights: FusedWeights, *, attention: Plant, moe: Plant) -> None:
         super().__init__(config, weights)
@@ -41,8 +42,8 @@ class Both(Arithmetic):
 
 
 def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:
-    """Pair each mistake of the attention among single mistakes with a random one of the experts."""
-    shown = [
+    """Pair each plant of the attention with a random one of the experts; plants of certain rows are left out."""
+    pairable = [
         plant
         for plant in plants
         if plant.kind is not Kind.EQUIVALENT
@@ -50,15 +51,15 @@ def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:
         and not (plant.needs_left_padding or plant.needs_far_positions)
         and not plant.hides
     ]
-    attention = [plant for plant in shown if not set(plant.sites) & (_MOE | _BESIDE)]
-    moe = [plant for plant in shown if set(plant.sites) <= _MOE]
-    chance = random.Random(seed)
+    attention = [plant for plant in pairable if not set(plant.sites) & (_MOE | _BETWEEN)]
+    moe = [plant for plant in pairable if set(plant.sites) <= _MOE]
+    generator = random.Random(seed)
     for first in attention:
-        second = chance.choice(moe)
+        second = generator.choice(moe)
         yield Plant(
             name=f"{first} + {second}",
             sites=(*first.sites, *second.sites),
-            arithmetic=Both,
+            arithmetic=PairArithmetic,
             kind=Kind.PAIR,
             parameters={"attention": first, "moe": second},
             halves=(first, second),

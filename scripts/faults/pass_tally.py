@@ -1,4 +1,4 @@
-"""Wrong things that ended in exit code 0: ports, dumps, and those that other benchmarks counted.
+"""Wrong ports and dumps that ended in exit code 0, and wrong things that other benchmarks counted.
 
 A benchmark joins by printing, with `--json`, the figures `wrong_things` (how many it tried) and `false_passes` (how
 many of them ended in 0).
@@ -16,13 +16,14 @@ from figures import Figure
 from faults.cases import Case, DumpCase
 from minimax_tools.errors import UsageError
 
-# Right ports reach 1.5 noise floors over all tokens, and a mistake of one floor adds up to 1.4 with the noise.
+# Effect, in noise floors, from which a port must not pass: right ports reach 1.5 over all tokens, and a mistake of one
+# floor adds up with the noise to 1.4.
 _BEYOND_DOUBT = 2.0
 TRIED, PASSED = "wrong_things", "false_passes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class JoinedCounts:
     """Counts of another benchmark.
 
     Args:
@@ -36,7 +37,7 @@ class Joined:
     num_passed: int
 
     @classmethod
-    def read(cls, path: Path) -> Joined:
+    def read(cls, path: Path) -> JoinedCounts:
         """Read the output of a benchmark with `--json`.
 
         Raises:
@@ -45,7 +46,7 @@ class Joined:
         next_step = f"Name the --json output of a benchmark that counts {TRIED} and {PASSED}."
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            found = {one["figure"]: one["value"] for one in record["figures"]}
+            found = {figure["figure"]: figure["value"] for figure in record["figures"]}
             name = str(record["benchmark"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
@@ -62,11 +63,11 @@ class Joined:
 
 
 def give_pass_figures(
-    cases: Sequence[Case], dumps: Sequence[DumpCase], joined: Sequence[Joined] = ()
+    cases: Sequence[Case], dumps: Sequence[DumpCase], joined: Sequence[JoinedCounts] = ()
 ) -> Iterator[Figure]:
     """Count wrong things and those that pass: ports by run, dumps by view of a run.
 
-    A thing is wrong where a mistake changes a shown site by two noise floors or more: right implementations may
+    A port or dump is wrong if a mistake changes a shown site by two noise floors or more: right implementations may
     differ by less. Changes of one to two floors are counted apart, and so are ports that show their output alone.
     """
     ports = _by_run([case for case in cases if _effect(case) >= _BEYOND_DOUBT])
@@ -90,21 +91,21 @@ def give_pass_figures(
     if faint or faint_dumps:
         passed = _count_passed(faint) + sum(case.is_passed for case in faint_dumps)
         yield Figure.plain(f"passed_near_the_floor_of_{len(faint) + len(faint_dumps)}", passed)
-    # Ports whose output alone differs beyond doubt.
-    boxes = _by_run(
+    # Ports that show their output alone, which differs beyond doubt.
+    black_boxes = _by_run(
         [
             case
             for case in cases
             if case.is_mistake and min(case.effect, case.effects.get("output", 0.0)) >= _BEYOND_DOUBT
         ]
     )
-    if boxes:
-        passed = sum(all(case.black_box_verdict in ("pass", "warn") for case in run) for run in boxes)
-        yield Figure.plain(f"{PASSED}_of_{len(boxes)}_black_boxes", passed)
+    if black_boxes:
+        passed = sum(all(case.black_box_verdict in ("pass", "warn") for case in run) for run in black_boxes)
+        yield Figure.plain(f"{PASSED}_of_{len(black_boxes)}_black_boxes", passed)
 
 
 def _effect(case: Case) -> float:
-    """Return the effect of a layer's mistake in noise floors; of a pair the larger one."""
+    """Return the effect of a layer's mistake in noise floors; a pair has the larger one of its two."""
     if case.halves:
         return max(case.effects.get(site, 0.0) for sites in case.halves for site in sites)
     return case.effect if case.is_mistake else 0.0

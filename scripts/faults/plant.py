@@ -27,19 +27,19 @@ class Plant:
     """A mistake that is planted.
 
     Args:
-        name: Name of the mistake; the diagnosis's, where it has one.
+        name: Name of the mistake; the diagnosis's, if it has one.
         sites: Sites of the mistake: wrong although their inputs are right.
-        arithmetic: The wrong arithmetic.
-        parameters: Parameters of the mistake.
+        arithmetic: Class of the wrong arithmetic.
+        parameters: Parameters of the arithmetic, by name.
         kind: Kind of the mistake.
         hides: Sites that the port does not show.
-        prefills: Whether the mistake shows where all rows are computed at once.
+        prefills: Whether the mistake shows in a prefill, which computes all rows at once.
         decodes: Whether it is also planted in decoded rows alone.
-        needs_left_padding: Whether it shows only where rows are padded on the left.
-        needs_far_positions: Whether it shows only where rows begin far from position 0.
+        needs_left_padding: Whether it shows only if rows are padded on the left.
+        needs_far_positions: Whether it shows only if rows begin far from position 0.
         needs_fp8: Whether it is a mistake in reading an FP8 checkpoint.
         halves: The two mistakes of a pair.
-        akin: Names of the diagnosis for the same computation, of a mistake that it has no name for.
+        akin: Names that the diagnosis has for the same computation, if it has none for the mistake.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Plant:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Fields of a case that describe the plant."""
+        """The fields of a `PlantedCase` that describe the plant."""
         return {
             "kind": str(self.kind),
             "mistake": self.name,

@@ -34,7 +34,7 @@ EQUIVALENTS = tuple(plant for plant in PLANTS if plant.kind is Kind.EQUIVALENT)
 
 
 def choose_plants(names: Iterable[str]) -> tuple[Plant, ...]:
-    """Choose the plants of these names, whatever their parameters; all where no name is given.
+    """Choose the plants of these names, whatever their parameters; all if no name is given.
 
     Raises:
         UsageError: No plant has one of the names.

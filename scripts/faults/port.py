@@ -1,7 +1,6 @@
-"""The port that mistakes are planted in: a target of mm2, right in all layers but the chosen ones.
+"""The port in which mistakes are planted: a target of mm2 that is right in all layers but the chosen ones.
 
-A module is built for each layer, so that layers may differ. A mistake may be limited to decoded rows. The port knows
-nothing of the diagnosis and its catalogue.
+The port knows nothing of the diagnosis and its catalogue.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class PlantedLayer(nn.Module):
     """A decoder layer with a submodule for each site to show.
 
     Args:
-        config: The model's quantities.
+        config: Quantities of the model, with Hugging Face's names.
         plant: The mistake; None for the right port.
         decode_only: Whether only decoded rows are wrong.
     """
@@ -38,6 +37,7 @@ class PlantedLayer(nn.Module):
         self.weights = FusedWeights(config)
         self.taps = nn.ModuleDict({site: nn.Identity() for site in _SITES})
         hidden = set() if plant is None else {str(site) for site in plant.hides}
+        # mm2 reads from `sites` which submodule shows a site.
         self.sites = {site: f"taps.{site}" for site in _SITES if site not in hidden}
         self._right = Arithmetic(config, self.weights)
         self._planted = self._right if plant is None else plant.build(config, self.weights)
@@ -46,7 +46,7 @@ class PlantedLayer(nn.Module):
     def convert_state_dict(
         self, tensors: LayerTensors, config: Any, layer_idx: int
     ) -> Mapping[str, torch.Tensor]:
-        """Fuse and group the hub's tensors; mistakes in the weights are made here."""
+        """Fuse and group the hub's tensors; mistakes in the weights are made here, for all rows alike."""
         arithmetic = self._right if self._decode_only else self._planted
         arithmetic.edit(tensors)
         return {f"weights.{name}": tensor for name, tensor in arithmetic.fuse(tensors).items()}
@@ -77,7 +77,7 @@ class PlantedLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedPort:
-    """The port, as `NAME(config, layer_idx)`.
+    """Factory of the port's layers, called as `port(config, layer_idx)`.
 
     Args:
         plant: The mistake; None for the right port.
@@ -95,7 +95,7 @@ class PlantedPort:
         return PlantedLayer(config, plant, decode_only=self.decode_only)
 
     def target(self) -> PortTarget:
-        """Build the port as a target of mm2; its digest differs by mistake and layers."""
+        """Build the port as a target of mm2; its digest differs by mistake and layers, as a port's source would."""
         name = f"{self.plant or 'planted port'} in {sorted(self.layers)}"
         name += ", decode rows" if self.decode_only else ""
         return PortTarget(name=name, factory=self, source_digest=hashlib.sha256(name.encode()).hexdigest())

@@ -1,7 +1,7 @@
-"""Rules by which other tools call two tensors different, as they publish them, on the same captures.
+"""Rivals: rules by which other tools call two tensors different, as these tools publish them.
 
-A rule takes the real rows of one site, all float64 [T,F]: golden, port, and float32 twin of the golden. It returns
-True where the tool would report a difference.
+A rule takes the real rows of one site, all float64 [T,F]: golden, port, and the golden's float32 twin. It returns
+True if the tool would report a difference.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from minimax_tools.model.sites import Site
 
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
 
-# router_experts is left out: the tools would compare a set of numbers as values.
+# router_experts is left out: the tools would compare expert numbers as if they were quantities.
 _SITES = tuple(site for site in Site if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
 
 
 def seeds(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """Apply the five limits of the seeds: largest and mean difference, close share, two correlations."""
+    """Apply the five limits of `ClassicLimits`: largest and mean difference, close share, two correlations."""
     metrics = compare_tensors(golden, port, rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     return bool(ClassicLimits().failures(metrics))
 

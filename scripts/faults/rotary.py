@@ -15,7 +15,7 @@ class OtherWidth(Arithmetic):
     """Another width is rotated, at the frequencies of that width."""
 
     def rotary_width(self) -> int:
-        return min(int(self.of.rotary_dim), int(self.config.head_dim))
+        return min(int(self.parameters.rotary_dim), int(self.config.head_dim))
 
 
 class OtherTheta(Arithmetic):
@@ -68,7 +68,7 @@ class FrequencyWidth(Arithmetic):
     """The right width is rotated, at frequencies of another width."""
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
-        return self.ladder(self.rotary_width(), self.of.width, float(self.config.rope_theta), device)
+        return self.ladder(self.rotary_width(), self.parameters.width, float(self.config.rope_theta), device)
 
 
 class LowPrecisionAngles(Arithmetic):
@@ -91,7 +91,7 @@ class WrongSlice(Arithmetic):
         second = self.turn(heads[..., width : 2 * width], angles)
         wrong = torch.cat((heads[..., :width], second, heads[..., 2 * width :]), dim=-1)
         numbers = torch.arange(heads.shape[1], device=heads.device)
-        is_first = (numbers % self.of.period == 0)[None, :, None, None]
+        is_first = (numbers % self.parameters.period == 0)[None, :, None, None]
         return torch.where(is_first, super().rotate(heads, positions), wrong)
 
 
@@ -99,21 +99,21 @@ class ModuloPositions(Arithmetic):
     """Positions begin anew."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        return super().angles(positions % self.of.modulo)
+        return super().angles(positions % self.parameters.modulo)
 
 
 class ClampedPositions(Arithmetic):
     """A table that ends too early: its last row stands for all further ones."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        return super().angles(positions.clamp(max=self.of.last))
+        return super().angles(positions.clamp(max=self.parameters.last))
 
 
 class RoundedPositions(Arithmetic):
     """Positions are in a dtype that cannot hold them, frequencies and products in float32."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        return super().angles(positions.to(getattr(torch, self.of.dtype)))
+        return super().angles(positions.to(getattr(torch, self.parameters.dtype)))
 
 
 class CountedPositions(Arithmetic):

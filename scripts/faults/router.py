@@ -69,7 +69,7 @@ class OtherTopK(Arithmetic):
     """Another number of experts is chosen."""
 
     def best(self, biased: torch.Tensor) -> torch.Tensor:
-        return biased.topk(self.of.k, dim=-1).indices
+        return biased.topk(self.parameters.k, dim=-1).indices
 
 
 class LowPrecisionGate(Arithmetic):
@@ -84,7 +84,7 @@ class Quantised(Arithmetic):
 
     def edit(self, tensors: LayerTensors) -> None:
         gate = tensors[GATE]
-        tensors[GATE] = _as_fp8(gate) if self.of.bits == 8 else _as_int4(gate)
+        tensors[GATE] = _as_fp8(gate) if self.parameters.bits == 8 else _as_int4(gate)
 
 
 class WeightsOnInput(Arithmetic):

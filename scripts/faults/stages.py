@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Shows the value of a site and returns it.
+# Takes a site's name and value, shows the value, and returns it.
 Tap = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -57,17 +57,17 @@ class Stages:
     Args:
         config: The model's quantities.
         weights: The module that holds the weights.
-        parameters: Parameters of the mistake; attributes of `self.of`.
+        parameters: Parameters of the mistake; a stage reads them as attributes of `self.parameters`.
     """
 
     def __init__(self, config: Any, weights: FusedWeights, **parameters: Any) -> None:
         self.config = config
         self.weights = weights
-        self.of = SimpleNamespace(**parameters)
+        self.parameters = SimpleNamespace(**parameters)
 
     def number(self, name: str) -> float:
         """Read a numeric parameter of the mistake."""
-        return float(getattr(self.of, name))
+        return float(getattr(self.parameters, name))
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Compute input_norm or post_norm over the hidden size."""

@@ -1,4 +1,4 @@
-"""Figures of the cases."""
+"""Tally: figures of the cases, and the cases that went wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
     pairs = [case for case in cases if case.is_pair_above_floor]
     if pairs:
         yield Figure.plain("pairs_above_floor", len(pairs))
-        yield Figure.share("both_of_a_pair_named_%", [case.is_pair_named for case in pairs], at_least=99)
+        yield Figure.share("both_of_a_pair_named_%", [case.is_pair_blamed for case in pairs], at_least=99)
     asked = [case for case in cases if case.named is not None]
     if asked:
         yield from _naming_figures(asked)
@@ -51,7 +51,7 @@ def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
             yield "missed", case
         elif case.is_above_floor and not case.is_site_named:
             yield "wrong site", case
-        elif case.is_pair_above_floor and not case.is_pair_named:
+        elif case.is_pair_above_floor and not case.is_pair_blamed:
             yield "not both", case
         elif (
             case.kind == "catalogued"
@@ -86,7 +86,7 @@ def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator
     placed = [bool(case.blamed) and case.run not in misled for case in detected]
     yield Figure.share("layer_named_%", placed, at_least=100)
     yield Figure.share("site_named_%", [case.is_site_named for case in detected], at_least=99)
-    alone = [case.is_nothing_else_blamed and case.run not in misled for case in detected]
+    alone = [case.is_blame_confined and case.run not in misled for case in detected]
     yield Figure.share("nothing_else_blamed_%", alone, at_least=99)
     seen = [case for case in above if case.is_distinguishable]
     yield Figure.plain("distinguishable_by_output", len(seen))

@@ -1,4 +1,4 @@
-"""Mistakes of attention that stand in no catalogue: they must be found and placed by mechanism alone."""
+"""Mistakes of attention without an entry in the diagnosis's catalogue: mm2 must find and place them all the same."""
 
 from __future__ import annotations
 

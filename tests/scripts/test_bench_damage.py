@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.captures import STATES, WholeCaptures, make_captures
 from damage.damages import DAMAGES, Damage
 from damage.tampering import exchange_files, make_old, sign
-from faults.pass_tally import TRIED, Joined
+from faults.pass_tally import TRIED, JoinedCounts
 
 from minimax_tools.capture.manifest import Manifest
 
@@ -136,5 +136,5 @@ def test_benchmark_counts_what_passed_and_can_be_joined(tmp_path: Path) -> None:
     assert (result.returncode, figures[TRIED]) == (0, 2)
     assert {name for name, value in figures.items() if value} == {TRIED}
     (tmp_path / "damage.json").write_text(result.stdout)
-    joined = Joined.read(tmp_path / "damage.json")
+    joined = JoinedCounts.read(tmp_path / "damage.json")
     assert (joined.benchmark, joined.num_tried, joined.num_passed) == ("damage", 2, 0)

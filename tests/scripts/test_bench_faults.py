@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from bench_faults import main, run_all
+from faults.baseline import Baseline, BaselineRequest, open_baseline
 from faults.cases import Case
 from faults.effects import measure_effects, run_float32
 from faults.journal import RunJournal
@@ -24,7 +25,6 @@ from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.rivals import RULES
 from faults.runs import plan_plants
-from faults.scene import Scene, SceneRequest, open_scene
 from faults.tally import clean_cases, give_figures, misses, upper_bound
 
 from minimax_tools.errors import UsageError
@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_faults.py"
 
 # On the left padding that one of them needs, and the far row that others do; 70 rows reach the end of a bucket, and a
 # window's.
-STAGE = SceneRequest(
+STAGE = BaselineRequest(
     name="tiny",
     seed=0,
     lengths=(70, 7),
@@ -82,15 +82,15 @@ RIGHT = replace(
 
 
 @pytest.fixture(scope="module")
-def decoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    stage = SceneRequest(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
-    with open_scene(stage, tmp_path_factory.mktemp("faults")) as opened:
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    stage = BaselineRequest(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
+    with open_baseline(stage, tmp_path_factory.mktemp("faults")) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with open_scene(STAGE, tmp_path_factory.mktemp("faults")) as opened:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with open_baseline(STAGE, tmp_path_factory.mktemp("faults")) as opened:
         yield opened
 
 
@@ -105,22 +105,22 @@ def downstream(sites: tuple[Site, ...]) -> set[Site]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", [plant for plant in MISTAKES if plant.prefills], ids=str)
-def test_plant_changes_its_sites_and_nothing_before_or_beside_them(plant: Plant, scene: Scene) -> None:
-    effects = measure_effects(scene, 0, plant)
+def test_plant_changes_its_sites_and_nothing_before_or_beside_them(plant: Plant, baseline: Baseline) -> None:
+    effects = measure_effects(baseline, 0, plant)
     assert max(effects[site] for site in plant.sites) > 0
     elsewhere = effects.keys() - downstream(plant.sites)
     assert {site for site in elsewhere if effects[site] != 0} == set()
 
 
 @pytest.mark.parametrize("plant", [plant for plant in MISTAKES if plant.decodes], ids=str)
-def test_plant_in_decode_rows_changes_its_sites(plant: Plant, decoded: Scene) -> None:
+def test_plant_in_decode_rows_changes_its_sites(plant: Plant, decoded: Baseline) -> None:
     effects = measure_effects(decoded, 0, plant, decode_rows=1)
     assert max(effects[site] for site in plant.sites) > 0
 
 
 @pytest.mark.parametrize("plant", EQUIVALENTS, ids=str)
-def test_equivalent_changes_the_output_by_less_than_the_floor(plant: Plant, scene: Scene) -> None:
-    assert measure_effects(scene, 0, plant)[Site.OUTPUT] < 1.0
+def test_equivalent_changes_the_output_by_less_than_the_floor(plant: Plant, baseline: Baseline) -> None:
+    assert measure_effects(baseline, 0, plant)[Site.OUTPUT] < 1.0
 
 
 def figures_of(*cases: Case) -> dict[str, float]:
@@ -183,10 +183,10 @@ def test_plant_of_far_positions_is_planted_where_there_are_some() -> None:
     assert set(names[0]) == {str(plant) for plant in plants if not plant.needs_far_positions}
 
 
-def test_pair_computes_as_each_of_its_mistakes_does(scene: Scene) -> None:
+def test_pair_computes_as_each_of_its_mistakes_does(baseline: Baseline) -> None:
     attention, moe = choose_plants(["o_proj_zero", "gate_up_swapped"])
     (pair,) = pair_plants((attention, moe), seed=0)
-    both, first = (run_float32(scene, 0, plant) for plant in (pair, attention))
+    both, first = (run_float32(baseline, 0, plant) for plant in (pair, attention))
     assert torch.equal(both[Site.POST_NORM], first[Site.POST_NORM])
     assert not torch.equal(both[Site.MOE_DELTA], first[Site.MOE_DELTA])
     assert pair.sites == (*attention.sites, *moe.sites)

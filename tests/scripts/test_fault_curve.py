@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from faults.baseline import Baseline, BaselineRequest, open_baseline
 from faults.cases import Case
 from faults.curve import FACTORS, give_curve_figures, render_curve, trace_operating_curve
 from faults.judging import as_black_box, judge_run
 from faults.planted import choose_plants
 from faults.port import PlantedPort
 from faults.runs import run_port
-from faults.scene import Scene, SceneRequest, open_scene
 
 from compare.limits.limits_file import calibrated_limits
 from neuron.devices.runtime import open_runtime
@@ -51,7 +51,7 @@ def test_curve_counts_what_each_factor_would_fail() -> None:
     points = {point.factor: point for point in trace_operating_curve(CASES)}
     assert tuple(points) == FACTORS
     assert [points[factor].num_detected for factor in (0.5, 1.0, 1.25, 1.6, 2.0)] == [2, 2, 2, 1, 1]
-    assert [points[factor].num_boxes_detected for factor in (0.9, 1.0)] == [2, 1]
+    assert [points[factor].num_visible_detected for factor in (0.9, 1.0)] == [2, 1]
     assert [points[factor].num_alarms for factor in (0.5, 0.63, 0.8, 1.0)] == [2, 1, 0, 0]
 
 
@@ -67,21 +67,21 @@ def test_curve_is_printed_as_figures_and_as_a_table() -> None:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    stage = SceneRequest(name="curve", seed=0, lengths=(24, 7), num_layers=1, intermediate_size=128)
-    with open_scene(stage, tmp_path_factory.mktemp("faults")) as opened:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    stage = BaselineRequest(name="curve", seed=0, lengths=(24, 7), num_layers=1, intermediate_size=128)
+    with open_baseline(stage, tmp_path_factory.mktemp("faults")) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("name", ["", "moe_slightly_small", "gate_up_swapped"])
 def test_kept_shares_of_limits_tell_what_scaled_limits_would_fail(
-    name: str, scene: Scene, tmp_path: Path
+    name: str, baseline: Baseline, tmp_path: Path
 ) -> None:
     plant = choose_plants([name])[0] if name else None
     target = PlantedPort(plant=plant, layers=frozenset({0})).target()
     with open_runtime("cpu") as runtime:
-        capture = run_port(scene, target, runtime=runtime, directory=tmp_path / "run")
+        capture = run_port(baseline, target, runtime=runtime, directory=tmp_path / "run")
     for view, factor in ((capture, 0.63), (capture, 2.0), (as_black_box(capture), 0.63)):
-        kept = judge_run(scene, view).layers[0].excess
-        scaled = judge_run(scene, view, limits=calibrated_limits().scaled(factor)).layers[0]
+        kept = judge_run(baseline, view).layers[0].excess
+        scaled = judge_run(baseline, view, limits=calibrated_limits().scaled(factor)).layers[0]
         assert scaled.is_detected == (max(kept.values()) > factor)

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from faults.baseline import Baseline, BaselineRequest, open_baseline
 from faults.cases import Case, DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump, plan_dumps
 from faults.dump_tally import dump_misses, give_dump_figures
 from faults.journal import RunJournal
-from faults.pass_tally import Joined, give_pass_figures
+from faults.pass_tally import JoinedCounts, give_pass_figures
 from faults.planted import choose_plants
-from faults.scene import Scene, SceneRequest, open_scene
 
 from minimax_tools.errors import UsageError
 from neuron.devices.runtime import open_runtime
 
-STAGE = SceneRequest(name="dump", seed=0, lengths=(20, 7), num_layers=3, intermediate_size=128)
+STAGE = BaselineRequest(name="dump", seed=0, lengths=(20, 7), num_layers=3, intermediate_size=128)
 VIEWS = ("whole", "no_experts", "outputs", "vllm_neuron")
 
 DUMP = DumpCase(
@@ -56,21 +56,23 @@ PORT = Case(
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with open_scene(STAGE, tmp_path_factory.mktemp("faults")) as opened:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with open_baseline(STAGE, tmp_path_factory.mktemp("faults")) as opened:
         yield opened
 
 
-def carry_out(planned: PlannedDump, scene: Scene, directory: Path) -> dict[tuple[str, bool], DumpCase]:
+def carry_out(planned: PlannedDump, baseline: Baseline, directory: Path) -> dict[tuple[str, bool], DumpCase]:
     with open_runtime("cpu") as runtime:
-        cases = carry_out_dump(planned, scene, runtime=runtime, directory=directory / "run")
+        cases = carry_out_dump(planned, baseline, runtime=runtime, directory=directory / "run")
     return {(case.view, case.has_checkpoint): case for case in cases}
 
 
 class TestRun:
-    def test_mistake_in_the_last_layer_is_judged_in_every_view(self, scene: Scene, tmp_path: Path) -> None:
+    def test_mistake_in_the_last_layer_is_judged_in_every_view(
+        self, baseline: Baseline, tmp_path: Path
+    ) -> None:
         (plant,) = choose_plants(["moe_residual_missing"])
-        cases = carry_out(PlannedDump(request=STAGE, plant=plant, layer=2), scene, tmp_path)
+        cases = carry_out(PlannedDump(request=STAGE, plant=plant, layer=2), baseline, tmp_path)
         assert set(cases) == {(view, known) for view in VIEWS for known in (True, False)}
         whole = cases["whole", True]
         assert whole.is_above_floor
@@ -83,8 +85,8 @@ class TestRun:
         assert cases["outputs", True].shown == ("input", "output")
         assert "router_logits" in cases["vllm_neuron", True].shown
 
-    def test_right_run_fails_in_no_view(self, scene: Scene, tmp_path: Path) -> None:
-        cases = carry_out(PlannedDump(request=STAGE), scene, tmp_path)
+    def test_right_run_fails_in_no_view(self, baseline: Baseline, tmp_path: Path) -> None:
+        cases = carry_out(PlannedDump(request=STAGE), baseline, tmp_path)
         assert {case.verdict for case in cases.values()} <= {"pass", "incomparable"}
         assert cases["whole", True].is_passed
 
@@ -186,7 +188,9 @@ class TestFalsePasses:
         path = tmp_path / "damage.json"
         figures = [{"figure": "wrong_things", "value": 29.0}, {"figure": "false_passes", "value": 1.0}]
         path.write_text(json.dumps({"benchmark": "damage", "figures": figures}))
-        found = {figure.figure: figure.value for figure in give_pass_figures([PORT], [], [Joined.read(path)])}
+        found = {
+            figure.figure: figure.value for figure in give_pass_figures([PORT], [], [JoinedCounts.read(path)])
+        }
         assert (found["wrong_things"], found["false_passes"]) == (30, 1)
         assert found["false_passes_of_29_damage"] == 1
 
@@ -205,4 +209,4 @@ class TestFalsePasses:
         path = tmp_path / "other.json"
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
-            Joined.read(path)
+            JoinedCounts.read(path)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from faults.baseline import Baseline, BaselineRequest, open_baseline
 from faults.plan import PARTS, name_left_out, plan_part_on_model
 from faults.planted import PLANTS
 from faults.runs import PlannedRun
-from faults.scene import Scene, SceneRequest, TrainedModel, open_scene
+from faults.trained_model import TrainedModel
 
 from minimax_tools.errors import CheckpointError
 from minimax_tools.synthetic.checkpoint import synthesize
@@ -38,11 +39,13 @@ def runs_of(part: str, model: TrainedModel) -> list[PlannedRun]:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
     folder = write_model(tmp_path_factory.mktemp("learned") / "model", torch.bfloat16)
     learned = TrainedModel.open(folder)
-    stage = SceneRequest(name="learned", seed=2, lengths=(9, 4), num_layers=1, trained=learned)
-    with open_scene(stage, tmp_path_factory.mktemp("scratch")) as opened:
+    request = BaselineRequest(
+        name="learned", seed=2, lengths=(9, 4), start_positions=(0, 700), num_layers=1, trained=learned
+    )
+    with open_baseline(request, tmp_path_factory.mktemp("scratch")) as opened:
         yield opened
 
 
@@ -65,15 +68,19 @@ class TestTrainedModel:
             TrainedModel.open(tmp_path)
 
 
-class TestScene:
-    def test_rows_are_cut_from_the_text(self, scene: Scene) -> None:
-        (tokens,) = encode_texts(scene.folder, [TEXT], chat=False)
-        row = scene.inputs.input_ids[0].tolist()
-        assert scene.inputs.lengths == (9, 4)
+class TestBaseline:
+    def test_rows_are_cut_from_the_text(self, baseline: Baseline) -> None:
+        (tokens,) = encode_texts(baseline.folder, [TEXT], chat=False)
+        row = baseline.inputs.input_ids[0].tolist()
+        assert baseline.inputs.lengths == (9, 4)
         assert any(tokens[start : start + 9] == row for start in range(len(tokens)))
 
-    def test_golden_measures_variants_as_users_get_them(self, scene: Scene) -> None:
-        assert scene.golden.description.floor_variants == ("nearest", "random_1")
+    def test_rows_of_text_begin_where_they_were_asked_to(self, baseline: Baseline) -> None:
+        assert baseline.request.has_far_positions
+        assert baseline.inputs.position_ids[:, 0].tolist() == [0, 700]
+
+    def test_golden_measures_variants_as_users_get_them(self, baseline: Baseline) -> None:
+        assert baseline.golden.description.floor_variants == ("nearest", "random_1")
 
 
 class TestPlan:

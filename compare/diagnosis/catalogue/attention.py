@@ -1,7 +1,4 @@
-"""Mistakes of attention: how heads are cut, scores, masks, and which heads reach the output.
-
-B batch, S sequence, N heads, K kv heads, D head_dim, T tokens.
-"""
+"""Mistakes of attention: how heads are cut, scores, masks, and which heads reach the output."""
 
 from __future__ import annotations
 
@@ -11,18 +8,19 @@ from typing import Any
 import torch
 
 from compare.diagnosis.catalogue.splits import rank_of, share
-from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, scaled
+from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, replace_stage, scaled
 from compare.diagnosis.mistake import Mistake, each, once_if, values_of
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import attend, product_stage
 
 
-def _attending(**options: Any) -> Change:
-    return Change(stages={Site.ATTN_CONTEXT: partial(attend, **options)})
+def _attend_with(**options: Any) -> Change:
+    """Compute attention with other options of `float32_stages.attend`."""
+    return replace_stage(Site.ATTN_CONTEXT, partial(attend, **options))
 
 
-def _swapped() -> Change:
+def _keys_and_values_swapped() -> Change:
     return Change(
         stages={
             Site.K_PROJ: product_stage(Site.INPUT_NORM, weight_names.V_PROJ),
@@ -31,26 +29,31 @@ def _swapped() -> Change:
     )
 
 
-def _interleaved(order: str) -> Change:
-    def stage(at: Evaluation) -> torch.Tensor:
-        query = at.base[Site.Q_PROJ]
-        num_groups = at.spec.num_key_value_heads
-        group_size = at.spec.num_attention_heads // num_groups
-        first = num_groups if order == "by group" else group_size
-        heads = query.unflatten(-1, (first, -1, at.spec.head_dim))
+def _query_heads_interleaved(order: str) -> Change:
+    """Exchange the two numbers of a query head: its kv group, and its place in the group.
+
+    `by group` reads heads [group, place] as [place, group]; `by place` is the reverse.
+    """
+
+    def stage(layer: Evaluation) -> torch.Tensor:
+        query = layer.base[Site.Q_PROJ]
+        num_groups = layer.spec.num_key_value_heads
+        group_size = layer.spec.num_attention_heads // num_groups
+        num_outer = num_groups if order == "by group" else group_size
+        heads = query.unflatten(-1, (num_outer, -1, layer.spec.head_dim))
         flat: torch.Tensor = heads.transpose(2, 3).flatten(2)
         return flat
 
-    return Change(stages={Site.Q_PROJ: stage})
+    return replace_stage(Site.Q_PROJ, stage)
 
 
-def _cut_per_group() -> Change:
-    """Cut rows as [Q | K | V] that lie per kv group as [its queries | its key | its value]."""
+def _qkv_cut_per_group() -> Change:
+    """Cut as [all Q | all K | all V] rows that lie per kv group as [its Q | its K | its V]."""
     sites = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ)
 
-    def cut(at: Evaluation, *, place: int) -> torch.Tensor:
-        spec = at.spec
-        parts = [at.base[site].unflatten(-1, (spec.num_key_value_heads, -1)) for site in sites]
+    def cut(layer: Evaluation, *, place: int) -> torch.Tensor:
+        spec = layer.spec
+        parts = [layer.base[site].unflatten(-1, (spec.num_key_value_heads, -1)) for site in sites]
         rows = torch.cat(parts, dim=-1).flatten(2)
         widths = (spec.query_width, spec.key_value_width, spec.key_value_width)
         part: torch.Tensor = rows.split(widths, dim=-1)[place]
@@ -59,22 +62,23 @@ def _cut_per_group() -> Change:
     return Change(stages={site: partial(cut, place=place) for place, site in enumerate(sites)})
 
 
-def _one_rank(tp_degree: int, rank: int) -> Change:
-    def stage(at: Evaluation) -> torch.Tensor:
-        part = share(at.spec.query_width, tp_degree, rank)
-        return at[Site.ATTN_CONTEXT][:, part] @ at.weight(weight_names.O_PROJ)[:, part].T
+def _heads_of_one_rank(tp_degree: int, rank: int) -> Change:
+    def stage(layer: Evaluation) -> torch.Tensor:
+        part = share(layer.spec.query_width, tp_degree, rank)
+        return layer[Site.ATTN_CONTEXT][:, part] @ layer.weight(weight_names.O_PROJ)[:, part].T
 
-    return Change(stages={Site.ATTN_DELTA: stage})
+    return replace_stage(Site.ATTN_DELTA, stage)
 
 
-def _windows(scene: LayerInputs) -> tuple[int, ...]:
-    longest = int(scene.attention_mask.sum(-1).max())
+def _windows(inputs: LayerInputs) -> tuple[int, ...]:
+    """List windows that hide a key from some query."""
+    longest = int(inputs.attention_mask.sum(-1).max())
     sizes = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
     return tuple(size for size in sizes if size < longest)
 
 
-def _scales(scene: LayerInputs) -> tuple[float, ...]:
-    head_dim, rotary_dim = scene.spec.head_dim, scene.spec.rotary_dim
+def _scales(inputs: LayerInputs) -> tuple[float, ...]:
+    head_dim, rotary_dim = inputs.spec.head_dim, inputs.spec.rotary_dim
     return (
         head_dim**0.5,
         head_dim**-0.5,
@@ -94,24 +98,24 @@ ATTENTION_MISTAKES = (
         name="kv_repeat_tiled",
         what="Kv heads are tiled over the query heads, not repeated for neighbours.",
         look_at="repeat_kv: repeat_interleave, not repeat",
-        build=lambda: _attending(is_tiled=True),
-        candidates=once_if(lambda scene: scene.spec.num_key_value_heads > 1),
+        build=lambda: _attend_with(is_tiled=True),
+        candidates=once_if(lambda inputs: inputs.spec.num_key_value_heads > 1),
         sources=("onnx#7274", "axlearn#842"),
     ),
     Mistake(
         name="k_v_swapped",
         what="The rows of k_proj and v_proj are exchanged.",
         look_at="the order of q, k and v in a fused projection",
-        build=_swapped,
+        build=_keys_and_values_swapped,
     ),
     Mistake(
         name="q_heads_interleaved",
         what="The rows of q_proj are cut with the heads of different kv groups interleaved.",
         look_at="how a fused projection is laid out per kv group, and how it is cut",
-        build=_interleaved,
-        candidates=lambda scene: (
-            values_of("order", "by group", "by place")(scene)
-            if 1 < scene.spec.num_key_value_heads < scene.spec.num_attention_heads
+        build=_query_heads_interleaved,
+        candidates=lambda inputs: (
+            values_of("order", "by group", "by place")(inputs)
+            if 1 < inputs.spec.num_key_value_heads < inputs.spec.num_attention_heads
             else ()
         ),
     ),
@@ -119,15 +123,15 @@ ATTENTION_MISTAKES = (
         name="qkv_cut_per_group",
         what="The fused rows lie per kv group, and are cut as all queries, all keys, all values.",
         look_at="how a fused projection is laid out per kv group, and how it is cut",
-        build=_cut_per_group,
-        candidates=once_if(lambda scene: scene.spec.num_key_value_heads > 1),
+        build=_qkv_cut_per_group,
+        candidates=once_if(lambda inputs: inputs.spec.num_key_value_heads > 1),
     ),
     Mistake(
         name="projection_scaled",
         what="All of q_proj, k_proj or v_proj is off by a factor; behind q and k their norms hide it.",
         look_at="the scales of this tensor, and how a fused projection combines three of them",
         build=lambda tensor, factor: scaled(Site(tensor), factor),
-        candidates=lambda scene: tuple(
+        candidates=lambda inputs: tuple(
             {"tensor": tensor, "factor": factor}
             for tensor in ("q_proj", "k_proj", "v_proj")
             for factor in (2.0, 0.5, 8.0, 0.125, 64.0, 1 / 64)
@@ -138,7 +142,7 @@ ATTENTION_MISTAKES = (
         name="attention_scale",
         what="The scores are off by a factor from head_dim**-0.5.",
         look_at="the scale that attention, or the kernel, is given",
-        build=lambda factor: _attending(scale=factor),
+        build=lambda factor: _attend_with(scale=factor),
         candidates=each("factor", _scales),
         fitted="factor",
     ),
@@ -146,20 +150,20 @@ ATTENTION_MISTAKES = (
         name="causal_mask_missing",
         what="Tokens see those behind them.",
         look_at="the causal mask",
-        build=lambda: _attending(is_causal=False),
+        build=lambda: _attend_with(is_causal=False),
     ),
     Mistake(
         name="padding_mask_missing",
         what="Tokens see padding before them.",
         look_at="whether the attention mask reaches the scores",
-        build=lambda: _attending(hides_padding=False),
-        candidates=once_if(lambda scene: not bool(scene.attention_mask.all())),
+        build=lambda: _attend_with(hides_padding=False),
+        candidates=once_if(lambda inputs: not bool(inputs.attention_mask.all())),
     ),
     Mistake(
         name="sliding_window",
         what="Tokens see the latest keys alone; MiniMax-M2 has no window.",
         look_at="a window or block size in attention, or in how the cache is written",
-        build=lambda window: _attending(window=window),
+        build=lambda window: _attend_with(window=window),
         candidates=each("window", _windows),
         fitted="window",
         is_whole=True,
@@ -168,14 +172,14 @@ ATTENTION_MISTAKES = (
         name="attention_softmax_low_precision",
         what="Scores and softmax are in BF16.",
         look_at="the dtype of the softmax",
-        build=lambda: _attending(is_low_precision=True),
+        build=lambda: _attend_with(is_low_precision=True),
         is_rounding=True,
     ),
     Mistake(
         name="attention_heads_missing",
         what="Only one rank's heads reach the output.",
         look_at="the all-reduce behind o_proj",
-        build=_one_rank,
+        build=_heads_of_one_rank,
         candidates=rank_of("tp_degree", "num_attention_heads"),
         sources=("vllm-ascend#1856",),
     ),

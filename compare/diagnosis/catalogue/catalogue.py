@@ -1,4 +1,4 @@
-"""The catalogue: every known mistake, by name; where two explain an output alike, the earlier one is named first."""
+"""The catalogue: every known mistake, by name; if two explain an output alike, the earlier one is named first."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
 
 
 def find_mistakes(names: tuple[str, ...], *, also: Collection[str] = ()) -> tuple[Mistake, ...]:
-    """Find the mistakes of these names; all of them where none is given.
+    """Find the mistakes of these names; all of them if no name is given.
 
     Args:
-        names: Names.
-        also: Names of mistakes that lie in another catalogue, and are passed over.
+        names: Names of the wanted mistakes.
+        also: Names in another catalogue: they are known, and left out here.
 
     Raises:
         UsageError: A name is not in the catalogue.

@@ -1,7 +1,4 @@
-"""Mistakes of the norms: the two of the block, and those of queries and keys over their whole width.
-
-B batch, S sequence, H hidden, D head_dim.
-"""
+"""Mistakes of the norms: the two of the block, and those of queries and keys over their whole width."""
 
 from __future__ import annotations
 
@@ -21,163 +18,167 @@ from minimax_tools.reference.float32_stages import (
     split_heads,
 )
 
-# From states and weight to the normed states.
-_Norm = Callable[[Evaluation, torch.Tensor, torch.Tensor], torch.Tensor]
+# RMSNorm as some port computes it: from the layer, the states [...,F] and the weight [F] to the normed states.
+_PortNorm = Callable[[Evaluation, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_BLOCK = (Site.INPUT_NORM, Site.POST_NORM)
-_HEADS = (Site.Q_NORM, Site.K_NORM)
-
-
-def _norms(norm: _Norm, *sites: Site) -> Change:
-    return Change(stages={site: _stage(site, norm) for site in sites})
+_BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)
+_QK_NORMS = (Site.Q_NORM, Site.K_NORM)
+# Powers of two and their roots: a sum of squares that is reduced over the wrong number of ranks gives such a factor.
+_FACTORS = (8**-0.5, 8**0.5, 4**-0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.0)
 
 
-def _stage(site: Site, norm: _Norm) -> Stage:
-    source, weight = NORMS[site]
-    return lambda at: norm(at, at[source], at.weight(weight))
+def _replace(sites: tuple[Site, ...], norm: _PortNorm) -> Change:
+    """Compute the norms of some sites as a port does."""
+
+    def stage(site: Site) -> Stage:
+        source, weight_name = NORMS[site]
+        return lambda layer: norm(layer, layer[source], layer.weight(weight_name))
+
+    return Change(stages={site: stage(site) for site in sites})
 
 
-def _normed(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return normalise(states, weight, at.spec.rms_norm_eps)
+def _right(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return normalise(states, weight, layer.spec.rms_norm_eps)
 
 
-def _plus_one(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _normed(at, states, weight + 1.0)
+def _plus_one(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _right(layer, states, weight + 1.0)
 
 
-def _unweighted(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _normed(at, states, torch.ones_like(weight))
+def _unweighted(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _right(layer, states, torch.ones_like(weight))
 
 
-def _eps(eps: float) -> Change:
-    return _norms(lambda _, states, weight: normalise(states, weight, eps), *_BLOCK, *_HEADS)
+def _with_eps(eps: float) -> _PortNorm:
+    return lambda _, states, weight: normalise(states, weight, eps)
 
 
-def _centred(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _normed(at, states - states.mean(-1, keepdim=True), weight)
+def _mean_subtracted(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _right(layer, states - states.mean(-1, keepdim=True), weight)
 
 
-def _in_parts(parts: int) -> _Norm:
-    def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        split = states.unflatten(-1, (parts, -1))
-        return _normed(at, split, weight.unflatten(0, (parts, -1))).flatten(-2)
+def _in_groups(num_groups: int) -> _PortNorm:
+    """Take the mean square of each group of neighbouring channels alone."""
+
+    def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        groups = states.unflatten(-1, (num_groups, -1))
+        return _right(layer, groups, weight.unflatten(0, (num_groups, -1))).flatten(-2)
 
     return norm
 
 
-def _slice_twice(parts: int, part: int) -> _Norm:
-    def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _slice_twice(parts: int, part: int) -> _PortNorm:
+    """Count one of `parts` slices of the channels twice in the sum of squares."""
+
+    def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         squares = states.square()
         total = squares.sum(-1, keepdim=True) + squares.chunk(parts, -1)[part].sum(-1, keepdim=True)
-        return states * torch.rsqrt(total / states.shape[-1] + at.spec.rms_norm_eps) * weight
+        return states * torch.rsqrt(total / states.shape[-1] + layer.spec.rms_norm_eps) * weight
 
     return norm
 
 
-def _num_parts(at: Evaluation, weight: torch.Tensor, tp_degree: int) -> int:
-    """Count the parts that heads are normed in: ranks that share a head hold the same part."""
-    return min(tp_degree, weight.numel() // at.spec.head_dim)
+def _per_rank(tp_degree: int) -> _PortNorm:
+    def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _in_groups(_num_slices(layer, weight, tp_degree))(layer, states, weight)
+
+    return norm
 
 
-def _per_rank(tp_degree: int) -> Change:
-    return _norms(
-        lambda at, states, weight: _in_parts(_num_parts(at, weight, tp_degree))(at, states, weight), *_HEADS
-    )
+def _first_slice(tp_degree: int) -> _PortNorm:
+    def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        num_slices = _num_slices(layer, weight, tp_degree)
+        return _right(layer, states, weight.chunk(num_slices)[0].repeat(num_slices))
+
+    return norm
 
 
-def _averaged(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    heads = weight.view(-1, at.spec.head_dim)
-    return _normed(at, states, heads.mean(0).repeat(len(heads)))
+def _num_slices(layer: Evaluation, weight: torch.Tensor, tp_degree: int) -> int:
+    """Count the different slices that ranks hold: with more ranks than heads, some ranks hold the same head."""
+    return min(tp_degree, weight.numel() // layer.spec.head_dim)
 
 
-def _first_slice(tp_degree: int) -> Change:
-    def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        parts = _num_parts(at, weight, tp_degree)
-        return _normed(at, states, weight.chunk(parts)[0].repeat(parts))
-
-    return _norms(norm, *_HEADS)
+def _weight_averaged(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    heads = weight.view(-1, layer.spec.head_dim)
+    return _right(layer, states, heads.mean(0).repeat(len(heads)))
 
 
-def _scaled(factor: float, site: Site) -> Change:
-    return _norms(lambda at, states, weight: _normed(at, states, weight * factor), site)
+def _scaled(factor: float) -> _PortNorm:
+    return lambda layer, states, weight: _right(layer, states, weight * factor)
 
 
-def _low_precision(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _low_precision(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rounded = states.bfloat16()
     mean = rounded.square().mean(-1, keepdim=True)
-    return rounded.float() * torch.rsqrt(mean + at.spec.rms_norm_eps).float() * weight
+    return rounded.float() * torch.rsqrt(mean + layer.spec.rms_norm_eps).float() * weight
 
 
 def _after_rope() -> Change:
-    return Change(
-        stages={
-            Site.Q_ROPE: _normed_after_rope(*NORMS[Site.Q_NORM]),
-            Site.K_ROPE: _normed_after_rope(*NORMS[Site.K_NORM]),
-        }
-    )
+    """Rotate the projections, then norm them."""
+
+    def stage(norm_site: Site) -> Stage:
+        source, weight_name = NORMS[norm_site]
+
+        def rotate_and_norm(layer: Evaluation) -> torch.Tensor:
+            head_dim = layer.spec.head_dim
+            rotated = rotate_halves(split_heads(layer[source], head_dim), rotation_angles(layer))
+            flat = rotated.transpose(1, 2).flatten(2)
+            return split_heads(_right(layer, flat, layer.weight(weight_name)), head_dim)
+
+        return rotate_and_norm
+
+    return Change(stages={Site.Q_ROPE: stage(Site.Q_NORM), Site.K_ROPE: stage(Site.K_NORM)})
 
 
-def _normed_after_rope(source: Site, name: str) -> Stage:
-    def stage(at: Evaluation) -> torch.Tensor:
-        head_dim = at.spec.head_dim
-        rotated = rotate_halves(split_heads(at[source], head_dim), rotation_angles(at))
-        flat = rotated.transpose(1, 2).flatten(2)
-        return split_heads(_normed(at, flat, at.weight(name)), head_dim)
-
-    return stage
-
-
-def _tp_degrees(scene: LayerInputs) -> tuple[int, ...]:
+def _tp_degrees(inputs: LayerInputs) -> tuple[int, ...]:
     """List degrees that split the kv heads evenly too, or leave at most one to a rank."""
-    num_kv_heads = scene.spec.num_key_value_heads
+    num_kv_heads = inputs.spec.num_key_value_heads
     return tuple(
         degree
-        for degree in degrees(scene.spec.num_attention_heads)
+        for degree in degrees(inputs.spec.num_attention_heads)
         if num_kv_heads % min(degree, num_kv_heads) == 0
     )
 
 
-def _width_parts(scene: LayerInputs) -> tuple[int, ...]:
-    return tuple(degree for degree in degrees(scene.spec.hidden_size) if degree <= 64)
+def _group_counts(inputs: LayerInputs) -> tuple[int, ...]:
+    return tuple(degree for degree in degrees(inputs.spec.hidden_size) if degree <= 64)
 
 
-def _other_eps(scene: LayerInputs) -> tuple[float, ...]:
+def _other_eps(inputs: LayerInputs) -> tuple[float, ...]:
     candidates = (1e-5, 1e-12, 1e-8, 1e-4, 1e-3, 1e-2)
-    return tuple(eps for eps in candidates if eps != scene.spec.rms_norm_eps)
+    return tuple(eps for eps in candidates if eps != inputs.spec.rms_norm_eps)
 
-
-_FACTORS = (8**-0.5, 8**0.5, 4**-0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.0)
 
 NORM_MISTAKES = (
     Mistake(
         name="input_norm_plus_one",
         what="The input norm multiplies by 1 + weight, as Gemma's does.",
         look_at="the input norm's class",
-        build=lambda: _norms(_plus_one, Site.INPUT_NORM),
+        build=lambda: _replace((Site.INPUT_NORM,), _plus_one),
     ),
     Mistake(
         name="post_norm_plus_one",
         what="The norm before the experts multiplies by 1 + weight.",
         look_at="the post-attention norm's class",
-        build=lambda: _norms(_plus_one, Site.POST_NORM),
+        build=lambda: _replace((Site.POST_NORM,), _plus_one),
     ),
     Mistake(
         name="input_norm_weight_missing",
         what="The input norm's weight is still one.",
         look_at="whether convert_state_dict binds input_layernorm.weight",
-        build=lambda: _norms(_unweighted, Site.INPUT_NORM),
+        build=lambda: _replace((Site.INPUT_NORM,), _unweighted),
     ),
     Mistake(
         name="post_norm_weight_missing",
         what="The weight of the norm before the experts is still one.",
         look_at="whether convert_state_dict binds post_attention_layernorm.weight",
-        build=lambda: _norms(_unweighted, Site.POST_NORM),
+        build=lambda: _replace((Site.POST_NORM,), _unweighted),
     ),
     Mistake(
         name="norm_eps",
         what="All norms use another epsilon than rms_norm_eps.",
         look_at="the default of the norms' eps",
-        build=_eps,
+        build=lambda eps: _replace((*_BLOCK_NORMS, *_QK_NORMS), _with_eps(eps)),
         candidates=each("eps", _other_eps),
         fitted="eps",
     ),
@@ -185,24 +186,24 @@ NORM_MISTAKES = (
         name="norm_mean_subtracted",
         what="The block norms subtract the mean: LayerNorm, not RMSNorm.",
         look_at="the class of the block norms",
-        build=lambda: _norms(_centred, *_BLOCK),
+        build=lambda: _replace(_BLOCK_NORMS, _mean_subtracted),
     ),
     Mistake(
         name="norm_sum_partial",
         what="The block norms take the mean square of a group of channels alone.",
         look_at="the all-reduce of the sum of squares, where channels are split",
-        build=lambda groups: _norms(_in_parts(groups), *_BLOCK),
-        candidates=each("groups", _width_parts),
+        build=lambda groups: _replace(_BLOCK_NORMS, _in_groups(groups)),
+        candidates=each("groups", _group_counts),
     ),
     Mistake(
         name="post_norm_slice_twice",
         what="The norm before the experts counts a slice of the channels twice in its sum of squares.",
         look_at="the fused norm's loop over tiles",
-        build=lambda parts, part: _norms(_slice_twice(parts, part), Site.POST_NORM),
-        candidates=lambda scene: tuple(
+        build=lambda parts, part: _replace((Site.POST_NORM,), _slice_twice(parts, part)),
+        candidates=lambda inputs: tuple(
             {"parts": parts, "part": part}
             for parts in (2, 3, 4)
-            if scene.spec.hidden_size >= parts
+            if inputs.spec.hidden_size >= parts
             for part in range(parts)
         ),
         sources=("vllm#44692",),
@@ -211,14 +212,14 @@ NORM_MISTAKES = (
         name="qk_norm_missing",
         what="Queries and keys are not normed.",
         look_at="whether this path (a fused kernel, token generation) calls q_norm and k_norm",
-        build=lambda: _norms(lambda _, states, __: states, *_HEADS),
+        build=lambda: _replace(_QK_NORMS, lambda _, states, __: states),
         sources=("MiMo fork 428c446",),
     ),
     Mistake(
         name="qk_norm_per_rank",
         what="The q/k norms take the mean square of one rank's part of the width, with no all-reduce.",
         look_at="the all-reduce of the sum of squares in q_norm and k_norm",
-        build=_per_rank,
+        build=lambda tp_degree: _replace(_QK_NORMS, _per_rank(tp_degree)),
         candidates=each("tp_degree", _tp_degrees),
         sources=("mlx-lm#898", "exllamav3#141", "exo#1318", "ATOM#613"),
     ),
@@ -226,20 +227,20 @@ NORM_MISTAKES = (
         name="qk_norm_weight_averaged",
         what="The q/k norm weights are averaged over heads and used for every head.",
         look_at="how the norm weights are reshaped to head_dim",
-        build=lambda: _norms(_averaged, *_HEADS),
+        build=lambda: _replace(_QK_NORMS, _weight_averaged),
     ),
     Mistake(
         name="qk_norm_first_slice",
         what="Every rank norms with the weight slice of rank 0.",
         look_at="whether the rank is a constant in the traced graph",
-        build=_first_slice,
+        build=lambda tp_degree: _replace(_QK_NORMS, _first_slice(tp_degree)),
         candidates=each("tp_degree", _tp_degrees),
     ),
     Mistake(
         name="k_norm_scaled",
         what="The key norm is off by a factor, such as 8**-0.5 where keys are replicated eight times.",
         look_at="the divisor of the all-reduced sum of squares in k_norm",
-        build=lambda factor: _scaled(factor, Site.K_NORM),
+        build=lambda factor: _replace((Site.K_NORM,), _scaled(factor)),
         candidates=values_of("factor", *_FACTORS),
         fitted="factor",
     ),
@@ -247,7 +248,7 @@ NORM_MISTAKES = (
         name="q_norm_scaled",
         what="The query norm is off by a factor.",
         look_at="the divisor of the all-reduced sum of squares in q_norm",
-        build=lambda factor: _scaled(factor, Site.Q_NORM),
+        build=lambda factor: _replace((Site.Q_NORM,), _scaled(factor)),
         candidates=values_of("factor", *_FACTORS),
         fitted="factor",
     ),
@@ -255,7 +256,7 @@ NORM_MISTAKES = (
         name="qk_norm_low_precision",
         what="The q/k norms square and average in BF16.",
         look_at="the dtype of the squares and of the mean in q_norm and k_norm",
-        build=lambda: _norms(_low_precision, *_HEADS),
+        build=lambda: _replace(_QK_NORMS, _low_precision),
         is_rounding=True,
         sources=("vllm#27627",),
     ),

@@ -1,19 +1,19 @@
-"""Mistakes of o_proj and of the residual stream. T tokens, H hidden."""
+"""Mistakes of o_proj and of the residual stream."""
 
 from __future__ import annotations
 
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation, scaled
+from compare.diagnosis.evaluation import Evaluation, replace_stage, scaled
 from compare.diagnosis.mistake import Mistake, values_of
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import normalise
 
 
-def _post_norm_of_input(at: Evaluation) -> torch.Tensor:
-    weight = at.weight(weight_names.POST_NORM)
-    return normalise(at.chosen(at[Site.INPUT]), weight, at.spec.rms_norm_eps)
+def _post_norm_of_input(layer: Evaluation) -> torch.Tensor:
+    weight = layer.weight(weight_names.POST_NORM)
+    return normalise(layer.rows(Site.INPUT), weight, layer.spec.rms_norm_eps)
 
 
 RESIDUAL_MISTAKES = (
@@ -21,9 +21,7 @@ RESIDUAL_MISTAKES = (
         name="o_proj_zero",
         what="Attention adds nothing: o_proj is zero, or never bound.",
         look_at="whether convert_state_dict binds o_proj.weight, and a quantised copy of it",
-        build=lambda: Change(
-            stages={Site.ATTN_DELTA: lambda at: torch.zeros_like(at.chosen(at[Site.INPUT]))}
-        ),
+        build=lambda: replace_stage(Site.ATTN_DELTA, lambda layer: torch.zeros_like(layer.rows(Site.INPUT))),
     ),
     Mistake(
         name="attention_delta_scaled",
@@ -37,32 +35,34 @@ RESIDUAL_MISTAKES = (
         name="attention_residual_missing",
         what="The layer's input is not added to what attention gives.",
         look_at="the first residual add",
-        build=lambda: Change(stages={Site.ATTN_RESIDUAL: lambda at: at[Site.ATTN_DELTA]}),
+        build=lambda: replace_stage(Site.ATTN_RESIDUAL, lambda layer: layer[Site.ATTN_DELTA]),
     ),
     Mistake(
         name="moe_residual_missing",
         what="What attention left is not added to what the experts give.",
         look_at="the second residual add",
-        build=lambda: Change(stages={Site.OUTPUT: lambda at: at[Site.MOE_DELTA]}),
+        build=lambda: replace_stage(Site.OUTPUT, lambda layer: layer[Site.MOE_DELTA]),
     ),
     Mistake(
         name="residual_after_norm",
         what="The normed input is added to what attention gives, not the input.",
         look_at="where the residual is taken: before the norm",
-        build=lambda: Change(
-            stages={Site.ATTN_RESIDUAL: lambda at: at.chosen(at[Site.INPUT_NORM]) + at[Site.ATTN_DELTA]}
+        build=lambda: replace_stage(
+            Site.ATTN_RESIDUAL, lambda layer: layer.rows(Site.INPUT_NORM) + layer[Site.ATTN_DELTA]
         ),
     ),
     Mistake(
         name="moe_residual_from_input",
         what="The layer's input is added to what the experts give: what attention added is lost.",
         look_at="which tensor the second residual add takes",
-        build=lambda: Change(stages={Site.OUTPUT: lambda at: at.chosen(at[Site.INPUT]) + at[Site.MOE_DELTA]}),
+        build=lambda: replace_stage(
+            Site.OUTPUT, lambda layer: layer.rows(Site.INPUT) + layer[Site.MOE_DELTA]
+        ),
     ),
     Mistake(
         name="post_norm_of_input",
         what="The norm before the experts reads the layer's input.",
         look_at="what the post-attention norm is called with",
-        build=lambda: Change(stages={Site.POST_NORM: _post_norm_of_input}),
+        build=lambda: replace_stage(Site.POST_NORM, _post_norm_of_input),
     ),
 )

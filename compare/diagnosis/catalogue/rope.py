@@ -1,4 +1,7 @@
-"""Mistakes of rotary embedding. B batch, S sequence, D head_dim; angles are [B,S,width/2]."""
+"""Mistakes of rotary embedding: its width, frequencies, pairing of dims, and precision.
+
+B batch, S sequence, D head_dim; angles are [B,S,width/2], where `width` dims of a head are rotated.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +17,41 @@ from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import frequencies, rotate_halves, rotation_angles, split_heads
 
 # From heads [B,heads,S,D] to rotated heads.
-_Turn = Callable[[Evaluation, torch.Tensor], torch.Tensor]
+_Rotate = Callable[[Evaluation, torch.Tensor], torch.Tensor]
 
 
-def _ropes(turn: _Turn) -> Change:
-    return Change(stages={Site.Q_ROPE: _stage(Site.Q_NORM, turn), Site.K_ROPE: _stage(Site.K_NORM, turn)})
+def _rotate_with(rotate: _Rotate) -> Change:
+    """Rotate queries and keys in another way."""
 
+    def stage(source: Site) -> Stage:
+        return lambda layer: rotate(layer, split_heads(layer[source], layer.spec.head_dim))
 
-def _stage(source: Site, turn: _Turn) -> Stage:
-    return lambda at: turn(at, split_heads(at[source], at.spec.head_dim))
+    return Change(stages={Site.Q_ROPE: stage(Site.Q_NORM), Site.K_ROPE: stage(Site.K_NORM)})
 
 
 def _with_angles(angles: Callable[[Evaluation], torch.Tensor]) -> Change:
-    return _ropes(lambda at, heads: rotate_halves(heads, angles(at)))
+    return _rotate_with(lambda layer, heads: rotate_halves(heads, angles(layer)))
 
 
-def _positions(at: Evaluation) -> torch.Tensor:
-    return at.position_ids[:, :, None].float()
+def _positions(layer: Evaluation) -> torch.Tensor:
+    return layer.position_ids[:, :, None].float()
 
 
-def _frequencies(**changed: Any) -> Change:
-    """Turn by other frequencies; `changed` are arguments of `frequencies`."""
+def _with_frequencies(**changed: Any) -> Change:
+    """Rotate with other frequencies; `changed` are arguments of `float32_stages.frequencies`."""
 
-    def angles(at: Evaluation) -> torch.Tensor:
-        right: dict[str, Any] = {"rotary_dim": at.spec.rotary_dim, "theta": at.spec.rope_theta}
-        return _positions(at) * frequencies(**(right | changed))
+    def angles(layer: Evaluation) -> torch.Tensor:
+        right: dict[str, Any] = {
+            "rotary_dim": layer.spec.rotary_dim,
+            "theta": layer.spec.rope_theta,
+        }
+        return _positions(layer) * frequencies(**(right | changed))
 
     return _with_angles(angles)
 
 
-def _interleaved(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
-    angles = rotation_angles(at)[:, None]
+def _interleaved(layer: Evaluation, heads: torch.Tensor) -> torch.Tensor:
+    angles = rotation_angles(layer)[:, None]
     width = 2 * angles.shape[-1]
     even, odd = heads[..., 0:width:2], heads[..., 1:width:2]
     turned = torch.stack(
@@ -53,53 +60,58 @@ def _interleaved(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
     return torch.cat((turned.flatten(-2), heads[..., width:]), dim=-1)
 
 
-def _last_dims(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
-    kept = heads.shape[-1] - at.spec.rotary_dim
-    return torch.cat((heads[..., :kept], rotate_halves(heads[..., kept:], rotation_angles(at))), dim=-1)
+def _last_dims(layer: Evaluation, heads: torch.Tensor) -> torch.Tensor:
+    kept = heads.shape[-1] - layer.spec.rotary_dim
+    return torch.cat((heads[..., :kept], rotate_halves(heads[..., kept:], rotation_angles(layer))), dim=-1)
 
 
 def _low_precision(rounded: str) -> Change:
-    def angles(at: Evaluation) -> torch.Tensor:
-        right = frequencies(at.spec.rotary_dim, at.spec.rope_theta)
+    """Round `angles`, `frequencies`, or `all`: these two and the positions."""
+
+    def angles(layer: Evaluation) -> torch.Tensor:
+        right = frequencies(layer.spec.rotary_dim, layer.spec.rope_theta)
         if rounded == "angles":
-            return bfloat16(_positions(at) * right)
+            return bfloat16(_positions(layer) * right)
         if rounded == "frequencies":
-            return _positions(at) * bfloat16(right)
-        return bfloat16(bfloat16(_positions(at)) * bfloat16(right))
+            return _positions(layer) * bfloat16(right)
+        return bfloat16(bfloat16(_positions(layer)) * bfloat16(right))
 
     return _with_angles(angles)
 
 
 def _wrong_slice(period: int) -> Change:
-    def turn(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
-        width, angles = at.spec.rotary_dim, rotation_angles(at)
+    """Rotate the dims behind rotary_dim in all heads but the first of each `period`."""
+
+    def rotate(layer: Evaluation, heads: torch.Tensor) -> torch.Tensor:
+        width, angles = layer.spec.rotary_dim, rotation_angles(layer)
         right = rotate_halves(heads, angles)
         wrong = torch.cat((heads[..., :width], rotate_halves(heads[..., width:], angles)), dim=-1)
         is_right = torch.arange(heads.shape[1]) % period == 0
         return torch.where(is_right[None, :, None, None], right, wrong)
 
-    return _ropes(turn)
+    return _rotate_with(rotate)
 
 
-def _other_widths(scene: LayerInputs) -> tuple[int, ...]:
-    spec = scene.spec
+def _other_widths(inputs: LayerInputs) -> tuple[int, ...]:
+    """List eighths of head_dim, the widest first."""
+    spec = inputs.spec
     widths = {spec.head_dim * eighths // 8 for eighths in range(1, 9)}
     return tuple(sorted(width for width in widths if width % 2 == 0 and width != spec.rotary_dim))[::-1]
 
 
-def _other_ladders(scene: LayerInputs) -> tuple[int, ...]:
-    spec = scene.spec
+def _other_frequency_widths(inputs: LayerInputs) -> tuple[int, ...]:
+    spec = inputs.spec
     widths = (spec.head_dim, spec.head_dim // 2, spec.rotary_dim // 2, 2 * spec.head_dim, spec.hidden_size)
     return tuple(dict.fromkeys(width for width in widths if width not in (0, spec.rotary_dim)))
 
 
-def _other_thetas(scene: LayerInputs) -> tuple[float, ...]:
+def _other_thetas(inputs: LayerInputs) -> tuple[float, ...]:
     thetas = (1e4, 1e6, 5e5, 1e5, 1e7, 5e7, 1e3)
-    return tuple(theta for theta in thetas if theta != scene.spec.rope_theta)
+    return tuple(theta for theta in thetas if theta != inputs.spec.rope_theta)
 
 
-def _periods(scene: LayerInputs) -> tuple[int, ...]:
-    spec = scene.spec
+def _periods(inputs: LayerInputs) -> tuple[int, ...]:
+    spec = inputs.spec
     if spec.head_dim < 2 * spec.rotary_dim:
         return ()
     return tuple(period for period in (2, 4, 8, 16) if period <= spec.num_attention_heads)
@@ -110,7 +122,7 @@ ROPE_MISTAKES = (
         name="rope_width",
         what="Another width than rotary_dim is rotated, with the frequencies of that width.",
         look_at="whether rotary_dim reaches the rotary embedding, and not head_dim",
-        build=_frequencies,
+        build=_with_frequencies,
         candidates=each("rotary_dim", _other_widths),
         sources=("transformers#48241", "transformers#48486"),
     ),
@@ -118,7 +130,7 @@ ROPE_MISTAKES = (
         name="rope_theta",
         what="The base of the frequencies is another one than rope_theta.",
         look_at="the default of rope_theta",
-        build=_frequencies,
+        build=_with_frequencies,
         candidates=each("theta", _other_thetas),
         fitted="theta",
         sources=("SpecForge#265",),
@@ -127,32 +139,32 @@ ROPE_MISTAKES = (
         name="rope_interleaved",
         what="Neighbouring dims are paired (GPT-J), not dim i with i + rotary_dim/2 (NeoX).",
         look_at="rotate_half, and the layout of cos and sin",
-        build=lambda: _ropes(_interleaved),
+        build=lambda: _rotate_with(_interleaved),
         sources=("vllm-ascend#12765", "vllm-ascend#12780"),
     ),
     Mistake(
         name="rope_missing",
         what="Queries and keys are not rotated.",
         look_at="whether this path applies rotary embedding",
-        build=lambda: _ropes(lambda _, heads: heads),
+        build=lambda: _rotate_with(lambda _, heads: heads),
     ),
     Mistake(
         name="rope_reversed",
         what="Heads are turned the other way.",
         look_at="the sign of sin in the rotation",
-        build=lambda: _with_angles(lambda at: -rotation_angles(at)),
+        build=lambda: _with_angles(lambda layer: -rotation_angles(layer)),
     ),
     Mistake(
         name="rope_last_dims",
         what="The last rotary_dim dims of each head are rotated, not the first.",
         look_at="how a head is split into rotated and passed dims",
-        build=lambda: _ropes(_last_dims),
+        build=lambda: _rotate_with(_last_dims),
     ),
     Mistake(
         name="rope_position_scaled",
         what="Positions are multiplied by a factor.",
         look_at="rope scaling, and how position_ids are made",
-        build=lambda factor: _with_angles(lambda at: rotation_angles(at) * factor),
+        build=lambda factor: _with_angles(lambda layer: rotation_angles(layer) * factor),
         candidates=values_of("factor", 0.5, 2.0, 0.25, 4.0, 0.125, 8.0, 1 / 16, 1 / 32),
         fitted="factor",
     ),
@@ -160,8 +172,8 @@ ROPE_MISTAKES = (
         name="rope_frequency_width",
         what="The exponents of the frequencies are divided by another width than rotary_dim.",
         look_at="the divisor in inv_freq",
-        build=_frequencies,
-        candidates=each("width", _other_ladders),
+        build=_with_frequencies,
+        candidates=each("width", _other_frequency_widths),
     ),
     Mistake(
         name="rope_low_precision",

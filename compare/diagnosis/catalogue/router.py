@@ -1,4 +1,4 @@
-"""Mistakes of the router: the experts' scores, their choice, and the weights of the chosen. T tokens, E experts, k."""
+"""Mistakes of the router: the experts' scores, their choice, and the weights of the chosen. T tokens, E experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, integer_groups
-from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage, replace_stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
 from minimax_tools.model import weight_names
@@ -19,69 +19,69 @@ from minimax_tools.reference.float32_stages import (
     router_scores,
 )
 
-# [T,E] of an evaluation.
+# From the layer to one number for each token and expert, [T,E].
 _Scores = Callable[[Evaluation], torch.Tensor]
 
 
-def _choosing(choice: _Scores, scores: _Scores | None = None) -> Change:
-    """Choose experts by other scores; weigh them by others too, where those are given."""
+def _choose_by(choice: _Scores, scores: _Scores | None = None) -> Change:
+    """Choose experts by the scores `choice`; if `scores` are given, weigh the chosen ones by these."""
     stages: dict[Site | ExpertValue, Stage] = {
-        Site.ROUTER_EXPERTS: lambda at: choose_experts(choice(at), at.spec.num_experts_per_tok)
+        Site.ROUTER_EXPERTS: lambda layer: choose_experts(choice(layer), layer.spec.num_experts_per_tok)
     }
     if scores is not None:
-        stages[Site.ROUTER_WEIGHTS] = lambda at: expert_shares(scores(at), at[Site.ROUTER_EXPERTS])
+        stages[Site.ROUTER_WEIGHTS] = lambda layer: expert_shares(scores(layer), layer[Site.ROUTER_EXPERTS])
     return Change(stages=stages)
 
 
-def _weighing(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
-    """Weigh the chosen experts otherwise."""
-    return Change(stages={Site.ROUTER_WEIGHTS: lambda at: weights(at, at[Site.ROUTER_EXPERTS])})
+def _weigh_by(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
+    """Weigh the chosen experts in another way."""
+    return replace_stage(Site.ROUTER_WEIGHTS, lambda layer: weights(layer, layer[Site.ROUTER_EXPERTS]))
 
 
-def _softmax(at: Evaluation) -> torch.Tensor:
-    return at[Site.ROUTER_LOGITS].softmax(-1)
+def _softmax(layer: Evaluation) -> torch.Tensor:
+    return layer[Site.ROUTER_LOGITS].softmax(-1)
 
 
 def _top_k(k: int) -> Change:
-    return Change(
-        stages={Site.ROUTER_EXPERTS: lambda at: choose_experts(router_scores(at) + correction_bias(at), k)}
+    return replace_stage(
+        Site.ROUTER_EXPERTS, lambda layer: choose_experts(router_scores(layer) + correction_bias(layer), k)
     )
 
 
-def _logits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
-    return Change(
-        stages={Site.ROUTER_LOGITS: lambda at: product(at[Site.POST_NORM], at.weight(weight_names.GATE))}
+def _logits_by(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
+    return replace_stage(
+        Site.ROUTER_LOGITS, lambda layer: product(layer[Site.POST_NORM], layer.weight(weight_names.GATE))
     )
 
 
 def _quantised(bits: int, scales: str = "blocks") -> Change:
-    """Quantise the gate: FP8 by blocks of 128 x 128, four bits by 128 of a row; or with fewer scales."""
+    """Quantise the gate: FP8 by blocks of 128 x 128, four bits by 128 of a row; or with one scale per tensor or row."""
 
-    def product(states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def quantise(gate: torch.Tensor) -> torch.Tensor:
         if bits == 8:
-            width = max(gate.shape)
-            return states @ (fp8_blocks(gate, width) if scales == "tensor" else fp8_blocks(gate)).T
-        return states @ integer_groups(gate, gate.shape[1] if scales == "rows" else 128, largest=7.0).T
+            return fp8_blocks(gate, block=max(gate.shape) if scales == "tensor" else 128)
+        return integer_groups(gate, gate.shape[1] if scales == "rows" else 128, largest=7.0)
 
-    return _logits(product)
+    return _logits_by(lambda states, gate: states @ quantise(gate).T)
 
 
-def _on_input() -> Change:
+def _weights_on_input() -> Change:
     def mix(gate: torch.Tensor, up: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(gate * shares[:, None]) * (up * shares[:, None])
 
     return Change(
-        stages={Site.MOE_DELTA: lambda at: at[ExpertValue.EXPERT_OUTPUTS].sum(1)}, recipe=Recipe(mix=mix)
+        stages={Site.MOE_DELTA: lambda layer: layer[ExpertValue.EXPERT_OUTPUTS].sum(1)},
+        recipe=Recipe(mix=mix),
     )
 
 
-def _other_ks(scene: LayerInputs) -> tuple[int, ...]:
-    k, num_experts = scene.spec.num_experts_per_tok, scene.spec.num_local_experts
+def _other_ks(inputs: LayerInputs) -> tuple[int, ...]:
+    k, num_experts = inputs.spec.num_experts_per_tok, inputs.spec.num_local_experts
     ks = (1, 2, k // 2, k - 1, k + 1, 2 * k, k - 2, k + 2)
     return tuple(dict.fromkeys(other for other in ks if 0 < other <= num_experts and other != k))
 
 
-def _both_bits(_: LayerInputs) -> tuple[Parameters, ...]:
+def _quantisations(_: LayerInputs) -> tuple[Parameters, ...]:
     return ({"bits": 8}, {"bits": 4}, {"bits": 8, "scales": "tensor"}, {"bits": 4, "scales": "rows"})
 
 
@@ -90,41 +90,41 @@ ROUTER_MISTAKES = (
         name="router_softmax",
         what="Experts are scored by softmax, not by sigmoid.",
         look_at="the router's activation (scoring_func)",
-        build=lambda: _choosing(lambda at: _softmax(at) + correction_bias(at), _softmax),
+        build=lambda: _choose_by(lambda layer: _softmax(layer) + correction_bias(layer), _softmax),
         sources=("llama.cpp#18980", "mlx-swift-lm#332"),
     ),
     Mistake(
         name="router_bias_missing",
         what="The correction bias takes no part in the choice: it was dropped, or is still zero.",
         look_at="whether e_score_correction_bias is bound, and not folded as a constant",
-        build=lambda: _choosing(router_scores),
+        build=lambda: _choose_by(router_scores),
         sources=("TensorRT-LLM#13294", "sglang#10440"),
     ),
     Mistake(
         name="router_bias_low_precision",
         what="The correction bias is held in BF16, in steps of 0.03 to 0.06.",
         look_at="the dtype of e_score_correction_bias after loading",
-        build=lambda: _choosing(lambda at: router_scores(at) + bfloat16(correction_bias(at))),
+        build=lambda: _choose_by(lambda layer: router_scores(layer) + bfloat16(correction_bias(layer))),
         sources=("sglang#31213", "transformers#42580", "vllm#50761", "Automodel#2553"),
     ),
     Mistake(
         name="router_choice_low_precision",
         what="The biased scores are compared in BF16.",
         look_at="the dtype in which the correction bias is added to the scores",
-        build=lambda: _choosing(lambda at: bfloat16(router_scores(at) + correction_bias(at))),
+        build=lambda: _choose_by(lambda layer: bfloat16(router_scores(layer) + correction_bias(layer))),
     ),
     Mistake(
         name="router_bias_negated",
         what="The correction bias is subtracted.",
         look_at="the sign of e_score_correction_bias",
-        build=lambda: _choosing(lambda at: router_scores(at) - correction_bias(at)),
+        build=lambda: _choose_by(lambda layer: router_scores(layer) - correction_bias(layer)),
     ),
     Mistake(
         name="router_bias_in_weights",
         what="The biased scores weigh the chosen experts.",
         look_at="from which scores the weights are gathered",
-        build=lambda: _weighing(
-            lambda at, experts: expert_shares(router_scores(at) + correction_bias(at), experts)
+        build=lambda: _weigh_by(
+            lambda layer, experts: expert_shares(router_scores(layer) + correction_bias(layer), experts)
         ),
         sources=("transformers#39581", "PaddleFormers#3452"),
     ),
@@ -132,15 +132,15 @@ ROUTER_MISTAKES = (
         name="router_weights_not_normalised",
         what="The chosen scores are not divided by their sum.",
         look_at="norm_topk_prob, or the division by the sum",
-        build=lambda: _weighing(lambda at, experts: router_scores(at).gather(-1, experts)),
+        build=lambda: _weigh_by(lambda layer, experts: router_scores(layer).gather(-1, experts)),
         sources=("torchtitan#1418", "torchtitan#1448"),
     ),
     Mistake(
         name="router_weights_scaled",
         what="The weights of the chosen experts are off by a factor.",
         look_at="routed_scaling_factor",
-        build=lambda factor: _weighing(
-            lambda at, experts: factor * expert_shares(router_scores(at), experts)
+        build=lambda factor: _weigh_by(
+            lambda layer, experts: factor * expert_shares(router_scores(layer), experts)
         ),
         candidates=values_of("factor", 2.0, 0.5, 2.5, 4.0, 8.0, 0.25, 0.125, 1.5),
         fitted="factor",
@@ -156,7 +156,7 @@ ROUTER_MISTAKES = (
         name="router_low_precision",
         what="The gate's product is computed in BF16.",
         look_at="the dtype of the router's gate and of its input",
-        build=lambda: _logits(lambda states, gate: (states.bfloat16() @ gate.bfloat16().T).float()),
+        build=lambda: _logits_by(lambda states, gate: (states.bfloat16() @ gate.bfloat16().T).float()),
         sources=("tt-metal#47430", "vllm-ascend#17068", "vllm#41332"),
     ),
     Mistake(
@@ -164,31 +164,33 @@ ROUTER_MISTAKES = (
         what="The gate's weight was quantised with the linear layers.",
         look_at="the names in the quantiser's skip list: block_sparse_moe.gate",
         build=_quantised,
-        candidates=_both_bits,
+        candidates=_quantisations,
         sources=("auto-round#1486",),
     ),
     Mistake(
         name="router_weights_on_input",
         what="An expert's weight scales its input, not its output.",
         look_at="apply_router_weight_on_input and the like",
-        build=_on_input,
+        build=_weights_on_input,
     ),
     Mistake(
         name="router_softmax_of_chosen",
         what="The chosen experts are weighed by the softmax of their logits.",
         look_at="how the chosen scores are normalised",
-        build=lambda: _weighing(lambda at, experts: at[Site.ROUTER_LOGITS].gather(-1, experts).softmax(-1)),
+        build=lambda: _weigh_by(
+            lambda layer, experts: layer[Site.ROUTER_LOGITS].gather(-1, experts).softmax(-1)
+        ),
     ),
     Mistake(
         name="router_weights_uniform",
         what="All chosen experts weigh the same.",
         look_at="whether the weights reach the combination of the experts' outputs",
-        build=lambda: _weighing(lambda at, experts: torch.full(experts.shape, 1.0 / experts.shape[-1])),
+        build=lambda: _weigh_by(lambda layer, experts: torch.full(experts.shape, 1.0 / experts.shape[-1])),
     ),
     Mistake(
         name="router_sigmoid_missing",
         what="Raw logits and the bias choose the experts; no sigmoid comes between.",
         look_at="what the correction bias is added to",
-        build=lambda: _choosing(lambda at: at[Site.ROUTER_LOGITS] + correction_bias(at)),
+        build=lambda: _choose_by(lambda layer: layer[Site.ROUTER_LOGITS] + correction_bias(layer)),
     ),
 )

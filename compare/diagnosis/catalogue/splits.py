@@ -1,4 +1,7 @@
-"""Splits: parameters that say how a width, or the experts, are spread over ranks."""
+"""Splits: parameters of mistakes that say over how many ranks a size is spread, and which rank is meant.
+
+A size is a number of heads, experts, channels or vocabulary rows.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from typing import Protocol
 from compare.diagnosis.mistake import Parameters, each
 from minimax_tools.model.spec import ModelSpec
 
+# Numbers of ranks that are tried: powers of two, and three times those.
 _DEGREES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-# Of larger groups only the first rank is tried, whose output a port shows.
+# With more ranks than these only rank 0 is tried: it is the one whose output a port shows.
 _MOST_RANKS = 8
 
 
 class HasSpec(Protocol):
-    """A scene that knows its model."""
+    """Inputs of a layer, or of a site outside the layers, that know their model."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -28,15 +32,15 @@ def degrees(size: int) -> tuple[int, ...]:
 
 
 def degree_of(degree_name: str, quantity: str) -> Callable[[HasSpec], tuple[Parameters, ...]]:
-    """Build candidates of a degree, over a quantity of the model."""
-    return each(degree_name, lambda scene: degrees(getattr(scene.spec, quantity)))
+    """Build candidates of a number of ranks, over a quantity of `ModelSpec` such as `hidden_size`."""
+    return each(degree_name, lambda inputs: degrees(getattr(inputs.spec, quantity)))
 
 
 def rank_of(degree_name: str, quantity: str) -> Callable[[HasSpec], tuple[Parameters, ...]]:
-    """Build candidates of a degree and one of its ranks, over a quantity of the model."""
-    return lambda scene: tuple(
+    """Build candidates of a number of ranks and one of these ranks, over a quantity of `ModelSpec`."""
+    return lambda inputs: tuple(
         MappingProxyType({degree_name: degree, "rank": rank})
-        for degree in degrees(getattr(scene.spec, quantity))
+        for degree in degrees(getattr(inputs.spec, quantity))
         for rank in range(degree if degree <= _MOST_RANKS else 1)
     )
 

@@ -6,9 +6,9 @@
 - `final_norm`: mistakes of the final norm
 - `head`: mistakes of the head
 - `shards`: vocabulary rows that ranks mistake for others
-- `low_precision`: rows in fewer bits
 - `weights`: the checkpoint's tensors outside the layers
-- `scene`: a site's input, and the unit of its error
+- `inputs`: the inputs of these sites, on either side
+- `site_noise`: the noise of a site, the unit of its errors
 - `case`: both captures' values of one site
 - `search`: the mistakes that explain it
 """

@@ -1,4 +1,4 @@
-"""SiteCase: one site outside the layers, from two captures and the checkpoint, by which its mistakes are judged.
+"""SiteCase: one site outside the layers, from two captures and the checkpoint, by which mistakes are judged.
 
 B batch, S sequence, T judged tokens, H hidden, C judged columns of the vocabulary, F channels: H or C.
 """
@@ -11,13 +11,14 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.layer_case import spread_places
+from compare.diagnosis.layer_case import spread_tokens
 from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model.embedding import embed
 from compare.diagnosis.model.final_norm import norm_states
 from compare.diagnosis.model.head import score, score_states
+from compare.diagnosis.model.inputs import ModelInputs
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.scene import ModelScene, Unit
+from compare.diagnosis.model.site_noise import SiteNoise
 from compare.diagnosis.model.weights import ModelWeights
 from compare.noise.squared_errors import TINY_FLOAT32
 from compare.sides.batch import Batch
@@ -26,12 +27,14 @@ from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
 
-# Of one rounding, relative to the values; float32 sums in another order.
+# Relative error of one rounding, by dtype; in float32, of a sum in another order.
 _ROUNDING = {torch.bfloat16: 1.7e-3, torch.float32: 2e-6}
+# Tokens, and columns of the vocabulary, that are judged at most; more would cost more time and memory.
 _MOST_TOKENS = {ModelSite.EMBEDDING: 512, ModelSite.FINAL_NORM: 512, ModelSite.LOGITS: 64}
 _MOST_COLUMNS = 8192
-# Less is a tensor that was not loaded rather than one that is scaled.
+# A smaller factor is no scale: the tensor was not loaded.
 _LEAST_FACTOR = 1e-6
+# Right values of a site from its inputs.
 _RIGHT = {ModelSite.EMBEDDING: embed, ModelSite.FINAL_NORM: norm_states, ModelSite.LOGITS: score}
 
 
@@ -40,36 +43,37 @@ class SiteCase:
     """A site outside the layers, with both sides' values.
 
     Args:
-        scene: What the port computed it from.
-        port: What the port gave, float32 [T,F].
-        right: What a right port gives there, float32 [T,F].
-        unit: What noise comes to.
+        site: The site.
+        inputs: The port's own inputs to the site.
+        port: The port's values, float32 [T,F].
+        right: Values of a right port on the same inputs, float32 [T,F].
+        noise: Noise of the site.
         is_through_norm: Whether logits are judged from the last layer's output, as the final norm is not held.
-        notes: What could not be judged.
+        notes: Sentences on tokens that could not be judged.
     """
 
     site: ModelSite
-    scene: ModelScene
+    inputs: ModelInputs
     port: torch.Tensor
     right: torch.Tensor
-    unit: Unit
+    noise: SiteNoise
     is_through_norm: bool = False
     notes: tuple[str, ...] = ()
 
     def may_have(self, mistake: ModelMistake) -> bool:
-        """Return whether a mistake can show here: one of the final norm does at logits where it is not held."""
+        """Decide whether a mistake can show here; one of the final norm shows at the logits if that is not held."""
         return mistake.site is self.site or (self.is_through_norm and mistake.site is ModelSite.FINAL_NORM)
 
     def predict(self, mistake: ModelMistake, parameters: Parameters) -> torch.Tensor | None:
-        """Compute the site's values [T,F] with a mistake; None where it cannot happen here."""
+        """Compute the site's values [T,F] with a mistake; None if an input is not held."""
         if mistake.site is self.site:
-            return mistake.predict(self.scene, self.right, **parameters)
-        prediction = mistake.predict(self.scene, norm_states(self.scene), **parameters)
-        return None if prediction is None else score_states(self.scene, self.scene.rounded(prediction))
+            return mistake.predict(self.inputs, self.right, **parameters)
+        prediction = mistake.predict(self.inputs, norm_states(self.inputs), **parameters)
+        return None if prediction is None else score_states(self.inputs, self.inputs.rounded(prediction))
 
     def candidates(self, mistake: ModelMistake) -> tuple[Parameters, ...]:
         """Return the parameters to try: those of the catalogue, and the factor that fits the port best."""
-        found = mistake.candidates(self.scene)
+        found = mistake.candidates(self.inputs)
         # At the logits nothing tells a scaled norm from a scaled head.
         if not mistake.fits_factor or mistake.site is not self.site:
             return found
@@ -80,12 +84,14 @@ class SiteCase:
 
 
 class ModelCases:
-    """Opens sites outside the layers.
+    """Opens the sites outside the layers.
 
     Args:
-        batch: The tokens that they have in common.
-        last_layer: The layer before the head.
-        weights: Any layer's; what lies outside the layers is read from the same checkpoint.
+        golden: The golden, a capture of mm2's own.
+        target: The device run.
+        batch: Tokens that both sides have in common.
+        last_layer: Last layer of the run.
+        weights: Weights of any layer; tensors outside the layers are read from the same checkpoint.
     """
 
     def __init__(
@@ -107,98 +113,105 @@ class ModelCases:
         self._columns = columns.sort().values
 
     def open(self, site: ModelSite) -> SiteCase | str:
-        """Open a site that both sides hold; why it cannot be judged, in words, where that is so."""
+        """Open a site that both sides hold; return the reason, in words, if it cannot be judged."""
         golden, port = self._golden.read_model(site), self._target.read_model(site)
         mismatch = find_mismatch(golden, port)
         if mismatch is not None:
             return mismatch
         has_norm = ModelSite.FINAL_NORM in self._target.model_sites()
-        scenes = [self._scene(side, has_norm=has_norm) for side in (self._golden, self._target)]
-        if any(_lacks_input(scene, site) for scene in scenes):
+        golden_inputs, port_inputs = (
+            self._read_inputs(side, has_norm=has_norm) for side in (self._golden, self._target)
+        )
+        if _lacks_input(golden_inputs, site) or _lacks_input(port_inputs, site):
             return "its input is not held"
-        values = [self._values(tensor, site) for tensor in (golden, port)]
-        inputs = [rows for scene in scenes for rows in (scene.states, scene.normed) if rows is not None]
-        finite = torch.stack([rows.isfinite().all(dim=-1) for rows in (*values, *inputs)]).all(dim=0)
-        usable = finite & self._held(site, has_norm=has_norm)
-        if not bool(usable.any()):
+        golden_rows, port_rows = self._judged_values(golden, site), self._judged_values(port, site)
+        is_usable = self._is_held(site, has_norm=has_norm)
+        for inputs, rows in ((golden_inputs, golden_rows), (port_inputs, port_rows)):
+            is_usable &= _is_finite(rows) & _is_finite(inputs.states) & _is_finite(inputs.normed)
+        if not bool(is_usable.any()):
             return "no token of it is held and finite"
-        places = usable.nonzero()[:, 0]
-        places = places[spread_places(len(places), [len(places)], _MOST_TOKENS[site])]
-        golden_scene, port_scene = (_at(scene, places) for scene in scenes)
-        exact, right = (_RIGHT[site](scene) for scene in (golden_scene, port_scene))
-        unit = Unit.of(values[0][places], exact, rounding=_ROUNDING[self._dtype])
-        num_lost = int((~values[1].isfinite().all(dim=-1)).sum())
+        indices = is_usable.nonzero()[:, 0]
+        indices = indices[spread_tokens(len(indices), [len(indices)], _MOST_TOKENS[site])]
+        golden_inputs, port_inputs = _select(golden_inputs, indices), _select(port_inputs, indices)
+        num_lost = int((~port_rows.isfinite().all(dim=-1)).sum())
         lost = f"{num_lost} tokens hold NaN or Inf and were left out: no mistake of the catalogue makes any"
         return SiteCase(
             site=site,
-            scene=port_scene,
-            port=values[1][places],
-            right=right,
-            unit=unit,
+            inputs=port_inputs,
+            port=port_rows[indices],
+            right=_RIGHT[site](port_inputs),
+            noise=SiteNoise.measure(
+                golden_rows[indices], _RIGHT[site](golden_inputs), rounding=_ROUNDING[self._dtype]
+            ),
             is_through_norm=site is ModelSite.LOGITS and not has_norm,
             notes=(lost,) if num_lost else (),
         )
 
-    def _values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
-        """Return a site's real rows, float32 [T,F]."""
-        rows = self._batch.rows(tensor, site)
-        return (rows[:, self._columns] if site is ModelSite.LOGITS else rows).float()
-
-    def _scene(self, side: CaptureSource, *, has_norm: bool) -> ModelScene:
-        """Return what one side computed from, all real tokens; the final norm computed where the port lacks it."""
-        inputs = self._golden.read_inputs()
-        ids = inputs.input_ids[inputs.attention_mask.bool()]
-        prompts = inputs.attention_mask.bool().nonzero()[:, 0]
+    def _read_inputs(self, side: CaptureSource, *, has_norm: bool) -> ModelInputs:
+        """Read the inputs of one side, for all real tokens; if the port lacks the final norm, it is computed."""
+        tokens = self._golden.read_inputs()
+        is_real = tokens.attention_mask.bool()
+        ids = tokens.input_ids[is_real]
+        prompts = is_real.nonzero()[:, 0]
         here = torch.arange(len(ids))
-        before = torch.where((prompts == prompts.roll(1)) & (here > 0), here - 1, -1)
-        scene = ModelScene(
+        inputs = ModelInputs(
             spec=self._spec,
             weights=self._weights,
             columns=self._columns,
             dtype=self._dtype,
             token_ids=ids,
-            before=before,
+            before=torch.where((prompts == prompts.roll(1)) & (here > 0), here - 1, -1),
             all_ids=ids,
-            states=self._states(side),
+            states=self._read_states(side),
         )
         if has_norm and ModelSite.FINAL_NORM in side.model_sites():
-            normed = self._values(side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM)
-        elif scene.states is not None:
-            normed = scene.rounded(norm_states(scene))
+            normed = self._judged_values(side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM)
+        elif inputs.states is not None:
+            normed = inputs.rounded(norm_states(inputs))
         else:
-            return scene
-        return replace(scene, normed=normed, all_normed=normed)
+            return inputs
+        return replace(inputs, normed=normed, all_normed=normed)
 
-    def _states(self, side: CaptureSource) -> torch.Tensor | None:
-        if self._last_layer + 1 != self._spec.num_hidden_layers or Site.OUTPUT not in side.sites(
-            self._last_layer
-        ):
+    def _read_states(self, side: CaptureSource) -> torch.Tensor | None:
+        """Read the output of the model's last layer, float32 [T,H]; None if it did not run, or is not held."""
+        is_model_end = self._last_layer + 1 == self._spec.num_hidden_layers
+        if not is_model_end or Site.OUTPUT not in side.sites(self._last_layer):
             return None
         return self._batch.rows(side.read(self._last_layer, Site.OUTPUT), Site.OUTPUT).float()
 
-    def _held(self, site: ModelSite, *, has_norm: bool) -> torch.Tensor:
-        """Find tokens of which the port holds the site and its inputs, bool [T]."""
-        sites = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
-        held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
-        for one in sites:
-            places = self._target.held_rows(one)
-            if places is not None:
-                held &= self._batch.tokens(places)
-        return held
+    def _judged_values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
+        """Return a site's real rows, float32 [T,F]; at the logits the judged columns alone."""
+        rows = self._batch.rows(tensor, site)
+        return (rows[:, self._columns] if site is ModelSite.LOGITS else rows).float()
+
+    def _is_held(self, site: ModelSite, *, has_norm: bool) -> torch.Tensor:
+        """Decide for each real token whether the port holds the site and its input: bool [T]."""
+        needed = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
+        is_held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
+        for needed_site in needed:
+            rows = self._target.held_rows(needed_site)
+            if rows is not None:
+                is_held &= self._batch.tokens(rows)
+        return is_held
 
 
-def _lacks_input(scene: ModelScene, site: ModelSite) -> bool:
+def _is_finite(rows: torch.Tensor | None) -> torch.Tensor:
+    """Decide for each token of [T,F] whether its values are finite; tensors that are not held exclude none."""
+    return torch.tensor(True) if rows is None else rows.isfinite().all(dim=-1)
+
+
+def _lacks_input(inputs: ModelInputs, site: ModelSite) -> bool:
     if site is ModelSite.FINAL_NORM:
-        return scene.states is None
-    return site is ModelSite.LOGITS and scene.normed is None
+        return inputs.states is None
+    return site is ModelSite.LOGITS and inputs.normed is None
 
 
-def _at(scene: ModelScene, places: torch.Tensor) -> ModelScene:
-    """Select some of a scene's tokens, by their places."""
+def _select(inputs: ModelInputs, indices: torch.Tensor) -> ModelInputs:
+    """Select some of the judged tokens, by their indices among the T."""
     return replace(
-        scene,
-        token_ids=scene.token_ids[places],
-        before=scene.before[places],
-        states=None if scene.states is None else scene.states[places],
-        normed=None if scene.normed is None else scene.normed[places],
+        inputs,
+        token_ids=inputs.token_ids[indices],
+        before=inputs.before[indices],
+        states=None if inputs.states is None else inputs.states[indices],
+        normed=None if inputs.normed is None else inputs.normed[indices],
     )

@@ -1,4 +1,4 @@
-"""The catalogue of mistakes outside the layers, by name; the earlier one is named first where two explain alike."""
+"""The catalogue of mistakes outside the layers, by name; if two explain a site alike, the earlier is named first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL_CATALOGUE: Mapping[str, ModelMistake] = MappingProxyType(
 
 
 def find_model_mistakes(names: tuple[str, ...]) -> tuple[ModelMistake, ...]:
-    """Return the mistakes of these names that lie outside the layers; all of them where none is given."""
+    """Return the mistakes of these names that lie outside the layers; all of them if no name is given."""
     if not names:
         return tuple(MODEL_CATALOGUE.values())
     return tuple(MODEL_CATALOGUE[name] for name in names if name in MODEL_CATALOGUE)

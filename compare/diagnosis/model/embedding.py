@@ -1,6 +1,6 @@
 """Mistakes of the embedding: which row of the table a token gets, and in which form.
 
-T tokens, V the vocabulary, H hidden.
+T tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -11,50 +11,50 @@ from functools import partial
 
 import torch
 
+from compare.diagnosis.catalogue.low_bits import ROUNDINGS, rounding_dtypes
 from compare.diagnosis.mistake import each
 from compare.diagnosis.model import shards
-from compare.diagnosis.model.low_precision import ROUNDINGS, roundings
+from compare.diagnosis.model.inputs import ModelInputs
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.scene import ModelScene
 from minimax_tools.model.sites import ModelSite
 
 
-def embed(scene: ModelScene) -> torch.Tensor:
+def embed(inputs: ModelInputs) -> torch.Tensor:
     """Look up the tokens' rows, float32 [T,H]."""
-    return _rows(scene, scene.token_ids)
+    return _rows(inputs, inputs.token_ids)
 
 
-def _rows(scene: ModelScene, ids: torch.Tensor) -> torch.Tensor:
-    return scene.weights.embedding[ids].float()
+def _rows(inputs: ModelInputs, ids: torch.Tensor) -> torch.Tensor:
+    return inputs.weights.embedding[ids].float()
 
 
 def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Look up the rows that `other_rows` gives in place of the right ones."""
-    return lambda scene, _, **parameters: _rows(
-        scene, other_rows(scene.token_ids, scene.spec.vocab_size, **parameters)
+    """Look up other rows: `other_rows` is one of the functions of `shards`."""
+    return lambda inputs, _, **parameters: _rows(
+        inputs, other_rows(inputs.token_ids, inputs.spec.vocab_size, **parameters)
     )
 
 
-def _offset_of_rank_0(scene: ModelScene, right: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
-    num_rows = scene.spec.vocab_size // tp_degree
-    found = torch.zeros_like(right)
-    first = scene.token_ids < num_rows
+def _offset_of_rank_0(inputs: ModelInputs, right: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
+    num_rows = inputs.spec.vocab_size // tp_degree
+    summed = torch.zeros_like(right)
+    is_of_rank_0 = inputs.token_ids < num_rows
     for rank in range(tp_degree):
-        found[first] += _rows(scene, rank * num_rows + scene.token_ids[first])
-    return found
+        summed[is_of_rank_0] += _rows(inputs, rank * num_rows + inputs.token_ids[is_of_rank_0])
+    return summed
 
 
-def _columns_of_rank_0(_: ModelScene, right: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
+def _columns_of_rank_0(_: ModelInputs, right: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
     return right[:, : right.shape[1] // tp_degree].repeat(1, tp_degree)
 
 
-def _columns_not_gathered(_: ModelScene, right: torch.Tensor, *, tp_degree: int, rank: int) -> torch.Tensor:
+def _columns_not_gathered(_: ModelInputs, right: torch.Tensor, *, tp_degree: int, rank: int) -> torch.Tensor:
     hidden = right.shape[1]
     return right * shards.is_of_rank(torch.arange(hidden), hidden, tp_degree, rank)
 
 
-def _usual_factors(scene: ModelScene) -> tuple[float, float]:
-    root = math.sqrt(scene.spec.hidden_size)
+def _usual_factors(inputs: ModelInputs) -> tuple[float, float]:
+    root = math.sqrt(inputs.spec.hidden_size)
     return root, 1.0 / root
 
 
@@ -78,8 +78,8 @@ EMBEDDING_MISTAKES = (
         name="embedding_not_reduced",
         what="The ranks' parts of the vocabulary are not added up: tokens of other ranks are zero.",
         look_at="the all-reduce behind the vocabulary-parallel embedding",
-        predict=lambda scene, right, **split: (
-            right * shards.is_of_rank(scene.token_ids, scene.spec.vocab_size, **split).unsqueeze(1)
+        predict=lambda inputs, right, **split: (
+            right * shards.is_of_rank(inputs.token_ids, inputs.spec.vocab_size, **split).unsqueeze(1)
         ),
         candidates=shards.vocabulary_ranks,
     ),
@@ -115,7 +115,7 @@ EMBEDDING_MISTAKES = (
         name="embedding_scaled",
         what="Embeddings are multiplied by a factor, as other models do by the root of the hidden size.",
         look_at="a scale behind the embedding",
-        predict=lambda scene, right, factor: scene.rounded(right * factor),
+        predict=lambda inputs, right, factor: inputs.rounded(right * factor),
         candidates=each("factor", _usual_factors),
         fits_factor=True,
     ),
@@ -123,8 +123,8 @@ EMBEDDING_MISTAKES = (
         name="embedding_is_head",
         what="Tokens are looked up in lm_head.",
         look_at="a tie of embedding and lm_head: MiniMax-M2 does not tie them",
-        predict=lambda scene, _: (
-            scene.weights.head[scene.token_ids].float() if scene.weights.has_head else None
+        predict=lambda inputs, _: (
+            inputs.weights.head[inputs.token_ids].float() if inputs.weights.has_head else None
         ),
         sources=("parallax#444",),
     ),
@@ -133,13 +133,13 @@ EMBEDDING_MISTAKES = (
         what="The embedding is held in fewer bits than the checkpoint's.",
         look_at="the list of modules that quantisation leaves alone",
         predict=lambda _, right, dtype: ROUNDINGS[dtype](right),
-        candidates=roundings,
+        candidates=rounding_dtypes,
     ),
     _mistake(
         name="embedding_of_token_before",
         what="Each position has the embedding of the token before it.",
         look_at="a shift of the token ids, such as that of labels in training",
-        predict=lambda scene, _: scene.but_first(_rows(scene, scene.all_ids[scene.before])),
+        predict=lambda inputs, _: inputs.without_first(_rows(inputs, inputs.all_ids[inputs.before])),
     ),
     _mistake(
         name="embedding_zero",

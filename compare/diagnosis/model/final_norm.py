@@ -8,40 +8,42 @@ import torch
 
 from compare.diagnosis.mistake import each, values_of
 from compare.diagnosis.model import shards
+from compare.diagnosis.model.inputs import ModelInputs
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.scene import ModelScene
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.reference.float32_stages import normalise
 
 
-def norm_states(scene: ModelScene) -> torch.Tensor:
+def norm_states(inputs: ModelInputs) -> torch.Tensor:
     """Compute the right final norm, float32 [T,H]; the last layer's output must be held."""
-    return _normed(scene, scene.weights.norm)
+    return _normed(inputs, inputs.weights.norm)
 
 
-def _states(scene: ModelScene) -> torch.Tensor:
-    assert scene.states is not None, "the search asks for predictions where the last layer's output is held"
-    return scene.states
+def _states(inputs: ModelInputs) -> torch.Tensor:
+    assert inputs.states is not None, (
+        "the search asks for predictions only if the last layer's output is held"
+    )
+    return inputs.states
 
 
-def _normed(scene: ModelScene, weight: torch.Tensor) -> torch.Tensor:
-    return normalise(_states(scene), weight, scene.spec.rms_norm_eps)
+def _normed(inputs: ModelInputs, weight: torch.Tensor) -> torch.Tensor:
+    return normalise(_states(inputs), weight, inputs.spec.rms_norm_eps)
 
 
-def _per_rank(scene: ModelScene, _: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
-    parts = _states(scene).unflatten(-1, (tp_degree, -1))
-    weights = scene.weights.norm.unflatten(0, (tp_degree, -1))
-    return normalise(parts, weights, scene.spec.rms_norm_eps).flatten(-2)
+def _per_rank(inputs: ModelInputs, _: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
+    parts = _states(inputs).unflatten(-1, (tp_degree, -1))
+    weights = inputs.weights.norm.unflatten(0, (tp_degree, -1))
+    return normalise(parts, weights, inputs.spec.rms_norm_eps).flatten(-2)
 
 
-def _weight_of_rank_0(scene: ModelScene, _: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
-    weight = scene.weights.norm
-    return _normed(scene, weight[: len(weight) // tp_degree].repeat(tp_degree))
+def _weight_of_rank_0(inputs: ModelInputs, _: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
+    weight = inputs.weights.norm
+    return _normed(inputs, weight[: len(weight) // tp_degree].repeat(tp_degree))
 
 
-def _centred(scene: ModelScene, _: torch.Tensor) -> torch.Tensor:
-    states = _states(scene)
-    return normalise(states - states.mean(-1, keepdim=True), scene.weights.norm, scene.spec.rms_norm_eps)
+def _centred(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
+    states = _states(inputs)
+    return normalise(states - states.mean(-1, keepdim=True), inputs.weights.norm, inputs.spec.rms_norm_eps)
 
 
 _mistake = partial(ModelMistake, site=ModelSite.FINAL_NORM)
@@ -50,26 +52,26 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_one_plus_weight",
         what="The final norm multiplies by 1 + weight.",
         look_at="a norm taken from Gemma's code",
-        predict=lambda scene, _: _normed(scene, scene.weights.norm + 1.0),
+        predict=lambda inputs, _: _normed(inputs, inputs.weights.norm + 1.0),
     ),
     _mistake(
         name="final_norm_missing",
         what="There is no final norm.",
         look_at="the input of lm_head",
-        predict=lambda scene, _: _states(scene),
+        predict=lambda inputs, _: _states(inputs),
     ),
     _mistake(
         name="final_norm_unweighted",
         what="The final norm's weight is left out, or all ones.",
         look_at="whether model.norm.weight was loaded",
-        predict=lambda scene, _: _normed(scene, torch.ones_like(scene.weights.norm)),
+        predict=lambda inputs, _: _normed(inputs, torch.ones_like(inputs.weights.norm)),
     ),
     _mistake(
         name="final_norm_of_a_layer",
         what="The final norm has the weight of a layer's norm.",
         look_at="the name that the final norm's weight is loaded from",
-        predict=lambda scene, _, weight: _normed(scene, scene.weights.layer_norms[weight]),
-        candidates=each("weight", lambda scene: scene.weights.layer_norms),
+        predict=lambda inputs, _, weight: _normed(inputs, inputs.weights.layer_norms[weight]),
+        candidates=each("weight", lambda inputs: inputs.weights.layer_norms),
     ),
     _mistake(
         name="final_norm_per_rank",
@@ -89,7 +91,7 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_eps",
         what="The final norm has another epsilon.",
         look_at="rms_norm_eps",
-        predict=lambda scene, _, eps: normalise(_states(scene), scene.weights.norm, eps),
+        predict=lambda inputs, _, eps: normalise(_states(inputs), inputs.weights.norm, eps),
         candidates=values_of("eps", 1e-5, 1e-8, 1e-12, 1e-3, 1e-2),
     ),
     _mistake(
@@ -102,15 +104,15 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_twice",
         what="The final norm is applied twice.",
         look_at="a norm within the head",
-        predict=lambda scene, right: normalise(
-            scene.rounded(right), scene.weights.norm, scene.spec.rms_norm_eps
+        predict=lambda inputs, right: normalise(
+            inputs.rounded(right), inputs.weights.norm, inputs.spec.rms_norm_eps
         ),
     ),
     _mistake(
         name="final_norm_weight_alone",
         what="The final norm multiplies by its weight and does not normalise.",
         look_at="the norm's forward",
-        predict=lambda scene, _: _states(scene) * scene.weights.norm,
+        predict=lambda inputs, _: _states(inputs) * inputs.weights.norm,
     ),
     _mistake(
         name="final_norm_scaled",

@@ -1,6 +1,6 @@
 """Mistakes of the head, on the port's own output of the final norm.
 
-T tokens, V the vocabulary, C judged columns of it, H hidden.
+T tokens, V rows of the vocabulary, C judged ones among them, H hidden.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from functools import partial
 
 import torch
 
+from compare.diagnosis.catalogue.low_bits import ROUNDINGS, rounding_dtypes
 from compare.diagnosis.mistake import values_of
 from compare.diagnosis.model import shards
-from compare.diagnosis.model.low_precision import ROUNDINGS, roundings
+from compare.diagnosis.model.inputs import ModelInputs
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.scene import ModelScene
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.reference.float32_stages import normalise
 
 
-def score(scene: ModelScene) -> torch.Tensor:
+def score(inputs: ModelInputs) -> torch.Tensor:
     """Compute the right logits of the judged columns, float32 [T,C]; the head's input must be held."""
-    return score_states(scene, _normed(scene))
+    return score_states(inputs, _normed(inputs))
 
 
-def score_states(scene: ModelScene, states: torch.Tensor) -> torch.Tensor:
+def score_states(inputs: ModelInputs, states: torch.Tensor) -> torch.Tensor:
     """Compute the logits of the judged columns, float32 [T,C], from any states [T,H]."""
-    return states @ _rows(scene, scene.columns).T
+    return states @ _rows(inputs, inputs.columns).T
 
 
-def _rows(scene: ModelScene, rows: torch.Tensor) -> torch.Tensor:
-    return scene.weights.head[rows].float()
+def _rows(inputs: ModelInputs, rows: torch.Tensor) -> torch.Tensor:
+    return inputs.weights.head[rows].float()
 
 
-def _normed(scene: ModelScene) -> torch.Tensor:
-    assert scene.normed is not None, "the search asks for predictions where the head's input is held"
-    return scene.normed
+def _normed(inputs: ModelInputs) -> torch.Tensor:
+    assert inputs.normed is not None, "the search asks for predictions only if the head's input is held"
+    return inputs.normed
 
 
 def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compute logits from the rows that `other_rows` gives in place of the right ones."""
-    return lambda scene, _, **parameters: (
-        _normed(scene) @ _rows(scene, other_rows(scene.columns, scene.spec.vocab_size, **parameters)).T
+    """Compute logits from other rows of the head: `other_rows` is one of the functions of `shards`."""
+    return lambda inputs, _, **parameters: (
+        _normed(inputs) @ _rows(inputs, other_rows(inputs.columns, inputs.spec.vocab_size, **parameters)).T
     )
 
 
@@ -49,30 +49,30 @@ def _exchanged(columns: torch.Tensor, vocab_size: int, rows: str) -> torch.Tenso
     return (columns ^ 1).clamp(max=vocab_size - 1) if rows == "neighbours" else vocab_size - 1 - columns
 
 
-def _transposed(scene: ModelScene, _: torch.Tensor) -> torch.Tensor:
+def _transposed(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
     """Read the table's memory [V,H] as [H,V]."""
-    starts = torch.arange(scene.spec.hidden_size) * scene.spec.vocab_size
-    return _normed(scene) @ scene.weights.head.flatten()[starts[:, None] + scene.columns].float()
+    starts = torch.arange(inputs.spec.hidden_size) * inputs.spec.vocab_size
+    return _normed(inputs) @ inputs.weights.head.flatten()[starts[:, None] + inputs.columns].float()
 
 
-def _of_the_embedding(scene: ModelScene, _: torch.Tensor) -> torch.Tensor | None:
-    if not scene.weights.has_head:
+def _of_the_embedding(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor | None:
+    if not inputs.weights.has_head:
         return None
-    return _normed(scene) @ scene.weights.embedding[scene.columns].float().T
+    return _normed(inputs) @ inputs.weights.embedding[inputs.columns].float().T
 
 
-def _low_precision(scene: ModelScene, _: torch.Tensor, *, dtype: str) -> torch.Tensor:
-    return _normed(scene) @ ROUNDINGS[dtype](_rows(scene, scene.columns)).T
+def _low_precision(inputs: ModelInputs, _: torch.Tensor, *, dtype: str) -> torch.Tensor:
+    return _normed(inputs) @ ROUNDINGS[dtype](_rows(inputs, inputs.columns)).T
 
 
-def _normed_twice(scene: ModelScene, _: torch.Tensor) -> torch.Tensor:
-    twice = normalise(_normed(scene), scene.weights.norm, scene.spec.rms_norm_eps)
-    return score_states(scene, scene.rounded(twice))
+def _normed_twice(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
+    twice = normalise(_normed(inputs), inputs.weights.norm, inputs.spec.rms_norm_eps)
+    return score_states(inputs, inputs.rounded(twice))
 
 
-def _of_token_before(scene: ModelScene, _: torch.Tensor) -> torch.Tensor:
-    assert scene.all_normed is not None, "the search asks for predictions where the head's input is held"
-    return scene.but_first(score_states(scene, scene.all_normed[scene.before]))
+def _of_token_before(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
+    assert inputs.all_normed is not None, "the search asks for predictions only if the head's input is held"
+    return inputs.without_first(score_states(inputs, inputs.all_normed[inputs.before]))
 
 
 _mistake = partial(ModelMistake, site=ModelSite.LOGITS)
@@ -95,8 +95,8 @@ HEAD_MISTAKES = (
         name="head_not_gathered",
         what="One rank's logits are there, the others are zero.",
         look_at="the all-gather behind lm_head",
-        predict=lambda scene, right, **split: (
-            right * shards.is_of_rank(scene.columns, scene.spec.vocab_size, **split)
+        predict=lambda inputs, right, **split: (
+            right * shards.is_of_rank(inputs.columns, inputs.spec.vocab_size, **split)
         ),
         candidates=shards.vocabulary_ranks,
     ),
@@ -131,7 +131,7 @@ HEAD_MISTAKES = (
         name="head_without_norm",
         what="The head reads the last layer's output, without the final norm.",
         look_at="what lm_head is called with",
-        predict=lambda scene, _: None if scene.states is None else score_states(scene, scene.states),
+        predict=lambda inputs, _: None if inputs.states is None else score_states(inputs, inputs.states),
     ),
     _mistake(
         name="head_normed_twice",
@@ -158,7 +158,7 @@ HEAD_MISTAKES = (
         what="lm_head is held in fewer bits than the checkpoint's.",
         look_at="the list of modules that quantisation leaves alone",
         predict=_low_precision,
-        candidates=roundings,
+        candidates=rounding_dtypes,
     ),
     _mistake(
         name="head_zero",

@@ -1,4 +1,4 @@
-"""ModelMistake: an entry of the catalogue for what lies outside the layers.
+"""ModelMistake: an entry of the catalogue of mistakes outside the layers.
 
 T tokens, F channels: H hidden at the embedding and the final norm, C vocabulary columns at the logits.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from compare.diagnosis.mistake import Parameters, once
-from compare.diagnosis.model.scene import ModelScene
+from compare.diagnosis.model.inputs import ModelInputs
 from minimax_tools.model.sites import ModelSite
 
-# The parameters that are worth a try in a scene.
-ModelCandidates = Callable[[ModelScene], tuple[Parameters, ...]]
+# From the inputs to the parameters that are worth a try on them.
+ModelCandidates = Callable[[ModelInputs], tuple[Parameters, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +23,15 @@ class ModelMistake:
     """A known mistake of the embedding, the final norm or the head.
 
     Args:
-        name: Its name, as reports give it.
-        site: Where it is made.
-        what: What the port does, in a sentence.
-        look_at: What to look at in the port's code.
-        predict: From the scene, the right values of the site [T,F] and the parameters, by name, to the port's values,
-            float32 [T,F]; None where the scene lacks what they are computed from.
-        candidates: The parameters to try.
-        fits_factor: Whether `factor` is tried too with the value that fits the port best.
-        sources: Public threads that report it, `repository#thread`.
+        name: Name of the mistake in reports.
+        site: Site at which the mistake is made.
+        what: Sentence that says what the port does.
+        look_at: Place to look at in the port's code.
+        predict: Function from the inputs, the right values of the site [T,F], and the parameters, by name, to the
+            port's values, float32 [T,F]. It returns None if an input is not held.
+        candidates: Function from the inputs to the parameters to try.
+        fits_factor: Whether the value of `factor` that fits the port best is tried too.
+        sources: Public threads that report the mistake, as `repository#thread`.
     """
 
     name: str

@@ -11,38 +11,42 @@ import torch
 from compare.diagnosis.finding import MistakeFinding, SiteDiagnosis
 from compare.diagnosis.model.case import SiteCase
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.naming import LIMITS
+from compare.diagnosis.naming import RESEMBLING, RIGHT_RHO, most_left
 
 _MOST_NEAREST = 3
-# Predictions that leave as much to this share, in squares, are the same: the catalogue's order decides.
+# Ratio of squares of ρ below which two predictions are equally good: the catalogue's order decides between them.
 _SAME = 1.02
+# Added to squares of ρ: two that are zero up to float32 are equally good.
+_TINY = 1e-12
 
 
 def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: bool) -> SiteDiagnosis:
-    """Find the mistakes that explain a site; of a site that is right by its own input none is tried.
+    """Find the mistakes that explain a site; if the site is right on the port's own input, none is tried.
 
     Args:
-        case: The port's values and what they are computed from.
-        mistakes: The catalogue's entries to try.
+        case: The port's values at the site, and its inputs.
+        mistakes: Entries of the catalogue to try.
         is_blamed: Whether the comparison blames the site.
     """
-    null = case.unit.rho(case.port, case.right)
-    if null <= LIMITS.leaves:
+    null = case.noise.rho(case.port, case.right)
+    if null <= RIGHT_RHO:
         return SiteDiagnosis(site=case.site, unexplained=null, is_blamed=is_blamed, notes=case.notes)
-    findings = list(_try(case, mistakes, null))
+    findings = list(_try_mistakes(case, mistakes, null))
     best = _best_of_each(findings)
-    most = min(max(LIMITS.leaves, LIMITS.leaves_of_large * null), LIMITS.most_leaves)
-    explaining = [one for one in best if one.leaves <= most and one.leaves < null]
+    explaining = [finding for finding in best if finding.leaves <= most_left(null) and finding.leaves < null]
     named = [
-        one for one in explaining if one.leaves**2 <= LIMITS.resembling * explaining[0].leaves ** 2 + 1e-12
+        finding
+        for finding in explaining
+        if finding.leaves**2 <= RESEMBLING * explaining[0].leaves ** 2 + _TINY
     ]
-    names = [one.mistake for one in named]
+    names = [finding.mistake for finding in named]
     return SiteDiagnosis(
         site=case.site,
         unexplained=null,
         is_blamed=is_blamed,
         named=tuple(
-            replace(one, resembles=tuple(name for name in names if name != one.mistake)) for one in named
+            replace(finding, resembles=tuple(name for name in names if name != finding.mistake))
+            for finding in named
         ),
         nearest=() if named else tuple(best[:_MOST_NEAREST]),
         num_hypotheses=len(findings),
@@ -50,16 +54,15 @@ def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: 
     )
 
 
-def _try(case: SiteCase, mistakes: Sequence[ModelMistake], null: float) -> Iterator[MistakeFinding]:
-    """Hold every mistake, with each of its candidates, against the port; `null` is ρ without a mistake."""
+def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float) -> Iterator[MistakeFinding]:
+    """Compare the port with every mistake and each of its candidates; `null` is ρ without a mistake."""
     for mistake in mistakes:
         for parameters in case.candidates(mistake) if case.may_have(mistake) else ():
             prediction = case.predict(mistake, parameters)
             if prediction is None:
                 continue
-            leaves = case.unit.rho(case.port, prediction)
-            amplitude, z = _project(case, prediction, leaves)
-            # An error that is infinite in units of a floor of zero cannot be.
+            leaves = case.noise.rho(case.port, prediction)
+            amplitude, z = _fit_amplitude(case, prediction, leaves)
             share = (leaves / null) ** 2 if math.isfinite(null) else 0.0
             yield MistakeFinding(
                 layer=None,
@@ -75,26 +78,28 @@ def _try(case: SiteCase, mistakes: Sequence[ModelMistake], null: float) -> Itera
             )
 
 
-def _project(case: SiteCase, prediction: torch.Tensor, leaves: float) -> tuple[float, float]:
-    variance = case.unit.widened(prediction.nan_to_num(nan=0.0))
+def _fit_amplitude(case: SiteCase, prediction: torch.Tensor, leaves: float) -> tuple[float, float]:
+    """Return the factor on the predicted error that fits the port's best, and its ratio to its uncertainty."""
+    variance = case.noise.widened(prediction.nan_to_num(nan=0.0))
     predicted, error = (prediction - case.right).double(), (case.port - case.right).double()
-    told = predicted.isfinite().all(dim=-1)
-    predicted, error = predicted[told], error[told]
-    across = float((predicted.square() / variance).sum())
-    if not (0.0 < across < math.inf):
+    is_predicted = predicted.isfinite().all(dim=-1)
+    predicted, error = predicted[is_predicted], error[is_predicted]
+    energy = float((predicted.square() / variance).sum())
+    if not 0.0 < energy < math.inf:
         return 0.0, 0.0
-    amplitude = float((error * predicted / variance).sum()) / across
-    return amplitude, amplitude * math.sqrt(across) / max(leaves, 1.0)
+    amplitude = float((error * predicted / variance).sum()) / energy
+    return amplitude, amplitude * math.sqrt(energy) / max(leaves, 1.0)
 
 
 def _best_of_each(findings: Iterable[MistakeFinding]) -> list[MistakeFinding]:
-    """Return the best finding of each mistake, the one that leaves least first."""
+    """Return the best finding of each mistake: first those as good as the best, in the catalogue's order."""
     best: dict[str, MistakeFinding] = {}
-    for one in findings:
-        # The first candidate is the commonest: a later one must explain more.
-        if one.mistake not in best or one.leaves**2 * _SAME < best[one.mistake].leaves ** 2:
-            best[one.mistake] = one
-    most = _SAME * min((one.leaves for one in best.values()), default=0.0) ** 2 + 1e-12
-    alike = [one for one in best.values() if one.leaves**2 <= most]
-    others = [one for one in best.values() if one.leaves**2 > most]
-    return [*alike, *sorted(others, key=lambda one: one.leaves)]
+    for finding in findings:
+        # The first candidate of a mistake is its commonest: a later one must explain more.
+        previous = best.get(finding.mistake)
+        if previous is None or finding.leaves**2 * _SAME < previous.leaves**2:
+            best[finding.mistake] = finding
+    most = _SAME * min((finding.leaves for finding in best.values()), default=0.0) ** 2 + _TINY
+    alike = [finding for finding in best.values() if finding.leaves**2 <= most]
+    others = [finding for finding in best.values() if finding.leaves**2 > most]
+    return [*alike, *sorted(others, key=lambda finding: finding.leaves)]

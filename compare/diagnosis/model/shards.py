@@ -1,7 +1,4 @@
-"""Shards: vocabulary rows that ranks mistake for others, as maps from a row to the one that is used instead.
-
-V the vocabulary, N rows of a rank's shard, C rows that are asked for.
-"""
+"""Shards: functions from the vocabulary rows that are asked for, int64 [C], to the rows that a mistaken rank uses."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ import torch
 
 from compare.diagnosis.catalogue.splits import degree_of, degrees, rank_of
 from compare.diagnosis.mistake import Parameters, values_of
-from compare.diagnosis.model.scene import ModelScene
+from compare.diagnosis.model.inputs import ModelInputs
 
-REVERSED, STRIDED, GATHERED_STRIDED = "reversed", "strided", "gathered strided"
-ORDERS = (REVERSED, STRIDED, GATHERED_STRIDED)
+# Orders of shards: the last rank's first; rank r holds every n-th row, from row r on, where a block was meant; and the
+# reverse, rank r holds a block where every n-th row was meant.
+_REVERSED, _STRIDED, _GATHERED_STRIDED = "reversed", "strided", "gathered strided"
 
-
-# How many ranks the vocabulary or the hidden channels may be spread over, without and with one of the ranks.
+# Candidates: a number of ranks that hold the vocabulary or the hidden channels, without and with one of these ranks.
 vocabulary_degrees = degree_of("tp_degree", "vocab_size")
 hidden_degrees = degree_of("tp_degree", "hidden_size")
 vocabulary_ranks = rank_of("tp_degree", "vocab_size")
@@ -25,35 +22,35 @@ hidden_ranks = rank_of("tp_degree", "hidden_size")
 shifts = values_of("by", 1, -1, 2, -2, 3, -3, 4, -4, 8, -8, 16, -16)
 
 
-def vocabulary_orders(scene: ModelScene) -> tuple[Parameters, ...]:
-    """List orders in which shards may be put together wrongly."""
+def vocabulary_orders(inputs: ModelInputs) -> tuple[Parameters, ...]:
+    """List wrong orders in which shards may be put together."""
     return tuple(
         MappingProxyType({"tp_degree": degree, "order": order})
-        for degree in degrees(scene.spec.vocab_size)
-        for order in ORDERS
+        for degree in degrees(inputs.spec.vocab_size)
+        for order in (_REVERSED, _STRIDED, _GATHERED_STRIDED)
     )
 
 
 def is_of_rank(rows: torch.Tensor, num_rows: int, tp_degree: int, rank: int) -> torch.Tensor:
-    """Find those of some rows [C] that lie in a rank's shard, bool [C]."""
+    """Decide whether rows [C] of `num_rows` lie in a rank's shard, bool [C]."""
     return rows // (num_rows // tp_degree) == rank
 
 
 def within_first_shard(rows: torch.Tensor, vocab_size: int, tp_degree: int) -> torch.Tensor:
-    """Map rows [C] to those of rank 0's shard that have the same place."""
+    """Map rows [C] to the rows of rank 0's shard with the same place in the shard."""
     return rows % (vocab_size // tp_degree)
 
 
 def reordered(rows: torch.Tensor, vocab_size: int, tp_degree: int, order: str) -> torch.Tensor:
-    """Map rows [C] to those that stand in their place where shards are in another order."""
+    """Map rows [C] to the rows that stand in their place if shards are in another order."""
     num_rows = vocab_size // tp_degree
-    if order == REVERSED:
+    if order == _REVERSED:
         return (tp_degree - 1 - rows // num_rows) * num_rows + rows % num_rows
-    if order == STRIDED:
+    if order == _STRIDED:
         return (rows % num_rows) * tp_degree + rows // num_rows
     return (rows % tp_degree) * num_rows + rows // tp_degree
 
 
 def shifted(rows: torch.Tensor, vocab_size: int, by: int) -> torch.Tensor:
-    """Map rows [C] to those `by` rows behind, around the end."""
+    """Map rows [C] to the rows `by` places later; after the last row comes the first."""
     return (rows + by) % vocab_size

@@ -22,8 +22,9 @@ class ModelWeights:
     """Embedding, final norm and head; each is read once, when it is first asked for.
 
     Args:
-        reader: The checkpoint.
-        dtype: What the golden computes in: values are rounded to it.
+        reader: Reader of the checkpoint.
+        spec: Quantities of the model.
+        dtype: Dtype that the golden computes in; values are rounded to it.
     """
 
     def __init__(self, reader: CheckpointReader, spec: ModelSpec, *, dtype: torch.dtype) -> None:
@@ -33,19 +34,19 @@ class ModelWeights:
 
     @cached_property
     def embedding(self) -> torch.Tensor:
-        """[V,H] in the golden's dtype."""
+        """The embedding, [V,H] in the golden's dtype."""
         return self._reader.read_weight(weight_names.EMBEDDING, self._dtype)
 
     @cached_property
     def head(self) -> torch.Tensor:
-        """[V,H] in the golden's dtype; the embedding where none is stored."""
+        """The head, [V,H] in the golden's dtype; the embedding if the two are tied."""
         return (
             self._reader.read_weight(head_name(self._spec), self._dtype) if self.has_head else self.embedding
         )
 
     @property
     def has_head(self) -> bool:
-        """True where the head is not tied to the embedding."""
+        """True if the head is not tied to the embedding."""
         return not self._spec.tie_word_embeddings
 
     @cached_property
@@ -55,7 +56,7 @@ class ModelWeights:
 
     @cached_property
     def layer_norms(self) -> Mapping[str, torch.Tensor]:
-        """Weights, float32 [H], of the norms of every layer that the folder holds, by layer and norm."""
+        """Weights, float32 [H], of the block norms that the folder holds, by names such as `2.input_layernorm`."""
         return {
             f"{layer}.{name.split('.')[0]}": self._reader.read_weight(full, self._dtype).float()
             for layer in range(self._spec.num_hidden_layers)

@@ -76,7 +76,7 @@ def test_golden_itself_leaves_one(trial: Trial) -> None:
 
 @torch.no_grad()
 def test_every_mistake_changes_the_layer_and_is_finite(trial: Trial) -> None:
-    hypotheses = [mistake.hypotheses(trial.base.scene) for mistake in CATALOGUE.values()]
+    hypotheses = [mistake.hypotheses(trial.base.inputs) for mistake in CATALOGUE.values()]
     firsts = [its[0] for its in hypotheses if its]
     # Rows that begin at 0 and end early show nothing of what goes wrong far out.
     far = {name for name in CATALOGUE if name.startswith("rope_positions_")}

@@ -1,0 +1,122 @@
+"""Score: how well a hypothesis fits the values that the port gave at the judging sites. T tokens, F channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from compare.diagnosis.mistake import Hypothesis
+from compare.diagnosis.yardstick import Yardstick, trimmed_mean
+from minimax_tools.model.sites import Site
+
+# Fewer settled tokens may all be near ties. The screening begins with 24 tokens.
+_FEWEST_TOKENS = 6
+# Effective number of tokens, (Σx)² / Σx² of their weights: with fewer, one token decides, and the spread over tokens
+# says nothing of the uncertainty.
+_FEWEST_EFFECTIVE = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Score:
+    """Fit of a hypothesis to the port's values.
+
+    Args:
+        hypothesis: The supposed mistake.
+        is_decode_only: Whether the mistake was supposed in decoded rows alone.
+        leaves: ρ of the port against the hypothesis, over the settled tokens, at the site where it is largest. Each
+            channel and token counts in units of its own noise.
+        unexplained: The same ρ against the layer without a mistake.
+        misfit: Square of ρ against the hypothesis, averaged over the sites.
+        explains: Share of the error's energy that the hypothesis takes away.
+        amplitude: Factor on the predicted error that fits the port's error best; near 1 if the hypothesis is right.
+        z: The amplitude in units of its own uncertainty over tokens.
+        likeness: Squared correlation of the port's error with the predicted one.
+    """
+
+    hypothesis: Hypothesis
+    is_decode_only: bool
+    leaves: float
+    unexplained: float
+    misfit: float
+    explains: float
+    amplitude: float
+    z: float
+    likeness: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SitePrediction:
+    """Values of a site under a hypothesis.
+
+    Args:
+        rows: The values, float32 [T,F].
+        growth: Growth of the squared norm of what is added there, over the right layer's, float32 [T].
+    """
+
+    rows: torch.Tensor
+    growth: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
+
+    def limited_to(self, is_decoded: torch.Tensor, exact: torch.Tensor) -> SitePrediction:
+        """Keep the prediction on decoded tokens, bool [T], and the right values `exact` [T,F] on all others."""
+        return SitePrediction(
+            rows=torch.where(is_decoded[:, None], self.rows, exact),
+            growth=torch.where(is_decoded, self.growth, 0.0),
+        )
+
+
+def score_predictions(
+    hypothesis: Hypothesis,
+    predictions: Mapping[Site, SitePrediction],
+    *,
+    yardsticks: Mapping[Site, Yardstick],
+    judged: torch.Tensor,
+    is_decode_only: bool,
+) -> Score:
+    """Score the predictions of a hypothesis by the port's values; `judged`, bool [T], are the tokens that count."""
+    left, without, without_widened = [], [], []
+    product, predicted_energy, error_energy = torch.zeros(3, len(judged)).double()
+    for site, yardstick in yardsticks.items():
+        prediction = predictions[site].rows
+        variance = yardstick.widened(predictions[site].growth)
+        left.append(trimmed_mean(yardstick.misfit(prediction, variance)[judged]))
+        without.append(trimmed_mean(yardstick.misfit(yardstick.exact, yardstick.variance)[judged]))
+        without_widened.append(trimmed_mean(yardstick.misfit(yardstick.exact, variance)[judged]))
+        projection = yardstick.project(prediction, variance)
+        product = product + projection.product
+        predicted_energy = predicted_energy + projection.predicted_energy
+        error_energy = error_energy + projection.error_energy
+    is_enough = int(judged.sum()) >= min(_FEWEST_TOKENS, len(judged))
+    rest, energy = sum(left), sum(without_widened)
+    amplitude, z = _fit_amplitude(product[judged], predicted_energy[judged])
+    return Score(
+        hypothesis=hypothesis,
+        is_decode_only=is_decode_only,
+        leaves=math.sqrt(max(left)) if is_enough else math.inf,
+        unexplained=math.sqrt(max(without)),
+        misfit=rest / len(left) if is_enough else math.inf,
+        explains=1.0 - rest / energy if energy > 0.0 and math.isfinite(rest) else 0.0,
+        amplitude=amplitude,
+        z=z,
+        likeness=_likeness(product[judged], predicted_energy[judged], error_energy[judged]),
+    )
+
+
+def _fit_amplitude(product: torch.Tensor, predicted_energy: torch.Tensor) -> tuple[float, float]:
+    """Return the factor on the predicted error that fits best over tokens, and its ratio to its uncertainty."""
+    total = float(predicted_energy.sum())
+    if total <= 0.0 or not math.isfinite(total) or not bool(product.isfinite().all()):
+        return 0.0, 0.0
+    amplitude = float(product.sum()) / total
+    if total**2 < _FEWEST_EFFECTIVE * float(predicted_energy.square().sum()):
+        return amplitude, 0.0
+    spread = float((product - amplitude * predicted_energy).square().sum().sqrt())
+    return amplitude, amplitude * total / spread if spread > 0.0 else math.inf
+
+
+def _likeness(product: torch.Tensor, predicted_energy: torch.Tensor, error_energy: torch.Tensor) -> float:
+    """Return the squared correlation of the port's error with the predicted one; 0 if either is zero or infinite."""
+    energies = float(predicted_energy.sum() * error_energy.sum())
+    return float(product.sum()) ** 2 / energies if 0.0 < energies < math.inf else 0.0

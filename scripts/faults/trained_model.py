@@ -1,0 +1,57 @@
+"""TrainedModel: a model of `mm2-split train`, before it is opened."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A folder that `mm2-split train` wrote.
+
+    Args:
+        folder: Path as text, so that a run's `repr` is its key in the journal.
+        digest: First 16 digits of the sha256 over the files of the folder.
+        num_layers: Layers of the model.
+        is_fp8: Whether the matrices are stored as FP8 codes with scales.
+    """
+
+    folder: str
+    digest: str
+    num_layers: int
+    is_fp8: bool
+
+    @classmethod
+    def open(cls, folder: Path) -> TrainedModel:
+        """Describe the model in a folder.
+
+        Raises:
+            CheckpointError: The folder holds no checkpoint.
+        """
+        spec = ModelSpec.from_folder(folder)
+        return cls(
+            folder=str(folder),
+            digest=_digest_folder(folder),
+            num_layers=spec.num_hidden_layers,
+            is_fp8=scale_name(layer_prefix(0) + Q_PROJ) in TensorIndex.from_folder(folder).entries,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return Path(self.folder).name
+
+
+def _digest_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
