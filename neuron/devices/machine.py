@@ -26,7 +26,7 @@ class _Family:
     has_native: bool
 
 
-# Trn2 and Trn3 with their default of two physical cores to a logical one (LNC 2).
+# Trn2 and Trn3 with their default of two physical cores in one logical core (LNC 2).
 _FAMILIES: Mapping[str, _Family] = MappingProxyType(
     {
         "trn1": _Family(cores_per_device=2, hbm_bytes=16 * _GIB, has_native=False),
@@ -37,9 +37,8 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
         "trn3": _Family(cores_per_device=None, hbm_bytes=36 * _GIB, has_native=True),
     }
 )
-_LNC = "NEURON_LOGICAL_NC_CONFIG"
-# Two physical cores to a logical one.
-_USUAL_LNC = "2"
+# Variable with the number of physical cores in one logical core, and its default.
+_LNC_VARIABLE, _DEFAULT_LNC = "NEURON_LOGICAL_NC_CONFIG", "2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +55,7 @@ class Machine:
 
     @classmethod
     def current(cls, *, root: Path = Path("/")) -> Machine:
-        """Read the machine from the system's files.
-
-        Args:
-            root: The folder of `dev` and `sys`.
-        """
+        """Read the machine from the system's files, below `root`."""
         # On Nitro instances the product is the instance type; elsewhere it is a mainboard's or a hypervisor's name.
         try:
             product = (root / "sys/devices/virtual/dmi/id/product_name").read_text(encoding="utf-8").strip()
@@ -86,16 +81,19 @@ class Machine:
         if self.family is None:
             return None
         cores = _FAMILIES[self.family].cores_per_device
-        return None if cores is None or self._has_other_lnc else cores * self.num_devices
+        return None if cores is None or self._has_custom_lnc else cores * self.num_devices
 
     @property
     def hbm_bytes_per_core(self) -> int | None:
         """The memory of a logical core; None where unknown."""
-        if self.family is None or self._has_other_lnc:
+        if self.family is None or self._has_custom_lnc:
             return None
         return _FAMILIES[self.family].hbm_bytes
 
     @property
-    def _has_other_lnc(self) -> bool:
+    def _has_custom_lnc(self) -> bool:
+        """True if logical cores differ from those in the table of families."""
         assert self.family is not None, "asked of a known family"
-        return _FAMILIES[self.family].has_native and os.environ.get(_LNC, _USUAL_LNC) != _USUAL_LNC
+        return (
+            _FAMILIES[self.family].has_native and os.environ.get(_LNC_VARIABLE, _DEFAULT_LNC) != _DEFAULT_LNC
+        )

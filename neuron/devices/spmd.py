@@ -1,7 +1,8 @@
 """Spmd: one process that computes on several XLA devices.
 
-The weights are marked with their division, and XLA inserts the collectives. XLA on the CPU shares a layer this way,
-because its collectives between processes are wrong. The code of the layer stays that of a whole layer.
+SPMD stands for single program, multiple data. Each weight is marked with the way it is divided, and XLA inserts the
+collectives; the layer's code stays that of a whole layer. XLA on the CPU shares a layer this way, because its
+collectives between processes are wrong.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spmd:
-    """The devices of this process, as a mesh of expert groups by devices in each.
+    """The devices of this process, as a mesh: rows are groups of experts, columns the devices in each group.
 
     Args:
-        sharing: The parts that a layer is divided into, one for each device.
+        sharing: The division of a layer, each device standing for one rank.
     """
 
     sharing: Ranks
@@ -70,7 +71,7 @@ class Spmd:
 
 
 def open_spmd(sharing: Ranks) -> Spmd:
-    """Make XLA on the CPU show as many devices as there are parts. To be called before torch_xla is used.
+    """Make XLA on the CPU show one device for each rank of `sharing`. To be called before torch_xla is used.
 
     Raises:
         BackendError: XLA shows another number of devices.
