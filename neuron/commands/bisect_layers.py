@@ -141,7 +141,7 @@ def bisect_command(
             reader=reader,
             directory=directory,
             is_anew=is_anew,
-            watch=lambda part: LayerProgress(len(part), label=f"Probe of {part}"),
+            open_progress=lambda part: LayerProgress(len(part), label=f"Probe of {part}"),
         )
     if as_json:
         record = bisection_record(bisection)

@@ -17,11 +17,13 @@ from neuron.runs.layer_run import LayerInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssembly:
-    """A pass of a layer that ranks share. All ranks make the same calls in the same order.
+    """A pass of a layer that ranks share: each rank holds a piece of every tensor.
+
+    All ranks make the same calls in the same order. On a single rank, the piece is the whole tensor.
 
     Args:
-        exposure: The sites that the port exposes, and how their pieces make up the whole.
-        batch_shape: B and S.
+        exposure: The sites that the port exposes, and how each site's pieces make up the whole.
+        batch_shape: Batch size, and rows of this pass.
         what: Target and layer, for errors.
     """
 
@@ -54,19 +56,19 @@ class RankAssembly:
         """Join the ranks' pieces of a site.
 
         Args:
-            site: The site.
-            piece: This rank's piece; None where nothing was recorded.
-            name: Name of the tensor, where it is not the site.
+            site: The site whose layout over ranks the tensor has.
+            piece: This rank's piece; None if nothing was recorded.
+            name: Name of the tensor in errors, if it is not the site.
 
         Returns:
-            The whole tensor on the lead. None on other ranks, where no rank shows the site, and where its division
-            is unknown.
+            The whole tensor on the lead. None on other ranks, if no rank shows the site, and if its layout is unknown.
 
         Raises:
             TargetError: The pieces do not make up a tensor.
         """
+        # Empty on ranks other than the lead.
         pieces = self.runtime.messages.gather(piece)
-        missing = [rank for rank, found in enumerate(pieces) if found is None]
+        missing = [rank for rank, rank_piece in enumerate(pieces) if rank_piece is None]
         if len(missing) == len(pieces):
             return None
         what = f"{self.what}, {name or site}"
@@ -85,10 +87,9 @@ class RankAssembly:
         Raises:
             TargetError: The pieces do not make up a tensor.
         """
-        keys, values = (
-            self.join(Site.K_ROPE, tensor.to("cpu"), name=name)
-            for name, tensor in zip(("keys of the past", "values of the past"), key_values, strict=True)
-        )
+        keys = self.join(Site.K_ROPE, key_values[0].to("cpu"), name="keys of the past")
+        # Values are divided among the ranks as keys are.
+        values = self.join(Site.K_ROPE, key_values[1].to("cpu"), name="values of the past")
         return None if keys is None or values is None else (keys, values)
 
     def accepts(self, site: Site, tensor: torch.Tensor) -> bool:
