@@ -54,7 +54,7 @@ def check_command(
 ) -> None:
     """Report what this machine is, what changes numbers on it, and whether a layer fits.
 
-    Without --model, the layer is one of MiniMax-M2's. Exits with 3 where no run can work.
+    Without --model, the layer is one of MiniMax-M2's. Exits with 3 if no run can work.
     """
     spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
     profile = None if profile_of is None else RunProfile.read(profile_of)

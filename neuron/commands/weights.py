@@ -67,17 +67,17 @@ from neuron.weight_trace.traced_port import SharedPort, TracedPort
 def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
     """Trace where every element of a layer's weights lands in a port, and name what is wrong with it.
 
-    The port's conversion and strict loading get generated tensors whose values encode their own position. So a weight
-    that is missing, duplicated, swapped, transposed, out of order, scaled, computed or rounded shows.
+    The port's conversion and strict loading get generated tensors whose values encode their own position. They show
+    each weight that is missing, duplicated, swapped, transposed, out of order, scaled, computed or rounded.
 
     Only the port's forward decides which layout is right. So the port is run once on generated weights, in float32 on
-    the CPU, beside the reference layer. Where the outputs differ, the repair that makes them agree names the mistake.
+    the CPU, beside the reference layer. If the outputs differ, the repair that makes them agree names the mistake.
 
     Large models are traced at a smaller size. With --full-size, as many experts are traced element by element as fit in
     --memory-budget (default: the machine's free memory), and the report names them. The values of all experts are
     compared once the checkpoint's layer is loaded.
 
-    Exits with 1 where weights are wrong.
+    Exits with 1 if weights are wrong.
     """
     spec = ModelSpec.from_folder(resolve_config(options["model"]))
     layer: int = options["layer"]
