@@ -57,12 +57,7 @@ class Level(TextEnum):
 
 @dataclass(frozen=True, slots=True)
 class MachineFinding:
-    """A finding about the machine.
-
-    Args:
-        subject: Its subject, in a word or two.
-        next_step: The next step for the user; empty if there is none.
-    """
+    """A finding about a subject, which is named in a word or two; `next_step` is empty if the user need not act."""
 
     level: Level
     subject: str
@@ -83,14 +78,13 @@ def _is_on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false")
 
 
+_ROUNDS_TO_BF16 = _Setting(
+    _is_on, Level.WARN, "rounds float32 to BF16, the router's too, and stochastically", "Unset it."
+)
 _SETTINGS: Mapping[str, _Setting] = MappingProxyType(
     {
-        "XLA_USE_BF16": _Setting(
-            _is_on, Level.WARN, "rounds float32 to BF16, the router's too, and stochastically", "Unset it."
-        ),
-        "XLA_DOWNCAST_BF16": _Setting(
-            _is_on, Level.WARN, "rounds float32 to BF16, the router's too, and stochastically", "Unset it."
-        ),
+        "XLA_USE_BF16": _ROUNDS_TO_BF16,
+        "XLA_DOWNCAST_BF16": _ROUNDS_TO_BF16,
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": _Setting(
             _is_on, Level.WARN, "rounds at random: two runs differ, and both from the golden", "Set it to 0."
         ),
@@ -127,13 +121,8 @@ def check_machine(
 ) -> tuple[MachineFinding, ...]:
     """Return findings about this machine.
 
-    Args:
-        spec: The model to run.
-        seq_lens: Sequence lengths in tokens. For each, the memory that mm2's own layer takes is checked.
-        backend: Name of a backend, or `auto`.
-        dtype: Dtype of weights and activations.
-        profile: Profile of a run on this machine, to estimate the time of each length; None for no estimate.
-        root: Folder of `dev`, `sys` and `var`.
+    For each of `seq_lens`, in tokens, the memory that mm2's own layer takes is checked. `backend` may be `auto`. From a
+    `profile` of a run on this machine, the time of each length is estimated. `root` holds `dev`, `sys` and `var`.
 
     Raises:
         CaptureError: The profile is of another model, dtype or backend, of several ranks, or of a run that decodes.
@@ -341,9 +330,11 @@ def _check_host_memory(footprint: DeviceFootprint, free_bytes: int) -> MachineFi
 
 
 def _fit_finding(subject: str, found: str, next_step: str, *, fits: bool) -> MachineFinding:
-    if fits:
-        return MachineFinding(Level.OK, subject, found)
-    return MachineFinding(Level.FAIL, subject, found, next_step)
+    return (
+        MachineFinding(Level.OK, subject, found)
+        if fits
+        else MachineFinding(Level.FAIL, subject, found, next_step)
+    )
 
 
 def _estimate_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> MachineFinding:

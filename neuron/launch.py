@@ -36,11 +36,7 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankProcess:
-    """A rank that was started.
-
-    Args:
-        record: The status that the process writes.
-    """
+    """A rank that was started, and the record of its status."""
 
     process: subprocess.Popen[bytes]
     record: StatusRecord
@@ -70,15 +66,9 @@ class _RankProcess:
 def launch_ranks(
     num_ranks: int, arguments: Sequence[str], *, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Run `python -m neuron ARGUMENTS` as several ranks, and wait for them.
+    """Run `python -m neuron ARGUMENTS` as several ranks, wait for them, and return the exit code of rank 0.
 
-    Args:
-        num_ranks: Number of ranks.
-        arguments: Arguments of the command, without its name.
-        environment: Environment of the ranks, to which their own variables are added.
-
-    Returns:
-        The exit code of rank 0.
+    The ranks get `environment`, and variables that tell each its rank.
 
     Raises:
         RankFailedError: A rank died, or a layer took it too long, and rank 0 could not report it.

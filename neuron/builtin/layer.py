@@ -201,11 +201,7 @@ class DeviceLayer(nn.Module):
     """The builtin target, built as `DeviceLayer(config, layer_idx)` and reused for every layer.
 
     On a lazy device a forward pass runs as three graphs: attention and router, one expert chunk (run once per chunk),
-    and the residual addition.
-
-    Args:
-        layer_idx: Number of the layer; it changes nothing.
-        chunk_size_bytes: Largest size of the weights of one chunk of experts.
+    and the residual addition. A chunk has at most `chunk_size_bytes` of weights. `layer_idx` changes nothing.
     """
 
     reuse = True

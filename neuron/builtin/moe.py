@@ -90,11 +90,7 @@ class ExpertChunk(nn.Module):
 
 
 class DeviceMoe(nn.Module):
-    """Router and experts; on a lazy device each chunk runs as a separate graph.
-
-    Args:
-        chunk_size_bytes: Largest size of the weights of one chunk of experts.
-    """
+    """Router and experts, in chunks of at most `chunk_size_bytes` of weights; on a lazy device each is one graph."""
 
     def __init__(self, config: Any, *, chunk_size_bytes: int) -> None:
         super().__init__()

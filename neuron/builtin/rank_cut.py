@@ -31,13 +31,7 @@ class IndexRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCut:
-    """A rank's part of a tensor.
-
-    Args:
-        dim: The dim along which the tensor is cut: 0 for rows, 1 for columns.
-        size: Size of the part along that dim.
-        runs: The runs that it is made of.
-    """
+    """A rank's part of a tensor: `size` indices along `dim`, 0 for rows and 1 for columns, filled by `runs`."""
 
     dim: int
     size: int

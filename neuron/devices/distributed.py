@@ -61,11 +61,7 @@ def process_group(
 ) -> Iterator[None]:
     """Open the process group of these ranks for the block.
 
-    Args:
-        backend: The backend that computes.
-        ranks: This rank, and the number of ranks in the group.
-        store: The store that all ranks reach; None for a single rank.
-        patience: Longest wait for the other ranks in a collective call.
+    Several ranks need the store that all of them reach; `patience` is the longest wait for them in a collective call.
 
     Raises:
         BackendError: A group is open already, cannot be opened, or has another size.

@@ -102,13 +102,7 @@ def read_ranks(
     reduce_dtype: torch.dtype,
     environment: Mapping[str, str] = os.environ,
 ) -> Ranks:
-    """Read the ranks from the options and torchrun's variables.
-
-    Args:
-        tp_degree: Number of ranks that share a layer; None for all that were launched.
-        ep_degree: Number of groups that the experts are divided among.
-        reduce_dtype: Dtype in which partial sums are added up.
-        environment: The environment variables, torchrun's among them.
+    """Read the ranks from the options and torchrun's variables; None for `tp_degree` takes all that were launched.
 
     Raises:
         UsageError: The number of ranks launched is not --tp-degree, or they do not divide into the groups.

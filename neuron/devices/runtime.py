@@ -26,12 +26,7 @@ from neuron.devices.spmd import Spmd, open_spmd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCounts:
-    """Counts of graphs compiled and of fallbacks to the CPU; zero off XLA.
-
-    Args:
-        fallbacks: Runs on the CPU, by operation.
-        seconds: Time that compiling took.
-    """
+    """Counts of graphs compiled, of fallbacks to the CPU by operation, and of seconds of compiling; zero off XLA."""
 
     compiles: int
     fallbacks: Mapping[str, int]

@@ -31,8 +31,7 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 class Spmd:
     """The devices of this process, as a mesh: rows are groups of experts, columns the devices in each group.
 
-    Args:
-        sharing: The division of a layer, each device standing for one rank.
+    `sharing` divides a layer as among ranks; each device stands for one rank.
     """
 
     sharing: Ranks
@@ -44,11 +43,7 @@ class Spmd:
     def shard(self, module: nn.Module, *, what: str) -> None:
         """Mark the division of a loaded module's weights by its `shardings`: the axes of each weight, by name.
 
-        Without the attribute, the module stays whole on every device, and a warning is logged.
-
-        Args:
-            module: The module, on the device.
-            what: The module in words.
+        Without the attribute, the module stays whole on every device, and a warning names it by `what`.
         """
         shardings: Mapping[str, Axes] | None = getattr(module, "shardings", None)
         if shardings is None:

@@ -33,6 +33,7 @@ class Staged:
     filling: Filling
 
 
+# A weight's values, or a way to get them.
 Weight = torch.Tensor | Deferred | Gathered | Staged
 Convert = TypeVar("Convert", bound=Callable[..., object])
 
@@ -49,11 +50,7 @@ def reads_in_place(convert: Callable[..., object]) -> bool:
 
 
 class WeightLoader:
-    """Loads weights onto one device.
-
-    Args:
-        wait: Waits until everything sent to the device has arrived.
-    """
+    """A loader of weights onto one device. `wait` returns when everything sent to the device has arrived."""
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:
         self._device = device
@@ -66,13 +63,8 @@ class WeightLoader:
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
 
-        Each weight is cast to the dtype of its parameter or buffer; nothing else is cast.
-
-        Args:
-            module: On the CPU or already on the device.
-            weights: Weights by the module's names. Each is removed when it is loaded, so that its memory can be
-                freed.
-            what: The module in words, for errors.
+        Each weight is cast to the dtype of its parameter or buffer; nothing else is cast. `weights` holds them by the
+        module's names. Each is removed when it is loaded, to free its memory. `what` names the module in errors.
 
         Raises:
             TargetError: Names are missing or unexpected, or shapes differ: all are listed. Or a weight cannot be
@@ -90,11 +82,8 @@ class WeightLoader:
     def begin(self, module: nn.Module, weights: dict[str, Weight]) -> None:
         """Begin to read the weights of a later `load`, while the device computes with the present ones.
 
-        Do nothing on the CPU, where they have no other memory, and for weights that do not fit: `load` reports those.
-
-        Args:
-            module: The module that `load` will fill; it is not changed.
-            weights: Weights by the module's names. Each that is being read is replaced by its `Staged` form.
+        Each weight that is being read is replaced by its `Staged` form; the module is not changed. Do nothing on the
+        CPU, where weights have no memory but the module's, and if weights do not fit, which `load` reports.
         """
         parameters = module.state_dict(keep_vars=True)
         if self._device.type == "cpu" or _find_misfits(parameters, weights):
@@ -115,6 +104,7 @@ class WeightLoader:
     def _fill_in_place(
         self, module: nn.Module, parameters: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
+        """Fill the module's own memory: threads read weights that are gathered, this thread fills the others."""
         fillings: dict[str, Filling] = {}
         try:
             for name, parameter in parameters.items():

@@ -30,9 +30,7 @@ _TIMEOUT_STEP = f"Allow more with --layer-timeout SECONDS; 0 sets no limit. {_RE
 def describe_end(exit_code: int, status: Status) -> str:
     """Return the end of a process and its last activity: "it was ended by SIGSEGV (…) while running layer 3 of …".
 
-    Args:
-        exit_code: The process's exit code; the negative signal number if a signal ended it.
-        status: The process's last status.
+    `exit_code` is the negative signal number if a signal ended the process; `status` is the process's last.
     """
     if exit_code >= 0:
         return f"it ended with exit code {exit_code}, without a verdict, {_describe_moment(status)}"
@@ -50,10 +48,7 @@ def describe_timeout(status: Status) -> str:
 def end_error(exit_code: int, status: Status, stack: str) -> CannotRunError:
     """Return the error for a process that ended without an exit code of mm2.
 
-    Args:
-        exit_code: The process's exit code; the negative signal number if a signal ended it.
-        status: The process's last status.
-        stack: The process's Python stack; empty if faulthandler wrote none.
+    The arguments are those of `describe_end`, and the process's Python stack, empty if faulthandler wrote none.
     """
     error_class = TargetError if status.activity else CannotRunError
     next_step = _EXIT_STEP if exit_code >= 0 else _SIGNAL_STEP

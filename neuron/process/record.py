@@ -45,11 +45,9 @@ class Status:
     num_output_bytes: int = 0
 
     def is_overdue(self, now_s: float, *, resumed_s: float = 0.0) -> bool:
-        """Decide whether the time limit has passed.
+        """Decide whether the time limit has passed, by the monotonic clock.
 
-        Args:
-            now_s: The time of the monotonic clock.
-            resumed_s: Time at which the process continued after a suspension: earlier time does not count.
+        Time before `resumed_s`, when the process continued after a suspension, does not count.
         """
         if self.limit_s == 0 or self.limited_since_s is None or self.exit_code is not None:
             return False
@@ -57,11 +55,7 @@ class Status:
 
 
 class StatusRecord:
-    """Shared memory with a process's status, from `create` or `attach`.
-
-    Args:
-        descriptor: Descriptor of the memory file; the record owns it.
-    """
+    """Shared memory with a process's status, from `create` or `attach`. It owns the memory file's descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

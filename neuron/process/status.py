@@ -47,11 +47,9 @@ _writer: _StatusWriter | None = None
 
 @contextmanager
 def doing(activity: str, *, is_in_port: bool = True) -> Iterator[None]:
-    """Make the block the process's activity. Blocks may nest; the time limit counts from the outermost.
+    """Make the block the process's activity, as in "running layer 3 of target port.py:Layer".
 
-    Args:
-        activity: As in "running layer 3 of target port.py:Layer".
-        is_in_port: True if the block is code of the port.
+    Blocks may nest; the time limit counts from the outermost. `is_in_port` tells whether the block is the port's code.
     """
     writer = _writer
     if writer is None:
@@ -75,12 +73,8 @@ def limit_layers(timeout_s: float) -> None:
 def run_supervised(command: Callable[[], object], record: StatusRecord, *, parent: int) -> NoReturn:
     """Run a command as this process's only work, record its exit code, and exit with it.
 
-    A process that ends earlier leaves no exit code in the record.
-
-    Args:
-        command: The command; it ends by returning, or by SystemExit.
-        record: The record that the supervisor reads.
-        parent: Process number of the supervisor; this process is killed when the supervisor ends.
+    The command ends by returning, or by SystemExit. A process that ends earlier leaves no exit code in the record.
+    `parent` is the supervisor's process number: this process is killed when the supervisor ends.
     """
     global _writer
     _die_with(parent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Bisection, Chain, Probe
 from minimax_tools.text_enum import TextEnum
-from neuron.devices.runtime import CompileCounts, Runtime
+from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.golden_inputs import GoldenInputs, digest_sites
@@ -138,9 +138,7 @@ def bisect_layers(
         open_journal(directory, _describe(request, model, runtime), is_anew=is_anew) as journal,
         LayerExecutor(request, runtime=runtime, reader=reader) as executor,
     ):
-        prober = _Prober(
-            request, executor=executor, judge=judge, journal=journal, open_progress=open_progress
-        )
+        prober = _Prober(request, executor, judge, journal, open_progress)
         findings = tuple(_SEARCHES[request.extent](span, prober.probe))
     bisection = Bisection(
         span=span,
@@ -155,45 +153,39 @@ def bisect_layers(
     return bisection, CompileReport.of(prober.counts)
 
 
+@dataclass
 class _Prober:
     """A runner of a bisection's probes. A probe that the journal holds does not run again."""
 
-    def __init__(
-        self,
-        request: BisectRequest,
-        *,
-        executor: LayerExecutor,
-        judge: ChainJudge,
-        journal: Journal,
-        open_progress: OpenProgress,
-    ) -> None:
-        self._request = request
-        self._executor = executor
-        self._judge = judge
-        self._journal = journal
-        self._open_progress = open_progress
-        self.probes: list[Probe] = []
-        self.num_resumed = 0
+    request: BisectRequest
+    executor: LayerExecutor
+    judge: ChainJudge
+    journal: Journal
+    open_progress: OpenProgress
+    probes: list[Probe] = field(default_factory=list)
+    num_resumed: int = 0
+
+    def __post_init__(self) -> None:
         # Compile counts before the first layer that ran, and after each.
-        self.counts: list[CompileCounts] = [executor.runtime.count_compiles()]
+        self.counts = [self.executor.runtime.count_compiles()]
 
     def probe(self, span: Span) -> Probe:
         """Return the probe of `span`: its chains, up to the first that is wrong."""
-        probe = self._journal.find(span)
+        probe = self.journal.find(span)
         if probe is not None:
             self.num_resumed += 1
             logger.info("Probe %d: %s: done before.", len(self.probes) + 1, span)
         else:
             logger.info("Probe %d: %s.", len(self.probes) + 1, span)
             probe = self._run_probe(span)
-            self._journal.add(probe)
+            self.journal.add(probe)
         self.probes.append(probe)
         return probe
 
     def _run_probe(self, span: Span) -> Probe:
         chains: list[Chain] = []
-        with self._open_progress(span) as progress:
-            length = self._request.chain_length
+        with self.open_progress(span) as progress:
+            length = self.request.chain_length
             for start in range(span.start, span.stop, length):
                 stop = min(start + length, span.stop)
                 next_layer = stop if stop < span.stop else None
@@ -204,17 +196,17 @@ class _Prober:
         return Probe(span=span, chains=tuple(chains))
 
     def _run_and_judge(self, span: Span, *, next_layer: int | None, progress: Progress) -> Chain:
-        executor = self._executor
+        executor = self.executor
         num_bytes_shown = executor.reader.num_bytes_read
         last_output: torch.Tensor | None = None
-        for layer, output in run_chain(executor, self._request.golden, span, next_layer=next_layer):
+        for layer, output in run_chain(executor, self.request.golden, span, next_layer=next_layer):
             last_output = output
             self.counts.append(executor.runtime.count_compiles())
             num_bytes_read = executor.reader.num_bytes_read
             progress.advance(layer, num_bytes=num_bytes_read - num_bytes_shown)
             num_bytes_shown = num_bytes_read
         assert last_output is not None, "a span is never empty"
-        return self._judge.judge(span, last_output)
+        return self.judge.judge(span, last_output)
 
 
 def _refuse_missing_outputs(golden: Capture, span: Span) -> None:

@@ -46,13 +46,7 @@ class PortSetup:
     def provenance(
         self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]
     ) -> Provenance:
-        """Describe the port on this device: all that decides the numbers of a run.
-
-        Args:
-            runtime: The device, and the ranks that share a layer.
-            model: Fingerprint of the layers that run.
-            options: The run's options that change numbers, by name.
-        """
+        """Describe what decides the numbers of a run: the port, the device, the layers of `model`, and `options`."""
         return Provenance(
             model=model,
             model_source=self.model_source,

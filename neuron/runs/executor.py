@@ -19,7 +19,6 @@ from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.devices.runtime import Runtime
-from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
 from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
@@ -39,10 +38,7 @@ _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
 class Assignment:
     """The setup of a port, as the lead sends it to the other ranks before any request.
 
-    Args:
-        folder: The checkpoint.
-        target: The port, as the user named it.
-        budget_bytes: Limit of each rank's anonymous memory; None for no limit.
+    `target` is the port as the user named it; `budget_bytes` limits each rank's anonymous memory.
     """
 
     folder: Path
@@ -66,11 +62,7 @@ class LayerExecutor:
         self.reader = reader
         self.footprint = device_footprint(setup, runtime)
         self._resident = ResidentLayer(setup, runtime=runtime, reader=reader, footprint=self.footprint)
-
-    @property
-    def loader(self) -> WeightLoader:
-        """The loader that brings weights onto the device."""
-        return self._resident.loader
+        self.loader = self._resident.loader
 
     def __enter__(self) -> LayerExecutor:
         self._send(
@@ -136,9 +128,7 @@ class LayerExecutor:
         stopwatch.mark_loaded()
         exposure = self._find_exposure(module, request, what=what)
         batch_shape = (layer_input.batch_size, layer_input.num_rows)
-        assembly = RankAssembly(
-            runtime=self.runtime, exposure=exposure, spec=self.setup.spec, batch_shape=batch_shape, what=what
-        )
+        assembly = RankAssembly(runtime=self.runtime, exposure=exposure, batch_shape=batch_shape, what=what)
         border = {site: assembly.cut(site, tensor) for site, tensor in request.border.items()}
         taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in border}
         recorder = Recorder(module, taps, keep=copy_on_device, feeds=border)
@@ -152,7 +142,7 @@ class LayerExecutor:
         stopwatch.mark_computed()
         _require_reached(border, recorder, what=what)
         # All ranks join, in this order.
-        tensors = _join_sites(recorder, assembly, sites)
+        tensors = self._join_sites(recorder, assembly, sites)
         output = assembly.join(Site.OUTPUT, rank_output.to("cpu"))
         key_values = None if rank_key_values is None else assembly.join_past(rank_key_values)
         if output is None:
@@ -192,18 +182,17 @@ class LayerExecutor:
         with port_errors(f"{what} failed while it ran", activity=activity, next_step=next_step):
             return module(states, attention_mask, position_ids, **keywords)
 
-
-def _join_sites(
-    recorder: Recorder, assembly: RankAssembly, sites: tuple[Site, ...]
-) -> dict[Site, torch.Tensor]:
-    """Return the recorded tensors that fit their sites, joined over all ranks, on the CPU, in execution order."""
-    joined = {}
-    for site in sites:
-        piece = recorder.tensors.get(site)
-        tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
-        if tensor is not None and assembly.accepts(site, tensor):
-            joined[site] = tensor
-    return joined
+    def _join_sites(
+        self, recorder: Recorder, assembly: RankAssembly, sites: tuple[Site, ...]
+    ) -> dict[Site, torch.Tensor]:
+        """Return the recorded tensors that fit their sites, joined over all ranks, on the CPU, in execution order."""
+        tensors, spec = {}, self.setup.spec
+        for site in sites:
+            piece = recorder.tensors.get(site)
+            tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
+            if tensor is not None and assembly.exposure.accepts(site, tensor, spec, assembly.batch_shape):
+                tensors[site] = tensor
+        return tensors
 
 
 def _require_exposed(border: Mapping[Site, torch.Tensor], exposure: Exposure, *, what: str) -> None:

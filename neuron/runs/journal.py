@@ -42,14 +42,9 @@ class Journal:
             CaptureError: The disk is full, or cannot be written to.
         """
         self._probes[probe.span] = probe
-        self.write()
+        self._write()
 
-    def write(self) -> None:
-        """Write the file.
-
-        Raises:
-            CaptureError: The disk is full, or cannot be written to.
-        """
+    def _write(self) -> None:
         record = {
             "schema_version": _SCHEMA_VERSION,
             "description": encode(self._description),
@@ -74,7 +69,7 @@ def open_journal(directory: Path, description: Description, *, is_anew: bool) ->
         probes = () if is_anew else _read_probes(directory / JOURNAL_NAME, description)
         journal = Journal(directory, description, probes)
         # Before any probe runs: a disk that cannot be written to is reported at once.
-        journal.write()
+        journal._write()
         yield journal
 
 

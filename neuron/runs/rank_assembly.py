@@ -8,7 +8,6 @@ import torch
 
 from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import Site
-from minimax_tools.model.spec import ModelSpec
 from neuron.builtin.layer import KeyValues
 from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import Exposure
@@ -29,7 +28,6 @@ class RankAssembly:
 
     runtime: Runtime
     exposure: Exposure
-    spec: ModelSpec
     batch_shape: tuple[int, int]
     what: str
 
@@ -79,7 +77,7 @@ class RankAssembly:
                 found=f"none on {', '.join(f'rank {rank}' for rank in missing)}",
                 next_step="Every rank must call the same submodules.",
             )
-        return self.exposure.assemble(site, pieces, self.spec, self.batch_shape, what=what)
+        return self.exposure.assemble(site, pieces, self.batch_shape, what=what)
 
     def join_past(self, key_values: KeyValues) -> KeyValues | None:
         """Join keys and values of all heads, on the CPU; None on ranks other than the lead.
@@ -91,7 +89,3 @@ class RankAssembly:
         # Values are divided among the ranks as keys are.
         values = self.join(Site.K_ROPE, key_values[1].to("cpu"), name="values of the past")
         return None if keys is None or values is None else (keys, values)
-
-    def accepts(self, site: Site, tensor: torch.Tensor) -> bool:
-        """Decide whether a joined tensor can be the site's value, by its shape."""
-        return self.exposure.accepts(site, tensor, self.spec, self.batch_shape)

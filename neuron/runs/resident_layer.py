@@ -34,9 +34,7 @@ class ResidentLayer:
     def load(self, layer: int, *, next_layer: int | None) -> nn.Module:
         """Return the module with a layer's weights. The old module is freed before a new one is built.
 
-        Args:
-            layer: The layer to load.
-            next_layer: The layer that runs after it, to be read ahead; None for the last.
+        `next_layer`, which runs after it, is read ahead; None after the last.
 
         Raises:
             MemoryBudgetError: The layer would exceed the budget.

@@ -57,10 +57,7 @@ class RunProfile:
     def verify(self, *, spec_digest: str, dtype: str, backend: str | None) -> None:
         """Check that the profile can estimate other lengths for one rank of this model, dtype and backend.
 
-        Args:
-            spec_digest: Digest of the model's config.
-            dtype: Dtype of weights and activations.
-            backend: The backend that would compute; None where none can.
+        None for `backend` stands for no backend that works here, and fits any profile.
 
         Raises:
             CaptureError: The profile is of something else.

@@ -39,11 +39,7 @@ from neuron.runs.run_report import CaptureEffect, CompileReport, RunReport
 
 
 class DeviceRun:
-    """A run on a device, to be carried out once.
-
-    Args:
-        reader: Reads the checkpoint; the caller closes it.
-        progress: Shows every layer; None for no display.
+    """A run on a device, to be carried out once; `progress` shows every layer.
 
     Raises:
         IncomparableError: The golden is of another model or dtype, or lacks a value that the run needs.

@@ -14,10 +14,8 @@ from neuron.runs.layer_times import LayerTimes
 class LayerStopwatch:
     """A stopwatch that starts when it is made; `mark_loaded` and `mark_computed` come in this order, then `times`.
 
-    Args:
-        runtime: Counts the seconds of compiling.
-        reader: Counts the seconds of reading and converting, summed over its threads.
-        loader: Counts the seconds of sending weights to the device.
+    The runtime counts the seconds of compiling, the loader those of sending weights to the device, and the reader those
+    of reading and converting, summed over its threads.
     """
 
     def __init__(self, runtime: Runtime, reader: CheckpointReader, loader: WeightLoader) -> None:
