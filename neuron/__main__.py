@@ -1,6 +1,6 @@
-"""The console command `mm2-test` and `python -m neuron`: a supervisor, and the command in a child of it.
+"""The console command `mm2-test` and `python -m neuron`: a supervisor, which runs the command in a child process.
 
-torch is imported in the child alone.
+Only the child imports torch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def main() -> NoReturn:
     """Run this process's command line, and exit with the code of its verdict."""
     descriptor = os.environ.pop(RECORD_VARIABLE, None)
     if descriptor is not None:
-        # A rank that mm2 started: whoever started it supervises it.
+        # This process is a rank: `launch_ranks` started it, and supervises it by the record.
         run_supervised(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
     sys.exit(supervise(_run_command, sys.argv[1:]))
 
 
 def _run_command() -> None:
-    from neuron.cli import main as command
+    from neuron.cli import main as run_mm2_test
 
-    command(prog_name=_NAME)
+    run_mm2_test(prog_name=_NAME)
 
 
 if __name__ == "__main__":

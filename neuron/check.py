@@ -2,6 +2,7 @@
 
 | level | means |
 |---|---|
+| `ok` | as it should be |
 | `fail` | a run cannot work |
 | `warn` | a run works, but its numbers are not what they seem |
 | `note` | worth knowing |
@@ -38,9 +39,10 @@ from neuron.ports.targets import find_target
 from neuron.runs.footprint import DeviceFootprint
 from neuron.runs.run_profile import RunProfile
 
-# Largest tensor of the Neuron runtimes before SDK 2.28.
+# Largest tensor that Neuron runtimes before SDK 2.28 allow.
 _MAX_TENSOR_BYTES = 4 << 30
 _CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
+# The compiler's own default, below the root folder.
 _DEFAULT_CACHE = "var/tmp/neuron-compile-cache"
 
 
@@ -55,12 +57,7 @@ class Level(TextEnum):
 
 @dataclass(frozen=True, slots=True)
 class MachineFinding:
-    """A finding about the machine.
-
-    Args:
-        subject: Its subject, in a word or two.
-        next_step: The next step for the user; empty if there is none.
-    """
+    """A finding about a subject, which is named in a word or two; `next_step` is empty if the user need not act."""
 
     level: Level
     subject: str
@@ -69,9 +66,9 @@ class MachineFinding:
 
 
 class _Setting(NamedTuple):
-    """An environment variable's effect on numbers."""
+    """An environment variable's effect on numbers; `changes_numbers` decides whether a value has the effect."""
 
-    changes: Callable[[str], bool]
+    changes_numbers: Callable[[str], bool]
     level: Level
     effect: str
     next_step: str
@@ -81,14 +78,13 @@ def _is_on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false")
 
 
+_ROUNDS_TO_BF16 = _Setting(
+    _is_on, Level.WARN, "rounds float32 to BF16, the router's too, and stochastically", "Unset it."
+)
 _SETTINGS: Mapping[str, _Setting] = MappingProxyType(
     {
-        "XLA_USE_BF16": _Setting(
-            _is_on, Level.WARN, "rounds float32 to BF16, the router's too, and stochastically", "Unset it."
-        ),
-        "XLA_DOWNCAST_BF16": _Setting(
-            _is_on, Level.WARN, "rounds float32 to BF16, the router's too, and stochastically", "Unset it."
-        ),
+        "XLA_USE_BF16": _ROUNDS_TO_BF16,
+        "XLA_DOWNCAST_BF16": _ROUNDS_TO_BF16,
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": _Setting(
             _is_on, Level.WARN, "rounds at random: two runs differ, and both from the golden", "Set it to 0."
         ),
@@ -125,27 +121,22 @@ def check_machine(
 ) -> tuple[MachineFinding, ...]:
     """Return findings about this machine.
 
-    Args:
-        spec: The model to run.
-        seq_lens: Sequence lengths. For each, the memory that mm2's own layer takes is checked.
-        backend: As for `choose_backend`.
-        dtype: Dtype of weights and activations.
-        profile: Profile of a run on this machine, from which times of other lengths are estimated; None for none.
-        root: Folder of `dev`, `sys` and `var`.
+    For each of `seq_lens`, in tokens, the memory that mm2's own layer takes is checked. `backend` may be `auto`. From a
+    `profile` of a run on this machine, the time of each length is estimated. `root` holds `dev`, `sys` and `var`.
 
     Raises:
         CaptureError: The profile is of another model, dtype or backend, of several ranks, or of a run that decodes.
     """
     machine = Machine.current(root=root)
     findings = [*_check_devices(machine), *_check_versions()]
-    chosen, backends = _check_backends(machine, backend)
-    findings += backends
+    chosen, backend_findings = _check_backends(machine, backend)
+    findings += backend_findings
     findings += _check_environment(machine)
     if machine.num_devices:
         findings.append(_check_cache(root))
     findings += _check_device_memory(machine, spec, dtype)
     if chosen is not None:
-        free = available_bytes(root=root)
+        free_host_bytes = available_bytes(root=root)
         num_experts_at_once = find_target("builtin").num_experts_at_once(
             spec, dtype=dtype, is_lazy=chosen.is_lazy
         )
@@ -157,7 +148,7 @@ def check_machine(
                 backend=chosen,
                 num_experts_at_once=num_experts_at_once,
             )
-            findings.append(_check_host_memory(footprint, free))
+            findings.append(_check_host_memory(footprint, free_host_bytes))
             findings += _check_device_activations(machine, footprint)
     if profile is not None:
         profile.verify(
@@ -169,18 +160,18 @@ def check_machine(
     return tuple(findings)
 
 
-def worst(findings: Sequence[MachineFinding]) -> Level:
+def worst_level(findings: Sequence[MachineFinding]) -> Level:
     """Return the highest level among the findings."""
     return max((finding.level for finding in findings), key=tuple(Level).index, default=Level.OK)
 
 
 def _check_devices(machine: Machine) -> Iterator[MachineFinding]:
-    host = word_size(psutil.virtual_memory().total)
+    host_memory = word_size(psutil.virtual_memory().total)
     if machine.instance_type is None and not machine.num_devices:
         yield MachineFinding(
             Level.NOTE,
             "machine",
-            f"no Neuron device; {psutil.cpu_count()} cores, {host}",
+            f"no Neuron device; {psutil.cpu_count()} cores, {host_memory}",
             "--backend xla-cpu runs the same graphs as on Trainium, --backend cpu plain torch.",
         )
         return
@@ -196,7 +187,7 @@ def _check_devices(machine: Machine) -> Iterator[MachineFinding]:
     cores = "" if machine.num_cores is None else f", {machine.num_cores} cores"
     hbm = "" if machine.hbm_bytes_per_core is None else f" of {machine.hbm_bytes_per_core >> 30} GiB each"
     devices = f"{machine.num_devices} device{'s' if machine.num_devices > 1 else ''}"
-    yield MachineFinding(Level.OK, "machine", f"{name}: {devices}{cores}{hbm}; host {host}")
+    yield MachineFinding(Level.OK, "machine", f"{name}: {devices}{cores}{hbm}; host {host_memory}")
 
 
 def _check_versions() -> Iterator[MachineFinding]:
@@ -219,28 +210,26 @@ def _minor_version(version: str | None) -> str | None:
 
 def _check_backends(machine: Machine, backend: str) -> tuple[Backend | None, list[MachineFinding]]:
     """Return the backend that a run would take, and findings about it."""
-    findings: list[MachineFinding] = []
-    chosen: Backend | None = None
     try:
         chosen = choose_backend(backend)
-        findings.append(MachineFinding(Level.OK, "backend", f"{chosen}: {chosen.description}"))
     except (BackendError, MissingExtraError) as error:
         found = f"{error.what}: {error.found}" if error.found else error.what
-        findings.append(MachineFinding(Level.FAIL, "backend", found, error.next_step or ""))
-    if machine.num_devices and chosen is not None and not chosen.is_neuron:
+        return None, [MachineFinding(Level.FAIL, "backend", found, error.next_step or "")]
+    findings = [MachineFinding(Level.OK, "backend", f"{chosen}: {chosen.description}")]
+    if machine.num_devices and not chosen.is_neuron:
         wanted = Backend.NEURON if machine.has_native_backend else Backend.NEURON_XLA
         findings.append(_explain_unused_devices(wanted))
     return chosen, findings
 
 
 def _explain_unused_devices(backend: Backend) -> MachineFinding:
-    """Return the reason why a run would not compute on the machine's devices."""
+    """Return the reason why a run would not compute on the machine's devices, which `backend` drives."""
     try:
         choose_backend(str(backend))
-        why, next_step = "another backend was asked for", f"--backend {backend} computes on the devices."
+        reason, next_step = "another backend was asked for", f"--backend {backend} computes on the devices."
     except (BackendError, MissingExtraError) as error:
-        why, next_step = error.found or error.what, "Run in the Neuron SDK's virtual environment."
-    found = f"nothing would run on this machine's Neuron devices: {why}"
+        reason, next_step = error.found or error.what, "Run in the Neuron SDK's virtual environment."
+    found = f"nothing would run on this machine's Neuron devices: {reason}"
     return MachineFinding(Level.WARN, "backend", found, next_step)
 
 
@@ -249,7 +238,7 @@ def _check_environment(machine: Machine) -> Iterator[MachineFinding]:
     found_any = False
     for name, value in variables.items():
         setting = _SETTINGS.get(name)
-        if setting is not None and setting.changes(value):
+        if setting is not None and setting.changes_numbers(value):
             found_any = True
             found = f"{name}={value} {setting.effect}"
             yield MachineFinding(setting.level, "environment", found, setting.next_step)
@@ -264,11 +253,12 @@ def _check_environment(machine: Machine) -> Iterator[MachineFinding]:
 
 
 def _check_cache(root: Path) -> MachineFinding:
-    """Decide whether compiled graphs are kept after a run."""
+    """Check that compiled graphs are kept after a run."""
     url = os.environ.get(_CACHE_VARIABLE, "")
     if url.startswith("s3://"):
         return MachineFinding(Level.OK, "compile cache", f"{url}: not looked into")
     folder = Path(url.removeprefix("file://")) if url else root / _DEFAULT_CACHE
+    # The compiler creates the cache; until then the folder above decides.
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
         # Permissions alone do not tell: a file system may be read-only.
@@ -286,83 +276,89 @@ def _check_cache(root: Path) -> MachineFinding:
 
 
 def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) -> Iterator[MachineFinding]:
-    """Decide whether a layer fits in a core's memory, and its largest tensor in a runtime's limit."""
-    weights, head = layer_bytes(spec, dtype), vocabulary_bytes(spec, dtype)
-    hbm = machine.hbm_bytes_per_core
-    if hbm is not None:
+    """Check that a layer fits in a core's memory, and its largest tensor in a runtime's limit."""
+    weight_bytes, head_bytes = layer_bytes(spec, dtype), vocabulary_bytes(spec, dtype)
+    hbm_bytes = machine.hbm_bytes_per_core
+    if hbm_bytes is not None:
         yield _fit_finding(
             "device memory",
-            f"a layer takes {word_size(weights)}, the lm_head {word_size(head)}, of {word_size(hbm)} on a core",
+            f"a layer takes {word_size(weight_bytes)}, the lm_head {word_size(head_bytes)}, "
+            f"of {word_size(hbm_bytes)} on a core",
             "Share it among cores with --tp-degree, or take a smaller dtype.",
-            fits=max(weights, head) <= hbm,
+            fits=max(weight_bytes, head_bytes) <= hbm_bytes,
         )
-    gate_up = spec.num_local_experts * 2 * spec.intermediate_size * spec.hidden_size * dtype.itemsize
-    tensors = (math.prod(shape) * dtype.itemsize for shape in expected_layer_shapes(spec).values())
-    largest = max(gate_up, head, *tensors)
-    if largest > _MAX_TENSOR_BYTES:
+    # A port may hold gate and up of all experts in one tensor.
+    gate_up_bytes = spec.num_local_experts * 2 * spec.intermediate_size * spec.hidden_size * dtype.itemsize
+    tensor_bytes = (math.prod(shape) * dtype.itemsize for shape in expected_layer_shapes(spec).values())
+    largest_bytes = max(gate_up_bytes, head_bytes, *tensor_bytes)
+    if largest_bytes > _MAX_TENSOR_BYTES:
         yield MachineFinding(
             Level.NOTE,
             "tensor size",
-            f"gate and up of all experts in one tensor take {word_size(largest)}, over the 4 GiB that "
+            f"gate and up of all experts in one tensor take {word_size(largest_bytes)}, over the 4 GiB that "
             "runtimes before SDK 2.28 allow",
             "In a port, run experts in chunks, as mm2's own layer does, or share them with --tp-degree.",
         )
 
 
 def _check_device_activations(machine: Machine, footprint: DeviceFootprint) -> Iterator[MachineFinding]:
-    """Decide whether a core holds a layer and its activations for one row."""
-    hbm = machine.hbm_bytes_per_core
-    if hbm is None:
+    """Check that a core holds a layer and its activations for one row."""
+    hbm_bytes = machine.hbm_bytes_per_core
+    if hbm_bytes is None:
         return
     # The footprint on the CPU holds the whole layer, as a device does.
     on_device = replace(footprint, backend=Backend.CPU)
-    needed = on_device.layer_bytes + on_device.activation_bytes
+    needed_bytes = on_device.loaded_layer_bytes + on_device.activation_bytes
     yield _fit_finding(
         "device memory by length",
-        f"a layer and what it computes of {footprint.inputs.sequence_length} tokens take about "
-        f"{word_size(needed)}, of {word_size(hbm)} on a core",
+        f"a layer and its activations for {footprint.inputs.sequence_length} tokens take about "
+        f"{word_size(needed_bytes)}, of {word_size(hbm_bytes)} on a core",
         "Share the layer among more ranks with --tp-degree, or run shorter rows.",
-        fits=needed <= hbm,
+        fits=needed_bytes <= hbm_bytes,
     )
 
 
-def _check_host_memory(footprint: DeviceFootprint, free: int) -> MachineFinding:
-    needed = footprint.layer_bytes + footprint.activation_bytes
+def _check_host_memory(footprint: DeviceFootprint, free_bytes: int) -> MachineFinding:
+    needed_bytes = footprint.loaded_layer_bytes + footprint.activation_bytes
     return _fit_finding(
         "host memory",
-        f"a layer and {footprint.inputs.sequence_length} tokens take {word_size(needed)}, "
-        f"{word_size(free)} are free",
+        f"a layer and {footprint.inputs.sequence_length} tokens take {word_size(needed_bytes)}, "
+        f"{word_size(free_bytes)} are free",
         "Free memory, or run fewer or shorter rows.",
-        fits=needed <= free,
+        fits=needed_bytes <= free_bytes,
     )
 
 
 def _fit_finding(subject: str, found: str, next_step: str, *, fits: bool) -> MachineFinding:
-    if fits:
-        return MachineFinding(Level.OK, subject, found)
-    return MachineFinding(Level.FAIL, subject, found, next_step)
+    return (
+        MachineFinding(Level.OK, subject, found)
+        if fits
+        else MachineFinding(Level.FAIL, subject, found, next_step)
+    )
 
 
 def _estimate_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> MachineFinding:
     """Estimate the time of a row from a run: computing grows with the length, loading does not."""
-    measured = profile.batch_size * _layer_flops(spec, profile.sequence_length)
-    usual = profile.usual
-    run_s = usual.run_s * _layer_flops(spec, seq_len) / measured
-    copy_back_s = usual.copy_back_s * seq_len / (profile.batch_size * profile.sequence_length)
-    loading_s = usual.read_s + usual.regroup_s + usual.transfer_s
+    median = profile.median_times
+    profiled_flops = profile.batch_size * _row_flops(spec, profile.sequence_length)
+    run_s = median.run_s * _row_flops(spec, seq_len) / profiled_flops
+    copy_back_s = median.copy_back_s * seq_len / (profile.batch_size * profile.sequence_length)
+    loading_s = median.read_s + median.regroup_s + median.transfer_s
     layer_s = loading_s + run_s + copy_back_s
-    all_s = word_duration(layer_s * spec.num_hidden_layers)
+    model_time = word_duration(layer_s * spec.num_hidden_layers)
     return MachineFinding(
         Level.OK,
         "time",
         f"a row of {seq_len} tokens takes about {layer_s:.2f} s a layer ({loading_s:.2f} s to load, "
-        f"{run_s:.2f} s to run) and {all_s} for {spec.num_hidden_layers} layers on {profile.backend}, "
+        f"{run_s:.2f} s to run) and {model_time} for {spec.num_hidden_layers} layers on {profile.backend}, "
         "compiling aside",
     )
 
 
-def _layer_flops(spec: ModelSpec, seq_len: int) -> float:
-    """Return the operations for one row in one layer, where every expert computes every token."""
-    attention = 2 * spec.hidden_size * (2 * spec.query_width + 2 * spec.key_value_width)
-    experts = 6 * spec.num_local_experts * spec.hidden_size * spec.intermediate_size
-    return seq_len * (attention + experts + 4 * spec.query_width * seq_len)
+def _row_flops(spec: ModelSpec, seq_len: int) -> float:
+    """Return the operations for one row in one layer of mm2's own, in which every expert computes every token."""
+    # Per token, two operations for each multiply-add: of q, k, v and o; of gate, up and down; of scores and values.
+    projections = 2 * spec.hidden_size * (2 * spec.query_width + 2 * spec.key_value_width)
+    experts = 2 * 3 * spec.num_local_experts * spec.hidden_size * spec.intermediate_size
+    attention = 2 * 2 * spec.query_width * seq_len
+    return seq_len * (projections + experts + attention)

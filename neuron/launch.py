@@ -1,7 +1,7 @@
-"""The launch of the ranks of a run as child processes, which all end when one of them ends.
+"""The launch of a run's ranks as child processes. All are stopped once rank 0 has ended, or any rank has failed.
 
-Unlike torchrun, it ends with the exit code of rank 0, or of the rank that failed. A rank's exit code counts only where
-mm2 itself chose it: a port may end its process with any other.
+Unlike torchrun, `launch_ranks` returns the exit code of rank 0, or raises an error that names the rank that failed. A
+rank's exit code counts only if mm2 itself chose it: a port may end its process with any other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -26,27 +27,23 @@ from neuron.process.record import StatusRecord
 from neuron.process.status import RECORD_VARIABLE, discard_output
 
 _HOST = "127.0.0.1"
-# These end the ranks too, which are in sessions of their own.
+# Signals that stop this process. It passes them on, because the ranks run in sessions of their own.
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.05
-# How long rank 0 may take to report why the run ended, and the other ranks to end.
+# Longest wait for rank 0 to report why the run failed, and for the other ranks to exit after it.
 _GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
-    """A rank that was started.
-
-    Args:
-        record: The status that the process writes.
-    """
+class _RankProcess:
+    """A rank that was started, and the record of its status."""
 
     process: subprocess.Popen[bytes]
     record: StatusRecord
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code that mm2 chose in the rank; None before its end, and where something else ended it."""
+        """The exit code that mm2 chose in the rank; None while it runs, and if something else ended it."""
         return None if self.process.poll() is None else self.record.read().exit_code
 
     @property
@@ -54,30 +51,24 @@ class _Rank:
         """True if the rank runs outside the port's code, where it may wait for another rank."""
         return self.process.poll() is None and not self.record.read().is_in_port
 
-    def failure(self) -> str | None:
-        """Say why the rank failed; return None where it runs, or ended well."""
+    def describe_failure(self) -> str | None:
+        """Say why the rank failed; return None if it still runs, or succeeded."""
         # In this order: an ended process has written its last status.
-        ended = self.process.poll()
+        exit_code = self.process.poll()
         status = self.record.read()
-        if ended is None:
-            return describe_timeout(status) if status.overdue(time.monotonic()) else None
+        if exit_code is None:
+            return describe_timeout(status) if status.is_overdue(time.monotonic()) else None
         if status.exit_code is None:
-            return describe_end(ended, status)
+            return describe_end(exit_code, status)
         return f"it ended with exit code {status.exit_code}" if status.exit_code else None
 
 
 def launch_ranks(
     num_ranks: int, arguments: Sequence[str], *, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Run `python -m neuron ARGUMENTS` as several ranks, and wait for them.
+    """Run `python -m neuron ARGUMENTS` as several ranks, wait for them, and return the exit code of rank 0.
 
-    Args:
-        num_ranks: Number of ranks.
-        arguments: Arguments of the command, without its name.
-        environment: Environment of the ranks, to which their own variables are added.
-
-    Returns:
-        The exit code of rank 0.
+    The ranks get `environment`, and variables that tell each its rank.
 
     Raises:
         RankFailedError: A rank died, or a layer took it too long, and rank 0 could not report it.
@@ -86,33 +77,33 @@ def launch_ranks(
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         _HOST, 0, is_master=True, wait_for_workers=False
     )
-    before = {number: signal.signal(number, _interrupt) for number in _STOPPING}
-    ranks: list[_Rank] = []
+    old_handlers = {number: signal.signal(number, _interrupt) for number in _STOPPING}
+    ranks: list[_RankProcess] = []
     try:
-        for number in range(num_ranks):
-            ranks.append(_start(number, num_ranks, store.port, arguments, environment))
-        return _wait(ranks, attempt_store(store))
+        for rank in range(num_ranks):
+            ranks.append(_start(rank, num_ranks, store.port, arguments, environment))
+        return _supervise(ranks, attempt_store(store))
     except KeyboardInterrupt:
         if not ranks:
             raise
+        # Rank 0 reports the interrupt; the others are stopped below.
         ranks[0].process.send_signal(signal.SIGINT)
-        exit_code = ranks[0].exit_code if _has_ended(ranks[0].process, _GRACE_S) else None
+        _wait_for_exit(ranks[0])
+        exit_code = ranks[0].exit_code
         if exit_code is None:
             raise
         return exit_code
     finally:
-        _end([rank.process for rank in ranks])
-        for rank in ranks:
-            rank.record.close()
-        for number, handler in before.items():
+        _stop(ranks)
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 def _start(
     rank: int, num_ranks: int, port: int, arguments: Sequence[str], environment: Mapping[str, str]
-) -> _Rank:
+) -> _RankProcess:
     record = StatusRecord.create()
-    own = {
+    rank_variables = {
         RECORD_VARIABLE: record.descriptor,
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -130,63 +121,78 @@ def _start(
         env={
             "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks)),
             **environment,
-            **{name: str(value) for name, value in own.items()},
+            **{name: str(value) for name, value in rank_variables.items()},
         },
         stdin=subprocess.DEVNULL,
         # Only this process gets a Ctrl-C, and passes it to rank 0: otherwise each rank would report the others.
         start_new_session=True,
         pass_fds=(record.descriptor,),
     )
-    return _Rank(process=process, record=record)
+    return _RankProcess(process=process, record=record)
 
 
-def _wait(ranks: Sequence[_Rank], store: Any) -> int:
-    ended: set[int] = set()
+def _supervise(ranks: Sequence[_RankProcess], store: Any) -> int:
+    """Wait for rank 0 and return its exit code; raise RankFailedError if a rank fails and rank 0 does not report it."""
+    lead = ranks[0]
+    finished: set[int] = set()
     while True:
-        for number, rank in enumerate(ranks):
-            if number > 0 and number not in ended and rank.exit_code == 0:
-                ended.add(number)
-                record_end(store, number)
-        failures = {number: text for number, rank in enumerate(ranks) if (text := rank.failure())}
-        # All ranks of a layer wait for one that hangs, and are overdue with it.
-        failed = min(failures, key=lambda number: (ranks[number].is_waiting, number), default=None)
-        if failed:
-            # A rank other than 0 failed: rank 0 learns of it here, and reports it.
-            RankFailure(rank=failed, text=failures[failed]).record(store)
-            _has_ended(ranks[0].process, _GRACE_S)
-        exit_code = ranks[0].exit_code
+        _record_finished(ranks, finished, store)
+        failure = _find_failure(ranks)
+        if failure is not None and failure.rank > 0:
+            # Rank 0 finds the failure in the store, reports it and exits.
+            failure.record(store)
+            _wait_for_exit(lead)
+        exit_code = lead.exit_code
         if exit_code is not None:
             # Rank 0 has ended, so the exit codes of the other ranks no longer matter.
             for rank in ranks[1:]:
-                _has_ended(rank.process, _GRACE_S)
+                _wait_for_exit(rank)
             return exit_code
-        if failed is not None:
-            # Rank 0 may be about to report the same.
-            ranks[0].process.kill()
-            ranks[0].process.wait()
+        if failure is not None:
+            # Rank 0 may be about to report the same failure.
+            lead.process.kill()
+            lead.process.wait()
             discard_output()
-            cause = RankFailure(rank=failed, text=failures[failed]).record(store)
+            cause = failure.record(store)
             raise RankFailedError(f"rank {cause.rank}", cause.text, next_step=RESUME)
         time.sleep(_POLL_S)
 
 
-def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:
-    try:
-        process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def _record_finished(ranks: Sequence[_RankProcess], finished: set[int], store: Any) -> None:
+    """Record each rank after rank 0 that has succeeded, once; `finished` holds the ranks recorded so far."""
+    for number, rank in enumerate(ranks):
+        if number > 0 and number not in finished and rank.exit_code == 0:
+            finished.add(number)
+            record_end(store, number)
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes that still run."""
-    running = [process for process in ranks if process.poll() is None]
-    for process in running:
-        process.terminate()
-    for process in running:
-        if not _has_ended(process, _GRACE_S):
-            process.kill()
-            process.wait()
+def _find_failure(ranks: Sequence[_RankProcess]) -> RankFailure | None:
+    """Return the failure that caused all others; None if no rank has failed."""
+    failures = {number: text for number, rank in enumerate(ranks) if (text := rank.describe_failure())}
+    if not failures:
+        return None
+    # If a rank hangs in the port's code, the ranks that wait for it become overdue too.
+    first = min(failures, key=lambda number: (ranks[number].is_waiting, number))
+    return RankFailure(rank=first, text=failures[first])
+
+
+def _wait_for_exit(rank: _RankProcess) -> None:
+    """Wait until a rank's process has ended, or the grace period is over."""
+    with suppress(subprocess.TimeoutExpired):
+        rank.process.wait(_GRACE_S)
+
+
+def _stop(ranks: Sequence[_RankProcess]) -> None:
+    """Stop the ranks that still run, and free the records of all."""
+    running = [rank for rank in ranks if rank.process.poll() is None]
+    for rank in running:
+        rank.process.terminate()
+    for rank in running:
+        _wait_for_exit(rank)
+        rank.process.kill()
+        rank.process.wait()
+    for rank in ranks:
+        rank.record.close()
 
 
 def _interrupt(_: int, __: FrameType | None) -> NoReturn:

@@ -83,7 +83,7 @@ target_option = stack_options(
         help="Implementation to run: mm2's own layer, a port's class, nxdi: and a class on "
         "neuronx-distributed-inference, or a file of mm2-test trace. Its code is executed.",
     ),
-    # A port may never end.
+    # A port may hang.
     click.option(
         "--layer-timeout",
         type=click.FloatRange(min=0),
@@ -98,12 +98,12 @@ target_option = stack_options(
 prefetch_option = click.option(
     "--prefetch/--no-prefetch",
     default=None,
-    help="Read the next layer from the disk while one runs. Default: on where memory holds both.",
+    help="Read the next layer from the disk while one runs. Default: on if memory holds both.",
 )
 
 
 def _device_options(*further: Decorator) -> Decorator:
-    # Whatever groups options comes after `rank_options`: rank 0 alone reads them, and tells of an error.
+    # Options that are parsed into groups come after `rank_options`: only rank 0 parses them, so an error shows once.
     return stack_options(
         model_option,
         click.option(
@@ -153,14 +153,15 @@ span_device_options = _device_options(span_options)
 
 
 def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
-    """Read the golden's token rows, or build those that were asked for.
+    """Read the golden's token rows; without a golden, build those that `request` asks for.
 
     Raises:
-        UsageError: Both were given.
+        UsageError: A golden was given, and options that choose token rows too.
         CaptureError: The golden's inputs cannot be read.
     """
     if golden is None:
         return build_inputs(request, folder=folder, spec=spec)
+    # The seed serves other random numbers too.
     if request != InputRequest(seed=request.seed):
         raise UsageError(
             "--golden gives the token rows: no other option may choose them",

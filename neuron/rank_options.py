@@ -59,8 +59,8 @@ _OPTIONS = stack_options(
 def rank_options(command: Command) -> Command:
     """Add the options to a command, which then runs on rank 0 and takes `ranks` in their place.
 
-    Where several ranks are asked for and none was launched, they are launched here. The command ends with the exit
-    code of rank 0. The other ranks carry out the orders of rank 0, and print errors only.
+    If several ranks are asked for and none was launched, they are launched here, and the command ends with the exit
+    code of rank 0. The other ranks follow rank 0's assignments, and print errors only.
     """
 
     @functools.wraps(command)
@@ -68,23 +68,25 @@ def rank_options(command: Command) -> Command:
         # Before the backend is chosen: importing torch_xla sets variables that would mislead the ranks.
         environment = dict(os.environ)
         place = RankPlace.from_environment()
-        ranks = _read(options, place)
+        ranks = _take_ranks(options, place)
+        # A saved run is only shown, by rank 0 alone.
         if not ranks.are_several or options.get("skip_compile"):
             return command(**options, ranks=ranks) if ranks.is_lead else None
         backend = choose_backend(options["backend"])
         refuse_launched(backend)
+        # On xla-cpu, devices of this process stand for the ranks.
         if backend is not Backend.XLA_CPU and place.num_ranks == 1:
             end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))
         if ranks.is_lead:
             return command(**options, ranks=ranks)
-        return _run_orders(options["backend"], ranks)
+        return _follow_lead(options["backend"], ranks)
 
     decorated: Command = _OPTIONS(run_on_ranks)  # type: ignore[assignment]  # functools.wraps keeps its signature
     return decorated
 
 
-def _read(options: dict[str, Any], place: RankPlace) -> Ranks:
-    """Take the options above out of a command's, and check them against the ranks that were launched."""
+def _take_ranks(options: dict[str, Any], place: RankPlace) -> Ranks:
+    """Remove the rank options from a command's options, and check them against the ranks that were launched."""
     try:
         return read_ranks(
             options.pop("tp_degree"),
@@ -93,29 +95,25 @@ def _read(options: dict[str, Any], place: RankPlace) -> Ranks:
         )
     except UsageError as error:
         if place.rank > 0:
-            # Rank 0 reports the same.
+            # Rank 0 reports the same error.
             end_command(error.exit_code)
         raise
 
 
-def _run_orders(backend: str, ranks: Ranks) -> None:
-    """Carry out the orders of rank 0 until it sends none. Drop the port's output, which would mix with the results."""
+def _follow_lead(backend: str, ranks: Ranks) -> None:
+    """Work for rank 0 until it sends no more. Drop the port's output, which would mix with the results."""
     show_warnings_only()
     speak_as(f"rank {ranks.rank}")
     try:
         with native_output_dropped(), open_runtime(backend, ranks=ranks) as runtime:
-            _follow(runtime)
+            _run_assignments(runtime)
     except RankFailedError:
         # The failed rank reports it.
         end_command(CannotRunError.exit_code)
 
 
-def _follow(runtime: Runtime) -> None:
-    """Carry out the lead's assignments, one after the other, until it sends None.
-
-    Raises:
-        Mm2Error: As on the lead, whose run it ends.
-    """
+def _run_assignments(runtime: Runtime) -> None:
+    """Carry out the lead's assignments, one after the other, until it sends None."""
     while (assignment := runtime.messages.receive()) is not None:
         if isinstance(assignment, TraceAssignment):
             follow_trace(assignment, runtime)
@@ -127,12 +125,12 @@ def _follow(runtime: Runtime) -> None:
             model_source=str(assignment.folder),
             dtype=assignment.dtype,
             inputs=assignment.inputs,
-            # The lead reads from the disk into the page cache of all.
+            # The lead's reads fill the page cache that all ranks share.
             prefetch=False,
             budget=MemoryBudget(assignment.budget_bytes),
         )
         with (
-            # No shard need be here: the lead has checked them, and names only layers that are there.
+            # `range(0)` requires no shard here: the lead has checked them, and asks only for layers that are present.
             CheckpointReader(assignment.folder, layers=range(0)) as reader,
             LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
         ):

@@ -18,22 +18,24 @@ _COLUMNS = [
 
 
 def render_report(report: RunReport) -> str:
-    """Return the report as text, for stdout; empty where there is nothing to report."""
+    """Return the report as text, for stdout; empty if there is nothing to report."""
     canvas = Canvas(width=None, is_terminal=None)
     compiles = report.compiles
     if compiles.first_layer or compiles.later_layers:
         canvas.line(
             f"graphs compiled: {compiles.first_layer} for the first layer, {compiles.later_layers} after it"
         )
-    if report.effects is not None and not _changed(report):
-        num_run = len(report.effects)
-        earlier = f"; the others of {report.num_layers} ran before" if num_run < report.num_layers else ""
+    if report.effects is not None and not _list_changed(report):
+        num_checked = len(report.effects)
+        plural = "" if num_checked == 1 else "s"
+        # A resumed run checks only the layers that it runs itself.
+        earlier = f"; the others of {report.num_layers} ran before" if num_checked < report.num_layers else ""
         canvas.line(
-            f"recording the sites changes no bit of the output of {num_run} layer{'s' * (num_run != 1)}{earlier}"
+            f"recording the sites changes no bit of the output of {num_checked} layer{plural}{earlier}"
         )
     if report.profile:
         canvas.gap()
-        canvas.table(_COLUMNS, _rows(report.profile))
+        canvas.table(_COLUMNS, _profile_rows(report.profile))
     return canvas.text
 
 
@@ -46,11 +48,11 @@ def find_warnings(report: RunReport) -> Iterator[str]:
         yield f"{operation} ran on the CPU instead of the device"
     if report.generation_error is not None:
         yield f"no token was generated: {report.generation_error}"
-    if changed := _changed(report):
+    if changed := _list_changed(report):
         yield _word_effects(changed)
 
 
-def _changed(report: RunReport) -> list[CaptureEffect]:
+def _list_changed(report: RunReport) -> list[CaptureEffect]:
     return [effect for effect in report.effects or () if effect.num_changed]
 
 
@@ -62,21 +64,20 @@ def _word_effects(changed: list[CaptureEffect]) -> str:
     )
 
 
-def _rows(layers: tuple[LayerProfile, ...]) -> list[Row]:
-    rows = [_row(str(profile.layer), profile.times, [profile]) for profile in layers]
-    if len(layers) > 1:
-        rows.append(_row("all", sum((profile.times for profile in layers), LayerTimes()), layers))
+def _profile_rows(profiles: Sequence[LayerProfile]) -> list[Row]:
+    rows = [_profile_row(str(profile.layer), [profile]) for profile in profiles]
+    if len(profiles) > 1:
+        rows.append(_profile_row("all", profiles))
     return rows
 
 
-def _row(name: str, times: LayerTimes, layers: Sequence[LayerProfile]) -> Row:
+def _profile_row(name: str, profiles: Sequence[LayerProfile]) -> Row:
+    """Return the row of one or more layers: the sum of their times, and the highest of their peaks."""
+    times = sum((profile.times for profile in profiles), LayerTimes())
     seconds = [f"{value:.2f}" for value in (*times.by_phase().values(), times.total_s)]
-    on_device = [profile.peak_device_bytes for profile in layers if profile.peak_device_bytes is not None]
-    return Row(
-        cells=(
-            name,
-            *seconds,
-            word_size(max(profile.peak_host_bytes for profile in layers)),
-            word_size(max(on_device)) if on_device else "-",
-        )
-    )
+    host_peak = max(profile.peak_host_bytes for profile in profiles)
+    device_peaks = [
+        profile.peak_device_bytes for profile in profiles if profile.peak_device_bytes is not None
+    ]
+    device_peak = word_size(max(device_peaks)) if device_peaks else "-"
+    return Row(cells=(name, *seconds, word_size(host_peak), device_peak))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Number of a head; None for padding, a head of zeros, which adds nothing.
+# Number of a head. None stands for padding: a head of zeros, which adds nothing.
 Head = int | None
 
 
@@ -21,7 +21,7 @@ Head = int | None
 class HeadLayout:
     """Heads of an attention, divided among ranks.
 
-    Every rank has equally many. There, query head j reads kv head j // (query heads / kv heads).
+    All ranks hold equally many. On a rank, its query head j reads its kv head j // (its query heads / its kv heads).
     """
 
     num_heads: int
@@ -38,27 +38,29 @@ class HeadLayout:
     def query_heads(self, rank: int) -> tuple[Head, ...]:
         """Return the query heads of a rank, in its order."""
         if self.num_kv_heads % self.num_ranks and self._ranks_per_kv_head:
+            # Several ranks hold the same kv head: they divide its query heads.
             kv_head, part = divmod(rank, self._ranks_per_kv_head)
             group = range(kv_head * self._group_size, (kv_head + 1) * self._group_size)
-            return _part(group, part, self._ranks_per_kv_head)
-        return _part(range(self.num_heads), rank, self.num_ranks)
+            return _padded_part(group, part, self._ranks_per_kv_head)
+        return _padded_part(range(self.num_heads), rank, self.num_ranks)
 
     def kv_heads(self, rank: int) -> tuple[Head, ...]:
         """Return the heads of keys and values of a rank, in its order."""
         if self.num_kv_heads % self.num_ranks == 0:
-            return _part(range(self.num_kv_heads), rank, self.num_ranks)
+            return _padded_part(range(self.num_kv_heads), rank, self.num_ranks)
         if self._ranks_per_kv_head:
             return (rank // self._ranks_per_kv_head,)
+        # A copy for every query head.
         return tuple(None if head is None else head // self._group_size for head in self.query_heads(rank))
 
-    def is_counted(self, rank: int) -> tuple[bool, ...]:
+    def is_first_copy(self, rank: int) -> tuple[bool, ...]:
         """Decide for each kv head of a rank whether it is the first copy of its head on any rank, and no padding."""
-        seen = {head for before in range(rank) for head in self.kv_heads(before)}
-        counted = []
+        earlier = {head for earlier_rank in range(rank) for head in self.kv_heads(earlier_rank)}
+        decisions = []
         for head in self.kv_heads(rank):
-            counted.append(head is not None and head not in seen)
-            seen.add(head)
-        return tuple(counted)
+            decisions.append(head is not None and head not in earlier)
+            earlier.add(head)
+        return tuple(decisions)
 
     def all_query_heads(self) -> tuple[Head, ...]:
         """Return the query heads of all ranks, in rank order."""
@@ -70,7 +72,7 @@ class HeadLayout:
 
     @property
     def _ranks_per_kv_head(self) -> int:
-        """Number of ranks that hold each kv head; 0 where the kv heads do not divide the ranks."""
+        """Number of ranks that hold each kv head; 0 if it would not be the same for all heads."""
         return 0 if self.num_ranks % self.num_kv_heads else self.num_ranks // self.num_kv_heads
 
     @property
@@ -78,8 +80,9 @@ class HeadLayout:
         return self.num_heads // self.num_kv_heads
 
 
-def _part(heads: range, part: int, num_parts: int) -> tuple[Head, ...]:
-    """Return one of `num_parts` parts of equal length, padded where there are too few heads."""
+def _padded_part(heads: range, part: int, num_parts: int) -> tuple[Head, ...]:
+    """Return one of `num_parts` parts of equal length, padded if the heads run out."""
+    # Rounded up.
     length = -(-len(heads) // num_parts)
     held = heads[part * length : (part + 1) * length]
     return (*held, *(None,) * (length - len(held)))

@@ -41,7 +41,7 @@ from neuron.devices.weights import Weight, read_in_place
 # Rotated keys and values of the kv heads that a rank holds, [B,K,P,D] each.
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 
-# Every rank holds these whole.
+# Weights that every rank holds whole.
 _WHOLE_NAMES = (INPUT_NORM, POST_NORM, GATE, CORRECTION_BIAS)
 
 
@@ -93,20 +93,23 @@ class DeviceAttention(nn.Module):
         self.q_rope = nn.Identity()
         self.k_rope = nn.Identity()
         if self._ranks.are_several:
-            counted = torch.tensor(self._layout.is_counted(self._ranks.rank), dtype=torch.float32)
-            self.is_counted = nn.Buffer(counted.repeat_interleave(self.head_dim), persistent=False)
+            # 1 for each index of a kv head that is summed on this rank, else 0.
+            is_first = torch.tensor(self._layout.is_first_copy(self._ranks.rank), dtype=torch.float32)
+            self.key_share = nn.Buffer(is_first.repeat_interleave(self.head_dim), persistent=False)
 
     def weights(self, tensors: LayerTensors) -> dict[str, Weight]:
         """Return this rank's weights of the attention, by the hub's names relative to the layer."""
-        queries, keys = (
-            RankCut.of_heads(heads, head_dim=self.head_dim, dim=0) for heads in (self._heads, self._kv_heads)
-        )
-        columns = RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=1)
-        cuts = {Q_PROJ: queries, Q_NORM: queries, K_PROJ: keys, K_NORM: keys, V_PROJ: keys, O_PROJ: columns}
+        query_rows = RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=0)
+        key_rows = RankCut.of_heads(self._kv_heads, head_dim=self.head_dim, dim=0)
+        cuts = {
+            **dict.fromkeys((Q_PROJ, Q_NORM), query_rows),
+            **dict.fromkeys((K_PROJ, K_NORM, V_PROJ), key_rows),
+            O_PROJ: RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=1),
+        }
         return {name: cut.weight(tensors, name) for name, cut in cuts.items()}
 
     def site_layouts(self) -> dict[Site, Sharded]:
-        """Return the site layouts that join the ranks' parts; none on one rank, and none for sites whole on each."""
+        """Return how the ranks' parts of a site join, for each site that is divided; {} on one rank."""
         if not self._ranks.are_several:
             return {}
         queries, keys = self._layout.all_query_heads(), self._layout.all_kv_heads()
@@ -135,9 +138,9 @@ class DeviceAttention(nn.Module):
         cos, sin = self._rotation(position_ids, states.dtype)
         queries, keys = self.q_proj(states), self.k_proj(states)
         query_square, key_square = self._mean_squares(queries, keys)
-        q_bnsd = self.q_rope(_rotate(self._split(self.q_norm(queries, query_square)), cos, sin))
-        k_bksd = self.k_rope(_rotate(self._split(self.k_norm(keys, key_square)), cos, sin))
-        v_bksd = self._split(self.v_proj(states))
+        q_bnsd = self.q_rope(_rotate(self._split_heads(self.q_norm(queries, query_square)), cos, sin))
+        k_bksd = self.k_rope(_rotate(self._split_heads(self.k_norm(keys, key_square)), cos, sin))
+        v_bksd = self._split_heads(self.v_proj(states))
         if past_key_value is not None:
             k_bksd = torch.cat((past_key_value[0], k_bksd), dim=2)
             v_bksd = torch.cat((past_key_value[1], v_bksd), dim=2)
@@ -153,15 +156,16 @@ class DeviceAttention(nn.Module):
             return None, None
         # Padding is zero. Of a kv head that several ranks hold, one copy counts.
         sums = torch.stack(
-            (queries.float().square().sum(dim=-1), (keys.float().square() * self.is_counted).sum(dim=-1)),
+            (queries.float().square().sum(dim=-1), (keys.float().square() * self.key_share).sum(dim=-1)),
             dim=-1,
         )
         sums = self._ranks.add_up(sums)
         query_sum, key_sum = sums.chunk(2, dim=-1)
+        # The widths of all ranks, padding and copies left out.
         query_width = self._layout.num_heads * self.head_dim
         return query_sum / query_width, key_sum / (self._layout.num_kv_heads * self.head_dim)
 
-    def _split(self, flat: torch.Tensor) -> torch.Tensor:
+    def _split_heads(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape [B,S,heads·D] to [B,heads,S,D]."""
         heads: torch.Tensor = flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
@@ -181,10 +185,12 @@ class DeviceAttention(nn.Module):
         q_bkgsd = q_bnsd.unflatten(1, (len(self._kv_heads), -1))
         scores = torch.matmul(q_bkgsd.float(), k_bksd[:, :, None].float().transpose(-1, -2))
         scores = scores * self.head_dim**-0.5
-        # The whole past precedes the first query.
+        # Rows are numbered from the first query on: the past has negative numbers, and every query sees all of it.
         num_past = k_bksd.shape[2] - q_bnsd.shape[2]
-        keys = torch.arange(-num_past, q_bnsd.shape[2], device=q_bnsd.device)
-        visible = (keys[None, :] <= keys[num_past:, None]) & attention_mask[:, None, None, None, :].bool()
+        key_rows = torch.arange(-num_past, q_bnsd.shape[2], device=q_bnsd.device)
+        query_rows = key_rows[num_past:]
+        is_causal = key_rows[None, :] <= query_rows[:, None]
+        visible = is_causal & attention_mask[:, None, None, None, :].bool()
         # A finite minimum: a padded query without visible keys must not become NaN.
         scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
         weights = scores.softmax(dim=-1).to(v_bksd.dtype)
@@ -195,11 +201,7 @@ class DeviceLayer(nn.Module):
     """The builtin target, built as `DeviceLayer(config, layer_idx)` and reused for every layer.
 
     On a lazy device a forward pass runs as three graphs: attention and router, one expert chunk (run once per chunk),
-    and the residual addition.
-
-    Args:
-        layer_idx: The layer; it changes nothing.
-        chunk_size_bytes: Largest size of the weights of one chunk of experts.
+    and the residual addition. A chunk has at most `chunk_size_bytes` of weights. `layer_idx` changes nothing.
     """
 
     reuse = True

@@ -3,7 +3,7 @@
 Every expert computes every token, and those that are not chosen get weight zero. So no shape depends on the routing,
 and one graph serves all chunks of all layers. Each of several ranks has the whole router, a part of the experts, and a
 part of their intermediate size.
-T tokens, H hidden, I intermediate, E experts, C experts per chunk, k experts per token.
+T tokens (B·S), B batch, S sequence, H hidden, I intermediate, E experts, C experts per chunk, k experts per token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from neuron.devices.runtime import cut_graph
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Weight
 
-# 512 MiB, far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
+# Largest size of one chunk's weights: 512 MiB. XLA on the CPU copies a running chunk in float32, so less memory is
+# taken than one tensor's limit of 4 GB would allow.
 CHUNK_SIZE_BYTES = 1 << 29
 
 
@@ -60,8 +61,8 @@ class ExpertChunk(nn.Module):
         self._intermediate_size = config.intermediate_size
         hidden = config.hidden_size
         intermediate = part_size(config.intermediate_size, self._ranks.ranks_per_expert)
-        self.gate_up_proj = _weight(num_experts, 2 * intermediate, hidden)
-        self.down_proj = _weight(num_experts, hidden, intermediate)
+        self.gate_up_proj = _empty_parameter(num_experts, 2 * intermediate, hidden)
+        self.down_proj = _empty_parameter(num_experts, hidden, intermediate)
 
     def forward(
         self, states_th: torch.Tensor, affinities_tc: torch.Tensor, total_th: torch.Tensor
@@ -74,34 +75,30 @@ class ExpertChunk(nn.Module):
 
     def weights(self, tensors: LayerTensors, experts: range) -> dict[str, Weight]:
         """Return the chunk's weights by name; loading fills them expert by expert."""
+        # The hub's w1 and w3 are [I,H], w2 is [H,I]: ranks that share an expert divide I.
+        sources = {"gate_up_proj": (gate_up_places, 0), "down_proj": (down_places, 1)}
         num_parts, part = self._ranks.ranks_per_expert, self._ranks.expert_part
-        places = {"gate_up_proj": (gate_up_places, 0), "down_proj": (down_places, 1)}
         weights: dict[str, Weight] = {}
-        for name, (places_of, intermediate_dim) in places.items():
-            cut = RankCut.of_part(
-                self._intermediate_size, part=part, num_parts=num_parts, dim=intermediate_dim
-            )
+        for name, (split_storage, dim) in sources.items():
+            cut = RankCut.of_part(self._intermediate_size, part=part, num_parts=num_parts, dim=dim)
             weights[name] = Gathered(
                 shape=tuple(self.get_parameter(name).shape),
                 read=partial(cut.read, tensors),
-                places=partial(places_of, experts, dtype=tensors.dtype),
+                places=partial(split_storage, experts, dtype=tensors.dtype),
             )
         return weights
 
 
 class DeviceMoe(nn.Module):
-    """Router and experts; on a lazy device each chunk runs as a separate graph.
-
-    Args:
-        chunk_size_bytes: Largest size of the weights of one chunk of experts.
-    """
+    """Router and experts, in chunks of at most `chunk_size_bytes` of weights; on a lazy device each is one graph."""
 
     def __init__(self, config: Any, *, chunk_size_bytes: int) -> None:
         super().__init__()
         self._ranks = ranks_of(config)
         num_experts = experts_per_rank(config)
         first = self._ranks.expert_group * num_experts
-        self._experts = range(first, first + num_experts)
+        # Numbers of the experts that this rank holds, whole or in part.
+        self._held_experts = range(first, first + num_experts)
         self.gate = Router(config)
         self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_local_experts, dtype=torch.float32))
         self.chunk_size = experts_per_chunk(
@@ -114,13 +111,11 @@ class DeviceMoe(nn.Module):
         """Return moe_delta [B,S,H] for states [B,S,H]."""
         states_th = states.flatten(0, 1)
         _, weights, experts = self.gate(states_th, self.e_score_correction_bias)
+        affinities_te = self._affinities(weights, experts)
         # One copy per chunk: slices at different offsets would compile into different graphs.
-        affinities = [
-            affinities_tc.contiguous()
-            for affinities_tc in self._affinities(weights, experts).split(self.chunk_size, dim=-1)
-        ]
+        chunk_affinities = [part_tc.contiguous() for part_tc in affinities_te.split(self.chunk_size, dim=-1)]
         total_th = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
-        for chunk, affinities_tc in zip(self.experts, affinities, strict=True):
+        for chunk, affinities_tc in zip(self.experts, chunk_affinities, strict=True):
             cut_graph(states.device)
             total_th = chunk(states_th, affinities_tc, total_th)
         cut_graph(states.device)
@@ -134,9 +129,9 @@ class DeviceMoe(nn.Module):
             "down_proj": (EXPERT_AXIS, None, TENSOR_AXIS),
         }
         return {
-            f"experts.{index}.{name}": of_dims
+            f"experts.{index}.{name}": weight_axes
             for index in range(len(self.experts))
-            for name, of_dims in axes.items()
+            for name, weight_axes in axes.items()
         }
 
     def expert_weights(self, tensors: LayerTensors) -> dict[str, Weight]:
@@ -144,20 +139,20 @@ class DeviceMoe(nn.Module):
         weights: dict[str, Weight] = {}
         for index, chunk in enumerate(self.experts):
             assert isinstance(chunk, ExpertChunk), "experts holds chunks only"
-            experts = self._experts[index * self.chunk_size : (index + 1) * self.chunk_size]
-            named = chunk.weights(tensors, experts)
-            weights |= {f"experts.{index}.{name}": weight for name, weight in named.items()}
+            experts = self._held_experts[index * self.chunk_size : (index + 1) * self.chunk_size]
+            chunk_weights = chunk.weights(tensors, experts)
+            weights |= {f"experts.{index}.{name}": weight for name, weight in chunk_weights.items()}
         return weights
 
     def _affinities(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Return the weight of this rank's experts for every token, [T,E] float32; zero where not chosen."""
-        numbers = torch.arange(self._experts.start, self._experts.stop, device=experts.device)
-        chosen = experts[:, :, None] == numbers
+        """Return the routing weight of each expert that this rank holds, [T,experts held] float32; 0 if not chosen."""
+        held = torch.arange(self._held_experts.start, self._held_experts.stop, device=experts.device)
+        chosen = experts[:, :, None] == held
         return torch.where(chosen, weights[:, :, None], 0.0).sum(dim=1)
 
 
 def ranks_of(config: Any) -> Ranks:
-    """Return the ranks that share the layer; this one alone if the configuration names none."""
+    """Return the ranks that share the layer; a single rank if the config names none."""
     ranks: Ranks = getattr(config, "ranks", Ranks())
     return ranks
 
@@ -180,14 +175,15 @@ def experts_per_rank(config: Any) -> int:
 
 
 def experts_per_chunk(config: Any, *, dtype: torch.dtype, chunk_size_bytes: int) -> int:
-    """Return the chunk size: the largest divisor of a rank's number of experts that fits in `dtype`."""
+    """Return the chunk size: the largest divisor of a rank's number of experts whose weights fit in a chunk."""
     intermediate = part_size(config.intermediate_size, ranks_of(config).ranks_per_expert)
+    # Gate, up and down.
     expert_size_bytes = 3 * config.hidden_size * intermediate * dtype.itemsize
     most = max(1, chunk_size_bytes // expert_size_bytes)
     num_experts = experts_per_rank(config)
     return max(size for size in range(1, min(most, num_experts) + 1) if num_experts % size == 0)
 
 
-def _weight(*shape: int) -> nn.Parameter:
+def _empty_parameter(*shape: int) -> nn.Parameter:
     """Build a parameter; loading fills it."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)

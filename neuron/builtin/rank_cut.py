@@ -17,12 +17,12 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.transpose import copy_matrix
 from neuron.builtin.head_layout import Head
 
-# Rows read at once for a part made of columns: two FP8 blocks, and few enough to stay in a cache.
+# Rows read at once for a part made of columns: two FP8 blocks of 128, and few enough to stay in a processor's cache.
 _BAND_ROWS = 256
 
 
 class IndexRun(NamedTuple):
-    """Neighbouring indices, in the tensor and in the rank's part of it."""
+    """A run of indices: `length` of them from `source` on in the tensor, from `place` on in the rank's part."""
 
     source: int
     place: int
@@ -31,13 +31,7 @@ class IndexRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCut:
-    """A rank's part of a tensor.
-
-    Args:
-        dim: The dim along which the tensor is cut: 0 for rows, 1 for columns.
-        size: Size of the part along that dim.
-        runs: The runs that it is made of.
-    """
+    """A rank's part of a tensor: `size` indices along `dim`, 0 for rows and 1 for columns, filled by `runs`."""
 
     dim: int
     size: int
@@ -52,6 +46,7 @@ class RankCut:
                 continue
             run = IndexRun(head * head_dim, place * head_dim, head_dim)
             last = runs[-1] if runs else None
+            # Neighbouring heads are read at once.
             if last and (last.source + last.length, last.place + last.length) == (run.source, run.place):
                 runs[-1] = last._replace(length=last.length + head_dim)
             else:
@@ -71,7 +66,7 @@ class RankCut:
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
     def read(self, tensors: LayerTensors, name: str, out: torch.Tensor) -> None:
-        """Fill `out` with the part. For rows only their bytes are read, for columns the matrix, band by band.
+        """Fill `out` with the part. Of rows only their bytes are read; for columns the whole matrix, band by band.
 
         Raises:
             CheckpointError: The tensor cannot be read.
@@ -94,15 +89,16 @@ class RankCut:
 
     def _read_columns(self, tensors: LayerTensors, name: str, out: torch.Tensor) -> None:
         num_rows, _ = tensors.given_shape(name)
+        # Only the columns from the first run to the last are kept.
         first = min(run.source for run in self.runs)
         columns = range(first, max(run.source + run.length for run in self.runs))
         band = torch.empty(min(_BAND_ROWS, num_rows), len(columns), dtype=out.dtype)
         for start in range(0, num_rows, _BAND_ROWS):
             rows = range(start, min(start + _BAND_ROWS, num_rows))
-            read = band[: len(rows)]
-            tensors.read_into(name, read, rows=rows, columns=columns)
+            filled_band = band[: len(rows)]
+            tensors.read_into(name, filled_band, rows=rows, columns=columns)
             for run in self.runs:
-                source = read.narrow(1, run.source - first, run.length)
+                source = filled_band.narrow(1, run.source - first, run.length)
                 copy_matrix(source, out[rows.start : rows.stop, run.place : run.place + run.length])
 
     def weight(self, tensors: LayerTensors, name: str) -> torch.Tensor | Gathered:
@@ -118,5 +114,5 @@ class RankCut:
 
 
 def part_size(size: int, num_parts: int) -> int:
-    """Return the size of a part, padding included."""
+    """Return the size of a part, padding included: the quotient rounded up."""
     return -(-size // num_parts)

@@ -51,7 +51,7 @@ from reports.bisection import bisection_record, render_bisection
     "--golden",
     type=click.Path(path_type=Path),
     required=True,
-    help="Golden capture: gives chains their inputs, and judges their ends.",
+    help="Golden capture: gives the chains their inputs, and judges their outputs.",
 )
 @target_option
 @backend_option
@@ -103,8 +103,8 @@ def bisect_command(
     """Find the first wrong layer by running halves of a range.
 
     62 layers take seven runs at most: log2 of their number, rounded up, plus one. Each run goes through its layers in
-    short chains. A chain starts from the golden's input and is judged at its end, so a port needs to show nothing but
-    its output. Finished runs are stored: an interrupted bisection continues where it stopped.
+    short chains. A chain starts from the golden's input and only its last output is judged, so a port needs to show
+    nothing but its output. Finished runs are stored: an interrupted bisection continues where it stopped.
 
     Exits with 1 if a layer is wrong, or a chain is far beyond its limit. Exits with 0 if no error was large enough to
     be seen; the output says how large that is. A chain a little beyond its limit is a warning, and exits with 0 too.
@@ -141,7 +141,7 @@ def bisect_command(
             reader=reader,
             directory=directory,
             is_anew=is_anew,
-            watch=lambda part: LayerProgress(len(part), label=f"Probe of {part}"),
+            open_progress=lambda part: LayerProgress(len(part), label=f"Probe of {part}"),
         )
     if as_json:
         record = bisection_record(bisection)

@@ -19,7 +19,7 @@ from minimax_tools.errors import CannotRunError
 from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from neuron.check import Level, check_machine, worst
+from neuron.check import Level, check_machine, worst_level
 from neuron.options import backend_option
 from neuron.runs.run_profile import RunProfile
 
@@ -54,17 +54,19 @@ def check_command(
 ) -> None:
     """Report what this machine is, what changes numbers on it, and whether a layer fits.
 
-    Without --model, the layer is one of MiniMax-M2's. Exits with 3 where no run can work.
+    Without --model, the layer is one of MiniMax-M2's. Exits with 3 if no run can work.
     """
     spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
     profile = None if profile_of is None else RunProfile.read(profile_of)
     findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype, profile=profile)
     if as_json:
-        print_json({"worst": str(worst(findings)), "findings": [asdict(finding) for finding in findings]})
+        print_json(
+            {"worst": str(worst_level(findings)), "findings": [asdict(finding) for finding in findings]}
+        )
     else:
         for finding in findings:
             click.echo(f"{f'[{finding.level}]':7}{finding.subject}: {finding.found}")
             if finding.next_step:
                 click.echo(f"       → {finding.next_step}")
-    if worst(findings) is Level.FAIL:
+    if worst_level(findings) is Level.FAIL:
         end_command(CannotRunError.exit_code)

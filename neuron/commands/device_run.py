@@ -1,4 +1,4 @@
-"""A run of a port as a command carries it out: run or load, judge, print, end."""
+"""A run of a port as a command carries it out: run the port or load a saved run, judge it, print, exit."""
 
 from __future__ import annotations
 
@@ -42,13 +42,7 @@ from reports.terminal import render_comparison
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """A finished run.
-
-    Args:
-        report: Its graphs, profile and effects; None of a run that was loaded.
-        generation: The tokens it generated; None if it generated none.
-        comparison: Its verdict; None without a golden.
-    """
+    """A finished run. `report` is None if the run was loaded, `comparison` is None without a golden."""
 
     capture: Capture
     report: RunReport | None
@@ -76,7 +70,7 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
         _refuse_other_run(Capture.open(directory), run, options)
     else:
         with output_set_aside():
-            report = _execute(options, spec, run, golden, directory)
+            report = _run_port(options, spec, run, golden, directory)
     capture = Capture.open(directory)
     comparison = None
     if golden is not None:
@@ -97,7 +91,18 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
     end_command(outcome.exit_code)
 
 
-def _execute(
+def print_report(report: RunReport, *, trace: Path | None = None) -> None:
+    """Print graphs and profile of a run to stdout, and its warnings to stderr; `trace` is the profile's file."""
+    text = render_report(report)
+    if text:
+        click.echo(text)
+    if report.profile:
+        click.echo(f"  trace: {trace}")
+    for warning in find_warnings(report):
+        click.echo(f"warning: {warning}", err=True)
+
+
+def _run_port(
     options: DeviceOptions, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
 ) -> RunReport:
     layers = _read_layers(options, spec, run)
@@ -140,27 +145,18 @@ def _execute(
 
 
 def _read_layers(options: DeviceOptions, spec: ModelSpec, run: Run) -> range | None:
-    """Return the layers whose weights are read; None for all, when no shard may be missing.
-
-    Without a golden or random input, the layers before the span make its input.
-    """
+    """Return the layers whose weights are read; None for all, so that no shard may be missing."""
+    # Without a golden or random input, the layers before the span make its input.
     has_input = options.golden is not None or options.random_input
     layers = range(run.span.start if has_input else 0, run.span.stop)
     return None if len(layers) == spec.num_hidden_layers else layers
 
 
 def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
-    """Raise if a saved run is not the one that the options describe.
-
-    Raises:
-        CaptureError: It has other layers, another mode, number of ranks or target.
-    """
-    found = saved.description.run
-    if (found.span, found.mode, found.component, found.decode_rows) != (
-        run.span,
-        run.mode,
-        run.component,
-        run.decode_rows,
+    """Raise CaptureError if a saved run has other layers, mode, number of ranks or target than the options ask for."""
+    found, provenance = saved.description.run, saved.description.provenance
+    if any(
+        getattr(found, name) != getattr(run, name) for name in ("span", "mode", "component", "decode_rows")
     ):
         raise CaptureError(
             f"{saved.directory} holds another run than --skip-compile asks for",
@@ -168,17 +164,17 @@ def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
             found=str(found),
             next_step="Name its directory with --output-dir, or leave out --skip-compile.",
         )
-    provenance = saved.description.provenance
-    asked, stored = options.ranks.degree, provenance.options.get("tp_degree", 1)
-    if options.ranks.are_several and asked != stored:
+    degree, saved_degree = options.ranks.degree, provenance.options.get("tp_degree", 1)
+    if options.ranks.are_several and degree != saved_degree:
         raise CaptureError(
             f"{saved.directory} holds a run of another number of ranks",
-            expected=str(asked),
-            found=str(stored),
+            expected=str(degree),
+            found=str(saved_degree),
             next_step="Leave out --tp-degree to show it, or --skip-compile to run with it.",
         )
-    is_chosen = click.get_current_context().get_parameter_source("target") is not ParameterSource.DEFAULT
-    if is_chosen and provenance.target != options.target:
+    # The default target says nothing about the saved run.
+    is_given = click.get_current_context().get_parameter_source("target") is not ParameterSource.DEFAULT
+    if is_given and provenance.target != options.target:
         raise CaptureError(
             f"{saved.directory} holds a run of another target",
             expected=options.target,
@@ -207,19 +203,3 @@ def _print_text(outcome: _Outcome, *, shows_metrics: bool) -> None:
         print_report(outcome.report, trace=outcome.capture.directory / PROFILE_NAME)
     if outcome.comparison is not None:
         click.echo(render_comparison(outcome.comparison, shows_metrics=shows_metrics))
-
-
-def print_report(report: RunReport, *, trace: Path | None = None) -> None:
-    """Print graphs and profile of a run to stdout, and its warnings to stderr.
-
-    Args:
-        report: The run's report.
-        trace: File of the profile, if the run has one.
-    """
-    text = render_report(report)
-    if text:
-        click.echo(text)
-    if report.profile:
-        click.echo(f"  trace: {trace}")
-    for warning in find_warnings(report):
-        click.echo(f"warning: {warning}", err=True)

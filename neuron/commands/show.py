@@ -23,7 +23,7 @@ from reports.dumps import map_template_of
 def show_command(directory: Path, reading: DumpReading, map_template: bool, as_json: bool) -> None:
     """Print what a saved run holds: layers, sites, shapes and statistics, and whether its files are as written.
 
-    Exits with 3 where they are not.
+    Exits with 3 if they are not.
     """
     source = open_source(directory, reading)
     if map_template:

@@ -1,4 +1,4 @@
-"""`mm2-test trace`: one layer of a port, compiled into a file for `--target traced:FILE`."""
+"""`mm2-test trace`: compiles one layer of a port into a file for `--target traced:FILE`."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def weights_command(
 ) -> None:
     """Trace where every element of a layer's weights lands in a port, and name what is wrong with it.
 
-    The port's conversion and strict loading get generated tensors whose values encode their own position. So a weight
-    that is missing, duplicated, swapped, transposed, out of order, scaled, computed or rounded shows.
+    The port's conversion and strict loading get generated tensors whose values encode their own position. They show
+    each weight that is missing, duplicated, swapped, transposed, out of order, scaled, computed or rounded.
 
     Only the port's forward decides which layout is right. So the port is run once on generated weights, in float32 on
     the CPU, beside the reference layer. If the outputs differ, the repair that makes them agree names the mistake.

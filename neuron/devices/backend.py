@@ -57,7 +57,7 @@ def choose_backend(name: str) -> Backend:
         MissingExtraError: torch_xla is not installed.
     """
     if name == "auto":
-        return _detect()
+        return _detect_backend()
     backend = Backend(name)
     if backend is Backend.NEURON and not _has_native_neuron():
         raise BackendError(
@@ -66,7 +66,7 @@ def choose_backend(name: str) -> Backend:
             found=f"torch {torch.__version__} without it",
             next_step="Use --backend neuron-xla on Trn1 and Inf2, or --backend cpu.",
         )
-    if backend is Backend.NEURON_XLA and (obstacle := _why_no_xla_on_neuron()):
+    if backend is Backend.NEURON_XLA and (obstacle := _find_xla_obstacle()):
         raise BackendError(
             "the backend neuron-xla is not available here",
             expected="torch_xla with libneuronxla on a Trn1, Inf2 or Trn2 instance",
@@ -117,26 +117,27 @@ def _open_xla_device(backend: Backend, *, expected: str) -> torch.device:
     return device
 
 
-def _detect() -> Backend:
+def _detect_backend() -> Backend:
     if _has_native_neuron():
         return Backend.NEURON
-    if _why_no_xla_on_neuron() is None:
+    if _find_xla_obstacle() is None:
         return Backend.NEURON_XLA
     return Backend.CPU
 
 
 def _has_native_neuron() -> bool:
+    # The native backend registers itself with torch under this name.
     if torch._C._get_privateuse1_backend_name() != "neuron":
         return False
     return bool(torch.neuron.is_available())  # type: ignore[attr-defined]  # the native backend adds this module
 
 
-def _why_no_xla_on_neuron() -> str | None:
-    """Say why XLA does not run on Neuron here; return None where it does.
+def _find_xla_obstacle() -> str | None:
+    """Say why XLA does not run on Neuron here; return None if it does.
 
-    A test of capability, because the packages of these names on PyPI are empty placeholders that raise.
+    The packages are imported, not only looked up: those of these names on PyPI are empty placeholders that raise.
     """
-    # Read first: torch_xla's import sets this variable.
+    # Read before torch_xla is imported: its import sets this variable.
     if os.environ.get(_PJRT_DEVICE, "NEURON") != "NEURON":
         return f"{_PJRT_DEVICE}={os.environ[_PJRT_DEVICE]}"
     for package in ("torch_xla", "libneuronxla"):

@@ -1,6 +1,6 @@
-"""The distributed state of a run: its store, process group and Neuron's model-parallel groups.
+"""The distributed state of a run: its store, its process group, and Neuron's model-parallel groups.
 
-A single rank has a process group too: ports ask torch.distributed for their rank.
+A single rank has a process group too, because ports ask torch.distributed for their rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from neuron.devices.ranks import Ranks
 _OWN_PROCESS = "Start mm2-test in a process of its own."
 # Longest wait for the other ranks within a layer: they load and compute as much as this one.
 PATIENCE = timedelta(minutes=10)
-# Before the lead meets the others, it may have a model to fetch.
+# Longest wait for the lead at the start: it may first have to download the model.
 _ARRIVAL_TIMEOUT = timedelta(hours=24)
 _LEAD_KEY = "lead"
 
@@ -61,11 +61,7 @@ def process_group(
 ) -> Iterator[None]:
     """Open the process group of these ranks for the block.
 
-    Args:
-        backend: The backend that computes.
-        ranks: All ranks.
-        store: The store that all of them reach; None for a single rank.
-        patience: Longest wait for the other ranks in a collective call.
+    Several ranks need the store that all of them reach; `patience` is the longest wait for them in a collective call.
 
     Raises:
         BackendError: A group is open already, cannot be opened, or has another size.
@@ -78,7 +74,7 @@ def process_group(
         _refuse_other_size("the process group", torch.distributed.get_world_size(), ranks.degree)
         yield
     finally:
-        # A port may have taken it down itself.
+        # A port may have destroyed the group itself.
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -104,7 +100,7 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
     if parallel_state.model_parallel_is_initialized():
         raise BackendError("parallel_state is initialised already", next_step=_OWN_PROCESS)
     try:
-        # It prints every group to standard output, where results belong.
+        # neuronx-distributed prints every group to standard output, where results belong.
         with native_output_dropped():
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_degree)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
@@ -124,16 +120,13 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
 
 
 def probe_group(device: torch.device, *, group: Any = None) -> None:
-    """Check a group by a known sum: some backends return wrong sums silently.
-
-    Args:
-        device: The device that computes the sum.
-        group: The group; None for the whole process group.
+    """Check a group, or the whole process group, by a known sum: some backends return wrong sums silently.
 
     Raises:
         BackendError: The sum is wrong.
     """
     world_size = torch.distributed.get_world_size(group)
+    # Rank r adds r + 1, so the sum is 1 + 2 + … + world_size.
     value = torch.full((4,), float(torch.distributed.get_rank(group) + 1), device=device)
     torch.distributed.all_reduce(value, group=group)
     expected = world_size * (world_size + 1) / 2

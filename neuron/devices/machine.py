@@ -13,42 +13,33 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """A family of instances.
-
-    Args:
-        cores_per_device: Logical cores, as torch sees them; None where unknown.
-        hbm_bytes: Memory of each such core.
-        has_native: Whether the native backend runs there.
-    """
+    """A family of instances. Its cores are logical ones, as torch sees them; None if their number is unknown."""
 
     cores_per_device: int | None
-    hbm_bytes: int
-    has_native: bool
+    hbm_bytes_per_core: int
+    has_native_backend: bool
 
 
-# Trn2 and Trn3 with their default of two physical cores to a logical one (LNC 2).
+# Trn2 and Trn3 with their default of two physical cores in one logical core (LNC 2).
 _FAMILIES: Mapping[str, _Family] = MappingProxyType(
     {
-        "trn1": _Family(cores_per_device=2, hbm_bytes=16 * _GIB, has_native=False),
-        "trn1n": _Family(cores_per_device=2, hbm_bytes=16 * _GIB, has_native=False),
-        "inf2": _Family(cores_per_device=2, hbm_bytes=16 * _GIB, has_native=False),
-        "trn2": _Family(cores_per_device=4, hbm_bytes=24 * _GIB, has_native=True),
-        "trn2u": _Family(cores_per_device=4, hbm_bytes=24 * _GIB, has_native=True),
-        "trn3": _Family(cores_per_device=None, hbm_bytes=36 * _GIB, has_native=True),
+        "trn1": _Family(cores_per_device=2, hbm_bytes_per_core=16 * _GIB, has_native_backend=False),
+        "trn1n": _Family(cores_per_device=2, hbm_bytes_per_core=16 * _GIB, has_native_backend=False),
+        "inf2": _Family(cores_per_device=2, hbm_bytes_per_core=16 * _GIB, has_native_backend=False),
+        "trn2": _Family(cores_per_device=4, hbm_bytes_per_core=24 * _GIB, has_native_backend=True),
+        "trn2u": _Family(cores_per_device=4, hbm_bytes_per_core=24 * _GIB, has_native_backend=True),
+        "trn3": _Family(cores_per_device=None, hbm_bytes_per_core=36 * _GIB, has_native_backend=True),
     }
 )
-_LNC = "NEURON_LOGICAL_NC_CONFIG"
-# Two physical cores to a logical one.
-_USUAL_LNC = "2"
+# Variable with the number of physical cores in one logical core, and its default.
+_LNC_VARIABLE, _DEFAULT_LNC = "NEURON_LOGICAL_NC_CONFIG", "2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine that this process runs on.
+    """The machine that this process runs on, with the Neuron devices that the driver shows.
 
-    Args:
-        instance_type: Such as `trn1.2xlarge`; None where the firmware names none.
-        num_devices: Number of Neuron devices that the driver shows.
+    `instance_type` is a name such as `trn1.2xlarge`; None if the firmware names no Neuron instance.
     """
 
     instance_type: str | None
@@ -56,11 +47,7 @@ class Machine:
 
     @classmethod
     def current(cls, *, root: Path = Path("/")) -> Machine:
-        """Read the machine from the system's files.
-
-        Args:
-            root: The folder of `dev` and `sys`.
-        """
+        """Read the machine from the system's files, below `root`."""
         # On Nitro instances the product is the instance type; elsewhere it is a mainboard's or a hypervisor's name.
         try:
             product = (root / "sys/devices/virtual/dmi/id/product_name").read_text(encoding="utf-8").strip()
@@ -78,7 +65,7 @@ class Machine:
     @property
     def has_native_backend(self) -> bool | None:
         """True if the native backend runs here; None where the family is unknown."""
-        return None if self.family is None else _FAMILIES[self.family].has_native
+        return None if self.family is None else _FAMILIES[self.family].has_native_backend
 
     @property
     def num_cores(self) -> int | None:
@@ -86,16 +73,20 @@ class Machine:
         if self.family is None:
             return None
         cores = _FAMILIES[self.family].cores_per_device
-        return None if cores is None or self._has_other_lnc else cores * self.num_devices
+        return None if cores is None or self._has_custom_lnc else cores * self.num_devices
 
     @property
     def hbm_bytes_per_core(self) -> int | None:
         """The memory of a logical core; None where unknown."""
-        if self.family is None or self._has_other_lnc:
+        if self.family is None or self._has_custom_lnc:
             return None
-        return _FAMILIES[self.family].hbm_bytes
+        return _FAMILIES[self.family].hbm_bytes_per_core
 
     @property
-    def _has_other_lnc(self) -> bool:
+    def _has_custom_lnc(self) -> bool:
+        """True if logical cores differ from those in the table of families."""
         assert self.family is not None, "asked of a known family"
-        return _FAMILIES[self.family].has_native and os.environ.get(_LNC, _USUAL_LNC) != _USUAL_LNC
+        return (
+            _FAMILIES[self.family].has_native_backend
+            and os.environ.get(_LNC_VARIABLE, _DEFAULT_LNC) != _DEFAULT_LNC
+        )

@@ -17,14 +17,17 @@ from minimax_tools.ranks.rank_place import RankPlace
 class Ranks:
     """The ranks that share a layer, as one of them sees them.
 
-    The whole process group is one tensor-parallel group. Where experts are divided too, consecutive ranks hold the
-    same experts, each a part of every one.
+    The whole process group is one tensor-parallel group. If experts are divided too, a group of consecutive ranks holds
+    the same experts, and each rank a part of every one.
 
     Args:
-        rank: This one, from 0.
+        rank: This rank, from 0.
         degree: The number of ranks. Heads and the experts' intermediate size are divided among them.
         expert_degree: The number of groups of ranks that the experts are divided among.
         reduce_dtype: Dtype in which partial sums are sent and added up.
+
+    Raises:
+        UsageError: `expert_degree` does not divide `degree`.
     """
 
     rank: int = 0
@@ -99,13 +102,7 @@ def read_ranks(
     reduce_dtype: torch.dtype,
     environment: Mapping[str, str] = os.environ,
 ) -> Ranks:
-    """Read the ranks from the options and torchrun's variables.
-
-    Args:
-        tp_degree: Number of ranks that share a layer; None for all that were launched.
-        ep_degree: Number of groups that the experts are divided among.
-        reduce_dtype: Dtype in which partial sums are added up.
-        environment: Holds torchrun's variables.
+    """Read the ranks from the options and torchrun's variables; None for `tp_degree` takes all that were launched.
 
     Raises:
         UsageError: The number of ranks launched is not --tp-degree, or they do not divide into the groups.

@@ -26,12 +26,7 @@ from neuron.devices.spmd import Spmd, open_spmd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCounts:
-    """Counts of graphs compiled and of fallbacks to the CPU; zero off XLA.
-
-    Args:
-        fallbacks: Runs on the CPU, by operation.
-        seconds: Time that compiling took.
-    """
+    """Counts of graphs compiled, of fallbacks to the CPU by operation, and of seconds of compiling; zero off XLA."""
 
     compiles: int
     fallbacks: Mapping[str, int]
@@ -53,7 +48,7 @@ class Runtime:
 
     Args:
         ranks: The processes that share a layer.
-        messages: Messages between these.
+        messages: Messages between these processes.
         spmd: Devices of this process that share a layer; None for one device.
     """
 
@@ -65,7 +60,7 @@ class Runtime:
 
     @property
     def sharing(self) -> Mapping[str, int | str]:
-        """Options by which processes, or devices of this one, share a layer, by name; {} where none do."""
+        """Options by which processes, or devices of this process, share a layer, by name; {} for a single one."""
         return self.ranks.as_json() if self.spmd is None else self.spmd.as_json()
 
     def synchronise(self) -> None:
@@ -93,7 +88,7 @@ class Runtime:
         )
 
     def peak_memory_bytes(self) -> int | None:
-        """Return the device's peak memory since the process began; None for the host, or where it is unknown."""
+        """Return the device's peak memory since the process began; None for the host, and if it is unknown."""
         if self.backend is not Backend.NEURON_XLA:
             return None
         from torch_xla.core import xla_model
@@ -101,7 +96,7 @@ class Runtime:
         try:
             info: Mapping[str, object] = xla_model.get_memory_info(self.device)
         except RuntimeError:
-            # A PJRT plugin need not tell it.
+            # A PJRT plugin need not report memory.
             return None
         peak = info.get("peak_bytes_used")
         return peak if isinstance(peak, int) else None
@@ -113,11 +108,12 @@ def open_runtime(
 ) -> Iterator[Runtime]:
     """Open a backend with its process group for the block.
 
-    An error in the block is recorded for the other ranks. Another rank's error that caused it is raised instead.
+    An error in the block is recorded for the other ranks. If another rank's error caused it, that error is raised.
 
     Args:
         name: `auto`, or a value of `Backend`.
-        ranks: The ranks that share a layer, all launched. On xla-cpu, as many devices of this process. None for one.
+        ranks: The ranks that share a layer: processes that were all launched, on xla-cpu devices of this process.
+            None for a single rank.
         patience: Longest wait for the other ranks in a collective call.
 
     Raises:
@@ -134,12 +130,13 @@ def open_runtime(
     store = open_store(ranks) if ranks.are_several else None
     messages = RankMessages(ranks.rank, ranks.degree)
     with ExitStack() as stack:
-        # Twice: for errors while groups open, and for errors within, which must be recorded before the groups close.
+        # Entered twice. The outer one records errors while groups open. The inner one records errors of the block,
+        # and does so before the groups close.
         stack.enter_context(failing_together(store, ranks.rank))
         stack.enter_context(process_group(backend, ranks=ranks, store=store, patience=patience))
         stack.enter_context(failing_together(store, ranks.rank))
         device, host = open_device(backend), torch.device("cpu")
-        # XLA on the CPU has no collectives to trust: its group is gloo's, over plain tensors.
+        # Collectives of XLA on the CPU cannot be trusted: there the group is gloo's, over plain tensors.
         probe_group(device if backend.is_neuron else host)
         if backend.is_neuron:
             tensor_parallel_group = stack.enter_context(model_parallel(ranks.degree))
@@ -150,7 +147,7 @@ def open_runtime(
             probe_group(host, group=messages.group)
         yield Runtime(backend=backend, device=device, ranks=ranks, messages=messages, spmd=spmd)
         if ranks.is_lead:
-            # No more work for the others.
+            # Tells the other ranks that no more work comes.
             messages.send(None)
 
 

@@ -1,7 +1,8 @@
 """Spmd: one process that computes on several XLA devices.
 
-The weights are marked with their division, and XLA inserts the collectives. XLA on the CPU shares a layer this way,
-because its collectives between processes are wrong. The code of the layer stays that of a whole layer.
+SPMD stands for single program, multiple data. Each weight is marked with the way it is divided, and XLA inserts the
+collectives; the layer's code stays that of a whole layer. XLA on the CPU shares a layer this way, because its
+collectives between processes are wrong.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spmd:
-    """The devices of this process, as a mesh of expert groups by devices in each.
+    """The devices of this process, as a mesh: rows are groups of experts, columns the devices in each group.
 
-    Args:
-        sharing: The parts that a layer is divided into, one for each device.
+    `sharing` divides a layer as among ranks; each device stands for one rank.
     """
 
     sharing: Ranks
@@ -43,11 +43,7 @@ class Spmd:
     def shard(self, module: nn.Module, *, what: str) -> None:
         """Mark the division of a loaded module's weights by its `shardings`: the axes of each weight, by name.
 
-        Without the attribute, the module stays whole on every device, and a warning is logged.
-
-        Args:
-            module: The module, on the device.
-            what: The module in words.
+        Without the attribute, the module stays whole on every device, and a warning names it by `what`.
         """
         shardings: Mapping[str, Axes] | None = getattr(module, "shardings", None)
         if shardings is None:
@@ -70,7 +66,7 @@ class Spmd:
 
 
 def open_spmd(sharing: Ranks) -> Spmd:
-    """Make XLA on the CPU show as many devices as there are parts. To be called before torch_xla is used.
+    """Make XLA on the CPU show one device for each rank of `sharing`. To be called before torch_xla is used.
 
     Raises:
         BackendError: XLA shows another number of devices.

@@ -1,7 +1,7 @@
 """Strict loading of a layer's weights into a module, on any device.
 
-On the CPU all weights are read at once, straight into the module. Otherwise they are read into host buffers, which are
-kept for the next layer, and sent one after the other while the next ones are read.
+On the CPU, threads read all weights straight into the module. For another device, weights are read into host buffers,
+and sent one after the other while the next ones are read. The buffers are kept for the next layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minimax_tools.checkpoint.filling import Deferred, Filling, Gathered, Readin
 from minimax_tools.errors import Mm2Error, TargetError, list_names
 
 _NUM_NAMES_SHOWN = 8
-# Limit of host buffers read ahead of the weight that is sent; one buffer is always allowed.
+# Limit of host buffers read ahead of the weight that is sent next. It trades host memory for reading during transfers.
 _AHEAD_BYTES = 128 << 20
 
 
@@ -33,6 +33,7 @@ class Staged:
     filling: Filling
 
 
+# A weight's values, or a way to get them.
 Weight = torch.Tensor | Deferred | Gathered | Staged
 Convert = TypeVar("Convert", bound=Callable[..., object])
 
@@ -49,11 +50,7 @@ def reads_in_place(convert: Callable[..., object]) -> bool:
 
 
 class WeightLoader:
-    """Loads weights onto one device.
-
-    Args:
-        wait: Waits until everything sent to the device has arrived.
-    """
+    """A loader of weights onto one device. `wait` returns when everything sent to the device has arrived."""
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:
         self._device = device
@@ -66,44 +63,36 @@ class WeightLoader:
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
 
-        Each weight is cast to the dtype of its parameter or buffer; nothing else is cast.
-
-        Args:
-            module: On the CPU or already on the device.
-            weights: Weights by the module's names. Each is removed when it is loaded, so that its memory can be
-                freed.
-            what: The module in words, for errors.
+        Each weight is cast to the dtype of its parameter or buffer; nothing else is cast. `weights` holds them by the
+        module's names. Each is removed when it is loaded, to free its memory. `what` names the module in errors.
 
         Raises:
             TargetError: Names are missing or unexpected, or shapes differ: all are listed. Or a weight cannot be
                 cast. Or a buffer that is no weight has no memory.
         """
-        places = dict(module.state_dict(keep_vars=True))
-        _refuse_misfits(places, weights, what=what)
+        parameters = dict(module.state_dict(keep_vars=True))
+        _refuse_misfits(parameters, weights, what=what)
         if self._device.type == "cpu":
-            self._fill_in_place(module, places, weights, what=what)
+            self._fill_in_place(module, parameters, weights, what=what)
         else:
-            self._send(module, places, weights, what=what)
+            self._send(module, parameters, weights, what=what)
         _refuse_empty(module, what=what)
         module.to(self._device)
 
     def begin(self, module: nn.Module, weights: dict[str, Weight]) -> None:
-        """Begin to read the weights of a later `load`, while the device computes with others.
+        """Begin to read the weights of a later `load`, while the device computes with the present ones.
 
-        On the CPU, and for weights that do not fit, nothing begins.
-
-        Args:
-            module: As for `load`; it is not changed.
-            weights: As for `load`; each weight that begins is replaced by its `Staged` form.
+        Each weight that is being read is replaced by its `Staged` form; the module is not changed. Do nothing on the
+        CPU, where weights have no memory but the module's, and if weights do not fit, which `load` reports.
         """
-        places = module.state_dict(keep_vars=True)
-        if self._device.type == "cpu" or _find_misfits(places, weights):
+        parameters = module.state_dict(keep_vars=True)
+        if self._device.type == "cpu" or _find_misfits(parameters, weights):
             return
-        for name, place in places.items():
-            weights[name] = self._stage(weights[name], place)
+        for name, parameter in parameters.items():
+            weights[name] = self._stage(weights[name], parameter)
 
     def abandon(self, weights: Mapping[str, Weight]) -> None:
-        """Stop reading weights that `begin` began and nothing will load."""
+        """Stop reading weights after `begin`: they will not be loaded."""
         for weight in weights.values():
             if isinstance(weight, Staged):
                 weight.filling.abandon()
@@ -113,12 +102,13 @@ class WeightLoader:
         self._buffers.clear()
 
     def _fill_in_place(
-        self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
+        self, module: nn.Module, parameters: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
+        """Fill the module's own memory: threads read weights that are gathered, this thread fills the others."""
         fillings: dict[str, Filling] = {}
         try:
-            for name, place in places.items():
-                storage = _storage_of(module, name, place)
+            for name, parameter in parameters.items():
+                storage = _storage_of(module, name, parameter)
                 weight = weights.pop(name)
                 with _naming_weight(name, what=what):
                     if isinstance(weight, Gathered):
@@ -136,46 +126,49 @@ class WeightLoader:
                 filling.abandon()
 
     def _send(
-        self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
+        self, module: nn.Module, parameters: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
-        waiting, ahead = deque(places), deque[str]()
+        """Send all weights in order. While one is sent, threads read those after it into host buffers."""
+        waiting, staged = deque(parameters), deque[str]()
         try:
-            while waiting or ahead:
-                # The weight that is sent next, and those that are read meanwhile.
-                while waiting and self._may_stage([weights[name] for name in ahead], places[waiting[0]]):
-                    ahead.append(waiting.popleft())
-                    with _naming_weight(ahead[-1], what=what):
-                        weights[ahead[-1]] = self._stage(weights[ahead[-1]], places[ahead[-1]])
-                name = ahead.popleft()
+            while waiting or staged:
+                while waiting and self._may_stage([weights[name] for name in staged], parameters[waiting[0]]):
+                    name = waiting.popleft()
+                    with _naming_weight(name, what=what):
+                        weights[name] = self._stage(weights[name], parameters[name])
+                    staged.append(name)
+                name = staged.popleft()
                 with _naming_weight(name, what=what):
-                    self._send_one(module, name, weights.pop(name), places)
+                    self._send_one(module, name, weights.pop(name), parameters)
         finally:
             self.abandon(weights)
 
-    def _may_stage(self, ahead: list[Weight], place: torch.Tensor) -> bool:
-        staged_bytes = sum(weight.host.nbytes for weight in ahead[1:] if isinstance(weight, Staged))
-        return len(ahead) < 2 or staged_bytes + place.nbytes <= _AHEAD_BYTES
+    def _may_stage(self, staged: list[Weight], parameter: torch.Tensor) -> bool:
+        """Decide whether another weight may be read. The first one staged is sent next; one more is always allowed."""
+        ahead_bytes = sum(weight.host.nbytes for weight in staged[1:] if isinstance(weight, Staged))
+        return len(staged) < 2 or ahead_bytes + parameter.nbytes <= _AHEAD_BYTES
 
-    def _stage(self, weight: Weight, place: torch.Tensor) -> Weight:
-        """Begin to read a weight, if the reading threads can."""
+    def _stage(self, weight: Weight, parameter: torch.Tensor) -> Weight:
+        """Begin to read a weight, and return its staged form."""
         if not isinstance(weight, Gathered):
+            # The loading thread reads the others, when they are sent.
             return weight
-        host = self._buffers.take(place)
+        host = self._buffers.take(parameter)
         return Staged(weight=weight, host=host, filling=self._pool.fill(weight.places(host), weight.read))
 
     def _send_one(
-        self, module: nn.Module, name: str, weight: Weight, places: dict[str, torch.Tensor]
+        self, module: nn.Module, name: str, weight: Weight, parameters: dict[str, torch.Tensor]
     ) -> None:
-        place = places.pop(name)
+        parameter = parameters.pop(name)
         if isinstance(weight, torch.Tensor):
-            host = weight.to("cpu", place.dtype)
+            host = weight.to("cpu", parameter.dtype)
         elif isinstance(weight, Staged):
             host = weight.host
             weight.filling.finish()
         else:
-            host = self._buffers.take(place)
+            host = self._buffers.take(parameter)
             weight.fill(host)
-        del place
+        del parameter
         # The device holds one layer, not two: the old tensor goes first.
         _replace(module, name, lambda: self._move(host))
         if not isinstance(weight, torch.Tensor):
@@ -191,14 +184,14 @@ class WeightLoader:
 
 
 class _Buffers:
-    """Host memory for reuse, by shape and dtype."""
+    """Host buffers for reuse, by shape and dtype."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def take(self, place: torch.Tensor) -> torch.Tensor:
-        idle = self._idle.get((place.shape, place.dtype))
-        return idle.pop() if idle else torch.empty(place.shape, dtype=place.dtype)
+    def take(self, parameter: torch.Tensor) -> torch.Tensor:
+        idle = self._idle.get((parameter.shape, parameter.dtype))
+        return idle.pop() if idle else torch.empty(parameter.shape, dtype=parameter.dtype)
 
     def give(self, buffer: torch.Tensor) -> None:
         self._idle.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
@@ -207,11 +200,11 @@ class _Buffers:
         self._idle.clear()
 
 
-def _storage_of(module: nn.Module, name: str, place: torch.Tensor) -> torch.Tensor:
-    """Return the CPU memory behind a place; allocate it if the module was built without memory."""
-    if not place.is_meta:
-        return place.data
-    storage = torch.empty(place.shape, dtype=place.dtype)
+def _storage_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the CPU memory behind a parameter; allocate it if the module was built without memory."""
+    if not parameter.is_meta:
+        return parameter.data
+    storage = torch.empty(parameter.shape, dtype=parameter.dtype)
     _replace(module, name, lambda: storage)
     return storage
 
@@ -243,8 +236,10 @@ def _naming_weight(name: str, *, what: str) -> Iterator[None]:
         ) from error
 
 
-def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight], *, what: str) -> None:
-    faults = _find_misfits(places, weights)
+def _refuse_misfits(
+    parameters: Mapping[str, torch.Tensor], weights: Mapping[str, Weight], *, what: str
+) -> None:
+    faults = _find_misfits(parameters, weights)
     if faults:
         raise TargetError(
             f"{what}: the weights do not fit the module",
@@ -254,28 +249,28 @@ def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, We
         )
 
 
-def _find_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight]) -> list[str]:
+def _find_misfits(parameters: Mapping[str, torch.Tensor], weights: Mapping[str, Weight]) -> list[str]:
     """Compare names and shapes; return all faults in words."""
     shapes = {name: _shape_of(weight) for name, weight in weights.items()}
-    lists = {
-        "missing": [name for name in places if name not in shapes],
-        "unexpected": [name for name in shapes if name not in places],
-        "no tensor": [name for name, shape in shapes.items() if shape is None and name in places],
+    names_by_fault = {
+        "missing": [name for name in parameters if name not in shapes],
+        "unexpected": [name for name in shapes if name not in parameters],
+        "no tensor": [name for name, shape in shapes.items() if shape is None and name in parameters],
         "of another shape": [
-            f"{name} (expected {list(place.shape)}, found {list(shape)})"
-            for name, place in places.items()
-            if (shape := shapes.get(name)) is not None and shape != tuple(place.shape)
+            f"{name} (expected {list(parameter.shape)}, found {list(shape)})"
+            for name, parameter in parameters.items()
+            if (shape := shapes.get(name)) is not None and shape != tuple(parameter.shape)
         ],
     }
     return [
         f"{len(names)} {fault}: {list_names(names, most=_NUM_NAMES_SHOWN)}"
-        for fault, names in lists.items()
+        for fault, names in names_by_fault.items()
         if names
     ]
 
 
 def _refuse_empty(module: nn.Module, *, what: str) -> None:
-    """Raise if a buffer that is no weight has no memory: the port must compute it."""
+    """Raise if a buffer has no memory, and no weight filled it: the port must compute it."""
     empty = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if empty:
         raise TargetError(
@@ -287,5 +282,6 @@ def _refuse_empty(module: nn.Module, *, what: str) -> None:
 
 
 def _shape_of(weight: object) -> tuple[int, ...] | None:
+    """Return a weight's shape; None for an object of a port's that is no weight."""
     weight = weight.weight if isinstance(weight, Staged) else weight
     return tuple(weight.shape) if isinstance(weight, (torch.Tensor, Deferred, Gathered)) else None

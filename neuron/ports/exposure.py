@@ -1,7 +1,7 @@
-"""The sites that a port shows: declared by its `sites` attribute, or found by usual names.
+"""The sites that a port shows: declared by its `sites` attribute, or found by usual names of submodules.
 
-On several ranks the pieces of a declared site are assembled by its layout. Pieces of a site found by name count only if
-all ranks have the same.
+On several ranks, the pieces of a declared site are assembled by its layout. A site found by name counts only if all
+ranks have the same tensor there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.ports.port_errors import port_errors
 
+# Usual names of submodules, tried in this order.
 _ATTENTION = ("self_attn", "attention", "attn")
 _MOE = ("block_sparse_moe", "mlp", "moe", "feed_forward")
 _INPUT_NORM = ("input_layernorm", "input_norm", "attention_norm")
@@ -35,6 +36,7 @@ class Exposure:
     """The sites of a port's module.
 
     Args:
+        taps: The place in the module at which each site is recorded.
         declared: Sites that the port declares. There a tensor of another shape is a fault; at a site found by name
             it only means that the name misled.
         layouts: Layouts over ranks, as far as the port declares them.
@@ -47,46 +49,31 @@ class Exposure:
     def accepts(
         self, site: Site, tensor: torch.Tensor, spec: ModelSpec, batch_shape: tuple[int, int]
     ) -> bool:
-        """Decide whether a recorded tensor may stand for a site, for a batch of B and S."""
+        """Decide whether a recorded tensor may stand for a site; `batch_shape` is batch size and sequence length."""
         return site in self.declared or tuple(tensor.shape) == site_shape(site, spec, batch_shape)
 
     def assemble(
-        self,
-        site: Site,
-        pieces: Sequence[torch.Tensor],
-        spec: ModelSpec,
-        batch_shape: tuple[int, int],
-        *,
-        what: str,
+        self, site: Site, pieces: Sequence[torch.Tensor], batch_shape: tuple[int, int], *, what: str
     ) -> torch.Tensor | None:
-        """Assemble a site from the ranks' pieces; None if their layout is unknown.
-
-        Args:
-            site: The site.
-            pieces: Recorded pieces in rank order, on the CPU.
-            spec: The model.
-            batch_shape: B and S.
-            what: Target, layer and site, for errors.
+        """Assemble a site from the ranks' pieces, in rank order and on the CPU; None if their layout is unknown.
 
         Raises:
             TargetError: The pieces contradict the declared layout.
         """
-        if len(pieces) == 1:
-            whole = pieces[0]
-        elif site in self.declared:
-            whole = self.layouts.get(site, Replicated()).assemble(pieces, what=what)
+        if len(pieces) > 1 and site in self.declared:
+            tensor = self.layouts.get(site, Replicated()).assemble(pieces, what=what)
         elif all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
-            whole = pieces[0]
+            tensor = pieces[0]
         else:
             # The pieces may be parts or sums: a guess could be wrong.
             return None
-        return shape_to_batch(site, whole, batch_shape)
+        return shape_to_batch(site, tensor, batch_shape)
 
     def cut(self, site: Site, tensor: torch.Tensor, *, ranks: Ranks, what: str) -> torch.Tensor:
-        """Cut a rank's piece from a site's logical tensor.
+        """Cut a rank's piece from a site's whole tensor.
 
         Raises:
-            TargetError: The piece is unknown.
+            TargetError: The port does not say which part a rank holds.
         """
         if not ranks.are_several:
             return tensor
@@ -96,11 +83,7 @@ class Exposure:
         return layout.cut(tensor, rank=ranks.rank, num_ranks=ranks.degree, what=what)
 
     def require_heads(self, site: Site, *, what: str) -> None:
-        """Raise unless the port declares which heads of a site a rank holds.
-
-        Raises:
-            TargetError: The port does not.
-        """
+        """Raise TargetError unless the port declares which heads of a site a rank holds."""
         if site not in self.declared:
             raise TargetError(
                 f"{what}: which heads a rank holds cannot be told",
@@ -116,14 +99,15 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
     Raises:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
     """
+    # The empty path is the layer itself.
     always = {Site.INPUT: Tap(path="", point="input"), Site.OUTPUT: Tap(path="")}
     with port_errors(
         f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
     ):
         declared = getattr(module, "sites", None)
     if declared is None:
-        return Exposure(taps={**_found_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
-    taps, layouts = _declared(declared, what=what)
+        return Exposure(taps={**_find_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
+    taps, layouts = _parse_sites(declared, what=what)
     verify_taps(module, taps)
     for site in always:
         if not isinstance(layouts.get(site, Replicated()), Replicated):
@@ -137,7 +121,7 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
 
 
 def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tuple[int, ...]:
-    """Return the shape of a site for a batch of B and S."""
+    """Return the shape of a site for a batch of this size and sequence length."""
     batch, sequence = batch_shape
     if site is Site.Q_ROPE:
         return (batch, spec.num_attention_heads, sequence, spec.head_dim)
@@ -157,7 +141,8 @@ def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tup
     return (batch, sequence, widths.get(site, spec.hidden_size))
 
 
-def _declared(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Site, SiteLayout]]:
+def _parse_sites(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Site, SiteLayout]]:
+    """Read a port's `sites`, such as {"q_proj": "self_attn.q_proj@shard(-1)"}: taps, and layouts if given."""
     if not isinstance(declared, Mapping) or not all(
         isinstance(text, str) for entry in declared.items() for text in entry
     ):
@@ -169,11 +154,11 @@ def _declared(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Sit
         )
     taps, layouts = {}, {}
     for name, text in declared.items():
-        place, has_layout, layout = text.partition("@")
+        tap, at_sign, layout = text.partition("@")
         try:
             site = parse_site(name)
-            taps[site] = Tap.parse(place)
-            if has_layout:
+            taps[site] = Tap.parse(tap)
+            if at_sign:
                 layouts[site] = parse_layout(layout)
         except Mm2Error as error:
             raise TargetError(
@@ -184,10 +169,10 @@ def _declared(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Sit
     return taps, layouts
 
 
-def _found_by_name(module: nn.Module) -> dict[Site, Tap]:
+def _find_by_name(module: nn.Module) -> dict[Site, Tap]:
     present = {name for name, _ in module.named_modules()}
-    attention, moe = _first(present, _ATTENTION), _first(present, _MOE)
-    input_norm, post_norm = _first(present, _INPUT_NORM), _first(present, _POST_NORM)
+    attention, moe = _first_present(present, _ATTENTION), _first_present(present, _MOE)
+    input_norm, post_norm = _first_present(present, _INPUT_NORM), _first_present(present, _POST_NORM)
     candidates: dict[Site, Tap] = {}
     if input_norm:
         candidates[Site.INPUT_NORM] = Tap(path=input_norm)
@@ -200,12 +185,12 @@ def _found_by_name(module: nn.Module) -> dict[Site, Tap]:
         candidates[Site.ATTN_RESIDUAL] = Tap(path=post_norm, point="input")
         candidates[Site.POST_NORM] = Tap(path=post_norm)
     if moe:
-        gate = _first(present, tuple(f"{moe}.{name}" for name in _GATE))
+        gate = _first_present(present, tuple(f"{moe}.{name}" for name in _GATE))
         if gate:
             candidates[Site.ROUTER_LOGITS] = Tap(path=gate)
         candidates[Site.MOE_DELTA] = Tap(path=moe)
     return {site: tap for site, tap in candidates.items() if tap.path in present}
 
 
-def _first(present: set[str], names: tuple[str, ...]) -> str | None:
+def _first_present(present: set[str], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in present), None)

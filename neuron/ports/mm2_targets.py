@@ -50,16 +50,12 @@ class BuiltinTarget(PortTarget):
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int:
-        """Count the experts of a chunk."""
+        """Return the number of experts in a chunk."""
         config = target_config(spec, ranks=ranks)
         return experts_per_chunk(config, dtype=dtype, chunk_size_bytes=CHUNK_SIZE_BYTES)
 
     def require_traceable(self, backend: Backend) -> None:
-        """Pass if the layer is one program.
-
-        Raises:
-            TargetError: On Neuron over torch_xla it is several graphs.
-        """
+        """Raise TargetError for Neuron over torch_xla, where the layer is several graphs."""
         if backend is Backend.NEURON_XLA:
             raise TargetError(
                 "the target builtin is several graphs on a lazy device, not one program",
@@ -83,7 +79,7 @@ class ReferenceTarget(PortTarget):
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int:
-        """Count all experts on a lazy device, where they are one graph; else one."""
+        """Return the number of all experts on a lazy device, where they are one graph; else 1."""
         return spec.num_local_experts if is_lazy else 1
 
 

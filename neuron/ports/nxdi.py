@@ -1,8 +1,8 @@
 """Ports built on neuronx-distributed-inference: `--target nxdi:package.module:DecoderLayerClass`.
 
-Such a layer takes NxDI's config and a boolean mask [B,1,S,S], and holds weights in NxDI's layout. `NxdiTarget` builds
-the config that the class's module defines. `NxdiLayer` translates between the layer and the target protocol. Written
-against NxDI 0.9 and 0.10, which is imported only for such a target.
+NxDI stands for that package, NxD for neuronx-distributed, on which it is built. A layer there takes NxDI's config and a
+boolean mask [B,1,S,S], and holds weights in NxDI's layout. `NxdiTarget` builds the config that the class's module
+defines. `NxdiLayer` translates between the layer and the target protocol. Written against NxDI 0.9 and 0.10.
 B batch, S rows of this pass, P rows of past, H hidden.
 """
 
@@ -37,11 +37,12 @@ logger = logging.getLogger(__name__)
 PREFIX = "nxdi:"
 # Attribute of the port's class or module that overrides mm2's choices for NxDI's MoENeuronConfig.
 OPTIONS = "mm2_neuron_config"
-_LOG_LEVEL = "NXD_LOG_LEVEL"
-_PACKAGES = ("neuronx_distributed", "Neuron")
-_CPU_MODE = "NXD_CPU_MODE"
-_MASTER = "master_weight"
-_INSTALL = (
+_LOG_LEVEL_VARIABLE, _CPU_MODE_VARIABLE = "NXD_LOG_LEVEL", "NXD_CPU_MODE"
+# Beginnings of the names of NxD's and NxDI's loggers.
+_LOGGER_PREFIXES = ("neuronx_distributed", "Neuron")
+# Second name under which NxD registers a weight.
+_MASTER_WEIGHT = "master_weight"
+_INSTALL_STEP = (
     "Run in the Neuron SDK's virtual environment for NxD Inference, or install it: pip install "
     "--extra-index-url https://pip.repos.neuron.amazonaws.com neuronx-distributed-inference."
 )
@@ -53,8 +54,9 @@ _ABSENT_KEYS: Mapping[str, object] = {
     "rope_scaling": None,
     "tie_word_embeddings": False,
 }
+# Submodules of an `NxdiLayer`.
 _ATTENTION, _QKV = "layer.self_attn", "layer.self_attn.qkv_proj"
-_NORMS = ("layer.input_layernorm", "layer.post_attention_layernorm")
+_INPUT_NORM, _POST_NORM = "layer.input_layernorm", "layer.post_attention_layernorm"
 _MOE_NAMES = ("block_sparse_moe", "mlp", "moe", "feed_forward")
 
 
@@ -63,7 +65,7 @@ class NxdiLayer(nn.Module):
 
     Args:
         layout: Layout of this rank's weights.
-        neuron_config: NxDI's config, which says whether a pass is a prefill.
+        neuron_config: NxDI's config of the device, which says whether a pass is a prefill.
         is_cpu_mode: True if NxD was set to compute on the CPU.
     """
 
@@ -93,39 +95,42 @@ class NxdiLayer(nn.Module):
         num_rows = hidden_states.shape[1]
         causal = torch.ones(num_rows, num_rows, dtype=torch.bool, device=attention_mask.device).tril()
         is_real = attention_mask.bool()[:, None, None, :]
-        active = causal & is_real[..., -num_rows:]
+        active_mask = causal & is_real[..., -num_rows:]
         self._neuron_config.is_prefill_stage = past_key_value is None
-        if past_key_value is None:
-            given: dict[str, Any] = {"attention_mask": active}
-        else:
+        keywords: dict[str, Any] = {"attention_mask": active_mask}
+        if past_key_value is not None:
             # NxDI has two masks: one for the past, one for the rows of this pass.
-            past = is_real[..., :-num_rows].expand(-1, -1, num_rows, -1)
-            given = {"attention_mask": past, "active_mask": active, "past_key_value": past_key_value}
-        result = self.layer(hidden_states, position_ids=position_ids, **given)
+            past_mask = is_real[..., :-num_rows].expand(-1, -1, num_rows, -1)
+            keywords = {
+                "attention_mask": past_mask,
+                "active_mask": active_mask,
+                "past_key_value": past_key_value,
+            }
+        result = self.layer(hidden_states, position_ids=position_ids, **keywords)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
     def _refuse_other_device(self, device: torch.device) -> None:
         if (device.type == "cpu") != self._is_cpu_mode:
             raise TargetError(
                 f"the port computes on {device}, which NxD was not told",
-                expected=f"{_CPU_MODE}={int(device.type == 'cpu')}",
-                found=f"{_CPU_MODE}={int(self._is_cpu_mode)}",
-                next_step=f"Set {_CPU_MODE}=1 for --backend cpu, and only there.",
+                expected=f"{_CPU_MODE_VARIABLE}={int(device.type == 'cpu')}",
+                found=f"{_CPU_MODE_VARIABLE}={int(self._is_cpu_mode)}",
+                next_step=f"Set {_CPU_MODE_VARIABLE}=1 for --backend cpu, and only there.",
             )
 
     @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """Return the layer's weights in NxDI's layout, read when they are loaded."""
-        places = self.layer.state_dict(keep_vars=True)
-        weights = self._layout.weights(places, tensors)
-        unused = self._layout.unused(places, tensors)
+        parameters = self.layer.state_dict(keep_vars=True)
+        weights = self._layout.weights(parameters, tensors)
+        unused = self._layout.unused(parameters, tensors)
         if unused:
             logger.warning("The port has no place for %s: it computes without.", list_faults(unused))
         return {f"layer.{name}": weight for name, weight in weights.items()}
 
 
 class ConvertingNxdiLayer(NxdiLayer):
-    """An `NxdiLayer` whose class has a `convert_state_dict`; its names are the layer's own."""
+    """An `NxdiLayer` whose layer has a `convert_state_dict`, which returns the layer's own names."""
 
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """Call the class's conversion."""
@@ -185,10 +190,11 @@ class NxdiTarget(Target):
         _log_to_stderr()
         degree, rank = _open_parallel_state()
         nxdi_config = self._config(config, tp_degree=degree)
-        layer = _build_undrawn(self.layer_class, nxdi_config, layer_idx)
+        layer = _build_without_random_weights(self.layer_class, nxdi_config, layer_idx)
         layout = NxdiLayout(spec=ModelSpec.from_config(vars(config)), tp_degree=degree, rank=rank)
-        kind = ConvertingNxdiLayer if hasattr(layer, "convert_state_dict") else NxdiLayer
-        return kind(layer, layout=layout, neuron_config=nxdi_config.neuron_config, is_cpu_mode=_is_cpu_mode())
+        wrapper = ConvertingNxdiLayer if hasattr(layer, "convert_state_dict") else NxdiLayer
+        neuron_config = nxdi_config.neuron_config
+        return wrapper(layer, layout=layout, neuron_config=neuron_config, is_cpu_mode=_is_cpu_mode())
 
     def _config(self, config: Any, *, tp_degree: int) -> Any:
         """Build NxDI's config of the model, with its config of the device."""
@@ -211,18 +217,20 @@ class NxdiTarget(Target):
         """Find the subclass of InferenceConfig that the layer's constructor names, or the only one in its module."""
         from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
-        here = {
+        configs = {
             name: value
             for name, value in vars(self.module).items()
             if inspect.isclass(value) and issubclass(value, InferenceConfig) and value is not InferenceConfig
         }
         named = _annotation_of_config(self.layer_class)
-        if named in here:
-            return here[named]
-        own = {name: value for name, value in here.items() if value.__module__ == self.module.__name__}
-        candidates = own or here
+        if named in configs:
+            return configs[named]
+        # Configs that the module defines come before those that it imports.
+        own = {name: value for name, value in configs.items() if value.__module__ == self.module.__name__}
+        candidates = own or configs
         if len(candidates) == 1:
-            return next(iter(candidates.values()))
+            [only] = candidates.values()
+            return only
         if candidates:
             raise TargetError(
                 f"{self.module.__name__} has several configs of NxDI",
@@ -236,20 +244,16 @@ class NxdiTarget(Target):
 
 
 def require_nxdi() -> None:
-    """Raise unless neuronx-distributed-inference can be imported.
-
-    Raises:
-        TargetError: The package is missing or broken.
-    """
+    """Raise TargetError unless neuronx-distributed-inference can be imported."""
     # Its loggers write to standard output, where results belong; it reads their level once, at its import.
-    os.environ.setdefault(_LOG_LEVEL, "warning")
+    os.environ.setdefault(_LOG_LEVEL_VARIABLE, "warning")
     try:
         import neuronx_distributed_inference.models.config  # noqa: F401
     except Exception as error:  # the placeholders on PyPI raise other errors
         raise TargetError(
             "--target nxdi:… needs the package neuronx_distributed_inference, which cannot be imported here",
             found=f"{type(error).__name__}: {error}",
-            next_step=_INSTALL,
+            next_step=_INSTALL_STEP,
         ) from error
 
 
@@ -261,7 +265,7 @@ def _is_cpu_mode() -> bool:
 
 def _log_to_stderr() -> None:
     for name in tuple(logging.root.manager.loggerDict):
-        if name.startswith(_PACKAGES):
+        if name.startswith(_LOGGER_PREFIXES):
             for handler in logging.getLogger(name).handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
                     handler.setStream(sys.stderr)
@@ -272,7 +276,7 @@ def _open_parallel_state() -> tuple[int, int]:
     from neuronx_distributed.parallel_layers import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        # Off Neuron the runtime opens none; the group of the process is gloo's there.
+        # `open_runtime` opens these groups only on Neuron. Elsewhere all ranks are one tensor-parallel group.
         degree = torch.distributed.get_world_size()
         with native_output_dropped():
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=degree)
@@ -282,26 +286,25 @@ def _open_parallel_state() -> tuple[int, int]:
     )
 
 
-def _build_undrawn(layer_class: Callable[..., Any], config: Any, layer_idx: int) -> Any:
-    """Build the layer without random weights in NxD's parallel modules.
+def _build_without_random_weights(layer_class: Callable[..., Any], config: Any, layer_idx: int) -> Any:
+    """Build the layer in NxD's mode for ahead-of-time compilation, in which it draws no random weights.
 
-    NxD would draw them whole in float32, 10 GB for a full-size layer, only for loading to overwrite them.
+    Else NxD would draw them whole in float32, 10 GB for a full-size layer, only for loading to overwrite them.
     """
     from neuronx_distributed.parallel_layers import parallel_state
 
-    before = parallel_state.get_aot_mode()
+    old_mode = parallel_state.get_aot_mode()
     parallel_state.set_aot_mode(True)
     try:
         layer = layer_class(config, layer_idx)
     finally:
-        parallel_state.set_aot_mode(before)
+        parallel_state.set_aot_mode(old_mode)
     if isinstance(layer, nn.Module):
         for module in layer.modules():
-            # In this mode NxD registers the weight a second time under this name.
-            if _MASTER in module._parameters and module._parameters[_MASTER] is getattr(
-                module, "weight", None
-            ):
-                module._parameters[_MASTER] = None
+            # In this mode NxD registers the weight a second time, which strict loading would miss.
+            master = module._parameters.get(_MASTER_WEIGHT)
+            if master is not None and master is getattr(module, "weight", None):
+                module._parameters[_MASTER_WEIGHT] = None
     return layer
 
 
@@ -327,18 +330,19 @@ def _find_sites(module: NxdiLayer, layout: NxdiLayout) -> dict[str, str]:
     queries = Sharded(dim=-1, blocks=layout.heads.all_query_heads())
     keys = Sharded(dim=-1, blocks=layout.heads.all_kv_heads())
     candidates = {
-        Site.INPUT_NORM: _NORMS[0],
+        Site.INPUT_NORM: _INPUT_NORM,
         Site.Q_PROJ: f"{_QKV}.q_proj{queries}",
         **{site: f"{_QKV}.{site}{keys}" for site in (Site.K_PROJ, Site.V_PROJ)},
         Site.Q_NORM: f"{_ATTENTION}.q_norm{queries}",
         Site.K_NORM: f"{_ATTENTION}.k_norm{keys}",
         Site.ATTN_CONTEXT: f"{_ATTENTION}.o_proj:input{queries}",
         Site.ATTN_DELTA: f"{_ATTENTION}.o_proj",
-        Site.ATTN_RESIDUAL: f"{_NORMS[1]}:input",
-        Site.POST_NORM: _NORMS[1],
+        Site.ATTN_RESIDUAL: f"{_POST_NORM}:input",
+        Site.POST_NORM: _POST_NORM,
         Site.ROUTER_LOGITS: f"layer.{moe}.router:output[0]",
         Site.ROUTER_EXPERTS: f"layer.{moe}.router:output[2]",
         Site.MOE_DELTA: f"layer.{moe}",
     }
+    # A submodule's path, then `:` and a point, then `@` and a layout.
     paths = {site: text.partition("@")[0].partition(":")[0] for site, text in candidates.items()}
     return {str(site): text for site, text in candidates.items() if paths[site] in present}

@@ -3,16 +3,15 @@
 | hub | NxDI | change |
 |---|---|---|
 | self_attn.{q,k,v}_proj | self_attn.qkv_proj.{q,k,v}_proj, or Wqkv | the rank's heads, padded and replicated |
-| self_attn.o_proj | self_attn.o_proj.o_proj | columns likewise |
-| self_attn.{q,k}_norm | the same, or {q,k}_layernorm | likewise, or of all ranks: as long as the place is |
+| self_attn.o_proj | self_attn.o_proj.o_proj | the columns of the rank's query heads |
+| self_attn.{q,k}_norm | the same, or {q,k}_layernorm | the rank's heads or all ranks', by the parameter's length |
 | – | …rank_util.rank, …spmd_rank.rank | the rank, int32 |
 | block_sparse_moe.gate | ….router.linear_router, and weight_T | renamed, and transposed |
 | e_score_correction_bias | ….router.e_score_correction_bias | renamed |
 | experts.E.w1, w3 [I,H] | ….expert_mlps.mlp_op.gate_up_proj [E,H,2·I] | transposed, gate then up |
 | experts.E.w2 [H,I] | ….expert_mlps.mlp_op.down_proj [E,I,H] | transposed |
 
-A rank holds its share of the experts' intermediate size.
-D head_dim, E experts, I intermediate, H hidden.
+Each rank holds its part of the experts' intermediate size. E experts, I intermediate, H hidden.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ _MOE = r"(?:block_sparse_moe|mlp|moe|feed_forward)\."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NxdiLayout:
-    """A rank's part of a layer on NxDI.
-
-    Args:
-        tp_degree: Number of ranks that divide the heads and the experts' intermediate size.
-    """
+    """A rank's part of a layer on NxDI; `tp_degree` ranks divide the heads and the experts' intermediate size."""
 
     spec: ModelSpec
     tp_degree: int
@@ -71,27 +66,22 @@ class NxdiLayout:
                 next_step="Choose another tensor-parallel degree.",
             )
 
-    def weights(self, places: Mapping[str, torch.Tensor], tensors: LayerTensors) -> dict[str, Weight]:
-        """Return the weights of places with known names; loading reports the others as missing.
+    def weights(self, parameters: Mapping[str, torch.Tensor], tensors: LayerTensors) -> dict[str, Weight]:
+        """Return the weights of the module's parameters with known names; loading reports the others as missing."""
+        weights = {}
+        for name, parameter in parameters.items():
+            if rule_match := _find_rule(name):
+                rule, match = rule_match
+                weights[name] = rule.make(self, tensors, match, tuple(parameter.shape))
+        return weights
 
-        Args:
-            places: Parameters and buffers of the port's module, by name.
-            tensors: The layer's tensors.
-        """
-        return {
-            name: rule.make(self, tensors, match, tuple(place.shape))
-            for name, place in places.items()
-            for rule, match in _rules_of(name)
-        }
-
-    def unused(self, places: Mapping[str, torch.Tensor], tensors: LayerTensors) -> list[str]:
-        """List the tensors without a place; experts only if none has one."""
-        taken = {
-            text.format(**match.groupdict())
-            for name in places
-            for rule, match in _rules_of(name)
-            for text in rule.tensors
-        }
+    def unused(self, parameters: Mapping[str, torch.Tensor], tensors: LayerTensors) -> list[str]:
+        """List the tensors that no parameter takes; experts only if none is taken."""
+        taken = set()
+        for name in parameters:
+            if rule_match := _find_rule(name):
+                rule, match = rule_match
+                taken |= {tensor.format(**match.groupdict()) for tensor in rule.tensors}
         return [name for name in tensors if (EXPERTS if EXPERTS in name else name) not in taken]
 
     @property
@@ -140,7 +130,7 @@ class NxdiLayout:
 
     def _gate_up(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
         spec, cut = self.spec, self._cut_experts(dim=0)
-        # A port may round the intermediate size up: zeros compute nothing.
+        # A port may round the intermediate size up, and pads with zeros, which compute nothing.
         inner = max(cut.size, shape[-1] // 2)
 
         def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -178,7 +168,7 @@ class NxdiLayout:
 
 
 class _Rule(NamedTuple):
-    """A way to fill the places whose names match a pattern, from tensors of these names."""
+    """A way to make the weights of parameters whose names match a pattern, from the hub's tensors of these names."""
 
     pattern: str
     # `{which}` stands for that group of the pattern.
@@ -214,6 +204,9 @@ _RULES = (
 )
 
 
-def _rules_of(name: str) -> list[tuple[_Rule, re.Match[str]]]:
-    """Return the rule for a place, if there is one."""
-    return [(rule, match) for rule in _RULES if (match := re.fullmatch(rule.pattern, name))]
+def _find_rule(name: str) -> tuple[_Rule, re.Match[str]] | None:
+    """Return the rule for a parameter, and the match of its pattern; None if there is no rule."""
+    for rule in _RULES:
+        if match := re.fullmatch(rule.pattern, name):
+            return rule, match
+    return None

@@ -23,7 +23,7 @@ def port_errors(failed: str, *, activity: str, next_step: str) -> Iterator[None]
     Args:
         failed: Failure and location, such as "target port.py:Layer, layer 3 failed while it ran".
         activity: Work in progress, such as "running layer 3 of target port.py:Layer".
-        next_step: Advice for the user.
+        next_step: The next step for the user.
 
     Raises:
         TargetError: The code raised.

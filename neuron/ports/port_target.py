@@ -34,7 +34,7 @@ class PortTarget(Target):
 
     @classmethod
     def find(cls, name: str) -> PortTarget | None:
-        """Import the port's file or module; None if the name has no place or no attribute."""
+        """Import the port's file or module; None if the name has another form."""
         found = import_callable(name)
         if found is None:
             return None

@@ -1,4 +1,7 @@
-"""The output, keys and values in a port's return value."""
+"""The output, keys and values in a port's return value.
+
+B batch, S sequence, H hidden, K kv heads, D head_dim.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from torch import nn
 from minimax_tools.errors import TargetError
 from neuron.builtin.layer import KeyValues
 
-_NEXT_STEP = "Return hidden states [B,S,H] first."
+# Name of the argument that a port takes the past by.
 PAST = "past_key_value"
-_TAKE_PART = (
+_OUTPUT_STEP = "Return hidden states [B,S,H] first."
+_DECODING_STEP = (
     f"To take part in decoding, accept {PAST} and return (output, (keys, values)); "
     "scripts/examples shows a port that does."
 )
@@ -21,13 +25,10 @@ _TAKE_PART = (
 def find_output(result: object, shape: tuple[int, ...], *, what: str) -> torch.Tensor:
     """Return the output [B,S,H] of a layer: a port's return value, or the first of several; [B·S,H] is reshaped.
 
-    Args:
-        result: The return value.
-        shape: B, S and H.
-        what: The port in words, for errors.
+    `shape` holds B, S and H; `what` names the port in errors.
 
     Raises:
-        TargetError: The port returned no tensor, or one of another shape.
+        TargetError: The port returned no tensor, or a tensor of another shape.
     """
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(first, torch.Tensor):
@@ -35,7 +36,7 @@ def find_output(result: object, shape: tuple[int, ...], *, what: str) -> torch.T
             f"{what} returned no tensor",
             expected="the layer's output, or a tuple that begins with it",
             found=type(first).__name__,
-            next_step=_NEXT_STEP,
+            next_step=_OUTPUT_STEP,
         )
     flat = (shape[0] * shape[1], shape[2])
     if tuple(first.shape) not in (shape, flat):
@@ -43,17 +44,13 @@ def find_output(result: object, shape: tuple[int, ...], *, what: str) -> torch.T
             f"{what} returned another shape",
             expected=f"{list(shape)} or {list(flat)}",
             found=str(list(first.shape)),
-            next_step=_NEXT_STEP,
+            next_step=_OUTPUT_STEP,
         )
     return first.reshape(shape)
 
 
 def require_past(module: nn.Module, *, what: str) -> None:
-    """Raise unless the port accepts a past.
-
-    Raises:
-        TargetError: The port does not.
-    """
+    """Raise TargetError unless the port accepts a past."""
     parameters = inspect.signature(module.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if PAST not in parameters and not takes_any:
@@ -61,20 +58,17 @@ def require_past(module: nn.Module, *, what: str) -> None:
             f"{what} cannot decode: its forward does not accept {PAST}",
             expected=f"forward(hidden_states, attention_mask, position_ids, {PAST}=None)",
             found=f"forward({', '.join(parameters)})",
-            next_step=_TAKE_PART,
+            next_step=_DECODING_STEP,
         )
 
 
 def find_key_values(result: object, batch_shape: tuple[int, int], *, what: str) -> KeyValues:
-    """Return the keys and values [B,K,S,D] of a pass's rows from a port's return value.
+    """Return the keys and values [B,K,S,D] of a pass's rows, from the second of a port's return values.
 
-    Args:
-        result: The return value.
-        batch_shape: B and S.
-        what: The port in words, for errors.
+    `batch_shape` holds B and S; `what` names the port in errors.
 
     Raises:
-        TargetError: The port returned none, or of another shape.
+        TargetError: The port returned no keys and values, or tensors of another shape.
     """
     second = result[1] if isinstance(result, (tuple, list)) and len(result) > 1 else None
     if not isinstance(second, (tuple, list)) or len(second) != 2:
@@ -86,6 +80,7 @@ def find_key_values(result: object, batch_shape: tuple[int, int], *, what: str) 
             raise _no_key_values(what, type(tensor).__name__)
         if tensor.ndim != 4 or tensor.shape[0] != batch_size or tensor.shape[2] < num_rows:
             raise _no_key_values(what, str(list(tensor.shape)))
+    # A port may return the past's rows too, before those of this pass.
     return keys[:, :, -num_rows:], values[:, :, -num_rows:]
 
 
@@ -94,5 +89,5 @@ def _no_key_values(what: str, found: str) -> TargetError:
         f"{what} returned no keys and values",
         expected="a pair of tensors [batch, kv heads, rows, head_dim], second of what it returns",
         found=found,
-        next_step=_TAKE_PART,
+        next_step=_DECODING_STEP,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,19 +16,14 @@ from minimax_tools.errors import TargetError
 from minimax_tools.machine.native_output import output_set_aside
 from neuron.process.status import doing
 
-# The standard library and mm2 are no part of a port.
+# Modules that are no part of a port: the standard library, mm2, and what is installed.
 _LIBRARIES = sys.stdlib_module_names | {"compare", "gpu_reference", "minimax_tools", "neuron", "reports"}
-_FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_INSTALLATION_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSource:
-    """An imported module that holds a port.
-
-    Args:
-        place: Path or dotted name, as the user wrote it.
-        imported: Names of the modules that it imported.
-    """
+    """An imported module that holds a port, its path or dotted name, and the modules that were loaded with it."""
 
     place: str
     module: ModuleType
@@ -41,17 +35,17 @@ class TargetSource:
         Raises:
             TargetError: The module has no such name, or it cannot be called.
         """
-        found: object = getattr(self.module, name, None)
-        if callable(found):
-            return found
-        own = [
+        attribute: object = getattr(self.module, name, None)
+        if callable(attribute):
+            return attribute
+        classes = [
             key
             for key, value in vars(self.module).items()
             if inspect.isclass(value) and value.__module__ == self.module.__name__
         ]
         raise TargetError(
             f"{self.place} has no {name!r} to call",
-            found=f"the classes {', '.join(own)}" if own else "no class",
+            found=f"the classes {', '.join(classes)}" if classes else "no class",
             next_step=f"Give --target {self.place}:NAME with a NAME that it has.",
         )
 
@@ -64,14 +58,14 @@ class TargetSource:
         if file is None:
             return ""
         folder = Path(file).parent
-        named = {path.relative_to(folder).as_posix(): path for path in _loaded_files_beneath(folder)}
-        named |= _port_files(self.imported)
-        named[Path(file).name] = Path(file)
+        files = {path.relative_to(folder).as_posix(): path for path in _loaded_files_beneath(folder)}
+        files |= _module_files(self.imported)
+        files[Path(file).name] = Path(file)
         digest = hashlib.sha256()
-        for name, path in sorted(named.items()):
-            content = path.read_bytes()
-            digest.update(f"{name} {len(content)}\n".encode())
-            digest.update(content)
+        for name, path in sorted(files.items()):
+            source = path.read_bytes()
+            digest.update(f"{name} {len(source)}\n".encode())
+            digest.update(source)
         return digest.hexdigest()
 
 
@@ -99,8 +93,8 @@ def import_file(path: Path) -> TargetSource:
             f"target file {path} does not exist", next_step="Give --target PATH.py:NAME with its path."
         )
     folder = str(path.resolve().parent)
-    # First in the path, as for a script: a folder added since may hold a file of the same name.
-    sys.path[:] = [folder, *(path for path in sys.path if path != folder)]
+    # First in the search path, as for a script: another folder there may hold a file of the same name.
+    sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]
     module = ModuleType(f"mm2_target_{path.stem}")
     module.__file__ = str(path.resolve())
     sys.modules[module.__name__] = module
@@ -110,7 +104,7 @@ def import_file(path: Path) -> TargetSource:
         exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
         return module
 
-    return _imported(str(path), execute)
+    return _import_with(execute, place=str(path))
 
 
 def import_module(name: str) -> TargetSource:
@@ -119,11 +113,11 @@ def import_module(name: str) -> TargetSource:
     Raises:
         TargetError: It cannot be found, or raised.
     """
-    return _imported(name, lambda: importlib.import_module(name))
+    return _import_with(lambda: importlib.import_module(name), place=name)
 
 
-def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
-    before = set(sys.modules)
+def _import_with(load: Callable[[], ModuleType], *, place: str) -> TargetSource:
+    loaded_before = set(sys.modules)
     try:
         with output_set_aside(), doing(f"importing target {place}"):
             module = load()
@@ -133,34 +127,36 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
             found=f"{type(error).__name__}: {error}",
             next_step="See --debug for the traceback; a module must be installed or on PYTHONPATH.",
         ) from error
-    return TargetSource(place=place, module=module, imported=frozenset(sys.modules) - before)
+    return TargetSource(place=place, module=module, imported=frozenset(sys.modules) - loaded_before)
 
 
-def _port_files(names: Iterable[str]) -> dict[str, Path]:
-    """Return the source files of modules by name, without libraries and mm2."""
+def _module_files(names: Iterable[str]) -> dict[str, Path]:
+    """Return the source files of loaded modules by module name, without libraries and mm2."""
     files = {}
     for name in names:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        is_library = name.partition(".")[0] in _LIBRARIES
-        if not is_library and isinstance(file, str) and not _FOREIGN_FOLDERS & set(Path(file).parts):
-            files[name] = Path(file)
-    return {name: file for name, file in files.items() if file.suffix == ".py" and file.is_file()}
+        file = _source_file(name)
+        if file is None or name.partition(".")[0] in _LIBRARIES:
+            continue
+        if not _INSTALLATION_FOLDERS & set(file.parts) and file.is_file():
+            files[name] = file
+    return files
 
 
 def _loaded_files_beneath(folder: Path) -> set[Path]:
     """Return the source files of loaded modules in a folder, without libraries installed there."""
-    start = f"{folder}{os.sep}"
-    files = [
-        Path(file)
-        for name, module in tuple(sys.modules.items())
-        if isinstance(file := getattr(module, "__file__", None), str)
-        and file.startswith(start)
-        and name.partition(".")[0] not in sys.stdlib_module_names
-    ]
-    return {
-        file
-        for file in files
-        if file.suffix == ".py"
-        and not _FOREIGN_FOLDERS & set(file.relative_to(folder).parts)
-        and file.is_file()
-    }
+    files = set()
+    for name in tuple(sys.modules):
+        file = _source_file(name)
+        is_standard = name.partition(".")[0] in sys.stdlib_module_names
+        if file is None or is_standard or not file.is_relative_to(folder):
+            continue
+        # The folder itself may lie in an installation.
+        if not _INSTALLATION_FOLDERS & set(file.relative_to(folder).parts) and file.is_file():
+            files.add(file)
+    return files
+
+
+def _source_file(module_name: str) -> Path | None:
+    """Return the .py file that a loaded module names; None if it names none."""
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return Path(file) if isinstance(file, str) and file.endswith(".py") else None

@@ -1,6 +1,6 @@
-"""A decoder layer under test: built as the target protocol says, then loaded with a layer's weights.
+"""Target: a decoder layer under test, which is built, then loaded with a layer's weights.
 
-Each kind of target is one subclass of `Target`; `targets` lists them.
+The value of `--target` names it. Each kind of target is a subclass of `Target`; `targets` lists them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader, reads_in_place
 from neuron.ports.port_errors import port_errors
 
-# Constants of the MiniMax-M2 graph; a config that transformers wrote may lack these keys.
+# Values that every MiniMax-M2 has; a config.json that transformers wrote may lack these keys.
 _FIXED_VALUES = {
     "hidden_act": "silu",
     "qk_norm_type": "per_layer",
@@ -40,12 +40,7 @@ _LOAD_STEP = "Its state_dict() is filled, then to(device) called; see --debug fo
 
 @dataclass(frozen=True, kw_only=True)
 class Target(ABC):
-    """An implementation of a decoder layer.
-
-    Args:
-        name: Value of --target.
-        source_digest: sha256 of its source.
-    """
+    """An implementation of a decoder layer: its name, which is the value of --target, and the sha256 of its source."""
 
     # Forms of a --target of this kind.
     forms: ClassVar[str]
@@ -94,11 +89,11 @@ class Target(ABC):
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int | None:
-        """Count the experts that run together, on a lazy device in one graph; None if unknown."""
+        """Return the number of experts that run together, on a lazy device in one graph; None if unknown."""
         return None
 
     def require_traceable(self, backend: Backend) -> None:  # noqa: B027 - most targets are one program
-        """Pass if a layer can be compiled into one file for a backend.
+        """Check that a layer can be compiled into one file for a backend.
 
         Raises:
             UsageError: The target is compiled already.
@@ -120,13 +115,7 @@ class Target(ABC):
     def build(
         self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, ranks: Ranks | None = None
     ) -> nn.Module:
-        """Build the module of a layer, its weights not loaded.
-
-        Args:
-            spec: The model.
-            layer: The layer.
-            dtype: The run's dtype.
-            ranks: Ranks that share the layer; None for one alone.
+        """Build the module of a layer without loading weights; `ranks` share it, None stands for one rank alone.
 
         Raises:
             TargetError: The port raised, or returned no module.
@@ -163,19 +152,13 @@ class Target(ABC):
     ) -> None:
         """Load a layer's weights, on several ranks this rank's part, and move `module` to the loader's device.
 
-        Args:
-            module: Result of `build`.
-            tensors: The layer's tensors.
-            spec: The model.
-            loader: Reads and sends the weights.
-            ranks: Ranks that share the layer; None for one alone.
-            prepared: Result of `prepare` for this layer; None if it was not called.
+        `prepared` is what `prepare` returned for this layer; None if it was not called.
 
         Raises:
             CheckpointError: A tensor cannot be read.
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
-        weights = self._weights(module, tensors, spec, ranks) if prepared is None else prepared
+        weights = self._name_weights(module, tensors, spec, ranks) if prepared is None else prepared
         what = f"target {self.name}, layer {tensors.layer}"
         activity = f"loading layer {tensors.layer} of target {self.name}"
         with port_errors(f"{what} cannot be loaded", activity=activity, next_step=_LOAD_STEP):
@@ -193,10 +176,10 @@ class Target(ABC):
         """Begin to read a layer's weights while `module` computes with those of another.
 
         Raises:
-            CheckpointError: As for `load`.
-            TargetError: As for `load`.
+            CheckpointError: A tensor cannot be read.
+            TargetError: The port's conversion raised.
         """
-        weights = self._weights(module, tensors, spec, ranks)
+        weights = self._name_weights(module, tensors, spec, ranks)
         loader.begin(module, weights)
         return weights
 
@@ -204,18 +187,18 @@ class Target(ABC):
         """Return the port's convert_state_dict; None if it has none."""
         return getattr(module, "convert_state_dict", None)
 
-    def _weights(
+    def _name_weights(
         self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, ranks: Ranks | None
     ) -> dict[str, Weight]:
-        """Return the module's weights in a new dictionary, which `WeightLoader.load` empties."""
-        converted: object = tensors
+        """Return a layer's weights by the module's names, in a new dictionary, which `WeightLoader.load` empties."""
         convert = self._conversion(module)
+        if convert is None:
+            return {name: unchanged(tensors, name) for name in tensors}
         what = f"target {self.name}, layer {tensors.layer}: convert_state_dict"
-        if convert is not None:
-            # Tensors are read when the port asks for them: errors of the checkpoint pass as they are.
-            activity = f"converting the weights of layer {tensors.layer} of target {self.name}"
-            with port_errors(f"{what} failed", activity=activity, next_step=_CONVERT_STEP):
-                converted = convert(tensors, target_config(spec, ranks=ranks), tensors.layer)
+        activity = f"converting the weights of layer {tensors.layer} of target {self.name}"
+        # Tensors are read when the port asks for them: errors of the checkpoint pass as they are.
+        with port_errors(f"{what} failed", activity=activity, next_step=_CONVERT_STEP):
+            converted: object = convert(tensors, target_config(spec, ranks=ranks), tensors.layer)
         if not isinstance(converted, Mapping):
             raise TargetError(
                 f"{what} returned no state dict",
@@ -224,6 +207,7 @@ class Target(ABC):
                 next_step="Return what load_state_dict would take.",
             )
         if isinstance(converted, LayerTensors):
+            # The port returned the tensors that it was given, perhaps some replaced: the others are read on loading.
             return {name: unchanged(converted, name) for name in converted}
         return dict(converted)
 

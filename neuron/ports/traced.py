@@ -51,13 +51,13 @@ class TracedProgram:
 
     Args:
         program: Compiler: `torch.export` or `torch_neuronx.trace`.
-        port: The --target.
-        port_digest: sha256 of its source.
+        port: The --target that was traced.
+        port_digest: sha256 of the port's source.
         layer: The layer whose weights are inside.
         sites: Sites returned after the layer's output, in order.
         shape: Shape [B,S,H] of the hidden states.
         dtype: Dtype of hidden states and weights.
-        model: Fingerprint of the checkpoint of the weights.
+        model: Fingerprint of the checkpoint that the weights come from.
         versions: Library versions during compilation.
     """
 
@@ -140,11 +140,12 @@ class TracedLayer(nn.Module):
         Raises:
             TargetError: The states differ from the traced ones in shape or device, or a site is replaced.
         """
-        self._refuse_others(hidden_states)
+        self._refuse_other_states(hidden_states)
         # A program of torch_neuronx takes its inputs on the host.
         inputs = (hidden_states.cpu(), attention_mask.cpu(), position_ids.cpu())
         output, *shown = self._program[0](*inputs)
         for site, tensor in zip(self.traced.sites, shown, strict=True):
+            # A hook on the submodule may replace the value, as a golden's border does.
             if self.shown[str(site)](tensor) is not tensor:
                 raise TargetError(
                     f"{self._path} cannot be fed at {site}: what it computes there is compiled",
@@ -153,11 +154,7 @@ class TracedLayer(nn.Module):
         return output
 
     def verify_model(self, model: ModelFingerprint) -> None:
-        """Raise unless the weights in the file are those of a model.
-
-        Raises:
-            TargetError: The weights belong to another model.
-        """
+        """Raise TargetError unless the weights in the file are those of a model."""
         differences = self.traced.model.differences(model)
         if differences:
             raise TargetError(
@@ -166,7 +163,8 @@ class TracedLayer(nn.Module):
                 next_step="Give --model the checkpoint that was traced, or trace this one.",
             )
 
-    def _refuse_others(self, hidden_states: torch.Tensor) -> None:
+    def _refuse_other_states(self, hidden_states: torch.Tensor) -> None:
+        """Refuse states of another shape or device than those traced."""
         traced = self.traced
         if tuple(hidden_states.shape) != traced.shape:
             raise TargetError(
@@ -208,14 +206,10 @@ class TracedTarget(Target):
         if not name.startswith(PREFIX):
             return None
         pattern = name.removeprefix(PREFIX)
-        return cls(name=name, pattern=pattern, source_digest=_digest(pattern))
+        return cls(name=name, pattern=pattern, source_digest=_digest_files(pattern))
 
     def require_traceable(self, backend: Backend) -> None:
-        """Raise: the layer is compiled already.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Raise UsageError: the layer is compiled already."""
         raise UsageError(
             f"{self.name} is traced already", next_step="Give the --target that it was traced from."
         )
@@ -265,29 +259,10 @@ class TracedTarget(Target):
         ranks: Ranks | None = None,
         prepared: dict[str, Weight] | None = None,
     ) -> None:
-        """Raise unless the weights in the file are those of the checkpoint.
-
-        Raises:
-            TargetError: The weights belong to another model.
-        """
+        """Raise TargetError unless the weights in the file are those of the checkpoint."""
         assert isinstance(module, TracedLayer), "make returns nothing else"
         layers = range(tensors.layer, tensors.layer + 1)
         module.verify_model(ModelFingerprint.of(tensors.reader, spec, layers))
-
-
-def _digest(pattern: str) -> str:
-    """Return sha256 over names, sizes and check sums in the files; weights are not read."""
-    # Special characters around the layer number, such as brackets and stars, stand for themselves.
-    glob_pattern = "[0-9]*".join(map(glob.escape, pattern.split(_LAYER)))
-    paths = glob.glob(glob_pattern)  # noqa: PTH207 - a Path's glob takes no absolute pattern
-    digest = hashlib.sha256()
-    for path in map(Path, sorted(paths) or [pattern]):
-        TracedProgram.read(path)
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                name = entry.filename.partition("/")[2]
-                digest.update(f"{name} {entry.file_size} {entry.CRC}\n".encode())
-    return digest.hexdigest()
 
 
 def load_program(path: Path, traced: TracedProgram) -> Program:
@@ -314,6 +289,23 @@ def load_program(path: Path, traced: TracedProgram) -> Program:
             found=f"{type(error).__name__}: {error}",
             next_step=f"{_MAKE_ANEW} A file need not load with another version of torch.",
         ) from error
+
+
+def _digest_files(pattern: str) -> str:
+    """Return the sha256 over names, sizes and check sums in all layers' files; weights are not read."""
+    # Special characters around the layer number, such as brackets and stars, stand for themselves.
+    glob_pattern = "[0-9]*".join(map(glob.escape, pattern.split(_LAYER)))
+    paths = glob.glob(glob_pattern)  # noqa: PTH207 - a Path's glob takes no absolute pattern
+    digest = hashlib.sha256()
+    # Without any file, reading the pattern itself raises the error that names it.
+    for path in map(Path, sorted(paths) or [pattern]):
+        TracedProgram.read(path)
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                # The top folder bears the name that the file had when it was written.
+                name = entry.filename.partition("/")[2]
+                digest.update(f"{name} {entry.file_size} {entry.CRC}\n".encode())
+    return digest.hexdigest()
 
 
 def _verify_check_sums(path: Path) -> None:

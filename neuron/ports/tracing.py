@@ -1,6 +1,6 @@
 """Tracing: a target's layer compiled into a file, with its sites as further outputs.
 
-The compiler is torch_neuronx.trace on Neuron, torch.export elsewhere.
+The compiler is torch_neuronx.trace on Neuron, torch.export elsewhere. B batch, S sequence, H hidden.
 """
 
 from __future__ import annotations
@@ -41,19 +41,13 @@ from neuron.process.status import doing
 
 logger = logging.getLogger(__name__)
 
-# Difference between a number and NaN or Inf: JSON knows no infinity.
-_ENDLESS = torch.finfo(torch.float64).max
+# Stands for the difference between a number and NaN or Inf: JSON knows no infinity.
+_INFINITE = torch.finfo(torch.float64).max
 _COMPILERS: Mapping[Backend, str] = {Backend.CPU: EXPORT, Backend.NEURON_XLA: NEURON}
 
 
 class SitesAsOutputs(nn.Module):
-    """A layer that returns its sites beside its output, so that they survive compilation.
-
-    Args:
-        layer: A port's module, its weights loaded.
-        taps: Tap of each site, in the order of the returned sites.
-        what: The target and layer in words, for errors.
-    """
+    """A port's layer that returns the sites at `taps`, in this order, beside its output: they survive compilation."""
 
     def __init__(self, layer: nn.Module, taps: Mapping[Site, Tap], *, what: str) -> None:
         super().__init__()
@@ -64,7 +58,7 @@ class SitesAsOutputs(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the layer's output [B,S,H], then each site as the port gives it.
+        """Return the layer's output [B,S,H], then each site in the port's own shape.
 
         Raises:
             TargetError: A site shows no tensor, or the layer returns no output of that shape.
@@ -90,7 +84,12 @@ class TraceRequest:
     Args:
         inputs: Token rows; the program takes their shape.
         backend: Backend of the program: the CPU, or Neuron over torch_xla.
-        checks_capture: Compile the layer without its sites too, and compare.
+        checks_capture: Whether the layer is compiled without its sites too, and the outputs are compared.
+
+    Raises:
+        UsageError: The target is compiled already.
+        TargetError: The target is more than one program.
+        BackendError: Nothing compiles for the backend.
     """
 
     target: Target
@@ -115,11 +114,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A layer that was traced.
-
-    Args:
-        effect_of_sites: Largest difference of the output with and without sites, on one input; None if unchecked.
-    """
+    """A layer that was traced, and the largest change of its output by returning the sites; None if unchecked."""
 
     program: TracedProgram
     effect_of_sites: float | None
@@ -134,13 +129,13 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
     """
     what = f"target {request.target.name}, layer {request.layer}"
     module = _load_module(request, reader)
-    # Random states: with zeros the router would find all experts alike.
+    # Random states: zeros would give all experts the same score.
     generator = torch.Generator().manual_seed(0)
     shape = (request.inputs.batch_size, request.inputs.sequence_length, request.spec.hidden_size)
     states = torch.randn(shape, generator=generator).to(request.dtype)
     example = (states, request.inputs.attention_mask, request.inputs.position_ids)
     with torch.no_grad():
-        taps = _find_shown(request, module, example, what=what)
+        taps = _find_taps(request, module, example, what=what)
         program = TracedProgram(
             program=_COMPILERS[request.backend],
             port=request.target.name,
@@ -160,7 +155,7 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
 
 
 def _load_module(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
-    """Build and load the port's module on the CPU, from where compilers take it."""
+    """Build and load the port's module on the CPU, where compilers want it."""
     module = request.target.build(request.spec, request.layer, dtype=request.dtype)
     with ReadingPool(torch.get_num_threads()) as pool:
         loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
@@ -169,11 +164,12 @@ def _load_module(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
     return module
 
 
-def _find_shown(
+def _find_taps(
     request: TraceRequest, module: nn.Module, example: tuple[torch.Tensor, ...], *, what: str
 ) -> dict[Site, Tap]:
-    """Find the taps of the sites that the running port shows; input and output, which all programs have, left out."""
+    """Run the port once, and return the taps at which sites show, without those of the layer's input and output."""
     exposure = find_exposure(module, what=what)
+    # All programs have input and output.
     always = (Site.INPUT, Site.OUTPUT)
     taps: dict[Site, Tap] = {site: tap for site, tap in exposure.taps.items() if site not in always}
     with Recorder(module, taps, keep=copy_on_device) as recorder:
@@ -183,49 +179,51 @@ def _find_shown(
     # Checked before compilation: a compiler would print its graph first.
     find_output(result, tuple(example[0].shape), what=what)
     batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
-    shown = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
+    tensors = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
     return {
         site: tap
         for site, tap in taps.items()
-        if site in shown and exposure.accepts(site, shown[site], request.spec, batch_shape)
+        if site in tensors and exposure.accepts(site, tensors[site], request.spec, batch_shape)
     }
 
 
 def _effect_of_sites(
     module: nn.Module, example: tuple[torch.Tensor, ...], program: TracedProgram, output: Path, *, what: str
 ) -> float:
-    """Measure how far returning the sites moves the output: a compiler may fuse less then."""
-    bare = replace(program, sites=())
-    path = output.with_name(f".{output.name}.{os.getpid()}.bare")
+    """Return the largest change of the output by returning the sites, for which a compiler may fuse less."""
+    bare_program = replace(program, sites=())
+    bare_path = output.with_name(f".{output.name}.{os.getpid()}.bare")
     try:
-        _compile(SitesAsOutputs(module, {}, what=what).eval(), example, bare, path, what=what)
-        alone = load_program(path, bare)(*example)[0]
+        _compile(SitesAsOutputs(module, {}, what=what).eval(), example, bare_program, bare_path, what=what)
+        bare_output = load_program(bare_path, bare_program)(*example)[0]
     finally:
-        path.unlink(missing_ok=True)
-    beside_sites = load_program(output, program)(*example)[0]
-    difference = (beside_sites.double() - alone.double()).abs()
-    difference[beside_sites.isnan() & alone.isnan()] = 0
-    return float(difference.nan_to_num(nan=_ENDLESS, posinf=_ENDLESS).max())
+        bare_path.unlink(missing_ok=True)
+    output_beside_sites = load_program(output, program)(*example)[0]
+    difference = (output_beside_sites.double() - bare_output.double()).abs()
+    difference[output_beside_sites.isnan() & bare_output.isnan()] = 0
+    return float(difference.nan_to_num(nan=_INFINITE, posinf=_INFINITE).max())
 
 
 def _compile(
     wrapper: SitesAsOutputs, example: tuple[Any, ...], traced: TracedProgram, output: Path, *, what: str
 ) -> None:
-    extra = {DESCRIPTION: json.dumps(encode(traced))}
+    """Compile the layer into `output`, with its description as an extra file of the archive."""
+    extra_files = {DESCRIPTION: json.dumps(encode(traced))}
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         with doing(f"compiling layer {traced.layer} of target {traced.port}"):
             if traced.program == NEURON:
-                _compile_for_neuron(wrapper, example, extra, temporary)
+                _compile_for_neuron(wrapper, example, extra_files, temporary)
             else:
-                _compile_for_cpu(wrapper, example, extra, temporary)
+                _compile_for_cpu(wrapper, example, extra_files, temporary)
         temporary.replace(output)
     except (OSError, Mm2Error):
         raise
     except (Exception, SystemExit) as error:  # any error of a compiler or the port's code
         raise TargetError(
             f"{what} cannot be compiled by {traced.program}",
+            # The first line: the graph may follow.
             found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
             next_step="A program has fixed shapes: no `if`, loop or index may depend on a tensor's values; see "
             "--debug for the traceback.",
@@ -235,7 +233,7 @@ def _compile(
 
 
 def _compile_for_cpu(
-    wrapper: SitesAsOutputs, example: tuple[Any, ...], extra: dict[str, str], path: Path
+    wrapper: SitesAsOutputs, example: tuple[Any, ...], extra_files: dict[str, str], path: Path
 ) -> None:
     printed = io.StringIO()
     try:
@@ -248,14 +246,14 @@ def _compile_for_cpu(
     if printed.getvalue():
         logger.warning("torch.export printed:\n%s", printed.getvalue())
     with path.open("wb") as file:
-        torch.export.save(program, file, extra_files=extra)
+        torch.export.save(program, file, extra_files=extra_files)
 
 
 def _compile_for_neuron(
-    wrapper: SitesAsOutputs, example: tuple[Any, ...], extra: dict[str, str], path: Path
+    wrapper: SitesAsOutputs, example: tuple[Any, ...], extra_files: dict[str, str], path: Path
 ) -> None:
     import torch_neuronx
 
     # Weights stay beside the NEFF: the compiler cannot take 7 GB of constants.
     program = torch_neuronx.trace(wrapper, example, inline_weights_to_neff=False)
-    torch.jit.save(program, str(path), _extra_files=extra)
+    torch.jit.save(program, str(path), _extra_files=extra_files)

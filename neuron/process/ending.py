@@ -16,6 +16,7 @@ _MEANINGS: dict[int, str] = {
     signal.SIGILL: "an instruction that this processor lacks",
     signal.SIGKILL: "often by the kernel, where memory ran out",
 }
+# A frame as faulthandler prints it.
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _NUM_FRAMES_SHOWN = 3
 
@@ -29,18 +30,14 @@ _TIMEOUT_STEP = f"Allow more with --layer-timeout SECONDS; 0 sets no limit. {_RE
 def describe_end(exit_code: int, status: Status) -> str:
     """Return the end of a process and its last activity: "it was ended by SIGSEGV (…) while running layer 3 of …".
 
-    Args:
-        exit_code: Its exit code; the negative signal number if a signal ended it.
-        status: Its last status.
+    `exit_code` is the negative signal number if a signal ended the process; `status` is the process's last.
     """
-    if exit_code < 0:
-        number = -exit_code
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        meaning = f" ({_MEANINGS[number]})" if number in _MEANINGS else ""
-        end = f"it was ended by {name}{meaning}"
-    else:
-        end = f"it ended with exit code {exit_code}, without a verdict,"
-    return f"{end} {_occasion(status)}"
+    if exit_code >= 0:
+        return f"it ended with exit code {exit_code}, without a verdict, {_describe_moment(status)}"
+    number = -exit_code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    meaning = f" ({_MEANINGS[number]})" if number in _MEANINGS else ""
+    return f"it was ended by {name}{meaning} {_describe_moment(status)}"
 
 
 def describe_timeout(status: Status) -> str:
@@ -51,23 +48,22 @@ def describe_timeout(status: Status) -> str:
 def end_error(exit_code: int, status: Status, stack: str) -> CannotRunError:
     """Return the error for a process that ended without an exit code of mm2.
 
-    Args:
-        exit_code: As for `describe_end`.
-        status: Its last status.
-        stack: Its Python stack; empty where faulthandler wrote none.
+    The arguments are those of `describe_end`, and the process's Python stack, empty if faulthandler wrote none.
     """
-    kind = TargetError if status.activity else CannotRunError
-    step = _EXIT_STEP if exit_code >= 0 else _MEMORY_STEP if -exit_code == signal.SIGKILL else _SIGNAL_STEP
+    error_class = TargetError if status.activity else CannotRunError
+    next_step = _EXIT_STEP if exit_code >= 0 else _SIGNAL_STEP
+    if exit_code == -signal.SIGKILL:
+        next_step = _MEMORY_STEP
     text = describe_end(exit_code, status).removeprefix("it ")
-    return kind(f"the process {text}{_frames(stack)}", next_step=step)
+    return error_class(f"the process {text}{_word_frames(stack)}", next_step=next_step)
 
 
 def timeout_error(status: Status, stack: str) -> TargetError:
     """Return the error for a process that was ended because a layer took too long."""
-    return TargetError(f"{describe_timeout(status)}{_frames(stack)}", next_step=_TIMEOUT_STEP)
+    return TargetError(f"{describe_timeout(status)}{_word_frames(stack)}", next_step=_TIMEOUT_STEP)
 
 
-def _occasion(status: Status) -> str:
+def _describe_moment(status: Status) -> str:
     if status.activity:
         return f"while {status.activity}"
     if status.last_activity:
@@ -75,7 +71,7 @@ def _occasion(status: Status) -> str:
     return "before it reached the port"
 
 
-def _frames(stack: str) -> str:
+def _word_frames(stack: str) -> str:
     """Return the innermost frames of a stack: ", in forward (port.py:9), called by …"; empty without a stack."""
-    found = [f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(stack)[:_NUM_FRAMES_SHOWN]]
-    return f", in {', called by '.join(found)}" if found else ""
+    frames = [f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(stack)[:_NUM_FRAMES_SHOWN]]
+    return f", in {', called by '.join(frames)}" if frames else ""

@@ -1,6 +1,6 @@
-"""Status record: the status of a process, in memory that another process reads even after its death.
+"""Status record: the status of a process, in memory that another process can read even after a crash.
 
-It is a memory file without a name. The status comes first, then the Python stack of a crash.
+The memory is an unnamed memory file. The status comes first, then the Python stack that faulthandler wrote.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 
 # Longest time for one pass through a layer, two hours: compiling one may take an hour.
 LAYER_TIMEOUT_S = 7200.0
-# Room for two texts of 8000 characters, each up to 12 bytes in JSON, and the rest of the status.
-_SIZE = 1 << 18
+# Room for two texts of `_MAX_TEXT` characters, each up to 12 bytes in JSON, and the rest of the status.
+_STATUS_BYTES = 1 << 18
 _MAX_TEXT = 8000
-_MAX_STACK = 1 << 16
+_MAX_STACK_BYTES = 1 << 16
 # Length and CRC-32 of the JSON that follows: a half-written status does not match them.
 _HEADER = struct.Struct("<II")
 
@@ -29,10 +29,11 @@ class Status:
     Args:
         activity: As in "running layer 3 of target port.py:Layer"; empty while mm2 works between layers.
         is_in_port: True for code of the port; else mm2 works on a layer, or waits for other ranks.
-        limited_since_s: Start of the time that the limit counts, by the monotonic clock; None where there is no limit.
-        limit_s: Longest such time, in seconds; 0 for no limit.
-        exit_code: The exit code that mm2 itself chose; None before its end.
-        num_output_bytes: Size of the command's own standard output, where that is held back.
+        last_activity: The activity that ended last.
+        limited_since_s: Time of the monotonic clock at which the time limit began to count; None while none counts.
+        limit_s: The time limit, in seconds; 0 for no limit.
+        exit_code: The exit code that mm2 itself chose; None before it exits.
+        num_output_bytes: Size of the command's own standard output, if the supervisor holds it back.
     """
 
     activity: str = ""
@@ -43,38 +44,32 @@ class Status:
     exit_code: int | None = None
     num_output_bytes: int = 0
 
-    def overdue(self, now_s: float, *, resumed_s: float = 0.0) -> bool:
-        """Decide whether the time limit has passed.
+    def is_overdue(self, now_s: float, *, resumed_s: float = 0.0) -> bool:
+        """Decide whether the time limit has passed, by the monotonic clock.
 
-        Args:
-            now_s: The time of the monotonic clock.
-            resumed_s: Time at which the process continued after a suspension: earlier time does not count.
+        Time before `resumed_s`, when the process continued after a suspension, does not count.
         """
-        if self.limited_since_s is None or self.exit_code is not None:
+        if self.limit_s == 0 or self.limited_since_s is None or self.exit_code is not None:
             return False
-        return 0 < self.limit_s < now_s - max(self.limited_since_s, resumed_s)
+        return now_s - max(self.limited_since_s, resumed_s) > self.limit_s
 
 
 class StatusRecord:
-    """Shared memory with a process's status, from `create` or `attach`.
-
-    Args:
-        descriptor: Descriptor of the memory file; the record owns it.
-    """
+    """Shared memory with a process's status, from `create` or `attach`. It owns the memory file's descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         # The mapping outlives the descriptor, which a port may close.
-        self._memory = mmap.mmap(descriptor, _SIZE)
-        self._latest = Status()
+        self._memory = mmap.mmap(descriptor, _STATUS_BYTES)
+        self._last_read = Status()
 
     @classmethod
     def create(cls) -> StatusRecord:
         """Create an empty record."""
         descriptor = os.memfd_create("mm2-status")
-        os.ftruncate(descriptor, _SIZE)
+        os.ftruncate(descriptor, _STATUS_BYTES)
         # faulthandler writes through the descriptor: its stack comes after the status.
-        os.lseek(descriptor, _SIZE, os.SEEK_SET)
+        os.lseek(descriptor, _STATUS_BYTES, os.SEEK_SET)
         return cls(descriptor)
 
     @classmethod
@@ -92,16 +87,16 @@ class StatusRecord:
         self._memory[: _HEADER.size + len(text)] = _HEADER.pack(len(text), zlib.crc32(text)) + text
 
     def read(self) -> Status:
-        """Return the status; while it is being written, the one read before."""
+        """Return the status; if it is half-written, the status read before."""
         length, checksum = _HEADER.unpack(self._memory[: _HEADER.size])
-        text = self._memory[_HEADER.size : _HEADER.size + min(length, _SIZE)]
+        text = self._memory[_HEADER.size : _HEADER.size + min(length, _STATUS_BYTES)]
         if text and zlib.crc32(text) == checksum:
-            self._latest = Status(**json.loads(text))
-        return self._latest
+            self._last_read = Status(**json.loads(text))
+        return self._last_read
 
     def read_stack(self) -> str:
-        """Return the process's Python stack; empty where faulthandler wrote none."""
-        return os.pread(self.descriptor, _MAX_STACK, _SIZE).decode(errors="replace")
+        """Return the process's Python stack; empty if faulthandler wrote none."""
+        return os.pread(self.descriptor, _MAX_STACK_BYTES, _STATUS_BYTES).decode(errors="replace")
 
     def close(self) -> None:
         """Free the memory in this process."""

@@ -1,4 +1,4 @@
-"""Status of this process, written to a record for its supervisor; without one, nothing is written."""
+"""Status of this process, written to a record for its supervisor; without a supervisor, nothing is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARENT_DEATH_SIGNAL = 1
 
 
 class _StatusWriter:
-    """Writer of the status of the process that made it; its copies in forked children write nothing."""
+    """Writer of the status of the process that made it; copies in forked children write nothing."""
 
     def __init__(self, record: StatusRecord) -> None:
         self._record = record
@@ -41,29 +41,27 @@ class _StatusWriter:
             self._record.write(status)
 
 
-# Global, as signal handlers are: code of a port is called too deep to pass it on.
+# Global, as signal handlers are: a process has one status, and many rooms report their activity.
 _writer: _StatusWriter | None = None
 
 
 @contextmanager
 def doing(activity: str, *, is_in_port: bool = True) -> Iterator[None]:
-    """Make the block the process's activity; the time limit counts from the outermost such block.
+    """Make the block the process's activity, as in "running layer 3 of target port.py:Layer".
 
-    Args:
-        activity: As in "running layer 3 of target port.py:Layer".
-        is_in_port: True if the block is code of the port.
+    Blocks may nest; the time limit counts from the outermost. `is_in_port` tells whether the block is the port's code.
     """
     writer = _writer
     if writer is None:
         yield
         return
-    before = writer.status
-    since_s = time.monotonic() if before.limited_since_s is None else before.limited_since_s
-    writer.write(replace(before, activity=activity, is_in_port=is_in_port, limited_since_s=since_s))
+    outer = writer.status
+    since_s = time.monotonic() if outer.limited_since_s is None else outer.limited_since_s
+    writer.write(replace(outer, activity=activity, is_in_port=is_in_port, limited_since_s=since_s))
     try:
         yield
     finally:
-        writer.write(replace(before, last_activity=activity))
+        writer.write(replace(outer, last_activity=activity))
 
 
 def limit_layers(timeout_s: float) -> None:
@@ -73,14 +71,10 @@ def limit_layers(timeout_s: float) -> None:
 
 
 def run_supervised(command: Callable[[], object], record: StatusRecord, *, parent: int) -> NoReturn:
-    """Run a command as this process's only work, write its exit code as the last entry, and exit with it.
+    """Run a command as this process's only work, record its exit code, and exit with it.
 
-    A process that ends earlier leaves no exit code in the record.
-
-    Args:
-        command: Ends by returning, or by SystemExit.
-        record: Takes the status.
-        parent: Number of the supervising process; this process ends when it does.
+    The command ends by returning, or by SystemExit. A process that ends earlier leaves no exit code in the record.
+    `parent` is the supervisor's process number: this process is killed when the supervisor ends.
     """
     global _writer
     _die_with(parent)
@@ -100,7 +94,8 @@ def run_supervised(command: Callable[[], object], record: StatusRecord, *, paren
 
 
 def discard_output() -> None:
-    """Drop the standard output of this process and its children, where a supervisor holds it back."""
+    """Drop the standard output of this process and its children so far, if a supervisor holds it back."""
+    # /proc names the file behind standard output.
     if HELD_BACK in str(Path("/proc/self/fd/1").readlink()):
         os.ftruncate(1, 0)
         os.lseek(1, 0, os.SEEK_SET)
@@ -114,14 +109,14 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _output_size() -> int:
-    """Return the size of standard output, where that is a file; else 0."""
-    about = os.fstat(1)
-    return about.st_size if stat.S_ISREG(about.st_mode) else 0
+    """Return the size of standard output if it is a file, as when it is held back; else 0."""
+    file_status = os.fstat(1)
+    return file_status.st_size if stat.S_ISREG(file_status.st_mode) else 0
 
 
 def _die_with(parent: int) -> None:
-    """End this process when `parent` ends, for whatever reason."""
+    """Let the kernel kill this process when `parent` ends, for whatever reason."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        # It has ended already.
+        # The parent ended before the call above.
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from neuron.process.record import Status, StatusRecord
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 # Signals that are passed on to the child, and end this process as they end the child.
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AWAITED = {*_STOPPING, signal.SIGCHLD, signal.SIGCONT}
-# A signal ends the wait at once: this only bounds the delay of a time limit.
+# Longest time between two looks at the time limit. An awaited signal is handled at once.
 _POLL_S = 0.25
-# A child that wrote its exit code may still have to end threads and exit handlers of a port.
-_END_GRACE_S = 30.0
+# Longest time from a child's exit code to its end: a port's threads and exit handlers may still have to finish.
+_EXIT_GRACE_S = 30.0
 # Longest time to wait for the stack of a busy process.
 _STACK_S = 2.0
-# Three Ctrl-C within five seconds kill a child that does not react.
+# Three stopping signals within five seconds kill a child that does not react.
 _NUM_INTERRUPTS, _INTERRUPTS_S = 3, 5.0
 _JSON, _DEBUG = "--json", "--debug"
 
@@ -36,13 +37,13 @@ _JSON, _DEBUG = "--json", "--debug"
 def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
     """Run a command in a child process and wait for it.
 
-    The child must write its exit code to the record. If it ends without, or one pass through a layer takes longer than
-    the limit, an error is printed here. With `--json` the child's standard output is held back until its end: it is
-    printed whole, or replaced by the error.
+    The child must write its exit code to the record. If the child ends without an exit code, or one pass through a
+    layer takes longer than the limit, an error is printed here. With `--json` the child's standard output is held back
+    until its end: it is printed whole, or replaced by the error.
 
     Args:
         command: Runs in the child; ends by returning or by SystemExit.
-        arguments: Its command line.
+        arguments: The command line, without the command's name.
 
     Returns:
         The exit code. The child never returns.
@@ -56,9 +57,10 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
         error: BaseException = child.error()
         if _DEBUG in arguments:
             sys.stderr.write(child.record.read_stack())
-    except (OSError, KeyboardInterrupt) as met:
+    except (OSError, KeyboardInterrupt) as output_error:
         # The reader of the output is gone, the disk is full, or the user pressed Ctrl-C.
-        error = met
+        error = output_error
+        # What is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from minimax_tools.command_line.console import print_error
 
@@ -71,25 +73,30 @@ class _Child:
     def __init__(self, command: Callable[[], object], *, held_back: bool) -> None:
         self.record = StatusRecord.create()
         self._output = os.memfd_create(HELD_BACK) if held_back else None
-        self._timeout: Status | None = None
+        # The status in which the child passed its time limit; None if it did not.
+        self._overdue_status: Status | None = None
+        # Times of recent stopping signals, and the last such signal.
         self._interrupts: list[float] = []
         self._stopped_by: int | None = None
+        # Time at which the child's exit code was first seen.
         self._exit_code_s: float | None = None
         # Time at which a stopped process continued: the limit does not count earlier time.
         self._resumed_s = 0.0
-        self._status = 0
+        # The child's end as waitpid reports it.
+        self._wait_status = 0
+        # An inherited setting could let the kernel discard the child's exit status.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sys.stdout.flush()
         sys.stderr.flush()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        # Blocked, so that `wait` receives these signals one by one.
+        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
         parent = os.getpid()
         self._process = os.fork()
         if self._process == 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
             if self._output is not None:
                 os.dup2(self._output, 1)
             run_supervised(command, self.record, parent=parent)
-        self._mask = before
 
     def wait(self) -> int | None:
         """Return the exit code that mm2 chose in the child; None if the child ended without one."""
@@ -99,9 +106,9 @@ class _Child:
                 self._pass_on(received)
             elif received is not None and received.si_signo == signal.SIGCONT:
                 self._resumed_s = time.monotonic()
-            self._end_overdue()
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        return None if self._timeout else self.record.read().exit_code
+            self._kill_if_late()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
+        return None if self._overdue_status else self.record.read().exit_code
 
     def print_output(self) -> None:
         """Print the child's output that was held back."""
@@ -115,14 +122,14 @@ class _Child:
         sys.stdout.buffer.flush()
 
     def error(self) -> CannotRunError:
-        """Return the error for the child's end; does not return if a signal ends both processes."""
+        """Return the error for the child's end. If a signal other than SIGINT ended it, end this process too."""
         from minimax_tools.errors import CannotRunError
         from neuron.process.ending import end_error, timeout_error
 
         stack = self.record.read_stack()
-        if self._timeout is not None:
-            return timeout_error(self._timeout, stack)
-        exit_code = os.waitstatus_to_exitcode(self._status)
+        if self._overdue_status is not None:
+            return timeout_error(self._overdue_status, stack)
+        exit_code = os.waitstatus_to_exitcode(self._wait_status)
         if self._stopped_by is None:
             return end_error(exit_code, self.record.read(), stack)
         if -exit_code == self._stopped_by != signal.SIGINT:
@@ -132,14 +139,15 @@ class _Child:
         return CannotRunError("interrupted")
 
     def _has_ended(self) -> bool:
-        ended, status = os.waitpid(self._process, os.WNOHANG)
+        # The number of the child once it has ended, until then 0.
+        ended, wait_status = os.waitpid(self._process, os.WNOHANG)
         if ended:
-            self._status = status
+            self._wait_status = wait_status
         return bool(ended)
 
     def _pass_on(self, received: signal.struct_siginfo) -> None:
         self._stopped_by = received.si_signo
-        # A terminal sends its signals to both processes.
+        # A code above 0 is the kernel's: a terminal has sent the signal to both processes.
         if received.si_code <= 0:
             os.kill(self._process, received.si_signo)
         now_s = time.monotonic()
@@ -147,15 +155,15 @@ class _Child:
         if len(self._interrupts) >= _NUM_INTERRUPTS:
             self._kill()
 
-    def _end_overdue(self) -> None:
-        """End the child if it passed its limit, or does not end after it wrote its exit code."""
+    def _kill_if_late(self) -> None:
+        """Kill the child if it passed its time limit, or does not end after it wrote its exit code."""
         status, now_s = self.record.read(), time.monotonic()
         if status.exit_code is not None:
             self._exit_code_s = self._exit_code_s or now_s
-            if now_s - self._exit_code_s > _END_GRACE_S:
+            if now_s - self._exit_code_s > _EXIT_GRACE_S:
                 self._kill()
-        elif self._timeout is None and status.overdue(now_s, resumed_s=self._resumed_s):
-            self._timeout = status
+        elif self._overdue_status is None and status.is_overdue(now_s, resumed_s=self._resumed_s):
+            self._overdue_status = status
             self._ask_for_stack()
             self._kill()
 
@@ -168,12 +176,11 @@ class _Child:
         time.sleep(_POLL_S)
 
     def _kill(self) -> None:
-        """End the child and all processes that it started."""
+        """Kill the child and all processes that it started."""
         import psutil
 
         child = psutil.Process(self._process)
         for process in [*child.children(recursive=True), child]:
-            try:
+            # A process may end by itself meanwhile.
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue

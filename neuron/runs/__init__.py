@@ -4,15 +4,15 @@ The straight path, from the top down:
 
 - `device_request`: a run before it starts; `runner`: the run, from the first layer's input to the capture
 - `executor`: runs one layer on all ranks and records its sites; `layer_run`: its input, request and result
-- `resident_layer`: the one layer whose weights are in memory; `footprint`: the host memory that a run takes
-- `rank_assembly`: the pieces of ranks that share a layer
+- `resident_layer`: the one layer whose weights are in memory; `next_layer`: the layer that is read meanwhile
+- `footprint`: the host memory that a run takes; `rank_assembly`: the pieces of ranks that share a layer
 
 Beside it:
 
 - `golden_inputs`: the values that a run takes from a golden
 - `decoding`: rows computed one at a time; `generation`: the tokens after the prompts
 - `head`: embedding, final norm and lm_head
-- `layer_times`: the time of a layer by phase; `run_profile`: times and memory in a file
+- `layer_times`: the time of a layer by phase; `stopwatch`: its measurement; `run_profile`: times and memory in a file
 - `run_report`: facts about a finished run
 - `bisection`: the search for wrong layers; `journal`: its finished probes in a file
 """

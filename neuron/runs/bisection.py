@@ -1,7 +1,7 @@
 """Bisection on a device: the search of a port's layers for the wrong ones.
 
-A probe runs a span of layers in chains. A chain runs layers one after the other from the golden's input, and only its
-last output is judged.
+Each probe of the search runs a span of layers, cut into chains. A chain runs its layers one after the other from the
+golden's input, and only its last output is judged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Bisection, Chain, Probe
 from minimax_tools.text_enum import TextEnum
-from neuron.devices.runtime import CompileCounts, Runtime
+from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.golden_inputs import GoldenInputs, digest_sites
@@ -41,16 +41,16 @@ from neuron.runs.run_report import CompileReport
 
 logger = logging.getLogger(__name__)
 
-# Makes the progress of a probe's layers.
-Watch = Callable[[Span], AbstractContextManager[Progress]]
+# Opens the progress display of a probe's layers.
+OpenProgress = Callable[[Span], AbstractContextManager[Progress]]
 
 
 class Extent(TextEnum):
-    """The end of a bisection."""
+    """The point at which a bisection ends."""
 
-    FIRST = "first"  # to the first finding that proves the port wrong
-    ALL = "all"  # on after every finding, to the last layer
-    EXHAUSTIVE = "exhaustive"  # every layer alone
+    FIRST = "first"  # the first finding that proves the port wrong
+    ALL = "all"  # the last layer: the search goes on after every finding
+    EXHAUSTIVE = "exhaustive"  # the last layer, and every layer runs alone
 
 
 _SEARCHES = {Extent.FIRST: find_until_proof, Extent.ALL: find_all, Extent.EXHAUSTIVE: find_exhaustively}
@@ -63,8 +63,11 @@ class BisectRequest(PortSetup):
     Args:
         golden: Source of the chains' inputs, and their judge.
         span: The layers to search.
-        chain_length: Most layers to run one after the other before they are judged.
+        chain_length: Number of layers of a chain, at most.
         criteria: Limits for a layer that ran alone.
+
+    Raises:
+        UsageError: A chain would be too long to be judged.
     """
 
     golden: Capture
@@ -87,11 +90,7 @@ def run_chain(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield each layer of a chain with its output [B,S,H] on the CPU. The first layer gets the golden's input.
 
-    Args:
-        executor: Runs the layers.
-        golden: The golden.
-        span: The layers.
-        next_layer: The layer that runs after them, to be read ahead.
+    `next_layer`, which runs after the chain, is read ahead.
 
     Raises:
         CaptureError: The golden's input cannot be read.
@@ -101,7 +100,7 @@ def run_chain(
     """
     states = golden.read(span.start, Site.INPUT)
     for layer in span:
-        # No sites: the ports' own do not matter here, and all chains share their graphs.
+        # No sites: only the output is judged, and all chains share their graphs.
         request = LayerRequest(
             layer=layer,
             layer_input=LayerInput.of(states, executor.setup.inputs),
@@ -118,17 +117,11 @@ def bisect_layers(
     reader: CheckpointReader,
     directory: Path,
     is_anew: bool = False,
-    watch: Watch = lambda _: nullcontext(NoProgress()),
+    open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
 ) -> tuple[Bisection, CompileReport]:
-    """Search the port's layers for the wrong ones, and note every probe in `directory`.
+    """Search the port's layers for the wrong ones, and record every probe in a journal in `directory`.
 
-    Args:
-        request: The bisection.
-        runtime: The device.
-        reader: The checkpoint.
-        directory: The journal's folder.
-        is_anew: Whether the probes of earlier runs are forgotten.
-        watch: Makes the progress of a probe's layers.
+    With `is_anew`, the probes that earlier runs recorded there are dropped; else they do not run again.
 
     Raises:
         IncomparableError: The golden is of another model or dtype, or lacks an input or output of the layers.
@@ -137,16 +130,17 @@ def bisect_layers(
     """
     golden, span = request.golden, request.span
     model = ModelFingerprint.of(reader, request.spec, span)
-    needed = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
-    needed.verify(model=model, dtype=request.dtype)
+    # A chain may begin at any layer, as in a sweep.
+    golden_inputs = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
+    golden_inputs.verify(model=model, dtype=request.dtype)
     _refuse_missing_outputs(golden, span)
     judge = ChainJudge(golden, criteria=request.criteria)
     with (
         open_journal(directory, _describe(request, model, runtime), is_anew=is_anew) as journal,
         LayerExecutor(request, runtime=runtime, reader=reader) as executor,
     ):
-        prober = _Prober(request, executor=executor, judge=judge, journal=journal, watch=watch)
-        findings = tuple(_SEARCHES[request.extent](span, prober.run))
+        prober = _Prober(request, executor, judge, journal, open_progress)
+        findings = tuple(_SEARCHES[request.extent](span, prober.probe))
     bisection = Bisection(
         span=span,
         reference=str(golden.directory),
@@ -160,80 +154,60 @@ def bisect_layers(
     return bisection, CompileReport.of(prober.counts)
 
 
+@dataclass
 class _Prober:
-    """Runs the probes of a bisection, each once: a probe that the journal holds does not run again."""
+    """A runner of a bisection's probes. A probe that the journal holds does not run again."""
 
-    def __init__(
-        self,
-        request: BisectRequest,
-        *,
-        executor: LayerExecutor,
-        judge: ChainJudge,
-        journal: Journal,
-        watch: Watch,
-    ) -> None:
-        self._request = request
-        self._executor = executor
-        self._judge = judge
-        self._journal = journal
-        self._watch = watch
-        self.probes: list[Probe] = []
-        self.num_resumed = 0
-        # Before the first layer that ran, and after each.
-        self.counts: list[CompileCounts] = [executor.runtime.count_compiles()]
+    request: BisectRequest
+    executor: LayerExecutor
+    judge: ChainJudge
+    journal: Journal
+    open_progress: OpenProgress
+    probes: list[Probe] = field(default_factory=list)
+    num_resumed: int = 0
 
-    def run(self, span: Span) -> Probe:
+    def __post_init__(self) -> None:
+        # Compile counts before the first layer that ran, and after each.
+        self.counts = [self.executor.runtime.count_compiles()]
+
+    def probe(self, span: Span) -> Probe:
         """Return the probe of `span`: its chains, up to the first that is wrong."""
-        probe = self._journal.find(span)
+        probe = self.journal.find(span)
         if probe is not None:
             self.num_resumed += 1
             logger.info("Probe %d: %s: done before.", len(self.probes) + 1, span)
         else:
             logger.info("Probe %d: %s.", len(self.probes) + 1, span)
-            probe = self._run(span)
-            self._journal.add(probe)
+            probe = self._run_probe(span)
+            self.journal.add(probe)
         self.probes.append(probe)
         return probe
 
-    def _run(self, span: Span) -> Probe:
+    def _run_probe(self, span: Span) -> Probe:
         chains: list[Chain] = []
-        with self._watch(span) as progress:
-            length = self._request.chain_length
+        with self.open_progress(span) as progress:
+            length = self.request.chain_length
             for start in range(span.start, span.stop, length):
-                part = Span(start, min(start + length, span.stop))
-                chains.append(self._run_chain(part, whole=span, progress=progress))
-                if not chains[-1].is_right:
+                stop = min(start + length, span.stop)
+                next_layer = stop if stop < span.stop else None
+                chain = self._run_and_judge(Span(start, stop), next_layer=next_layer, progress=progress)
+                chains.append(chain)
+                if not chain.is_right:
                     break
         return Probe(span=span, chains=tuple(chains))
 
-    def _run_chain(self, span: Span, *, whole: Span, progress: Progress) -> Chain:
-        executor = self._executor
-        next_layer = span.stop if span.stop < whole.stop else None
-        num_bytes = executor.reader.num_bytes_read
-        end: torch.Tensor | None = None
-        for layer, output in run_chain(executor, self._request.golden, span, next_layer=next_layer):
-            end = output
+    def _run_and_judge(self, span: Span, *, next_layer: int | None, progress: Progress) -> Chain:
+        executor = self.executor
+        num_bytes_shown = executor.reader.num_bytes_read
+        last_output: torch.Tensor | None = None
+        for layer, output in run_chain(executor, self.request.golden, span, next_layer=next_layer):
+            last_output = output
             self.counts.append(executor.runtime.count_compiles())
-            progress.advance(layer, num_bytes=executor.reader.num_bytes_read - num_bytes)
-            num_bytes = executor.reader.num_bytes_read
-        assert end is not None, "a span is never empty"
-        return self._judge.judge(span, end)
-
-
-def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
-    named = {
-        "model": request.model_source,
-        "golden": request.golden.directory,
-        "target": request.target.name,
-        "backend": runtime.backend,
-        "dtype": dtype_name(request.dtype),
-        **request.target.sharing(runtime),
-    }
-    # The devices of one process are no option.
-    named.pop("devices", None)
-    return tuple(
-        part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))
-    )
+            num_bytes_read = executor.reader.num_bytes_read
+            progress.advance(layer, num_bytes=num_bytes_read - num_bytes_shown)
+            num_bytes_shown = num_bytes_read
+        assert last_output is not None, "a span is never empty"
+        return self.judge.judge(span, last_output)
 
 
 def _refuse_missing_outputs(golden: Capture, span: Span) -> None:
@@ -246,9 +220,9 @@ def _refuse_missing_outputs(golden: Capture, span: Span) -> None:
 
 
 def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime) -> Description:
-    """Describe all that a probe's result depends on: a bisection resumes only where it is the same."""
+    """Describe all that a probe's result depends on. A bisection resumes only from a journal of this description."""
     golden = request.golden
-    needed = [(layer, site) for layer in request.span for site in (Site.INPUT, Site.OUTPUT)]
+    sites = [(layer, site) for layer in request.span for site in (Site.INPUT, Site.OUTPUT)]
     return Description(
         side=DEVICE_SIDE,
         run=bisect_run(request.span),
@@ -256,11 +230,28 @@ def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime)
             runtime,
             model=model,
             options={
-                "golden": digest_sites(golden, needed, header=golden.description.noise_floor),
+                "golden": digest_sites(golden, sites, header=golden.description.noise_floor),
                 "chain_length": request.chain_length,
                 "criteria": request.criteria.name,
             },
         ),
         inputs_digest=request.inputs.digest(),
         input_source=f"golden {request.golden.description.run.name}",
+    )
+
+
+def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
+    """Return the command-line arguments that run this port again, for the commands that the report suggests."""
+    options = {
+        "model": request.model_source,
+        "golden": request.golden.directory,
+        "target": request.target.name,
+        "backend": runtime.backend,
+        "dtype": dtype_name(request.dtype),
+        **request.target.sharing(runtime),
+    }
+    return tuple(
+        argument
+        for name, value in options.items()
+        for argument in (f"--{name.replace('_', '-')}", str(value))
     )

@@ -1,4 +1,4 @@
-"""DeviceRequest: a device run before it starts, refused where it cannot be carried out."""
+"""DeviceRequest: a device run before it starts. One that cannot be carried out is refused here."""
 
 from __future__ import annotations
 
@@ -46,13 +46,7 @@ class PortSetup:
     def provenance(
         self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]
     ) -> Provenance:
-        """Describe the port on this device: what decides the numbers of a run.
-
-        Args:
-            runtime: The device.
-            model: Fingerprint of the layers that run.
-            options: The run's options that change numbers, by name.
-        """
+        """Describe what decides the numbers of a run: the port, the device, the layers of `model`, and `options`."""
         return Provenance(
             model=model,
             model_source=self.model_source,
@@ -73,9 +67,13 @@ class DeviceRequest(PortSetup):
         folder: The checkpoint.
         golden: Source of the layers' inputs; None for tokens or random numbers.
         random_input: Whether the first layer's input is random.
+        seed: Seed of the random input.
         checks_capture: Whether every layer runs once more with nothing recorded, to see if recording changes it.
-        profiles: Whether time and memory of every layer are kept.
-        max_new_tokens: Most tokens to generate after each row, in a run of the whole model.
+        profiles: Whether time and memory of every layer are measured.
+        max_new_tokens: Most tokens to generate after each row, in a run of the whole model; 0 for none.
+
+    Raises:
+        UsageError: The options contradict each other, or the run needs a golden.
     """
 
     folder: Path
@@ -96,7 +94,7 @@ class DeviceRequest(PortSetup):
             )
         if self.random_input and self.golden is not None:
             raise UsageError(
-                "--random-input and --golden were both given: no golden can judge what random numbers give",
+                "--random-input and --golden were both given: a golden cannot judge a run on random numbers",
                 next_step="Use one of them.",
             )
         if self.random_input and self.run.model_sites:
@@ -111,7 +109,7 @@ class DeviceRequest(PortSetup):
 
     @property
     def lead_in(self) -> range:
-        """The layers before the span, which compute its input from the tokens, where nothing else gives it."""
+        """The layers before the span, which compute its input from the tokens; empty if the input is given."""
         is_given = self.golden is not None or self.random_input
         return range(0 if is_given else self.run.span.start)
 

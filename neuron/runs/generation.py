@@ -1,8 +1,14 @@
-"""Generation on a device: each next token goes through all layers, one of which is in memory at a time.
+"""Generation on a device: each next token goes through all layers, with one layer in memory at a time.
 
-It begins with the capture of the whole model. The logits give the first token. For the second, each layer's input
-gives its keys and values again, while the layer's weights are in memory.
-B batch, S rows of the prompts, H hidden, K kv heads, D head_dim.
+Generation begins with the finished capture of the whole model:
+
+| token | made of |
+|---|---|
+| first | the captured logits |
+| second | the first token; while each layer is in memory, its captured input gives the prompts' keys and values again |
+| later | the token before, and the cached keys and values |
+
+B batch, H hidden.
 """
 
 from __future__ import annotations
@@ -43,51 +49,22 @@ def generate_greedily(
         MemoryBudgetError: The keys and values of all layers do not fit.
         TargetError: The port takes or gives no past, or its logits are NaN.
     """
-    inputs, spec, num_tokens = request.inputs, request.spec, request.max_new_tokens
+    inputs, num_tokens = request.inputs, request.max_new_tokens
+    last_position = request.spec.max_position_embeddings - 1
     end_tokens = read_end_tokens(request.folder)
-    num_cached = inputs.sequence_length + num_tokens - 1
-
-    def run(
-        layer: int, layer_input: LayerInput, sites: tuple[Site, ...] = ()
-    ) -> tuple[torch.Tensor, KeyValues]:
-        next_layer = layer + 1 if layer + 1 < spec.num_hidden_layers else None
-        result = run_layer(
-            LayerRequest(
-                layer=layer, layer_input=layer_input, sites=sites, keeps_past=True, next_layer=next_layer
-            )
-        )
-        assert result.key_values is not None, "they were asked for"
-        return result.output, result.key_values
-
     tokens = [_first_tokens(capture, inputs)]
-    caches: list[Cache] = []
-    if num_tokens > 1:
-        # Keys and values, of at most float32.
-        values = spec.num_hidden_layers * inputs.batch_size * num_cached * 2 * spec.key_value_width
-        request.budget.require(4 * values, "keys and values of all layers")
+    layers = _CachedLayers(request, capture, run_layer)
     attention_mask = inputs.attention_mask
-    positions = inputs.next_positions.clamp(max=spec.max_position_embeddings - 1)
-    while len(tokens) < num_tokens and not all(
-        end_tokens.intersection(row) for row in torch.cat(tokens, dim=1).tolist()
-    ):
+    positions = inputs.next_positions.clamp(max=last_position)
+    while len(tokens) < num_tokens and not _have_all_ended(torch.cat(tokens, dim=1), end_tokens):
         attention_mask = torch.cat((attention_mask, torch.ones_like(positions)), dim=1)
-        states = embed(tokens[-1])
-        for layer in range(spec.num_hidden_layers):
-            if len(caches) == layer:
-                whole = LayerInput.of(capture.read(layer, Site.INPUT), inputs)
-                # With the sites of the captured run, it has the graphs of that run.
-                _, key_values = run(layer, whole, request.run.sites)
-                caches.append(Cache(key_values, num_rows=num_cached))
-            cache = caches[layer]
-            row = cache.input_of(states, attention_mask=attention_mask, position_ids=positions)
-            states, key_values = run(layer, row)
-            cache.append(key_values)
+        states = layers.run(embed(tokens[-1]), attention_mask=attention_mask, position_ids=positions)
         # Rows that have ended run on beside the others, at a position that the model has.
-        positions = (positions + 1).clamp(max=spec.max_position_embeddings - 1)
+        positions = (positions + 1).clamp(max=last_position)
         tokens.append(_likeliest(read_logits(states)[:, -1]))
     num_left = [
-        num_positions_left(positions[-1], spec.max_position_embeddings)
-        for positions in inputs.row_positions()
+        num_positions_left(row_positions[-1], request.spec.max_position_embeddings)
+        for row_positions in inputs.row_positions()
     ]
     return [
         _until_end(row[:left], end_tokens)
@@ -95,12 +72,65 @@ def generate_greedily(
     ]
 
 
+class _CachedLayers:
+    """The model's layers, with the keys and values of the rows so far."""
+
+    def __init__(
+        self, request: DeviceRequest, capture: Capture, run_layer: Callable[[LayerRequest], LayerRun]
+    ) -> None:
+        self._request, self._capture, self._run_layer = request, capture, run_layer
+        self._caches: list[Cache] = []
+        # The last token is never fed back.
+        self._num_rows = request.inputs.sequence_length + request.max_new_tokens - 1
+        if request.max_new_tokens > 1:
+            # Keys and values, of at most float32.
+            num_layer_values = 2 * request.inputs.batch_size * self._num_rows * request.spec.key_value_width
+            num_bytes = 4 * request.spec.num_hidden_layers * num_layer_values
+            request.budget.require(num_bytes, "keys and values of all layers")
+
+    def run(
+        self, states: torch.Tensor, *, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Run one row through all layers: from hidden states [B,1,H] to the last layer's output [B,1,H]."""
+        for layer in range(self._request.spec.num_hidden_layers):
+            if layer == len(self._caches):
+                # The first row: the layer's weights are in memory now, so the prompts' rows run before it.
+                prompts = LayerInput.of(self._capture.read(layer, Site.INPUT), self._request.inputs)
+                # With the sites of the captured run, the layer runs that run's graphs.
+                _, key_values = self._run(layer, prompts, sites=self._request.run.sites)
+                self._caches.append(Cache(key_values, num_rows=self._num_rows))
+            cache = self._caches[layer]
+            row = cache.input_of(states, attention_mask=attention_mask, position_ids=position_ids)
+            states, key_values = self._run(layer, row)
+            cache.append(key_values)
+        return states
+
+    def _run(
+        self, layer: int, layer_input: LayerInput, *, sites: tuple[Site, ...] = ()
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """Run a layer; return its output, and the keys and values of its rows."""
+        next_layer = layer + 1 if layer + 1 < self._request.spec.num_hidden_layers else None
+        run = self._run_layer(
+            LayerRequest(
+                layer=layer, layer_input=layer_input, sites=sites, keeps_past=True, next_layer=next_layer
+            )
+        )
+        assert run.key_values is not None, "they were asked for"
+        return run.output, run.key_values
+
+
 def _first_tokens(capture: Capture, inputs: Inputs) -> torch.Tensor:
     """Choose the tokens [B,1] by the logits of each row's last real token."""
     logits = capture.read_model(ModelSite.LOGITS)
-    places = torch.arange(inputs.sequence_length) * inputs.attention_mask
-    last = places.argmax(dim=1)
+    # Padding counts as index 0, so the largest index is that of the last real token.
+    real_indices = torch.arange(inputs.sequence_length) * inputs.attention_mask
+    last = real_indices.argmax(dim=1)
     return _likeliest(logits[torch.arange(len(last)), last])
+
+
+def _have_all_ended(tokens: torch.Tensor, end_tokens: frozenset[int]) -> bool:
+    """Decide whether every row of tokens [B,generated] holds a token that ends the text."""
+    return all(end_tokens.intersection(row) for row in tokens.tolist())
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
@@ -113,8 +143,10 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1, keepdim=True)
 
 
-def _until_end(row: torch.Tensor, ended: frozenset[int]) -> list[int]:
+def _until_end(row: torch.Tensor, end_tokens: frozenset[int]) -> list[int]:
     """Cut a row after the first token that ends the text."""
     tokens: list[int] = row.tolist()
-    ends = [index for index, token in enumerate(tokens) if token in ended]
-    return tokens[: ends[0] + 1] if ends else tokens
+    for index, token in enumerate(tokens):
+        if token in end_tokens:
+            return tokens[: index + 1]
+    return tokens

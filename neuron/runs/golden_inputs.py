@@ -1,4 +1,7 @@
-"""GoldenInputs: the values that a run takes from a golden, checked before its first layer runs."""
+"""GoldenInputs: the values that a run takes from a golden, checked before the run's first layer.
+
+B batch, S sequence, H hidden, K kv heads, D head_dim.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +52,20 @@ class GoldenInputs:
         if missing:
             raise IncomparableError(
                 f"the golden {self.golden.directory} lacks {list_names(missing, most=_NUM_NAMES_SHOWN)}",
-                found=_held(self.golden),
+                found=_word_layers_held(self.golden),
                 next_step="Capture it with mm2-gpu extract-all --sites all, or choose layers that it holds.",
             )
 
     def needed(self) -> tuple[tuple[int, Site], ...]:
         """List every layer and site whose value the run takes from the golden."""
         if self.run.mode is Mode.ISOLATED:
-            past = (Site.V_PROJ, Site.K_ROPE) if self.run.decode_rows else ()
-            sites = (Site.INPUT, *self._border_sites(), *past)
+            past_sites = (Site.V_PROJ, Site.K_ROPE) if self.run.decode_rows else ()
+            sites = (Site.INPUT, *self._border_sites(), *past_sites)
             return tuple((layer, site) for layer in self.run.span for site in sites)
-        # A chained run of the whole model begins with the tokens.
-        return () if self.run.model_sites else ((self.run.span.start, Site.INPUT),)
+        if self.run.model_sites:
+            # A run of the whole model begins with the tokens.
+            return ()
+        return ((self.run.span.start, Site.INPUT),)
 
     def digest(self) -> str:
         """Return the sha256 over the digests of all values needed: a run resumes only with the same golden."""
@@ -75,11 +80,11 @@ class GoldenInputs:
         return self.golden.read(layer, Site.INPUT)
 
     def border(self, layer: int) -> dict[Site, torch.Tensor]:
-        """Read the values at the border of the run's component to the CPU; {} for a whole layer."""
+        """Read the values at the border of the run's component, such as its input, to the CPU; {} for a whole layer."""
         return {site: self.golden.read(layer, site) for site in self._border_sites()}
 
     def past(self, layer: int) -> KeyValues | None:
-        """Read rotated keys and values of all rows, [B,K,S,D] both, to the CPU.
+        """Read rotated keys and values of all rows, [B,K,S,D] each, to the CPU.
 
         None where no rows are decoded, and in a chained run, which decodes from its own keys and values.
         """
@@ -121,6 +126,6 @@ def digest_sites(golden: Capture, sites: Iterable[tuple[int, Site]], *, header: 
     return digest.hexdigest()
 
 
-def _held(golden: Capture) -> str:
+def _word_layers_held(golden: Capture) -> str:
     layers = f"layers {golden.layers[0]} to {golden.layers[-1]}" if golden.layers else "no layer"
     return f"{layers}, captured with {len(golden.description.run.sites)} sites"

@@ -1,4 +1,7 @@
-"""The model outside its layers: embedding, final norm and lm_head."""
+"""The model outside its layers: embedding, final norm and lm_head.
+
+B batch, S sequence, H hidden.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ class DeviceHead(nn.Module):
 
 
 def embed_tokens(reader: CheckpointReader, input_ids: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Compute the embedding [B,S,H] of tokens [B,S] on the CPU; its weights are freed."""
+    """Compute the embedding [B,S,H] of tokens [B,S] on the CPU; its weights are freed at return."""
     return nn.functional.embedding(input_ids, reader.read_weight(EMBEDDING, dtype))
 
 
 def run_head(hidden_states: torch.Tensor, *, executor: LayerExecutor) -> Mapping[ModelSite, torch.Tensor]:
-    """Compute final_norm and logits from the last layer's output [B,S,H], on the device; return them on the CPU.
+    """Compute final_norm [B,S,H] and logits [B,S,vocab] from the last layer's output [B,S,H].
 
-    The weights are read straight onto the device, and freed.
+    The device computes; both are returned on the CPU. The weights are freed at return.
     """
     spec, dtype = executor.setup.spec, executor.setup.dtype
     reader, runtime, loader = executor.reader, executor.runtime, executor.loader

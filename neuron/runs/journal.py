@@ -24,11 +24,7 @@ _SCHEMA_VERSION = 1
 
 
 class Journal:
-    """The probes of one port on one golden; made by `open_journal`.
-
-    Args:
-        description: Model, golden, port and options.
-    """
+    """The probes of one port on one golden, which `description` names; made by `open_journal`."""
 
     def __init__(self, directory: Path, description: Description, probes: tuple[Probe, ...]) -> None:
         self._directory = directory
@@ -36,7 +32,7 @@ class Journal:
         self._probes = {probe.span: probe for probe in probes}
 
     def find(self, span: Span) -> Probe | None:
-        """Return the probe of these layers; None where it has not run."""
+        """Return the probe of these layers; None if it has not run."""
         return self._probes.get(span)
 
     def add(self, probe: Probe) -> None:
@@ -46,14 +42,9 @@ class Journal:
             CaptureError: The disk is full, or cannot be written to.
         """
         self._probes[probe.span] = probe
-        self.write()
+        self._write()
 
-    def write(self) -> None:
-        """Write the file.
-
-        Raises:
-            CaptureError: The disk is full, or cannot be written to.
-        """
+    def _write(self) -> None:
         record = {
             "schema_version": _SCHEMA_VERSION,
             "description": encode(self._description),
@@ -67,7 +58,7 @@ class Journal:
 def open_journal(directory: Path, description: Description, *, is_anew: bool) -> Iterator[Journal]:
     """Open the journal in `directory`, with the probes of earlier runs that have the same description.
 
-    The folder is created where it is missing, and locked during the block.
+    The folder is created if it is missing, and locked during the block. With `is_anew`, earlier probes are dropped.
 
     Raises:
         CaptureError: Another process writes there, the directory holds something else, or cannot be written to.
@@ -77,30 +68,31 @@ def open_journal(directory: Path, description: Description, *, is_anew: bool) ->
         _refuse_foreign(directory)
         probes = () if is_anew else _read_probes(directory / JOURNAL_NAME, description)
         journal = Journal(directory, description, probes)
-        journal.write()
+        # Before any probe runs: a disk that cannot be written to is reported at once.
+        journal._write()
         yield journal
 
 
 def _refuse_foreign(directory: Path) -> None:
-    ours = (LOCK_NAME, JOURNAL_NAME)
-    others = sorted(
-        path.name for path in directory.iterdir() if path.name not in ours and not is_temporary(path)
+    own_names = (LOCK_NAME, JOURNAL_NAME)
+    foreign_names = sorted(
+        path.name for path in directory.iterdir() if path.name not in own_names and not is_temporary(path)
     )
-    if others:
+    if foreign_names:
         raise CaptureError(
             f"{directory} holds something other than a bisection",
-            found=", ".join(others[:3]),
+            found=", ".join(foreign_names[:3]),
             next_step="Choose another --output-dir.",
         )
 
 
 def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
-    """Read the probes to resume from. Where there are none, return () and log why."""
+    """Read the probes to resume from; return () and log why if an existing journal cannot be resumed."""
     if not path.exists():
         return ()
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        obstacle = _obstacle(record, description)
+        obstacle = _find_obstacle(record, description)
         probes = tuple(decode(Probe, probe) for probe in record["probes"])
     except Exception as error:  # a damaged file can raise anything; the bisection starts anew
         logger.warning("Starting anew: %s cannot be read (%s: %s).", path, type(error).__name__, error)
@@ -113,7 +105,8 @@ def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
     return probes
 
 
-def _obstacle(record: dict[str, Any], description: Description) -> str | None:
+def _find_obstacle(record: dict[str, Any], description: Description) -> str | None:
+    """Say why a journal cannot be resumed; return None if it can."""
     if record["schema_version"] != _SCHEMA_VERSION:
         return "another version of mm2 wrote the journal there"
     differing = decode(Description, record["description"]).differences(description)

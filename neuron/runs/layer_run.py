@@ -21,10 +21,10 @@ class LayerInput:
     """The input of one forward pass of a layer, on the CPU.
 
     Args:
-        hidden_states: [B,S,H].
-        attention_mask: [B,P+S] of 0/1, the past's rows first.
-        position_ids: [B,S].
-        past: Rotated keys and values of earlier rows, [B,K,P,D] both; None without earlier rows.
+        hidden_states: Hidden states [B,S,H] of this pass's rows.
+        attention_mask: Mask [B,P+S] of 0/1, the past's rows first.
+        position_ids: Positions [B,S] of this pass's rows.
+        past: Rotated keys and values of earlier rows, [B,K,P,D] each; None without earlier rows.
     """
 
     hidden_states: torch.Tensor
@@ -49,16 +49,16 @@ class LayerInput:
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """The batch size B."""
         return self.hidden_states.shape[0]
 
     @property
     def num_rows(self) -> int:
-        """S."""
+        """The number S of rows of this pass."""
         return self.hidden_states.shape[1]
 
     def first(self, num_rows: int) -> LayerInput:
-        """Cut off all but the first rows; only without a past."""
+        """Return the input of the first rows alone; only without a past."""
         assert self.past is None, "rows with a past are not cut"
         return LayerInput(
             hidden_states=self.hidden_states[:, :num_rows],
@@ -73,9 +73,10 @@ class LayerRequest:
 
     Args:
         layer_input: The layer's input, which is not changed.
+        sites: The sites to record.
         border: Golden values that replace what the port computes at these sites.
-        keeps_past: Whether the keys and values of these rows are wanted.
-        next_layer: The layer that runs next, to be read ahead.
+        keeps_past: Whether the port must return keys and values.
+        next_layer: The layer that runs next, to be read ahead; None after the last.
     """
 
     layer: int
@@ -92,10 +93,11 @@ class LayerRun:
 
     Args:
         output: The layer's output [B,S,H].
-        tensors: The sites asked for and exposed.
+        tensors: The values of the sites asked for and exposed.
         not_exposed: The sites asked for that the port does not expose.
-        router_dtypes: Dtypes of the router gate and of the correction bias as loaded, where they are known.
-        key_values: Rotated keys and values [B,K,S,D] of these rows; None where they were not wanted.
+        router_dtypes: Dtypes of the router gate and of the correction bias as loaded, as far as they are found.
+        key_values: Rotated keys and values of these rows, [B,K,S,D] each; None unless `keeps_past` was asked for.
+        times: Time by phase.
     """
 
     output: torch.Tensor

@@ -8,7 +8,6 @@ import torch
 
 from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import Site
-from minimax_tools.model.spec import ModelSpec
 from neuron.builtin.layer import KeyValues
 from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import Exposure
@@ -17,17 +16,18 @@ from neuron.runs.layer_run import LayerInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssembly:
-    """A pass of a layer that ranks share. All ranks make the same calls in the same order.
+    """A pass of a layer that ranks share: each rank holds a piece of every tensor.
+
+    All ranks make the same calls in the same order. On a single rank, the piece is the whole tensor.
 
     Args:
-        exposure: The sites that the port exposes, and how their pieces make up the whole.
-        batch_shape: B and S.
+        exposure: The sites that the port exposes, and how each site's pieces make up the whole.
+        batch_shape: Batch size, and rows of this pass.
         what: Target and layer, for errors.
     """
 
     runtime: Runtime
     exposure: Exposure
-    spec: ModelSpec
     batch_shape: tuple[int, int]
     what: str
 
@@ -54,19 +54,19 @@ class RankAssembly:
         """Join the ranks' pieces of a site.
 
         Args:
-            site: The site.
-            piece: This rank's piece; None where nothing was recorded.
-            name: Name of the tensor, where it is not the site.
+            site: The site whose layout over ranks the tensor has.
+            piece: This rank's piece; None if nothing was recorded.
+            name: Name of the tensor in errors, if it is not the site.
 
         Returns:
-            The whole tensor on the lead. None on other ranks, where no rank shows the site, and where its division
-            is unknown.
+            The whole tensor on the lead. None on other ranks, if no rank shows the site, and if its layout is unknown.
 
         Raises:
             TargetError: The pieces do not make up a tensor.
         """
+        # Empty on ranks other than the lead.
         pieces = self.runtime.messages.gather(piece)
-        missing = [rank for rank, found in enumerate(pieces) if found is None]
+        missing = [rank for rank, rank_piece in enumerate(pieces) if rank_piece is None]
         if len(missing) == len(pieces):
             return None
         what = f"{self.what}, {name or site}"
@@ -77,7 +77,7 @@ class RankAssembly:
                 found=f"none on {', '.join(f'rank {rank}' for rank in missing)}",
                 next_step="Every rank must call the same submodules.",
             )
-        return self.exposure.assemble(site, pieces, self.spec, self.batch_shape, what=what)
+        return self.exposure.assemble(site, pieces, self.batch_shape, what=what)
 
     def join_past(self, key_values: KeyValues) -> KeyValues | None:
         """Join keys and values of all heads, on the CPU; None on ranks other than the lead.
@@ -85,12 +85,7 @@ class RankAssembly:
         Raises:
             TargetError: The pieces do not make up a tensor.
         """
-        keys, values = (
-            self.join(Site.K_ROPE, tensor.to("cpu"), name=name)
-            for name, tensor in zip(("keys of the past", "values of the past"), key_values, strict=True)
-        )
+        keys = self.join(Site.K_ROPE, key_values[0].to("cpu"), name="keys of the past")
+        # Values are divided among the ranks as keys are.
+        values = self.join(Site.K_ROPE, key_values[1].to("cpu"), name="values of the past")
         return None if keys is None or values is None else (keys, values)
-
-    def accepts(self, site: Site, tensor: torch.Tensor) -> bool:
-        """Decide whether a joined tensor can be the site's value, by its shape."""
-        return self.exposure.accepts(site, tensor, self.spec, self.batch_shape)

@@ -1,4 +1,7 @@
-"""RunProfile: time and memory of a run's layers, stored beside its capture as a trace that Perfetto opens."""
+"""RunProfile: time and memory of a run's layers, stored beside the run's capture as a trace that Perfetto opens.
+
+A `Profiler` measures them during the run.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class RunProfile:
     layers: tuple[LayerProfile, ...]
 
     @property
-    def usual(self) -> LayerTimes:
+    def median_times(self) -> LayerTimes:
         """The median time of each phase, without compiling."""
         times = LayerTimes.combined([profile.times for profile in self.layers], median_high)
         return dataclasses.replace(times, compile_s=0.0)
@@ -54,10 +57,7 @@ class RunProfile:
     def verify(self, *, spec_digest: str, dtype: str, backend: str | None) -> None:
         """Check that the profile can estimate other lengths for one rank of this model, dtype and backend.
 
-        Args:
-            spec_digest: Digest of the model's config.
-            dtype: Dtype of weights and activations.
-            backend: The backend that would compute; None where none can.
+        None for `backend` stands for no backend that works here, and fits any profile.
 
         Raises:
             CaptureError: The profile is of something else.
@@ -69,10 +69,10 @@ class RunProfile:
             ("several ranks", 1, self.num_ranks),
             ("a run that decodes", 0, self.decode_rows),
         )
-        for what, expected, found in pairs:
-            if expected not in (None, found):
+        for difference, expected, found in pairs:
+            if expected is not None and expected != found:
                 raise CaptureError(
-                    f"the profile is of {what}",
+                    f"the profile is of {difference}",
                     expected=str(expected),
                     found=str(found),
                     next_step="Run with --profile what the check is asked about, on this machine.",
@@ -111,7 +111,7 @@ class RunProfile:
             ) from error
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """Yield complete events: one for each layer, and beneath it its phases, one after the other."""
+        """Yield events of the trace: one for each layer, and then the layer's phases, one after the other."""
         for profile in self.layers:
             start_s = profile.started_s
             memory = {
@@ -124,14 +124,8 @@ class RunProfile:
                 start_s += seconds
 
 
-def _event(name: str, start_s: float, seconds: float, about: dict[str, Any]) -> dict[str, Any]:
-    """Build an event of the trace format, whose times are in microseconds."""
-    times = {"ts": start_s * 1e6, "dur": seconds * 1e6}
-    return {"name": name, "ph": "X", **times, "pid": 0, "tid": 0, "args": about}
-
-
 class Profiler:
-    """Measures time and memory of layers. A context manager: a thread samples the memory during its block."""
+    """A record of the layers' time and memory. A context manager: a thread samples the memory during its block."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -146,14 +140,8 @@ class Profiler:
     def __exit__(self, *error: object) -> None:
         self._tracker.stop()
 
-    def keep(self, layer: int, started_s: float, times: LayerTimes) -> None:
-        """Add a layer that ended now.
-
-        Args:
-            layer: The layer.
-            started_s: Its start by `time.perf_counter`, in seconds.
-            times: Its time by phase.
-        """
+    def add(self, layer: int, started_s: float, times: LayerTimes) -> None:
+        """Add a layer that ended now, and began at `started_s` of `time.perf_counter`."""
         snapshot = self._tracker.snapshot(f"layer {layer}")
         self.layers.append(
             LayerProfile(
@@ -164,3 +152,9 @@ class Profiler:
                 peak_device_bytes=self._runtime.peak_memory_bytes(),
             )
         )
+
+
+def _event(name: str, start_s: float, seconds: float, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Build an event of Chrome's trace format: `X` is an event with a duration, and times are in microseconds."""
+    times = {"ts": start_s * 1e6, "dur": seconds * 1e6}
+    return {"name": name, "ph": "X", **times, "pid": 0, "tid": 0, "args": arguments}

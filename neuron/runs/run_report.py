@@ -13,7 +13,13 @@ from neuron.runs.layer_times import LayerTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
-    """Numbers of graphs compiled for the first layer that ran and for the later ones; operations run on the CPU."""
+    """Graphs that a run compiled.
+
+    Args:
+        first_layer: Number of graphs compiled for the first layer that ran.
+        later_layers: Number of graphs compiled after it; 0 if all layers share their graphs.
+        fallbacks: Operations that ran on the CPU instead of the device.
+    """
 
     first_layer: int
     later_layers: int
@@ -22,11 +28,13 @@ class CompileReport:
     @classmethod
     def of(cls, counts: Sequence[CompileCounts]) -> CompileReport:
         """Build the report from counts: one before the first layer that ran, and one after each."""
-        start, first, last = counts[0], counts[min(1, len(counts) - 1)], counts[-1]
+        before, end = counts[0], counts[-1]
+        # A resumed run may have run no layer.
+        after_first = counts[1] if len(counts) > 1 else before
         return cls(
-            first_layer=first.since(start).compiles,
-            later_layers=last.since(first).compiles,
-            fallbacks=tuple(sorted(last.since(start).fallbacks)),
+            first_layer=after_first.since(before).compiles,
+            later_layers=end.since(after_first).compiles,
+            fallbacks=tuple(sorted(end.since(before).fallbacks)),
         )
 
 
@@ -62,8 +70,8 @@ class LayerProfile:
     """Time and memory of one layer of a run.
 
     Args:
-        started_s: Its start, in seconds since that of the run.
-        peak_host_bytes: Peak of this process's anonymous memory meanwhile.
+        started_s: The layer's start, in seconds since the run's start.
+        peak_host_bytes: Peak of this process's anonymous memory while the layer ran.
         peak_device_bytes: Peak of the device's memory; None where it is unknown.
     """
 
@@ -81,8 +89,8 @@ class RunReport:
     Args:
         effects: Effects of recording, by layer; None unless asked for.
         profile: Time and memory, by layer; None unless asked for.
-        num_layers: Number of layers, those of an earlier attempt included, of which effects and profile know nothing.
-        generation_error: Why no token was generated; None where nothing failed.
+        num_layers: Number of layers, those of an earlier attempt included; effects and profile lack the latter.
+        generation_error: Why no token was generated; None if nothing failed.
     """
 
     compiles: CompileReport

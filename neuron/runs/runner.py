@@ -25,6 +25,7 @@ from minimax_tools.model.inputs import decoded_rows
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
+from neuron.builtin.layer import KeyValues
 from neuron.devices.runtime import Runtime
 from neuron.runs.decoding import run_decoding
 from neuron.runs.device_request import DeviceRequest
@@ -38,10 +39,7 @@ from neuron.runs.run_report import CaptureEffect, CompileReport, RunReport
 
 
 class DeviceRun:
-    """A run on a device, to be carried out once.
-
-    Args:
-        progress: Shows every layer; None for no display.
+    """A run on a device, to be carried out once; `progress` shows every layer.
 
     Raises:
         IncomparableError: The golden is of another model or dtype, or lacks a value that the run needs.
@@ -74,7 +72,7 @@ class DeviceRun:
     def capture(self, directory: Path) -> RunReport:
         """Run and write the capture; a killed run resumes after its last whole layer.
 
-        One layer and its activations are in memory at a time: its sites are freed when they are written.
+        One layer and its activations are in memory at a time: the layer's sites are freed when they are written.
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.
@@ -87,10 +85,10 @@ class DeviceRun:
             self._executor,
             self._profiler or nullcontext(),
             open_capture(
-                directory, self._describe(), inputs=request.inputs, hidden_states=self._hidden_states()
+                directory, self._describe(), inputs=request.inputs, hidden_states=self._input_to_store()
             ) as writer,
         ):
-            self._skip_done(writer)
+            self._show_done(writer)
             self._run_layers(writer)
             if request.run.model_sites and not writer.has_model_sites:
                 self._run_head(writer)
@@ -104,8 +102,8 @@ class DeviceRun:
             generation_error=generation_error,
         )
 
-    def _skip_done(self, writer: CaptureWriter) -> None:
-        """Show the layers that an earlier run did. The lead-in is shown where it runs."""
+    def _show_done(self, writer: CaptureWriter) -> None:
+        """Show the layers that an earlier run finished, and the lead-in, whose output that run stored."""
         if writer.complete_layers:
             for layer in (*self._request.lead_in, *writer.complete_layers):
                 self._progress.skip(layer)
@@ -130,43 +128,50 @@ class DeviceRun:
     def _input_of(self, layer: int, writer: CaptureWriter) -> torch.Tensor:
         """Return a layer's input [B,S,H] on the CPU."""
         if layer == self._request.run.span.start:
-            return self._span_input(writer)
+            return self._first_input(writer)
         if self._request.run.mode is Mode.CHAINED:
             return writer.read_layer_output(layer - 1)
         assert self._golden is not None, "a sweep has a golden"
         return self._golden.layer_input(layer)
 
     def _run_layer(self, layer: int, hidden_states: torch.Tensor, *, next_layer: int | None) -> LayerRun:
-        """Run one layer. Every site of the run is recorded, needed or not: so all layers share their graphs."""
+        """Run one layer, and once more without recording if the user asked for it; measure what the report needs.
+
+        Every site of the run is recorded for every layer, even for the lead-in, so that all layers share their graphs.
+        """
         request, golden = self._request, self._golden
-        num_decoded = request.run.decode_rows
         layer_request = LayerRequest(
             layer=layer,
             layer_input=LayerInput.of(hidden_states, request.inputs),
+            sites=request.run.sites,
             border=golden.border(layer) if golden else {},
             # Generation needs keys and values: a port that returns none is refused at the first layer.
-            keeps_past=num_decoded > 0 or request.max_new_tokens > 1,
+            keeps_past=request.run.decode_rows > 0 or request.max_new_tokens > 1,
             next_layer=next_layer,
         )
         past = golden.past(layer) if golden else None
-
-        def run(sites: tuple[Site, ...]) -> LayerRun:
-            def run_pass(layer_input: LayerInput) -> LayerRun:
-                return self._executor.run(replace(layer_request, layer_input=layer_input, sites=sites))
-
-            if not num_decoded:
-                return run_pass(layer_request.layer_input)
-            rows = decoded_rows(request.inputs.attention_mask, num_decoded)
-            return run_decoding(run_pass, layer_request.layer_input, rows=rows, sites=sites, past=past)
-
         started_s = time.perf_counter()
-        result = run(request.run.sites)
+        result = self._run_passes(layer_request, past)
         if self._profiler is not None:
-            self._profiler.keep(layer, started_s, result.times)
+            self._profiler.add(layer, started_s, result.times)
         if request.checks_capture:
-            self._effects.append(CaptureEffect.between(layer, result.output, run(()).output))
+            unrecorded = self._run_passes(replace(layer_request, sites=()), past)
+            self._effects.append(CaptureEffect.between(layer, result.output, unrecorded.output))
         self._counts.append(self._runtime.count_compiles())
         return result
+
+    def _run_passes(self, layer_request: LayerRequest, past: KeyValues | None) -> LayerRun:
+        """Run all rows in one pass; in a run that decodes, the last rows one at a time, from `past` if it is given."""
+        num_decoded = self._request.run.decode_rows
+        if not num_decoded:
+            return self._executor.run(layer_request)
+        return run_decoding(
+            lambda layer_input: self._executor.run(replace(layer_request, layer_input=layer_input)),
+            layer_request.layer_input,
+            rows=decoded_rows(self._request.inputs.attention_mask, num_decoded),
+            sites=layer_request.sites,
+            past=past,
+        )
 
     def _show(self, layer: int) -> None:
         num_bytes_read = self._reader.num_bytes_read
@@ -182,11 +187,11 @@ class DeviceRun:
     def _compute_head(self, hidden_states: torch.Tensor) -> Mapping[ModelSite, torch.Tensor]:
         """Compute final_norm and logits from the last layer's output [B,S,H], once the layer's weights are freed."""
         self._executor.release()
-        self._executor.limits.allow_head()
+        self._request.budget.require(self._executor.footprint.head_bytes, "the lm_head and its logits")
         return run_head(hidden_states, executor=self._executor)
 
     def _try_to_generate(self, writer: CaptureWriter) -> str | None:
-        """Store how the rows go on, or return why not: the capture is whole all the same, and can be judged."""
+        """Generate tokens and store them; if the port cannot, return why: its capture is complete, and is judged."""
         request = self._request
         try:
             generated = generate_greedily(
@@ -203,21 +208,24 @@ class DeviceRun:
         writer.write_json(GENERATION_NAME, encode(generation))
         return None
 
-    def _hidden_states(self) -> torch.Tensor | Callable[[], torch.Tensor] | None:
-        """Return the input that the capture keeps beside the tokens; None where it is their embedding."""
+    def _input_to_store(self) -> torch.Tensor | Callable[[], torch.Tensor] | None:
+        """Return the span's input [B,S,H] for the capture; None if it is the tokens' embedding.
+
+        The lead-in is returned as a function: a resumed capture holds its output already, and does not call it.
+        """
         if self._request.lead_in:
             return self._run_lead_in
         return self._given_input() if self._request.random_input or self._request.run.span.start else None
 
-    def _span_input(self, writer: CaptureWriter) -> torch.Tensor:
-        """Return the first layer's input [B,S,H] on the CPU."""
+    def _first_input(self, writer: CaptureWriter) -> torch.Tensor:
+        """Return the input [B,S,H] of the span's first layer, on the CPU."""
         if self._request.lead_in:
             return writer.read_hidden_states()
         given = self._given_input()
         return self._embed(self._request.inputs.input_ids) if given is None else given
 
     def _given_input(self) -> torch.Tensor | None:
-        """Return the first layer's input [B,S,H] on the CPU, where it is golden or random; None for the tokens'."""
+        """Return the golden's or the random input [B,S,H] of the span, on the CPU; None if tokens give the input."""
         request = self._request
         if self._golden is not None and self._golden.needed():
             return self._golden.layer_input(request.run.span.start)
@@ -228,7 +236,7 @@ class DeviceRun:
         return None
 
     def _run_lead_in(self) -> torch.Tensor:
-        """Compute the span's input [B,S,H] from the tokens, by the layers before it; on the CPU."""
+        """Compute the span's input [B,S,H] from the tokens, by the layers before the span; return it on the CPU."""
         hidden_states = self._embed(self._request.inputs.input_ids)
         for layer in self._request.lead_in:
             hidden_states = self._run_layer(layer, hidden_states, next_layer=layer + 1).output
@@ -236,10 +244,10 @@ class DeviceRun:
         return hidden_states
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self._executor.limits.allow_embedding()
+        self._request.budget.require(self._executor.footprint.embedding_bytes, "reading the embedding")
         return embed_tokens(self._reader, input_ids, dtype=self._request.dtype)
 
-    def _source(self) -> str:
+    def _input_source(self) -> str:
         """Name the source of the first layer's input."""
         request, first = self._request, self._request.run.span.start
         if self._golden is not None:
@@ -251,16 +259,17 @@ class DeviceRun:
         return f"tokens{through}: {request.inputs.source}"
 
     def _describe(self) -> Description:
+        """Describe all that decides the run's numbers: a run resumes only if its capture has the same description."""
         request = self._request
         options: dict[str, Any] = {"golden_inputs": self._golden.digest()} if self._golden else {}
         if request.lead_in:
-            # They compute the input, and belong to no span: a run resumes only with the same ones.
-            before = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
-            options["layers_before"] = encode(before)["layers"]
+            # `self._model` covers the span alone, and the lead-in decides the span's input.
+            lead_in = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
+            options["layers_before"] = encode(lead_in)["layers"]
         return Description(
             side=DEVICE_SIDE,
             run=request.run,
             provenance=request.provenance(self._runtime, model=self._model, options=options),
             inputs_digest=request.inputs.digest(),
-            input_source=self._source(),
+            input_source=self._input_source(),
         )

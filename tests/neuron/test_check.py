@@ -13,7 +13,7 @@ import torch
 
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from neuron.check import Level, MachineFinding, check_machine, worst
+from neuron.check import Level, MachineFinding, check_machine, worst_level
 from neuron.cli import main
 from neuron.devices.machine import Machine
 
@@ -223,7 +223,7 @@ def test_memory_of_a_core_is_told_for_each_length_and_too_much_fails(machine: An
     findings = check_machine(TRUE_SIZE, (128, 100_000), backend="cpu", dtype=torch.bfloat16, root=root)
     short, long = (one for one in findings if one.subject == "device memory by length")
     assert (short.level, long.level) == (Level.OK, Level.FAIL)
-    assert "of 128 tokens" in short.found
+    assert "for 128 tokens" in short.found
     assert "--tp-degree" in long.next_step
 
 
@@ -237,8 +237,10 @@ def test_memory_is_told_for_each_length_and_too_much_fails(machine: Any) -> None
 
 def test_the_level_that_matters_most_decides() -> None:
     levels = (Level.WARN, Level.OK, Level.NOTE)
-    assert worst([MachineFinding(level=level, subject="x", found="y") for level in levels]) is Level.WARN
-    assert worst([]) is Level.OK
+    assert (
+        worst_level([MachineFinding(level=level, subject="x", found="y") for level in levels]) is Level.WARN
+    )
+    assert worst_level([]) is Level.OK
 
 
 def test_the_command_prints_findings_and_what_to_do(command: Run, toy: Path, monkeypatch: Any) -> None:

@@ -43,7 +43,7 @@ def test_every_kv_head_is_counted_once(layout: HeadLayout) -> None:
     counted = [
         head
         for rank in range(layout.num_ranks)
-        for head, counts in zip(layout.kv_heads(rank), layout.is_counted(rank), strict=True)
+        for head, counts in zip(layout.kv_heads(rank), layout.is_first_copy(rank), strict=True)
         if counts
     ]
     assert sorted(head for head in counted if head is not None) == list(range(layout.num_kv_heads))

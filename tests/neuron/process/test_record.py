@@ -67,10 +67,10 @@ def test_names_of_any_length_fit(record: StatusRecord) -> None:
     ],
 )
 def test_limit_counts_from_where_the_stretch_began(status: Status, is_overdue: bool) -> None:
-    assert status.overdue(20.0) is is_overdue
+    assert status.is_overdue(20.0) is is_overdue
 
 
 def test_time_suspended_does_not_count() -> None:
     status = Status(limited_since_s=10.0, limit_s=5.0)
-    assert not status.overdue(20.0, resumed_s=16.0)
-    assert status.overdue(22.0, resumed_s=16.0)
+    assert not status.is_overdue(20.0, resumed_s=16.0)
+    assert status.is_overdue(22.0, resumed_s=16.0)

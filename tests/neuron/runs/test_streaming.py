@@ -33,7 +33,8 @@ from neuron.devices.backend import Backend
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
 from neuron.runs.device_request import DeviceRequest
-from neuron.runs.footprint import DeviceFootprint, choose_read_ahead
+from neuron.runs.footprint import DeviceFootprint
+from neuron.runs.next_layer import choose_read_ahead
 from neuron.runs.runner import DeviceRun
 
 CONVERTING_PORT = Path(__file__).parents[3] / "scripts" / "examples" / "port.py"
@@ -272,7 +273,7 @@ class TestReadingAhead:
     ) -> None:
         with CheckpointReader(toy) as reader:
             small, vast = (footprint(toy, length=length) for length in (8, 1_000_000_000))
-            logger = logging.getLogger("neuron.runs.footprint")
+            logger = logging.getLogger("neuron.runs.next_layer")
             # Whatever a command has set up before.
             monkeypatch.setattr(logger, "handlers", [caplog.handler])
             monkeypatch.setattr(logger, "level", logging.INFO)
@@ -448,12 +449,13 @@ class TestBudget:
         with pytest.raises(MemoryBudgetError, match="what layer 0 computes would break the memory budget"):
             run_within(150 * MB, toy, tmp_path / "run", run, lengths=(600,), random_input=True)
 
-    def test_counts_what_a_port_converts_beside_its_module(self, toy: Path, tmp_path: Path) -> None:
-        run = multi_layer_run(Span(0, 1), sites_level="layer")
-        left_bytes = layer_bytes(ModelSpec.from_folder(toy), torch.bfloat16) + 70 * MB
+    def test_counts_what_a_port_converts_beside_its_module(self, large: Path, tmp_path: Path) -> None:
+        run, layer = multi_layer_run(Span(0, 1), sites_level="layer"), footprint(large, length=9)
+        # Half a layer more than loading needs. The module and its conversion need one layer more.
+        left_bytes = layer.loaded_layer_bytes + layer.converted_bytes // 2
         with pytest.raises(MemoryBudgetError, match="what convert_state_dict makes of layer 0"):
             run_within(
-                left_bytes, toy, tmp_path / "run", run, target=TARGETS["converting"], random_input=True
+                left_bytes, large, tmp_path / "run", run, target=TARGETS["converting"], random_input=True
             )
 
     def test_ends_the_command_with_exit_code_3(self, run: Any, toy: Path) -> None:
@@ -547,7 +549,7 @@ class TestMemory:
             common = ["multi-layer", "--layers", "0:2", "--random-input", "--model", str(folder)]
             return [*common, "--seq-len", "128,128", "--output-dir", str(tmp_path / name)]
 
-        allowed = needed.layer_bytes + needed.activation_bytes + 10 * MB
+        allowed = needed.loaded_layer_bytes + needed.activation_bytes + 10 * MB
         # The first one imports what the others use.
         _, let_through, stopped = measure(
             (command(toy, "0"), None),
@@ -555,6 +557,6 @@ class TestMemory:
             (command(large, "2"), needed.activation_bytes),
         )
         assert let_through["exit_code"] == 0, let_through["stderr"]
-        assert needed.layer_bytes < let_through["taken"] <= allowed
+        assert needed.loaded_layer_bytes < let_through["taken"] <= allowed
         assert stopped["exit_code"] == 3
         assert "what layer 0 computes would break the memory budget" in stopped["stderr"]

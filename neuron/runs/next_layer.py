@@ -1,0 +1,145 @@
+"""NextLayer: the layer that runs next, read while the present layer loads and computes.
+
+| step | reads into | if |
+|---|---|---|
+| `read_ahead` | the system's page cache | the user or the free memory allows it |
+| `prepare` | host buffers, as weights | it is read ahead, another device computes, and the port does not convert |
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import nn
+
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.read_ahead import ReadAhead, stored_layer_bytes
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import Mm2Error
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.size import word_size
+from neuron.devices.runtime import Runtime
+from neuron.devices.weights import Weight, WeightLoader
+from neuron.runs.device_request import PortSetup
+from neuron.runs.footprint import DeviceFootprint, free_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenedLayer:
+    """A layer of the checkpoint. Its weights are being read into host buffers; None if no reading has begun."""
+
+    tensors: LayerTensors
+    weights: dict[str, Weight] | None
+
+
+class NextLayer:
+    """The layer that runs next. Without reading ahead, it is only opened when it loads."""
+
+    def __init__(
+        self,
+        setup: PortSetup,
+        *,
+        runtime: Runtime,
+        reader: CheckpointReader,
+        loader: WeightLoader,
+        footprint: DeviceFootprint,
+    ) -> None:
+        self._setup = setup
+        self._runtime = runtime
+        self._reader = reader
+        self._loader = loader
+        self._footprint = footprint
+        reads_ahead = choose_read_ahead(setup.prefetch, footprint, reader.index)
+        # A traced target holds its weights itself.
+        reads_ahead = reads_ahead and setup.target.reads_weights
+        self._read_ahead = ReadAhead(reader.index) if reads_ahead else None
+        self._prepared: OpenedLayer | None = None
+
+    def read_ahead(self, layer: int, next_layer: int | None) -> None:
+        """Begin to read `next_layer` into the page cache, after `layer`, which is about to load."""
+        if self._read_ahead is None:
+            return
+        # The layer itself comes first: two that are read at once would each take twice as long.
+        self._read_ahead.request(layer)
+        if next_layer is not None:
+            self._read_ahead.request(next_layer)
+
+    def prepare(self, layer: int, module: nn.Module) -> None:
+        """Begin to read a layer's weights for `module`, which computes with those of the present layer."""
+        if self._prepared is not None or not self._can_prepare(module):
+            return
+        logger.debug("Preparing layer %d", layer)
+        setup = self._setup
+        try:
+            tensors = self._open_tensors(layer)
+            weights = setup.target.prepare(
+                module, tensors, setup.spec, loader=self._loader, ranks=self._runtime.ranks
+            )
+        except Mm2Error:
+            # Loading the layer meets the same error, once the present layer is stored.
+            return
+        self._prepared = OpenedLayer(tensors=tensors, weights=weights)
+
+    def take(self, layer: int) -> OpenedLayer:
+        """Return a layer to load: as it was prepared; else drop what was prepared, and open the layer.
+
+        Raises:
+            CheckpointError: The layer's tensors cannot be read.
+        """
+        prepared = self._prepared
+        if prepared is None or prepared.tensors.layer != layer:
+            self.drop()
+            return OpenedLayer(tensors=self._open_tensors(layer), weights=None)
+        self._prepared = None
+        return prepared
+
+    def drop(self) -> None:
+        """Stop preparing."""
+        if self._prepared is not None:
+            self._loader.abandon(self._prepared.weights or {})
+            self._prepared = None
+
+    def close(self) -> None:
+        """Stop preparing, and end the thread that reads ahead."""
+        self.drop()
+        if self._read_ahead is not None:
+            self._read_ahead.close()
+
+    def _open_tensors(self, layer: int) -> LayerTensors:
+        return LayerTensors.open(self._reader, self._setup.spec, layer, self._setup.dtype)
+
+    def _can_prepare(self, module: nn.Module) -> bool:
+        target, footprint = self._setup.target, self._footprint
+        if self._read_ahead is None or not target.is_reused or self._runtime.device.type == "cpu":
+            return False
+        if target.converts(module):
+            # A conversion may write to the module, which still computes.
+            return False
+        needed_bytes = footprint.converted_bytes + footprint.activation_bytes
+        return needed_bytes <= free_bytes(self._setup.budget)
+
+
+def choose_read_ahead(prefetch: bool | None, footprint: DeviceFootprint, index: TensorIndex) -> bool:
+    """Decide whether the next layer is read from the disk while one runs; log the reason if memory forbids it.
+
+    `prefetch` is the user's choice; None to decide by the free memory.
+    """
+    if prefetch is not None:
+        return prefetch
+    # The page cache then holds the bytes of the layer that is being loaded, and of the next one.
+    cached_bytes = 2 * max((stored_layer_bytes(index, layer) for layer in index.layers), default=0)
+    needed_bytes = footprint.loaded_layer_bytes + footprint.activation_bytes + cached_bytes
+    # No budget: the page cache is not the process's own memory.
+    usable_bytes = free_bytes(MemoryBudget.unlimited())
+    if needed_bytes <= usable_bytes:
+        return True
+    logger.info(
+        "No layer is read ahead: a layer and two more in the system's cache take %s, %s are free.",
+        word_size(needed_bytes),
+        word_size(usable_bytes),
+    )
+    return False
