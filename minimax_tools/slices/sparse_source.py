@@ -24,8 +24,8 @@ from minimax_tools.hub.access import HubAccess, HubFile
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
 from minimax_tools.hub.ranges import HubRanges
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
-from minimax_tools.machine.new_folder import held
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.new_folder import locked_folder
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.byte_ranges import ByteRange, join_ranges
 from minimax_tools.slices.source import SliceSource
@@ -103,7 +103,7 @@ def _claimed(folder: Path) -> Iterator[None]:
     with ExitStack() as claim:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            claim.enter_context(held(folder))
+            claim.enter_context(locked_folder(folder))
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another process fetches into {folder}", next_step="Wait for it, or choose another --output."
@@ -177,8 +177,8 @@ def _require_room(shards: Mapping[str, Iterable[ByteRange]], folder: Path) -> No
     if 2 * needed_bytes - here_bytes > free_bytes:
         raise CheckpointError(
             f"the disk at {folder} is too small for the slice",
-            expected=f"{word_size(2 * needed_bytes - here_bytes)}: the slice is written twice",
-            found=f"{word_size(free_bytes)} free",
+            expected=f"{format_size(2 * needed_bytes - here_bytes)}: the slice is written twice",
+            found=f"{format_size(free_bytes)} free",
             next_step="Make room, or choose another --output.",
         )
 
