@@ -26,7 +26,7 @@ from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.command_line.progress import word_duration
 from minimax_tools.errors import BackendError, MissingExtraError
 from minimax_tools.machine.memory import available_bytes
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.provenance import library_versions, numeric_environment
@@ -175,7 +175,7 @@ def worst(findings: Sequence[MachineFinding]) -> Level:
 
 
 def _check_devices(machine: Machine) -> Iterator[MachineFinding]:
-    host = word_size(psutil.virtual_memory().total)
+    host = format_size(psutil.virtual_memory().total)
     if machine.instance_type is None and not machine.num_devices:
         yield MachineFinding(
             Level.NOTE,
@@ -281,7 +281,7 @@ def _check_cache(root: Path) -> MachineFinding:
             f"{folder} cannot be written to ({error.strerror}): every run compiles again",
             f"Set {_CACHE_VARIABLE} to a folder that can be written to, or to s3://….",
         )
-    free = word_size(shutil.disk_usage(existing).free)
+    free = format_size(shutil.disk_usage(existing).free)
     return MachineFinding(Level.OK, "compile cache", f"{folder}, {free} free")
 
 
@@ -292,7 +292,7 @@ def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) 
     if hbm is not None:
         yield _fit_finding(
             "device memory",
-            f"a layer takes {word_size(weights)}, the lm_head {word_size(head)}, of {word_size(hbm)} on a core",
+            f"a layer takes {format_size(weights)}, the lm_head {format_size(head)}, of {format_size(hbm)} on a core",
             "Share it among cores with --tp-degree, or take a smaller dtype.",
             fits=max(weights, head) <= hbm,
         )
@@ -303,7 +303,7 @@ def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) 
         yield MachineFinding(
             Level.NOTE,
             "tensor size",
-            f"gate and up of all experts in one tensor take {word_size(largest)}, over the 4 GiB that "
+            f"gate and up of all experts in one tensor take {format_size(largest)}, over the 4 GiB that "
             "runtimes before SDK 2.28 allow",
             "In a port, run experts in chunks, as mm2's own layer does, or share them with --tp-degree.",
         )
@@ -320,7 +320,7 @@ def _check_device_activations(machine: Machine, footprint: DeviceFootprint) -> I
     yield _fit_finding(
         "device memory by length",
         f"a layer and what it computes of {footprint.inputs.sequence_length} tokens take about "
-        f"{word_size(needed)}, of {word_size(hbm)} on a core",
+        f"{format_size(needed)}, of {format_size(hbm)} on a core",
         "Share the layer among more ranks with --tp-degree, or run shorter rows.",
         fits=needed <= hbm,
     )
@@ -330,8 +330,8 @@ def _check_host_memory(footprint: DeviceFootprint, free: int) -> MachineFinding:
     needed = footprint.layer_bytes + footprint.activation_bytes
     return _fit_finding(
         "host memory",
-        f"a layer and {footprint.inputs.sequence_length} tokens take {word_size(needed)}, "
-        f"{word_size(free)} are free",
+        f"a layer and {footprint.inputs.sequence_length} tokens take {format_size(needed)}, "
+        f"{format_size(free)} are free",
         "Free memory, or run fewer or shorter rows.",
         fits=needed <= free,
     )

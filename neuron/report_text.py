@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
 from reports.canvas import Canvas, Column, Row
@@ -76,7 +76,7 @@ def _row(name: str, times: LayerTimes, layers: Sequence[LayerProfile]) -> Row:
         cells=(
             name,
             *seconds,
-            word_size(max(profile.peak_host_bytes for profile in layers)),
-            word_size(max(on_device)) if on_device else "-",
+            format_size(max(profile.peak_host_bytes for profile in layers)),
+            format_size(max(on_device)) if on_device else "-",
         )
     )

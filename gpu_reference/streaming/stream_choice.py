@@ -12,7 +12,7 @@ from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory import MemoryBudget, available_bytes
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import Slice
 from minimax_tools.ranks.rank_place import RankPlace
 
@@ -132,8 +132,8 @@ def choose_streaming(
     if limit is not None and needed > limit:
         raise UsageError(
             "--max-memory does not allow the layers that are in memory at once",
-            expected=f"at least {word_size(needed)}",
-            found=word_size(limit),
+            expected=f"at least {format_size(needed)}",
+            found=format_size(limit),
             next_step="Raise it; --no-prefetch keeps one layer in memory, --packed-experts half of one.",
         )
     return Streaming(device=device, prefetch=prefetch, packed=packed)
@@ -173,8 +173,8 @@ def choose_part_streaming(
         logger.info(
             "Streaming a layer at a time: the slice of node %s takes %s, %s are free. Ranks wait for each other then.",
             part.node.name,
-            word_size(needed),
-            word_size(free),
+            format_size(needed),
+            format_size(free),
         )
     fits_two = holds or room.two_layers_bytes(packed=packed) <= free
     prefetch = fits_two if asked.prefetch is None else asked.prefetch
@@ -206,8 +206,8 @@ def _is_needed(asked: StreamingRequest, room: MemoryRoom, absent_shards: tuple[s
         return False
     logger.info(
         "Streaming a layer at a time: the whole model takes %s, %s are free (--stream off loads it all the same).",
-        word_size(needed),
-        word_size(capacity),
+        format_size(needed),
+        format_size(capacity),
     )
     return True
 
@@ -217,8 +217,8 @@ def _has_room_for_two(room: MemoryRoom, device: torch.device, *, packed: bool) -
     if needed > free:
         logger.info(
             "No layer is read ahead: two take %s with their activations, %s are free.",
-            word_size(needed),
-            word_size(free),
+            format_size(needed),
+            format_size(free),
         )
     return needed <= free
 

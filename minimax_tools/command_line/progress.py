@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from minimax_tools.machine.memory_usage import MemoryUsage
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -167,11 +167,11 @@ class LayerProgress:
             current_s = min(self._clock() - self._latest_s, layer_s)
             words.append(f"{word_duration(num_left * layer_s - current_s)} left")
         if self._num_bytes and spent_s > 0:
-            words.append(f"{word_size(int(self._num_bytes / spent_s))}/s")
+            words.append(f"{format_size(int(self._num_bytes / spent_s))}/s")
         usage = MemoryUsage.current()
-        words.append(f"memory {word_size(usage.anonymous_bytes)}")
+        words.append(f"memory {format_size(usage.anonymous_bytes)}")
         if usage.device_bytes:
-            words.append(f"GPU {word_size(usage.all_devices_bytes)}")
+            words.append(f"GPU {format_size(usage.all_devices_bytes)}")
         return words
 
 

@@ -12,7 +12,7 @@ from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.commands.options import plan_model_option, plan_option, shard_size_option
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import DEFAULT_FOLDER, FileFormat, cut_slice
 from minimax_tools.slices.folder import SliceFolder, write_slice
@@ -114,4 +114,4 @@ def _as_line(slice_: SliceFolder) -> str:
     num_files = len(slice_.files)
     count = f"{len(slice_.description.tensors)} tensors in {num_files} file{'s' if num_files > 1 else ''}"
     was_there = "" if slice_.is_new else ", was there already, byte for byte"
-    return f"{slice_.description.node}: {slice_.folder}, {count}, {word_size(slice_.size_bytes)}{was_there}"
+    return f"{slice_.description.node}: {slice_.folder}, {count}, {format_size(slice_.size_bytes)}{was_there}"

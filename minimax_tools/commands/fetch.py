@@ -14,7 +14,7 @@ from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.commands.options import plan_option
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.cut import DEFAULT_FOLDER
 from minimax_tools.slices.download import Download, DownloadedFile, Repository
@@ -71,8 +71,8 @@ def fetch_command(
     if as_json:
         print_json(_as_values(fetched))
     else:
-        came = "" if fetched.bytes_fetched is None else f", {word_size(fetched.bytes_fetched)} fetched"
-        size = word_size(fetched.size_bytes)
+        came = "" if fetched.bytes_fetched is None else f", {format_size(fetched.bytes_fetched)} fetched"
+        size = format_size(fetched.size_bytes)
         click.echo(f"{fetched.node}: {fetched.folder}, {len(fetched.files)} files, {size}{came}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.json_codec import encode
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -62,7 +62,7 @@ def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) ->
 def _node_row(plan: PartitionPlan, slice_: Slice) -> tuple[str, ...]:
     cost, node = slice_.cost, slice_.node
     if not slice_.stage.is_used:
-        memory = f"0 B of {word_size(node.memory_bytes)}"
+        memory = f"0 B of {format_size(node.memory_bytes)}"
         return (node.name, "idle", "", *("" for _ in _SIZES), memory, *("" for _ in _WORK), "", "")
     seconds = slice_.seconds_per_token
     return (
@@ -70,7 +70,7 @@ def _node_row(plan: PartitionPlan, slice_: Slice) -> tuple[str, ...]:
         _held(slice_),
         f"{plan.share(slice_):.1%}",
         *_sizes(cost),
-        f"{word_size(cost.memory_bytes)} of {word_size(node.memory_bytes)} "
+        f"{format_size(cost.memory_bytes)} of {format_size(node.memory_bytes)} "
         f"({cost.memory_bytes / node.memory_bytes:.0%})",
         *_work(cost),
         "-" if seconds is None else f"{seconds * 1e3:.4g}",
@@ -84,7 +84,7 @@ def _part_row(name: str, part: PartCost) -> tuple[str, ...]:
 
 def _sizes(cost: PartCost) -> tuple[str, ...]:
     return tuple(
-        word_size(size)
+        format_size(size)
         for size in (cost.stored_bytes, cost.loaded_bytes, cost.kv_bytes, cost.activation_bytes)
     )
 

@@ -23,7 +23,7 @@ from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, contradictions, faulty_checkpoint
 from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.memory import MemoryBudget
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.split.binding import Binding, plan_binding
 from minimax_tools.split.causal_model import Implementation, load_whole
 from minimax_tools.split.causal_part import ModelPart, build_part
@@ -202,7 +202,7 @@ def _read(
         passing_bytes = max(stored[name].size_bytes for name in binding.sources.values())
         purpose = f"loading {part}"
         logger.info(
-            "Loading parameters: %s from %d tensors", word_size(binding.size_bytes), binding.num_tensors
+            "Loading parameters: %s from %d tensors", format_size(binding.size_bytes), binding.num_tensors
         )
         started_s = time.monotonic()
         with budget.reserve(held_bytes + passing_bytes * (os.cpu_count() or 1), purpose) as reservation:
@@ -229,5 +229,5 @@ def _require_whole(built: list[ModelPart], budget: MemoryBudget) -> None:
 
 
 def _report_speed(binding: Binding, duration_s: float) -> None:
-    rate = word_size(int(binding.size_bytes / max(duration_s, 1e-6)))
-    logger.info("Loaded %s in %.1f s (%s/s)", word_size(binding.size_bytes), duration_s, rate)
+    rate = format_size(int(binding.size_bytes / max(duration_s, 1e-6)))
+    logger.info("Loaded %s in %.1f s (%s/s)", format_size(binding.size_bytes), duration_s, rate)

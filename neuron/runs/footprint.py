@@ -14,7 +14,7 @@ import torch
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.read_ahead import stored_layer_bytes
 from minimax_tools.machine.memory import MemoryBudget, available_bytes
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -190,7 +190,7 @@ def choose_read_ahead(prefetch: bool | None, footprint: DeviceFootprint, index: 
         return True
     logger.info(
         "No layer is read ahead: a layer and two more in the system's cache take %s, %s are free.",
-        word_size(needed),
-        word_size(free),
+        format_size(needed),
+        format_size(free),
     )
     return False
