@@ -20,7 +20,7 @@ from minimax_tools.capture.manifest import Entry, Manifest, describe_tensor, dty
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import token_rows
-from minimax_tools.metrics.pair_metrics import TensorStatistics
+from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
 
 # Names of file and tensor, and the state of the file: inode, time and size.
