@@ -12,6 +12,7 @@ import jinja2.sandbox
 
 from minimax_tools.errors import CheckpointError
 
+# Keys of tokenizer_config.json that a template may name.
 _SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -34,7 +35,7 @@ def render_chat(folder: Path, prompt: str) -> str:
     try:
         return (
             _environment()
-            .from_string(_template(folder, config))
+            .from_string(_find_template(folder, config))
             .render(
                 messages=[{"role": "user", "content": prompt}],
                 tools=None,
@@ -77,11 +78,11 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _template(folder: Path, config: dict[str, Any]) -> str:
+def _find_template(folder: Path, config: dict[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if isinstance(template, list):
-        # Several templates, each with a name.
+        # Several named templates: transformers takes the one called "default".
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if not isinstance(template, str):
@@ -102,7 +103,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # The filter of jinja2 escapes HTML.
+    # Replaces jinja2's own filter, which escapes HTML. The parameters are those of transformers' filter.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

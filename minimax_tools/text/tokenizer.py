@@ -1,10 +1,8 @@
-"""The checkpoint's tokenizer.json: text to token ids and back, without transformers; and its end tokens."""
+"""The checkpoint's tokenizer.json: text to token ids and back, without transformers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
@@ -15,18 +13,21 @@ TOKENIZER_NAME = "tokenizer.json"
 
 
 def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int]]:
-    """Return the token ids of each text; with `chat` each text is a user's message in the chat template.
+    """Return the token ids of each text.
+
+    Args:
+        folder: Folder of the checkpoint.
+        texts: Texts to encode.
+        chat: Whether each text is a user's message, to be put into the chat template.
 
     Raises:
         CheckpointError: The checkpoint has no tokenizer or, with `chat`, no chat template that renders.
     """
     tokenizer = _read_tokenizer(folder)
     if chat:
-        # The template writes the special tokens itself.
-        return [
-            list(tokenizer.encode(render_chat(folder, text), add_special_tokens=False).ids) for text in texts
-        ]
-    return [list(tokenizer.encode(text).ids) for text in texts]
+        texts = [render_chat(folder, text) for text in texts]
+    # The chat template writes the special tokens itself.
+    return [list(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
 
 
 def decode_rows(folder: Path, rows: list[list[int]]) -> list[str]:
@@ -53,39 +54,8 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:
+        # tokenizers raises no narrower class.
         raise CheckpointError(
             f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
         ) from error
-
-
-# The first file that names end tokens counts, as in transformers.
-_FILES = ("generation_config.json", "config.json")
-_KEY = "eos_token_id"
-
-
-def read_end_tokens(folder: Path) -> frozenset[int]:
-    """Return the token ids that end a generated text; empty if the checkpoint names none.
-
-    Raises:
-        CheckpointError: A file cannot be read, or its end tokens are not ids.
-    """
-    for name in _FILES:
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            named: Any = json.loads(path.read_text(encoding="utf-8")).get(_KEY)
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
-            ) from error
-        if named is None:
-            continue
-        ids = named if isinstance(named, list) else [named]
-        if not all(isinstance(number, int) for number in ids):
-            raise CheckpointError(
-                f"{path}: {_KEY} is not a token id", expected="an integer or a list", found=repr(named)
-            )
-        return frozenset(ids)
-    return frozenset()
