@@ -112,7 +112,7 @@ class _RankRun:
         assert streaming is not None, "a slice is streamed"
         assert streaming.part is not None, "a slice is part of a plan"
         self._streaming: Streaming = streaming
-        self._golden_writer = golden.writing_to(writer, _PublishedProgress(ranks))
+        self._golden_writer = golden.golden_writer(writer, _PublishedProgress(ranks))
         self._unwritten: list[tuple[int, Mapping[Site, torch.Tensor], torch.device]] = []
         self._last_output: torch.Tensor | None = None
         self._records_folder = writer.directory / RECORDS_FOLDER
