@@ -113,7 +113,7 @@ def test_missing_shards_of_other_layers_are_a_reason(
 ) -> None:
     caplog.set_level(logging.INFO)
     assert choose(footprint, absent_shards=("a", "b")) is not None
-    assert "2 shards of other layers are not here" in caplog.text
+    assert "not here are 2 shards of other layers" in caplog.text
 
 
 def test_packed_experts_stream_and_say_so(footprint: Footprint, caplog: pytest.LogCaptureFixture) -> None:
