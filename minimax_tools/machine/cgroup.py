@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CgroupVersion:
-    """The files in which one version of cgroups states limits and usage.
-
-    Args:
-        mount: Folder below which every group has its own folder.
-        limit_files: Files of the limits; the lowest limit holds.
-        usage_file: File of the bytes in use, page cache included.
-        cache_keys: Keys of the page cache in the file `memory.stat`.
-    """
-
-    mount: str
-    limit_files: tuple[str, ...]
-    usage_file: str
-    cache_keys: tuple[str, ...]
-
-
-_V1 = _CgroupVersion(
-    mount="sys/fs/cgroup/memory",
-    limit_files=("memory.limit_in_bytes",),
-    usage_file="memory.usage_in_bytes",
-    cache_keys=("total_active_file", "total_inactive_file"),
-)
-_V2 = _CgroupVersion(
-    mount="sys/fs/cgroup",
-    limit_files=("memory.max", "memory.high"),
-    usage_file="memory.current",
-    cache_keys=("active_file", "inactive_file"),
-)
+# Folder below which every group has its own folder, in cgroups of version 1 and 2.
+_V1_MOUNT, _V2_MOUNT = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+# Files of a group's folder, of version 1 or 2: the limits, of which the lowest holds, and the bytes in use.
+_LIMIT_FILES = ("memory.limit_in_bytes", "memory.max", "memory.high")
+_USAGE_FILES = ("memory.usage_in_bytes", "memory.current")
+# Keys of the page cache in memory.stat. Version 1 has them once more for the group and those below, as `total_…`.
+_CACHE_KEYS = ("active_file", "inactive_file")
 
 
 def cgroup_headroom_bytes(*, root: Path = Path("/")) -> int | None:
@@ -46,15 +22,12 @@ def cgroup_headroom_bytes(*, root: Path = Path("/")) -> int | None:
     Args:
         root: Folder of `proc` and `sys`.
     """
-    headrooms = []
-    for version, group in _memory_groups(root):
-        for folder in _group_and_parents(root / version.mount, group):
-            headrooms.append(_headroom(folder, version))
+    headrooms = [_headroom(folder) for folder in _limiting_folders(root)]
     return min((headroom for headroom in headrooms if headroom is not None), default=None)
 
 
-def _memory_groups(root: Path) -> Iterator[tuple[_CgroupVersion, str]]:
-    """Yield the cgroups that limit this process's memory: the version and the group's path."""
+def _limiting_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's memory groups and of their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -64,9 +37,9 @@ def _memory_groups(root: Path) -> Iterator[tuple[_CgroupVersion, str]]:
         # A line is `id:controllers:path`; version 2 names no controllers.
         _, controllers, group = line.split(":", 2)
         if "memory" in controllers.split(","):
-            yield _V1, group
+            yield from _group_and_parents(root / _V1_MOUNT, group)
         elif not controllers:
-            yield _V2, group
+            yield from _group_and_parents(root / _V2_MOUNT, group)
 
 
 def _group_and_parents(mount: Path, group: str) -> Iterator[Path]:
@@ -78,29 +51,26 @@ def _group_and_parents(mount: Path, group: str) -> Iterator[Path]:
         yield folder
 
 
-def _headroom(folder: Path, version: _CgroupVersion) -> int | None:
+def _headroom(folder: Path) -> int | None:
     """Return the bytes that one group still allows; None if it sets no limit."""
-    numbers = [_read_number(folder / name) for name in version.limit_files]
-    limits = [number for number in numbers if number is not None]
-    used = _read_number(folder / version.usage_file)
-    if not limits or used is None:
+    limits = _read_numbers(folder, _LIMIT_FILES)
+    usages = _read_numbers(folder, _USAGE_FILES)
+    if not limits or not usages:
         return None
-    return max(min(limits) - used + _cached_bytes(folder, version), 0)
+    return max(min(limits) - usages[0] + _cached_bytes(folder), 0)
 
 
-def _cached_bytes(folder: Path, version: _CgroupVersion) -> int:
+def _cached_bytes(folder: Path) -> int:
     try:
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
     counters = dict(line.split() for line in lines)
-    return sum(int(counters.get(key, 0)) for key in version.cache_keys)
+    return sum(int(counters.get(f"total_{key}", counters.get(key, 0))) for key in _CACHE_KEYS)
 
 
-def _read_number(path: Path) -> int | None:
-    """Read a number of bytes; None if the file is missing or says `max`."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+def _read_numbers(folder: Path, names: tuple[str, ...]) -> list[int]:
+    """Read the bytes in each of these files, without those that are missing or say `max`."""
+    paths = [folder / name for name in names]
+    texts = [path.read_text(encoding="ascii").strip() for path in paths if path.is_file()]
+    return [int(text) for text in texts if text.isdigit()]

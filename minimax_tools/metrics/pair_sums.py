@@ -124,24 +124,16 @@ class PairSums:
     @property
     def reference(self) -> SideSums:
         """Sums over the reference."""
-        totals = self.totals
+        sums = self.totals
         return SideSums(
-            num_finite=totals.num_finite,
-            centre=self._centres.reference,
-            deviations=totals.reference_deviations,
-            squares=totals.reference_squares,
+            sums.num_finite, self._centres.reference, sums.reference_deviations, sums.reference_squares
         )
 
     @property
     def target(self) -> SideSums:
         """Sums over the target."""
-        totals = self.totals
-        return SideSums(
-            num_finite=totals.num_finite,
-            centre=self._centres.target,
-            deviations=totals.target_deviations,
-            squares=totals.target_squares,
-        )
+        sums = self.totals
+        return SideSums(sums.num_finite, self._centres.target, sums.target_deviations, sums.target_squares)
 
     @property
     def products(self) -> float:

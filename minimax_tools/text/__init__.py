@@ -1,7 +1,6 @@
 """Text and token rows.
 
 - `prompts`: the prompts of a command as token rows
-- `tokenizer`: the checkpoint's tokenizer
-- `end_tokens`: the token ids that end a generated text
+- `tokenizer`: the checkpoint's tokenizer, and the ids that end a generated text
 - `chat`: the checkpoint's chat template
 """

@@ -13,15 +13,7 @@ import jinja2.sandbox
 from minimax_tools.errors import CheckpointError
 
 # Keys of tokenizer_config.json that a template may name.
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def render_chat(folder: Path, prompt: str) -> str:
@@ -32,17 +24,11 @@ def render_chat(folder: Path, prompt: str) -> str:
     """
     config = _tokenizer_config(folder)
     special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    messages = [{"role": "user", "content": prompt}]
     try:
-        return (
-            _environment()
-            .from_string(_find_template(folder, config))
-            .render(
-                messages=[{"role": "user", "content": prompt}],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **special,
-            )
+        template = _environment().from_string(_find_template(folder, config))
+        return template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise CheckpointError(

@@ -1,8 +1,10 @@
-"""The checkpoint's tokenizer.json: text to token ids and back, without transformers."""
+"""The checkpoint's tokenizer.json: text to token ids and back, without transformers. The ids that end a text, too."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -10,6 +12,9 @@ from minimax_tools.errors import CheckpointError
 from minimax_tools.text.chat import render_chat
 
 TOKENIZER_NAME = "tokenizer.json"
+# The first file that names end tokens counts, as in transformers.
+_CONFIG_FILES = ("generation_config.json", "config.json")
+_END_TOKEN_KEY = "eos_token_id"
 
 
 def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int]]:
@@ -43,6 +48,35 @@ def decode_rows(folder: Path, rows: list[list[int]]) -> list[str]:
 def has_tokenizer(folder: Path) -> bool:
     """Decide whether the checkpoint comes with a tokenizer."""
     return (folder / TOKENIZER_NAME).is_file()
+
+
+def read_end_tokens(folder: Path) -> frozenset[int]:
+    """Return the token ids that end a generated text; empty if the checkpoint names none.
+
+    Raises:
+        CheckpointError: A file cannot be read, or its end tokens are not ids.
+    """
+    for name in _CONFIG_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            value: Any = json.loads(path.read_text(encoding="utf-8")).get(_END_TOKEN_KEY)
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
+            ) from error
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) for token in ids):
+            raise CheckpointError(
+                f"{path}: {_END_TOKEN_KEY} is not a token id",
+                expected="an integer or a list",
+                found=repr(value),
+            )
+        return frozenset(ids)
+    return frozenset()
 
 
 def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:

@@ -15,7 +15,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs, num_positions_left
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.text.end_tokens import read_end_tokens
+from minimax_tools.text.tokenizer import read_end_tokens
 from neuron.builtin.layer import KeyValues
 from neuron.runs.decoding import Cache
 from neuron.runs.device_request import DeviceRequest
