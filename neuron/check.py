@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from minimax_tools.capture.manifest import dtype_name
-from minimax_tools.command_line.progress import word_duration
+from minimax_tools.command_line.progress import format_duration
 from minimax_tools.errors import BackendError, MissingExtraError
 from minimax_tools.machine.memory import available_bytes
 from minimax_tools.machine.size import format_size
@@ -351,7 +351,7 @@ def _estimate_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> Machin
     copy_back_s = usual.copy_back_s * seq_len / (profile.batch_size * profile.sequence_length)
     loading_s = usual.read_s + usual.regroup_s + usual.transfer_s
     layer_s = loading_s + run_s + copy_back_s
-    all_s = word_duration(layer_s * spec.num_hidden_layers)
+    all_s = format_duration(layer_s * spec.num_hidden_layers)
     return MachineFinding(
         Level.OK,
         "time",

@@ -24,7 +24,10 @@ _FLOOR_TOLERANCE = 1e-3
 
 
 class CheckedCapture:
-    """A golden whose NaN and Inf, and whose errors of the noise floor, are counted as it is read."""
+    """A golden whose NaN and Inf, and whose errors of the noise floor, are counted as it is read.
+
+    `real` is bool [B,S], false on padding. Only real positions are checked.
+    """
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -56,13 +59,7 @@ class CheckedCapture:
     def read_twins(
         self, layer: int, stored: dict[Site, torch.Tensor], real: torch.Tensor
     ) -> dict[Site, torch.Tensor]:
-        """Read the stored float32 twins of a layer, and count their NaN and Inf.
-
-        Args:
-            layer: Number of the layer.
-            stored: Sites of the layer as `read_layer` returned them; a float32 golden's are its own twins.
-            real: bool [B,S], false on padding.
-        """
+        """Read the float32 twins of a layer, and count their NaN and Inf. A float32 golden's are the `stored` sites."""
         if self.is_float32:
             return {site: tensor for site, tensor in stored.items() if site is not Site.INPUT}
         twins = {}
@@ -84,14 +81,7 @@ class CheckedCapture:
         twins: dict[Site, torch.Tensor],
         real: torch.Tensor,
     ) -> None:
-        """Check that the stored noise floor is the distance of the stored sites from their twins.
-
-        Args:
-            layer: Number of the layer.
-            stored: Sites of the layer.
-            twins: Float32 twins of the layer.
-            real: bool [B,S], false on padding, which is not compared.
-        """
+        """Check that the stored noise floor is the distance of the stored sites from their twins."""
         for site, twin in twins.items():
             if site not in stored or stored[site].shape != twin.shape:
                 # Not stored, or unreadable; a shape that differs is the digests check's fault to name.
@@ -112,7 +102,7 @@ class CheckedCapture:
                 self._floor.add(f"{name} of layer {layer}")
 
     def check_finite(self, site: Site, tensor: torch.Tensor, real: torch.Tensor, where: str) -> None:
-        """Check that a tensor of a layer holds no NaN or Inf on the real rows, bool [B,S]."""
+        """Check that a tensor of a layer holds no NaN or Inf."""
         count = count_nonfinite(site, tensor, real)
         if count:
             self._finite.add(f"{count} of {where}")
@@ -120,7 +110,7 @@ class CheckedCapture:
             self._finite.add()
 
     def check_model_sites(self, real: torch.Tensor) -> None:
-        """Check that the sites outside the layers hold no NaN or Inf on the real rows, bool [B,S]."""
+        """Check that the sites outside the layers hold no NaN or Inf."""
         model_sites = {str(site) for site in ModelSite}
         for entry in self.capture.manifest.entries:
             if entry.layer is not None or entry.site not in model_sites:
@@ -134,12 +124,8 @@ class CheckedCapture:
     def checks(self) -> list[Check]:
         """Return the checks of everything read so far; the digests cover all stored tensors."""
         inspection = inspect_capture(self.capture)
-        digests = Tally(
-            name="digests",
-            missing="it holds no tensor",
-            count=inspection.num_tensors,
-            faults=list(inspection.faults),
-        )
+        digests = Tally(name="digests", missing="it holds no tensor", count=inspection.num_tensors)
+        digests.faults += inspection.faults
         return [
             digests.check("tensors agree with their digests"),
             self._floor.check("stored distances are those from the golden to its float32 twins"),

@@ -35,12 +35,7 @@ _SMALL = 1e-2
 
 
 class RouterFaults(NamedTuple):
-    """The faults of a layer's routing.
-
-    Args:
-        num_wrong_tokens: Number of tokens whose experts do not follow from logits and bias.
-        weight_error: Largest absolute error of a router weight.
-    """
+    """The tokens whose experts do not follow from logits and bias, and the largest error of a router weight."""
 
     num_wrong_tokens: int
     weight_error: float

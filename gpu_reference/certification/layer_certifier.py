@@ -46,8 +46,6 @@ class GoldenModel:
     """The model that a golden is checked against.
 
     Args:
-        reader: Reader of its checkpoint.
-        spec: Its config.json.
         runs_transformers: Whether transformers is installed, to make float32 twins that the golden did not store.
     """
 
@@ -60,7 +58,6 @@ class LayerCertifier:
     """The checks of a golden's layers, one layer at a time.
 
     Args:
-        golden: The golden.
         model: Model to check the golden against; None if it is not here.
         inputs: Inputs of the golden; None if they cannot be read. No layer is judged then, as padding is unknown.
         is_same_model: Whether the golden was made of that model. Only then are weights compared.
@@ -126,11 +123,7 @@ class LayerCertifier:
         twins: Mapping[Site, torch.Tensor],
         inputs: Inputs,
     ) -> dict[Site, torch.Tensor]:
-        """Compute mm2's own float32 layer, and check the twins and the router against it.
-
-        Returns:
-            The sites of mm2's layer; {} if the golden's model is not here.
-        """
+        """Check twins and router against mm2's own float32 layer; return its sites, {} without the golden's model."""
         model = self._model
         if model is None or not self._is_same_model or Site.INPUT not in stored:
             return {}

@@ -53,10 +53,8 @@ class GoldenRequest:
     """A golden capture to make.
 
     Args:
-        model: Model to load, and the way to load it.
         model_source: Name of the model as the user gave it.
         run: Layers and sites to keep.
-        inputs: Token rows to run.
         noise_floor: `full` stores float32 twins and distances, `stats` the distances, `off` neither.
         floor_variants: Names of the variants that widen it (see `minimax_tools.reference.variants`).
         streaming: The way to stream; None to load the model whole.
@@ -102,7 +100,6 @@ class Golden:
     """A golden model, loaded or streamed, proved and ready to run; made by `open_golden`.
 
     Args:
-        request: Request that the model was opened for.
         model: transformers' model.
         reader: Reader of its checkpoint, which counts the bytes read.
         weights: Weights that the model computes with.

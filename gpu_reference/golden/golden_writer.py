@@ -20,7 +20,6 @@ class GoldenWriter:
     """The writer of a golden's layers and of its sites outside them.
 
     Args:
-        writer: Writer of the capture.
         run: Layers and sites to keep.
         floor: Noise floor to measure; None for none.
         keeps_twins: Whether to keep the floor's float32 twins too.

@@ -47,9 +47,6 @@ class NoiseFloor:
 
     Args:
         config: transformers' config of the golden.
-        weights: Weights that the golden computes with.
-        spec: The golden's config.json.
-        inputs: Token rows that the golden runs.
         variants: Names of the layer variants that widen the floor (see `minimax_tools.reference.variants`).
     """
 

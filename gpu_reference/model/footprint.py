@@ -30,10 +30,8 @@ class Footprint:
     """The memory of a golden, in bytes.
 
     Args:
-        spec: The model's config.json.
         num_layers: Number of layers that run.
         dtype: Dtype of weights and activations.
-        inputs: Token rows to run.
         keeps_logits: Whether the logits of every position are captured.
         attn_implementation: transformers' attention implementation.
         experts_implementation: transformers' experts implementation.

@@ -34,8 +34,6 @@ class GoldenModelRequest:
     """A golden model to load.
 
     Args:
-        folder: Folder of the checkpoint.
-        spec: Its config.json.
         num_hidden_layers: Number of layers to load, from the first on.
         dtype: Dtype of weights and activations; the router stays float32.
         placement: Devices that hold the parts of the model.

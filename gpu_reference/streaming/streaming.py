@@ -111,12 +111,9 @@ class StreamedModel:
     """A model without weights, whose parts fetch theirs just before they run. It also serves as `TwinWeights`.
 
     Args:
-        request: Request that the model was built for.
         model: transformers' model on the meta device.
         reader: Reader of single tensors.
         loader: Reader of whole layers.
-        streaming: Way to stream.
-        footprint: Memory that the golden needs.
         budget: Limit of anonymous memory; unlimited on a GPU.
     """
 
