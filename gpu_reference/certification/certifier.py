@@ -37,11 +37,7 @@ _FIRST_GOOD = {
 
 
 def certify_golden(directory: Path, model: str | None) -> Certificate:
-    """Check a golden, and store the result in its manifest.
-
-    Args:
-        directory: Capture directory of the golden.
-        model: Checkpoint folder or hub id; None if the model is not here.
+    """Check a golden, and store the result in its manifest. `model` is a checkpoint folder or hub id, if it is here.
 
     Raises:
         CaptureError: There is no golden, or its manifest cannot be written.

@@ -13,9 +13,7 @@ class Tally:
     """A check that passes if no item has a fault.
 
     Args:
-        name: Name of the check in the certificate.
         missing: Reason why the check did not run, if no item comes.
-        count: Number of items so far.
         faults: Faults so far, in words.
     """
 
@@ -42,11 +40,8 @@ class Worst:
     """A check that passes if the worst figure is within its limit; figures are compared relative to their limits.
 
     Args:
-        name: Name of the check in the certificate.
         missing: Reason why the check did not run, if no figure comes.
-        figure: Worst figure so far.
-        limit: Limit of that figure.
-        where: Place of that figure, in words.
+        figure: Worst figure so far; `limit` is its limit, and `where` its place in words.
     """
 
     name: str

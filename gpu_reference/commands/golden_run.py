@@ -37,12 +37,7 @@ from reports.captures import capture_record, render_capture, render_statistics, 
 def run_golden(
     options: GoldenOptions, make_run: Callable[[ModelSpec], Run], sampling: Sampling | None = None
 ) -> None:
-    """Make a golden, and print it.
-
-    Args:
-        options: Options of the command.
-        make_run: Returns the layers and sites to capture, given the model's config.json.
-        sampling: Way to generate tokens before the capture; None to generate none.
+    """Make a golden, and print it. With `sampling`, generate tokens before the capture.
 
     Raises:
         UsageError: Options contradict each other.

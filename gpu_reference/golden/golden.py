@@ -148,10 +148,7 @@ class Golden:
     def capture(self, directory: Path, *, extra: Mapping[str, Any], progress: Progress | None = None) -> None:
         """Run the inputs once and write the capture; a killed capture resumes.
 
-        Args:
-            directory: The capture directory.
-            extra: JSON values to store beside the tensors, by file name.
-            progress: Receiver of each layer's progress; None for none.
+        `extra` are JSON values to store beside the tensors, by file name.
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.
@@ -206,7 +203,7 @@ class Golden:
             "position_ids": inputs.position_ids.to(device),
         }
 
-    def golden_writer(self, writer: CaptureWriter, progress: Progress) -> GoldenWriter:
+    def make_writer(self, writer: CaptureWriter, progress: Progress) -> GoldenWriter:
         """Return the writer that measures floors and puts this golden's layers into a capture."""
         request, floor = self.request, None
         if request.noise_floor != "off":
@@ -247,7 +244,7 @@ class Golden:
         # If no layer of the span is stored, nothing is skipped: layers before the span are never stored.
         is_resumed = first > run.span.start
         stored_output = writer.read_layer_output(first - 1) if is_resumed else None
-        golden_writer = self.golden_writer(writer, progress)
+        golden_writer = self.make_writer(writer, progress)
         with (
             skipping_layers(self.model, first if is_resumed else 0, stored_output),
             recording_layers(

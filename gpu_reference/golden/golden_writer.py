@@ -24,7 +24,6 @@ class GoldenWriter:
         floor: Noise floor to measure; None for none.
         keeps_twins: Whether to keep the floor's float32 twins too.
         reader: Reader of the checkpoint, which counts the bytes read.
-        progress: Receiver of each layer's progress.
     """
 
     writer: CaptureWriter
@@ -44,12 +43,7 @@ class GoldenWriter:
         return frozenset(self.run.sites) | (FLOOR_SITES if self.floor else frozenset())
 
     def write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-        """Write a layer while its weights are in memory on `device`.
-
-        Args:
-            layer: Number of the layer.
-            captured: The layer's `wanted_sites`, on the CPU.
-            device: Device that ran the layer, to run its float32 twin.
+        """Write a layer while its weights are in memory on `device`. `captured` has its `wanted_sites`, on the CPU.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.

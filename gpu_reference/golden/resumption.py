@@ -18,10 +18,7 @@ def skipping_layers(
 ) -> Iterator[None]:
     """Skip the first layers during the block; their weights are not even read.
 
-    Args:
-        model: transformers' model.
-        num_layers: Number of layers to skip.
-        hidden_states: Output of the last skipped layer [B,S,H]; None if `num_layers` is 0.
+    `hidden_states` [B,S,H] is the output of the last skipped layer; None if `num_layers` is 0.
     """
     stand_ins = {number: _StandIn(None) for number in range(num_layers)}
     if num_layers:

@@ -33,8 +33,6 @@ class Footprint:
         num_layers: Number of layers that run.
         dtype: Dtype of weights and activations.
         keeps_logits: Whether the logits of every position are captured.
-        attn_implementation: transformers' attention implementation.
-        experts_implementation: transformers' experts implementation.
         floor_variants: Names of the variants that run after each layer, all at once.
     """
 

@@ -37,8 +37,6 @@ class GoldenModelRequest:
         num_hidden_layers: Number of layers to load, from the first on.
         dtype: Dtype of weights and activations; the router stays float32.
         placement: Devices that hold the parts of the model.
-        attn_implementation: transformers' attention implementation.
-        experts_implementation: transformers' experts implementation.
     """
 
     folder: Path

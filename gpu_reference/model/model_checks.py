@@ -45,12 +45,6 @@ def prove_model(
 ) -> tuple[str, ...]:
     """Prove rotary width, float32 router and dequantised weights of a loaded model, offloaded weights too.
 
-    Args:
-        model: transformers' model.
-        spec: The model as config.json describes it.
-        reader: Reader of the checkpoint that the model was loaded from.
-        dtype: Dtype of the model's weights.
-
     Returns:
         The names of the proofs, as the manifest records them.
 

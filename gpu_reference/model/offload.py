@@ -18,13 +18,7 @@ def weight_of(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def hold_weight(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a module's weight, on the device where it runs; the weight is no longer offloaded.
-
-    Args:
-        module: A module whose only parameter is the weight.
-        name: Name of the weight in the module.
-        value: The new weight; its dtype is kept.
-    """
+    """Replace the only weight of a module, on the device where the module runs. It is not offloaded any more."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
     device = getattr(module, name).device

@@ -59,12 +59,7 @@ def capture_by_ranks(
 ) -> None:
     """Run this rank's slice on the inputs, and write the capture with the other ranks; a killed capture resumes.
 
-    Args:
-        golden: Golden that was opened with this rank's slice.
-        ranks: Ranks of the run, joined.
-        plan: Plan that gives each rank a slice.
-        directory: Capture directory, which all ranks see.
-        progress: Receiver of the progress of all ranks; used on rank 0.
+    `golden` was opened with this rank's slice, and all ranks see `directory`. Rank 0 shows the progress of all ranks.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
@@ -108,7 +103,7 @@ class _RankRun:
         assert streaming is not None, "a slice is streamed"
         assert streaming.part is not None, "a slice is part of a plan"
         self._streaming: Streaming = streaming
-        self._golden_writer = golden.golden_writer(writer, _PublishedProgress(ranks))
+        self._golden_writer = golden.make_writer(writer, _PublishedProgress(ranks))
         # Layers of a held slice that ran and are not written yet.
         self._unwritten: list[tuple[int, Mapping[Site, torch.Tensor], torch.device]] = []
         self._last_output: torch.Tensor | None = None

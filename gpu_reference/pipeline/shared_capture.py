@@ -62,12 +62,7 @@ def open_shared_capture(
 ) -> Iterator[CaptureWriter]:
     """Open the capture directory on rank 0, and a writer into it on every rank.
 
-    Args:
-        ranks: Ranks of the run.
-        proposal: Capture that this rank would write.
-        golden: Golden that this rank opened.
-        directory: Capture directory, which all ranks see.
-        patience_s: Longest wait until this machine sees the directory that rank 0 opened, in seconds.
+    Wait at most `patience_s` seconds until this machine sees the directory that rank 0 opened.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.

@@ -72,12 +72,7 @@ def plan_steps(
 def validate_plan(plan: PartitionPlan, folder: Path, spec: ModelSpec, part: Slice, *, is_slice: bool) -> None:
     """Check a plan against a checkpoint: against its config.json and, if all headers are here, all its tensors.
 
-    Args:
-        plan: Plan to check.
-        folder: Folder of the checkpoint, or of the slice alone.
-        spec: The checkpoint's config.json.
-        part: Slice to be read.
-        is_slice: Whether `folder` holds the slice alone. Opening the slice then shows whether it is whole.
+    If `is_slice`, `folder` holds the slice `part` alone. Opening the slice then shows whether it is whole.
 
     Raises:
         CheckpointError: The plan is not whole, or not this checkpoint's; all faults are listed.

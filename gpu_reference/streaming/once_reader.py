@@ -19,10 +19,6 @@ class OnceReader(CheckpointReader):
 
     A golden needs some tensors twice: norms and router for the model's fingerprint, and the first layer for its proof.
     `expect_again` announces them. The first read then keeps the tensor's bytes, and the second takes them from memory.
-
-    Args:
-        folder: Folder of the checkpoint.
-        index: Index of the tensors that may be read.
     """
 
     def __init__(self, folder: Path, *, index: TensorIndex) -> None:

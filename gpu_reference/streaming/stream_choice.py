@@ -64,13 +64,7 @@ class StreamingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRoom:
-    """The memory that a golden needs, and the memory that it may take.
-
-    Args:
-        footprint: Memory that the golden needs.
-        placement: Devices that the user allows.
-        budget: Limit of anonymous memory.
-    """
+    """The memory that a golden needs, and the memory that it may take."""
 
     footprint: Footprint
     placement: Placement
@@ -112,12 +106,7 @@ class MemoryRoom:
 def choose_streaming(
     asked: StreamingRequest, room: MemoryRoom, *, absent_shards: tuple[str, ...] = ()
 ) -> Streaming | None:
-    """Choose how to stream, or None to load the model whole.
-
-    Args:
-        asked: Options of streaming that the user gave.
-        room: Needed and free memory.
-        absent_shards: Names of missing shards, which hold layers that do not run.
+    """Choose how to stream, or None to load the model whole. `absent_shards` are missing; their layers do not run.
 
     Raises:
         UsageError: Options contradict each other, or `--max-memory` allows no layer.

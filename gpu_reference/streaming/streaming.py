@@ -112,8 +112,6 @@ class StreamedModel:
 
     Args:
         model: transformers' model on the meta device.
-        reader: Reader of single tensors.
-        loader: Reader of whole layers.
         budget: Limit of anonymous memory; unlimited on a GPU.
     """
 

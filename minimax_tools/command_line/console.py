@@ -116,12 +116,9 @@ def print_json(value: Any) -> None:
 
 
 def print_error(error: BaseException, *, as_json: bool, speaker: str | None = None) -> int:
-    """Print an error that ends a command, and return its exit code.
+    """Print an error that ends a command, with `as_json` on stdout too, and return its exit code.
 
-    Args:
-        error: An error of mm2, or any other.
-        as_json: Also print it as JSON on stdout.
-        speaker: Name of this process if several share a terminal, else None.
+    `speaker` is the name of this process if several share a terminal.
     """
     message, exit_code = _describe(error)
     if as_json:

@@ -18,9 +18,7 @@ LOCK_NAME = ".lock"
 def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
     """Make `directory` if it is missing, and keep other runs out of it during the block.
 
-    Args:
-        directory: The capture directory.
-        owner: Name of the run. Other processes of the same run read it by `read_owner`.
+    `owner` is the name of this run. Its other processes read it by `read_owner`.
 
     Raises:
         CaptureError: Another run holds the lock, or the directory cannot be made or written to.

@@ -26,10 +26,8 @@ class MemoryBudgetError(CannotRunError):
 
     Args:
         purpose: Purpose of the memory, as in "reading layer 7".
-        needed_bytes: Bytes that the step needs.
         in_use_bytes: Anonymous memory of the process now.
         promised_bytes: Bytes that are reserved and not filled yet.
-        limit_bytes: Limit of the budget.
     """
 
     def __init__(

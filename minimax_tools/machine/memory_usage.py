@@ -156,7 +156,6 @@ class MemorySnapshot:
 
     Args:
         label: Name of the moment, such as "layer 7 loaded".
-        usage: Reading at that moment.
         peak_anonymous_bytes: Peak of anonymous memory since the snapshot before, or the start.
     """
 

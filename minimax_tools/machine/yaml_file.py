@@ -36,12 +36,8 @@ def read_yaml(path: Path) -> Any:
 
 
 def _find_repeated_key(node: Any, *, visited: set[int]) -> Any:
-    """Return the first key that a mapping repeats; None without one.
-
-    Args:
-        node: A node of yaml's syntax tree.
-        visited: Ids of the nodes that were searched. A YAML alias may lead to the same node again, or in a circle.
-    """
+    """Return the first key that a mapping repeats; None without one."""
+    # An alias of YAML may lead to a node that was visited, or in a circle.
     if id(node) in visited or not isinstance(node, yaml.CollectionNode):
         return None
     visited.add(id(node))

@@ -123,15 +123,9 @@ def variant_statistics(
     num_experts_per_tok: int,
     golden: Mapping[Site, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Measure the floor statistics of a layer's variants, under `<variant>/<name>`.
+    """Measure the `floor_statistics` of a layer's variants, under `<variant>/<name>`.
 
-    Args:
-        computed: BF16 tensors by variant and site; only these sites are measured.
-        twin: Float32 tensors by site, computed from the same input with the same choice of experts.
-        attention_mask: int64 [B,S].
-        correction_bias: float32 [E].
-        num_experts_per_tok: k.
-        golden: The golden's BF16 tensors by site.
+    `computed` has the BF16 tensors by variant and site. Only these sites are measured.
     """
     statistics: dict[str, torch.Tensor] = {}
     for name, sites in computed.items():

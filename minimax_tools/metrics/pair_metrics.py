@@ -32,11 +32,8 @@ class PairMetrics:
     """Differences of a target from its reference. Relative metrics refer to the reference.
 
     Args:
-        num_elements: Number of elements of one side.
-        num_nonfinite_reference: Number of NaN and Inf in the reference.
-        num_nonfinite_target: Number of NaN and Inf in the target.
+        num_nonfinite_reference: Number of NaN and Inf in the reference; likewise for the target.
         max_abs_diff: Largest |target − reference|.
-        mean_abs_diff: Mean of |target − reference|.
         median_abs_diff: Lower median of |target − reference|, exact to `MEDIAN_RELATIVE_RESOLUTION`.
         close_fraction: Fraction of elements within the tolerance; an element that is not finite is not close.
         cosine_similarity: Cosine of the angle between the sides; None if a side is zero.
@@ -97,13 +94,7 @@ class Summing(Protocol):
 
 
 def sum_pair(reference: torch.Tensor, target: torch.Tensor, *, begin: Callable[[], S]) -> S:
-    """Sum over two flat tensors, one part of them on each core.
-
-    Args:
-        reference: Any dtype, [n].
-        target: Any dtype, [n].
-        begin: Makes the empty sums of one part.
-    """
+    """Sum over two flat tensors, one part of them on each core; `begin` makes the empty sums of a part."""
 
     def sum_part(offsets: range) -> S:
         sums = begin()

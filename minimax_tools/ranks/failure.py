@@ -34,25 +34,14 @@ class RankLostError(CannotRunError):
 
 
 class RankFailedError(RankLostError):
-    """A rank failed, and that ended the run.
-
-    Args:
-        name: The rank in words, such as `rank 1`.
-        reason: Why it failed.
-        next_step: What the reader should do now.
-    """
+    """A rank failed, and that ended the run; `name` is the rank in words, such as `rank 1`."""
 
     def __init__(self, name: str, reason: str, *, next_step: str | None = None) -> None:
         super().__init__(f"{name} failed: {reason}", next_step=next_step)
 
 
 class RankTimeoutError(RankLostError):
-    """A rank waited for the others longer than anything takes.
-
-    Args:
-        rank: The rank that waited.
-        error: The error that ended the wait.
-    """
+    """A rank waited for the other ranks longer than anything takes; `error` ended the wait."""
 
     def __init__(self, rank: int, error: Exception) -> None:
         where = error.what if isinstance(error, Mm2Error) else str(error)

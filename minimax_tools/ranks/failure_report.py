@@ -32,14 +32,7 @@ _STORE_PATIENCE_S = 5.0
 
 
 class FailureReport:
-    """The error with which one rank ends.
-
-    Args:
-        rank: Number of this rank.
-        name: Function that names a rank in words.
-        store: Store that all ranks reach.
-        watch: Watch of this rank; None for a single rank.
-    """
+    """The error with which this rank ends; `name` is the function that names a rank in words."""
 
     def __init__(self, rank: int, *, name: Callable[[int], str], store: Any, watch: Watch | None) -> None:
         self._rank = rank

@@ -42,12 +42,7 @@ class Meeting:
 
 
 def meet(store: Any, place: RankPlace, *, patience_s: float = ARRIVAL_S) -> Meeting:
-    """Meet the other ranks.
-
-    Args:
-        store: The torch.distributed store.
-        place: This rank's number, and the number of ranks.
-        patience_s: Longest wait for the others, in seconds.
+    """Meet the other ranks in torch.distributed's store. Wait for them at most `patience_s` seconds.
 
     Raises:
         CannotRunError: A rank did not come in time.

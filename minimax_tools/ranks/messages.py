@@ -19,10 +19,6 @@ class RankMessages:
     """Messages between the ranks of a run. A single rank sends to nobody.
 
     They go through their own gloo group, apart from the collective calls of a port.
-
-    Args:
-        rank: Number of this rank.
-        num_ranks: Number of ranks.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:

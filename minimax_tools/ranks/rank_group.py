@@ -31,7 +31,7 @@ from minimax_tools.ranks.handshake import ARRIVAL_S, meet
 from minimax_tools.ranks.interrupt import InterruptedRunError, Interrupter
 from minimax_tools.ranks.links import Links, identify_gpu
 from minimax_tools.ranks.rank_place import RankPlace
-from minimax_tools.ranks.store import LocalStore, connect_store, store_lost
+from minimax_tools.ranks.store import LocalStore, connect_store, store_lost_error
 from minimax_tools.ranks.watch import DONE, FAILED, Watch
 
 # Time between two looks into the store, in seconds.
@@ -221,10 +221,7 @@ class RankGroup:
     def _wait(self, call: BackgroundCall, failure: str, *, limit_s: float | None = None) -> Any:
         """Wait for a call and return its result; look for dead ranks meanwhile.
 
-        Args:
-            call: Call that has begun.
-            failure: Text of the error to raise if torch raises one in the call, or if the call does not end in time.
-            limit_s: Longest wait, in seconds; None to wait for ever.
+        `failure` is the error's text if torch raises one in the call, or if the call takes over `limit_s` seconds.
         """
         begun_s = time.monotonic()
         while not call.is_over(_POLL_S):
@@ -276,7 +273,7 @@ def _meet(place: RankPlace, interrupter: Interrupter) -> RankGroup:
     except InterruptedRunError:
         raise CannotRunError(f"rank {place.rank} was told to stop before all ranks were there") from None
     if call.error is not None:
-        raise store_lost(call.error) if isinstance(call.error, RuntimeError) else call.error
+        raise store_lost_error(call.error) if isinstance(call.error, RuntimeError) else call.error
     meeting = call.result
 
     def connect(prefix: str) -> Any:

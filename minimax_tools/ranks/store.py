@@ -29,11 +29,11 @@ def connect_store(timeout: timedelta) -> Any:
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
     except (RuntimeError, ValueError) as error:
-        raise store_lost(error) from error
+        raise store_lost_error(error) from error
     return store
 
 
-def store_lost(error: Exception) -> RankLostError:
+def store_lost_error(error: Exception) -> RankLostError:
     """Return mm2's error for an error of torch that says that the store is out of reach."""
     return RankLostError(
         STORE_LOST,

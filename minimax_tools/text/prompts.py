@@ -24,12 +24,7 @@ _CROSSED_POSITIONS = (4096, 65536)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultRow:
-    """A row of random ids.
-
-    Args:
-        length: Number of tokens.
-        start_position: Position of the first token.
-    """
+    """A row of `length` random ids, the first of them at position `start_position`."""
 
     length: int
     start_position: int = 0
@@ -122,9 +117,7 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
     """
     rows = _build_rows(request, folder=folder, spec=spec)
     ids = rows.ids if request.max_length is None else [row[: request.max_length] for row in rows.ids]
-    _refuse_foreign_ids(ids, spec.vocab_size)
-    _refuse_long_rows(ids, spec.max_position_embeddings)
-    _refuse_far_rows(ids, rows.starts, spec.max_position_embeddings)
+    _refuse_unusable_rows(ids, rows.starts, spec)
     return pad_rows(
         ids,
         padding_side=request.padding_side,
@@ -227,30 +220,23 @@ def _pad_token_id(spec: ModelSpec) -> int:
     return pad_id if isinstance(pad_id, int) and 0 <= pad_id < spec.vocab_size else 0
 
 
-def _refuse_foreign_ids(rows: list[list[int]], vocab_size: int) -> None:
-    for row_index, row in enumerate(rows):
+def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: ModelSpec) -> None:
+    num_positions = spec.max_position_embeddings
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         for token in row:
-            if not 0 <= token < vocab_size:
+            if not 0 <= token < spec.vocab_size:
                 raise UsageError(
-                    f"row {row_index} holds the id {token}", expected=f"ids from 0 to {vocab_size - 1}"
+                    f"row {index} holds the id {token}", expected=f"ids from 0 to {spec.vocab_size - 1}"
                 )
-
-
-def _refuse_long_rows(rows: list[list[int]], max_length: int) -> None:
-    for row_index, row in enumerate(rows):
-        if len(row) > max_length:
+        if len(row) > num_positions:
             raise UsageError(
-                f"row {row_index} has {format_count(len(row), 'token')}",
-                expected=f"at most {max_length}, the model's max_position_embeddings",
+                f"row {index} has {format_count(len(row), 'token')}",
+                expected=f"at most {num_positions}, the model's max_position_embeddings",
                 next_step="Truncate it with --max-length.",
             )
-
-
-def _refuse_far_rows(rows: list[list[int]], starts: tuple[int, ...], num_positions: int) -> None:
-    for row_index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if start + len(row) > num_positions:
             raise UsageError(
-                f"row {row_index} begins at position {start} and has {format_count(len(row), 'token')}",
+                f"row {index} begins at position {start} and has {format_count(len(row), 'token')}",
                 expected=f"no position past {num_positions - 1}, the last by max_position_embeddings",
                 found=f"position {start + len(row) - 1}",
                 next_step="Give --start-positions a smaller number, or shorten the row with --max-length.",

@@ -18,12 +18,7 @@ _END_TOKEN_KEY = "eos_token_id"
 
 
 def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int]]:
-    """Return the token ids of each text.
-
-    Args:
-        folder: Folder of the checkpoint.
-        texts: Texts to encode.
-        chat: Whether each text is a user's message, to be put into the chat template.
+    """Return the token ids of each text. With `chat`, each is put into the chat template as a user's message.
 
     Raises:
         CheckpointError: The checkpoint has no tokenizer or, with `chat`, no chat template that renders.
