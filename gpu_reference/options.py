@@ -29,10 +29,10 @@ from minimax_tools.text.prompts import InputRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenOptions:
-    """The options of a golden, each under its option's name.
+    """The options of a golden, each under its option's name, where its help explains it.
 
-    None leaves a choice to the machine or the plan, or stands for an option that was not given. `memory_budget` is in
-    bytes; `device_map` and `max_memory` are read where the devices are known.
+    None means that an option was not given. `memory_budget` is in bytes. `device_map` and `max_memory` are still text,
+    because `parse_placement` needs the devices of this machine.
     """
 
     model: str | None
@@ -85,7 +85,7 @@ _golden_options = stack_options(
     click.option(
         "--prefetch/--no-prefetch",
         default=None,
-        help="Read the next layer while one runs. Default: on where memory holds two.",
+        help="Read the next layer while one runs. Default: on if memory holds two.",
     ),
     click.option(
         "--packed-experts",
@@ -120,7 +120,7 @@ _golden_options = stack_options(
         "--floor-variants",
         type=click.IntRange(0, MOST_VARIANTS),
         metavar="N",
-        help="Also compute each layer in N other right ways, to measure how far right ports may differ. "
+        help="Also compute each layer in N other correct ways, to measure how far correct ports may differ. "
         f"0 is faster, and judges more coarsely. Default: {DEFAULT_NUM_VARIANTS}.",
     ),
     click.option("--no-save", is_flag=True, help="Print statistics, write nothing."),
@@ -173,6 +173,6 @@ sampled_golden_options = stack_options(
         help="Draw among the most likely tokens that hold this share of the probability. Default: all.",
     ),
     golden_options,
-    # After the golden's options, of which the seed belongs to the inputs.
+    # Below the golden's options: decorators above take theirs first, and the seed must go to the inputs.
     grouped_as("sampling", Sampling),
 )

@@ -126,3 +126,8 @@ def list_faults(faults: list[str]) -> str:
     if len(faults) > len(shown):
         shown.append(f"and {len(faults) - len(shown)} more")
     return "; ".join(shown)
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural except for one: `1 fault`, `0 faults`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -24,10 +24,10 @@ import psutil
 import torch
 
 from minimax_tools.capture.digests import dtype_name
-from minimax_tools.command_line.progress import word_duration
+from minimax_tools.command_line.progress import format_duration
 from minimax_tools.errors import BackendError, MissingExtraError
 from minimax_tools.machine.memory import available_bytes
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.provenance import library_versions, numeric_environment
@@ -166,7 +166,7 @@ def worst_level(findings: Sequence[MachineFinding]) -> Level:
 
 
 def _check_devices(machine: Machine) -> Iterator[MachineFinding]:
-    host_memory = word_size(psutil.virtual_memory().total)
+    host_memory = format_size(psutil.virtual_memory().total)
     if machine.instance_type is None and not machine.num_devices:
         yield MachineFinding(
             Level.NOTE,
@@ -271,7 +271,7 @@ def _check_cache(root: Path) -> MachineFinding:
             f"{folder} cannot be written to ({error.strerror}): every run compiles again",
             f"Set {_CACHE_VARIABLE} to a folder that can be written to, or to s3://….",
         )
-    free = word_size(shutil.disk_usage(existing).free)
+    free = format_size(shutil.disk_usage(existing).free)
     return MachineFinding(Level.OK, "compile cache", f"{folder}, {free} free")
 
 
@@ -282,8 +282,8 @@ def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) 
     if hbm_bytes is not None:
         yield _fit_finding(
             "device memory",
-            f"a layer takes {word_size(weight_bytes)}, the lm_head {word_size(head_bytes)}, "
-            f"of {word_size(hbm_bytes)} on a core",
+            f"a layer takes {format_size(weight_bytes)}, the lm_head {format_size(head_bytes)}, "
+            f"of {format_size(hbm_bytes)} on a core",
             "Share it among cores with --tp-degree, or take a smaller dtype.",
             fits=max(weight_bytes, head_bytes) <= hbm_bytes,
         )
@@ -295,7 +295,7 @@ def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) 
         yield MachineFinding(
             Level.NOTE,
             "tensor size",
-            f"gate and up of all experts in one tensor take {word_size(largest_bytes)}, over the 4 GiB that "
+            f"gate and up of all experts in one tensor take {format_size(largest_bytes)}, over the 4 GiB that "
             "runtimes before SDK 2.28 allow",
             "In a port, run experts in chunks, as mm2's own layer does, or share them with --tp-degree.",
         )
@@ -312,7 +312,7 @@ def _check_device_activations(machine: Machine, footprint: DeviceFootprint) -> I
     yield _fit_finding(
         "device memory by length",
         f"a layer and its activations for {footprint.inputs.sequence_length} tokens take about "
-        f"{word_size(needed_bytes)}, of {word_size(hbm_bytes)} on a core",
+        f"{format_size(needed_bytes)}, of {format_size(hbm_bytes)} on a core",
         "Share the layer among more ranks with --tp-degree, or run shorter rows.",
         fits=needed_bytes <= hbm_bytes,
     )
@@ -322,8 +322,8 @@ def _check_host_memory(footprint: DeviceFootprint, free_bytes: int) -> MachineFi
     needed_bytes = footprint.loaded_layer_bytes + footprint.activation_bytes
     return _fit_finding(
         "host memory",
-        f"a layer and {footprint.inputs.sequence_length} tokens take {word_size(needed_bytes)}, "
-        f"{word_size(free_bytes)} are free",
+        f"a layer and {footprint.inputs.sequence_length} tokens take {format_size(needed_bytes)}, "
+        f"{format_size(free_bytes)} are free",
         "Free memory, or run fewer or shorter rows.",
         fits=needed_bytes <= free_bytes,
     )
@@ -345,7 +345,7 @@ def _estimate_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> Machin
     copy_back_s = median.copy_back_s * seq_len / (profile.batch_size * profile.sequence_length)
     loading_s = median.read_s + median.regroup_s + median.transfer_s
     layer_s = loading_s + run_s + copy_back_s
-    model_time = word_duration(layer_s * spec.num_hidden_layers)
+    model_time = format_duration(layer_s * spec.num_hidden_layers)
     return MachineFinding(
         Level.OK,
         "time",

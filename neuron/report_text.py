@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
 from reports.canvas import Canvas, Column, Row
@@ -79,5 +79,5 @@ def _profile_row(name: str, profiles: Sequence[LayerProfile]) -> Row:
     device_peaks = [
         profile.peak_device_bytes for profile in profiles if profile.peak_device_bytes is not None
     ]
-    device_peak = word_size(max(device_peaks)) if device_peaks else "-"
-    return Row(cells=(name, *seconds, word_size(host_peak), device_peak))
+    device_peak = format_size(max(device_peaks)) if device_peaks else "-"
+    return Row(cells=(name, *seconds, format_size(host_peak), device_peak))

@@ -12,6 +12,7 @@ from minimax_tools.capture.inspection import CaptureInspection
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.errors import format_count
 from minimax_tools.json_codec import encode
 from minimax_tools.model.sites import SITE_LEVELS, Site
 from reports.canvas import Canvas, Column, Row
@@ -193,7 +194,9 @@ def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -
     if inspection is None:
         return f"not verified here: mm2-test show verifies them{older}"
     if inspection.faults:
-        return f"{inspection.num_tensors} tensors match, {len(inspection.faults)} faults{older}"
+        return (
+            f"{inspection.num_tensors} tensors match, {format_count(len(inspection.faults), 'fault')}{older}"
+        )
     return f"{inspection.num_tensors} tensors match{older}"
 
 

@@ -11,7 +11,7 @@ import torch
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.metrics.pair_metrics import TensorStatistics, measure_tensor
+from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.sites import ModelSite, Site
 
 

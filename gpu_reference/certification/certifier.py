@@ -1,6 +1,6 @@
 """The certificate of a finished golden, checked layer by layer with one layer's tensors in memory.
 
-Some checks need the capture alone. Others need the model too; they are named in the certificate if it is not here.
+Some checks need the capture alone, others the model too. The certificate names the checks that could not run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions
 
+# Keys of the manifest's dtypes that must be float32.
 _ROUTER_DTYPES = ("router_gate", "correction_bias")
+# The first good version of each package that made wrong goldens before, and what was wrong.
+_FIRST_GOOD = {
+    "transformers": ("5.23", "it ignores rotary_dim and rotates whole heads (transformers#48241)"),
+}
 
 
 def certify_golden(directory: Path, model: str | None) -> Certificate:
-    """Check a golden, and store the result in its manifest.
-
-    Args:
-        directory: The golden.
-        model: Checkpoint folder or hub id; None if the model is not here.
+    """Check a golden, and store the result in its manifest. `model` is a checkpoint folder or hub id, if it is here.
 
     Raises:
         CaptureError: There is no golden, or its manifest cannot be written.
@@ -54,7 +55,7 @@ def certify_golden(directory: Path, model: str | None) -> Certificate:
     with ExitStack() as stack:
         golden_model = None if model is None else _open_model(capture, model, stack)
         progress = stack.enter_context(LayerProgress(len(capture.layers), label="Certify"))
-        checks = _check(capture, golden_model, progress)
+        checks = _run_checks(capture, golden_model, progress)
     certificate = Certificate(
         checks=tuple(checks),
         content_digest=capture.manifest.content_digest(),
@@ -74,19 +75,19 @@ def _open_model(capture: Capture, model: str, stack: ExitStack) -> GoldenModel:
     return GoldenModel(reader=reader, spec=spec, runs_transformers=runs_transformers)
 
 
-def _check(capture: Capture, model: GoldenModel | None, progress: Progress) -> list[Check]:
+def _run_checks(capture: Capture, model: GoldenModel | None, progress: Progress) -> list[Check]:
     same_model = _check_model(capture, model)
-    checks = [_check_complete(capture), _check_versions(capture), _check_dtypes(capture), same_model]
+    manifest_checks = [_check_complete(capture), _check_versions(capture), _check_dtypes(capture), same_model]
     golden = CheckedCapture(capture)
     inputs = golden.read_inputs()
     is_same_model = same_model.outcome is not Outcome.FAILED
-    layers = LayerCertifier(golden, model, inputs, is_same_model=is_same_model)
+    certifier = LayerCertifier(golden, model, inputs, is_same_model=is_same_model)
     for layer in capture.layers:
-        layers.take(layer)
+        certifier.check_layer(layer)
         progress.advance(layer, num_bytes=0)
     if inputs is not None:
-        golden.read_model_sites(inputs.attention_mask.bool())
-    return [*checks, *golden.checks(), *layers.checks(), *check_variants(capture)]
+        golden.check_model_sites(inputs.attention_mask.bool())
+    return [*manifest_checks, *golden.checks(), *certifier.checks(), *check_variants(capture)]
 
 
 def _check_complete(capture: Capture) -> Check:
@@ -97,9 +98,9 @@ def _check_complete(capture: Capture) -> Check:
 
 def _check_versions(capture: Capture) -> Check:
     versions = capture.description.provenance.versions
-    broken = find_broken(versions)
-    known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
-    found = "; ".join(broken) or f"{known}: none known to be broken"
+    broken = find_broken_versions(versions)
+    used = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+    found = "; ".join(broken) or f"{used}: none known to be broken"
     return claim("versions", is_right=not broken, found=found)
 
 
@@ -111,33 +112,29 @@ def _check_dtypes(capture: Capture) -> Check:
 
 
 def _check_model(capture: Capture, model: GoldenModel | None) -> Check:
-    """Check that the model that is here made the golden."""
+    """Check that the golden was made of this model."""
     if model is None:
         return Check(name="same_model", outcome=Outcome.NOT_CHECKED, found=NO_MODEL)
-    made = capture.description.provenance.model
-    here = ModelFingerprint.of(model.reader, model.spec, capture.description.run.span)
-    if here.spec_digest != made.spec_digest:
+    recorded = capture.description.provenance.model
+    actual = ModelFingerprint.of(model.reader, model.spec, capture.description.run.span)
+    if actual.spec_digest != recorded.spec_digest:
         return claim("same_model", is_right=False, found="config.json describes another model")
-    other = [layer for layer, digest in here.layers.items() if made.layers.get(layer) != digest]
-    found = f"norms or router of layers {other[:4]} differ" if other else "config, norms and router agree"
-    return claim("same_model", is_right=not other, found=found)
+    differing = [layer for layer, digest in actual.layers.items() if recorded.layers.get(layer) != digest]
+    found = (
+        f"norms or router of layers {differing[:4]} differ" if differing else "config, norms and router agree"
+    )
+    return claim("same_model", is_right=not differing, found=found)
 
 
-# The first good version of each package that made wrong goldens before, and what was wrong.
-_FIRST_GOOD = {
-    "transformers": ("5.23", "it ignores rotary_dim and rotates whole heads (transformers#48241)"),
-}
-
-
-def find_broken(versions: Mapping[str, str]) -> list[str]:
+def find_broken_versions(versions: Mapping[str, str]) -> list[str]:
     """Return each recorded version that is known to be broken, with the reason."""
     return [
         f"{package} {versions[package]}: {reason}"
         for package, (first_good, reason) in _FIRST_GOOD.items()
-        if package in versions and _numbers(versions[package]) < _numbers(first_good)
+        if package in versions and _version_numbers(versions[package]) < _version_numbers(first_good)
     ]
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in match[0].split(".")) if match else ()

@@ -1,4 +1,4 @@
-"""Checks that many things must pass, collected one by one."""
+"""Checks over many items, which are added one by one: `Tally` counts faults, `Worst` keeps the worst figure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from minimax_tools.capture.certificate import Check, Outcome
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """A check that counts: every item holds or is a fault.
+    """A check that passes if no item has a fault.
 
     Args:
-        missing: Why it did not run, if no item came.
-        count: Items so far.
+        missing: Reason why the check did not run, if no item comes.
         faults: Faults so far, in words.
     """
 
@@ -23,27 +22,26 @@ class Tally:
     count: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def add(self, fault: str | None) -> None:
-        """Add an item, with its fault in words; None if it holds."""
+    def add(self, *faults: str) -> None:
+        """Add an item with its faults in words; without faults the item is right."""
         self.count += 1
-        if fault is not None:
-            self.faults.append(fault)
+        self.faults += faults
 
-    def check(self, told: str) -> Check:
-        """Return the check; `told` is its claim if all items hold."""
+    def check(self, statement: str) -> Check:
+        """Return the check; `statement` says what holds if no item has a fault."""
         if not (self.faults or self.count):
             return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
-        found = _listed(self.faults) if self.faults else f"{told} ({self.count})"
+        found = _list_faults(self.faults) if self.faults else f"{statement} ({self.count})"
         return claim(self.name, is_right=not self.faults, found=found)
 
 
 @dataclass(slots=True, kw_only=True)
 class Worst:
-    """A check that keeps the worst figure so far, relative to its limit.
+    """A check that passes if the worst figure is within its limit; figures are compared relative to their limits.
 
     Args:
-        missing: Why it did not run, if no figure came.
-        where: Its place, in words.
+        missing: Reason why the check did not run, if no figure comes.
+        figure: Worst figure so far; `limit` is its limit, and `where` its place in words.
     """
 
     name: str
@@ -52,22 +50,21 @@ class Worst:
     limit: float | None = None
     where: str = ""
 
-    def take(self, figure: float, limit: float, where: str) -> None:
+    def add(self, figure: float, limit: float, where: str) -> None:
         """Add a figure; NaN is worse than any number."""
-        if (
-            self.figure is None
-            or self.limit is None
-            or _excess(figure, limit) > _excess(self.figure, self.limit)
-        ):
+        excess_before = -math.inf
+        if self.figure is not None and self.limit is not None:
+            excess_before = _excess(self.figure, self.limit)
+        if _excess(figure, limit) > excess_before:
             self.figure, self.limit, self.where = figure, limit, where
 
-    def check(self, told: str) -> Check:
-        """Return the check; `told` names the figure."""
+    def check(self, statement: str) -> Check:
+        """Return the check; `statement` says what the figure measures."""
         if self.figure is None or self.limit is None:
             return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
-        found = f"{told} by at most {self.figure:.2g}, at {self.where}; allowed {self.limit:.2g}"
+        found = f"{statement} by at most {self.figure:.2g}, at {self.where}; allowed {self.limit:.2g}"
         check = claim(self.name, is_right=self.figure <= self.limit, found=found)
-        # JSON has no infinity and no NaN.
+        # The manifest is JSON, which has no infinity and no NaN.
         figure = self.figure if math.isfinite(self.figure) else None
         return replace(check, worst=figure, limit=self.limit)
 
@@ -81,5 +78,5 @@ def _excess(figure: float, limit: float) -> float:
     return math.inf if math.isnan(figure) else figure / limit
 
 
-def _listed(faults: list[str]) -> str:
+def _list_faults(faults: list[str]) -> str:
     return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "")

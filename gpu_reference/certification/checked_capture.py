@@ -1,11 +1,14 @@
-"""A golden's tensors, with digests, NaN and noise floor checked as they are read."""
+"""A golden's tensors, with digests, NaN and noise floor checked as they are read.
+
+A tensor that cannot be read is skipped here: `checks` inspects all files, and its digests check names the damage.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from gpu_reference.certification.check_tally import Tally
-from gpu_reference.certification.golden_checks import num_nonfinite
+from gpu_reference.certification.golden_checks import count_nonfinite
 from minimax_tools.capture.certificate import Check
 from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.manifest import Entry
@@ -15,22 +18,25 @@ from minimax_tools.metrics.noise_floor import error_name, error_norms
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
-# Float32 sums taken in another order differ by less.
+# Relative difference allowed between a stored and a recomputed error norm. Float32 sums in another order differ by far
+# less.
 _FLOOR_TOLERANCE = 1e-3
 
 
 class CheckedCapture:
-    """A golden that is checked as it is read: damage, NaN and Inf, and a wrong noise floor are counted."""
+    """A golden whose NaN and Inf, and whose errors of the noise floor, are counted as it is read.
+
+    `real` is bool [B,S], false on padding. Only real positions are checked.
+    """
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self._digests = Tally(name="digests", missing="it holds no tensor")
         self._floor = Tally(name="noise_floor", missing="the golden kept no float32 twins")
         self._finite = Tally(name="no_nan", missing="it holds no tensor")
 
     @property
     def is_float32(self) -> bool:
-        """True if the golden was computed in float32: its tensors are then as exact as twins."""
+        """True if the golden was computed in float32. Its tensors are then their own float32 twins."""
         return self.capture.description.provenance.dtypes.get("weights") == "float32"
 
     def read_inputs(self) -> Inputs | None:
@@ -42,17 +48,18 @@ class CheckedCapture:
 
     def read_layer(self, layer: int) -> dict[Site, torch.Tensor]:
         """Read the stored sites of a layer, without those that cannot be read."""
-        return {
-            site: tensor
-            for site in self.capture.sites(layer)
-            if (entry := self.capture.entry(layer, site)) is not None
-            and (tensor := self._read(entry)) is not None
-        }
+        stored = {}
+        for site in self.capture.sites(layer):
+            entry = self.capture.entry(layer, site)
+            tensor = None if entry is None else self._read(entry)
+            if tensor is not None:
+                stored[site] = tensor
+        return stored
 
     def read_twins(
         self, layer: int, stored: dict[Site, torch.Tensor], real: torch.Tensor
     ) -> dict[Site, torch.Tensor]:
-        """Read the stored float32 twins of a layer; a float32 golden is its own twin. `real` is bool [B,S]."""
+        """Read the float32 twins of a layer, and count their NaN and Inf. A float32 golden's are the `stored` sites."""
         if self.is_float32:
             return {site: tensor for site, tensor in stored.items() if site is not Site.INPUT}
         twins = {}
@@ -60,53 +67,67 @@ class CheckedCapture:
             try:
                 twin = self.capture.read_twin(layer, site)
             except CaptureError:
+                # The digests check names it.
                 continue
             if twin is not None:
                 twins[site] = twin
-                self.count_nonfinite(site, twin, real, f"the float32 twin of {site} of layer {layer}")
+                self.check_finite(site, twin, real, f"the float32 twin of {site} of layer {layer}")
         return twins
 
-    def take_floor(
+    def check_floor(
         self,
         layer: int,
         stored: dict[Site, torch.Tensor],
         twins: dict[Site, torch.Tensor],
         real: torch.Tensor,
     ) -> None:
-        """Compare the stored noise floor with the distances from the stored sites to their twins, on the real rows."""
+        """Check that the stored noise floor is the distance of the stored sites from their twins."""
         for site, twin in twins.items():
+            if site not in stored or stored[site].shape != twin.shape:
+                # Not stored, or unreadable; a shape that differs is the digests check's fault to name.
+                continue
             name = error_name(site)
             try:
-                kept = self.capture.read_floor(layer, name) if site in stored else None
+                stored_norms = self.capture.read_floor(layer, name)
             except CaptureError:
+                # The digests check names it.
                 continue
-            if kept is not None and stored[site].shape == twin.shape:
-                found = error_norms(site, stored[site], twin, real=real)[name]
-                is_same = torch.allclose(found, kept, rtol=_FLOOR_TOLERANCE, atol=0.0)
-                self._floor.add(None if is_same else f"{name} of layer {layer}")
+            if stored_norms is None:
+                continue
+            norms = error_norms(site, stored[site], twin, real=real)[name]
+            is_same = torch.allclose(norms, stored_norms, rtol=_FLOOR_TOLERANCE, atol=0.0)
+            if is_same:
+                self._floor.add()
+            else:
+                self._floor.add(f"{name} of layer {layer}")
 
-    def count_nonfinite(self, site: Site, tensor: torch.Tensor, real: torch.Tensor, where: str) -> None:
-        """Count NaN and Inf on the real rows, bool [B,S]."""
-        count = num_nonfinite(site, tensor, real)
-        self._finite.add(f"{count} of {where}" if count else None)
+    def check_finite(self, site: Site, tensor: torch.Tensor, real: torch.Tensor, where: str) -> None:
+        """Check that a tensor of a layer holds no NaN or Inf."""
+        count = count_nonfinite(site, tensor, real)
+        if count:
+            self._finite.add(f"{count} of {where}")
+        else:
+            self._finite.add()
 
-    def read_model_sites(self, real: torch.Tensor) -> None:
-        """Read the sites outside the layers, and count NaN and Inf on the real rows, bool [B,S]."""
+    def check_model_sites(self, real: torch.Tensor) -> None:
+        """Check that the sites outside the layers hold no NaN or Inf."""
+        model_sites = {str(site) for site in ModelSite}
         for entry in self.capture.manifest.entries:
-            if entry.layer is not None:
+            if entry.layer is not None or entry.site not in model_sites:
                 continue
             tensor = self._read(entry)
-            if tensor is not None and entry.site in {str(site) for site in ModelSite}:
-                count = int((~torch.isfinite(tensor[real])).sum())
-                if count:
-                    self._finite.faults.append(f"{count} of {entry.site}")
+            count = 0 if tensor is None else int((~torch.isfinite(tensor[real])).sum())
+            if count:
+                # Not `add`: the number of tensors in the certificate is that of the layers' tensors.
+                self._finite.faults.append(f"{count} of {entry.site}")
 
     def checks(self) -> list[Check]:
         """Return the checks of everything read so far; the digests cover all stored tensors."""
         inspection = inspect_capture(self.capture)
-        self._digests.count, self._digests.faults = inspection.num_tensors, list(inspection.faults)
+        digests = Tally(name="digests", missing="it holds no tensor", count=inspection.num_tensors)
+        digests.faults += inspection.faults
         return [
-            self._digests.check("tensors agree with their digests"),
+            digests.check("tensors agree with their digests"),
             self._floor.check("stored distances are those from the golden to its float32 twins"),
             self._finite.check("tensors hold no NaN or Inf on a real row"),
         ]
@@ -115,5 +136,5 @@ class CheckedCapture:
         try:
             return self.capture.read_entry(entry)
         except CaptureError:
-            # The inspection names it.
+            # The digests check names it.
             return None

@@ -1,35 +1,44 @@
 """Figures that check one layer of a golden, and their limits.
 
-Distances are relative, in float64, over the real rows. B batch, S sequence, N heads, D head_dim, E experts,
-k experts per token.
+Distances are relative, in float64, over the real rows. `real` is always bool [B,S], false on padding.
+Shapes: B batch, S sequence, N heads, D head_dim, E experts, k experts per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from minimax_tools.model.sites import Site
 
-# transformers' and mm2's float32 layers add in other orders. Measured: 2e-7 to 3e-6.
+# Relative distance. transformers' and mm2's float32 layers add in other orders, which gave distances of 2e-7 to 3e-6.
 REFERENCE_LIMIT = 1e-5
-# A float32 angle is exact to 6e-8 of the position.
+# Relative error of a float32 angle: half the distance of two floats. Distances grow by it with each position.
 ANGLE_STEP = 6e-8
-# Error of BF16 alone at a site, from the same layer input. Measured at hidden 256 to 3072: 0.4 % up to the rotated
-# queries and keys, 1.9 % at attention's context (512 positions). Longer prompts cost more.
-# Later sites may hold nothing but that context.
+# Relative distance that BF16 alone may cost a site, from the same layer input. At hidden sizes 256 to 3072 it cost
+# 0.4 % up to the rotated queries and keys, and 1.9 % at attention's context with 512 positions. Longer prompts cost
+# more. Sites after the context may hold nothing but the context.
 _BF16_LIMIT_BEFORE_ATTENTION = 0.015
 _BF16_LIMIT = 0.04
-# Noise has no direction: it scales a whole site by less than 0.05 %. One channel may outweigh all others; its few
-# roundings then scale the site by 0.4 % at most.
+# Relative change of a site's scale. Noise has no direction, so it scales a site by less than 0.05 %. If one channel
+# outweighs all others, the few roundings of that channel scale the site by up to 0.4 %.
 SCALE_LIMIT = 0.008
-# A norm over the whole width scales all heads alike, except for BF16 rounding, which medians reduce.
+# Relative difference between the scales of two heads of a token. A norm over the whole width scales all heads alike,
+# except for BF16 rounding, which medians reduce.
 NORM_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-# Scores closer than their float32 rounding may be chosen either way.
+# Biased scores that differ by less than this share of the largest may be chosen either way: float32 rounds them.
 _TIE = 2e-6
-# Quotients of values below this share of the largest one are noise.
+# Values below this share of the largest one are left out of quotients, which would be mostly noise.
 _SMALL = 1e-2
+
+
+class RouterFaults(NamedTuple):
+    """The tokens whose experts do not follow from logits and bias, and the largest error of a router weight."""
+
+    num_wrong_tokens: int
+    weight_error: float
 
 
 def reference_limit(site: Site, largest_position: int) -> float:
@@ -67,9 +76,9 @@ def rotated_dims(normed: torch.Tensor, rotated: torch.Tensor, real: torch.Tensor
     In BF16, slow dims may stay unchanged at low positions.
 
     Args:
-        normed: Before the rotation [B,S,N·D].
-        rotated: After the rotation [B,N,S,D].
-        real: Real rows, bool [B,S].
+        normed: Queries or keys before the rotation [B,S,N·D].
+        rotated: The same after the rotation [B,N,S,D].
+        real: bool [B,S], false on padding.
     """
     width = rotated.shape[-1]
     before = normed.unflatten(-1, (-1, width))[real]
@@ -79,58 +88,63 @@ def rotated_dims(normed: torch.Tensor, rotated: torch.Tensor, real: torch.Tensor
 
 
 def is_rotated_width(changes: torch.Tensor, width: int) -> bool:
-    """Decide whether the changed dims fit a rotary width: none beyond it, and both of the fastest pair."""
+    """Decide whether the changed dims [D] fit a rotary width: none lies beyond it, and the fastest pair changed.
+
+    Dims i and i + width/2 are a pair; pair 0 rotates fastest.
+    """
     return bool(changes[0] and changes[width // 2]) and not bool(changes[width:].any())
 
 
 def norm_spread(projected: torch.Tensor, normed: torch.Tensor, real: torch.Tensor, *, head_dim: int) -> float:
     """Measure how differently the norm of q or k scales the heads of a token; 0 for a norm over the whole width.
 
-    Each token's factors are divided by the first token's, which cancels the norm's weights.
+    A factor is what the norm multiplied a value by. A token's factors are divided by those of the first token, which
+    cancels the weights of the norm. The median over a head then is the scale of that head.
 
     Args:
-        projected: Before the norm [B,S,N·D].
-        normed: After the norm [B,S,N·D].
-        real: Real rows, bool [B,S].
+        projected: Queries or keys before the norm [B,S,N·D].
+        normed: The same after the norm [B,S,N·D].
+        real: bool [B,S], false on padding.
         head_dim: D.
     """
     before, after = projected[real].double(), normed[real].double()
     if len(before) < 2:
+        # The first token has no other to be compared with.
         return 0.0
     is_large = before.abs() > _SMALL * before.abs().amax()
     factors = torch.where(is_large, after / before, torch.nan)
     relative = (factors / factors[:1]).unflatten(-1, (-1, head_dim))
-    of_heads = relative.nanmedian(dim=-1).values
-    middle = of_heads.nanmedian(dim=-1, keepdim=True).values
-    spread = (of_heads / middle - 1).abs()
+    head_scales = relative.nanmedian(dim=-1).values
+    middle_scale = head_scales.nanmedian(dim=-1, keepdim=True).values
+    spread = (head_scales / middle_scale - 1).abs()
     return float(spread[spread.isfinite()].max()) if bool(spread.isfinite().any()) else 0.0
 
 
-def router_faults(
+def find_router_faults(
     captured: Mapping[Site, torch.Tensor], bias: torch.Tensor, real: torch.Tensor
-) -> tuple[int, float]:
-    """Count tokens whose experts do not follow from logits and float32 bias; return the largest weight error too.
+) -> RouterFaults:
+    """Check that experts and weights follow from the router's logits and the float32 bias.
 
     Args:
-        captured: Router logits [B,S,E], experts and weights [B,S,k].
-        bias: Float32 [E].
-        real: Real rows, bool [B,S].
+        captured: Router logits [B,S,E], experts [B,S,k], and router weights [B,S,k] if they were captured.
+        bias: float32 [E].
+        real: bool [B,S], false on padding.
     """
     scores = captured[Site.ROUTER_LOGITS][real].double().sigmoid()
     biased = scores + bias.double()
     experts = captured[Site.ROUTER_EXPERTS][real].long()
-    worst_kept = biased.gather(-1, experts).amin(dim=-1)
-    others = biased.scatter(-1, experts, -torch.inf)
-    wrong = others.amax(dim=-1) > worst_kept + _TIE * biased.abs().amax()
+    worst_chosen = biased.gather(-1, experts).amin(dim=-1)
+    best_other = biased.scatter(-1, experts, -torch.inf).amax(dim=-1)
+    num_wrong_tokens = int((best_other > worst_chosen + _TIE * biased.abs().amax()).sum())
     if Site.ROUTER_WEIGHTS not in captured:
-        return int(wrong.sum()), 0.0
+        return RouterFaults(num_wrong_tokens, 0.0)
     chosen = scores.gather(-1, experts)
     weights = chosen / chosen.sum(-1, keepdim=True)
-    error = (captured[Site.ROUTER_WEIGHTS][real].double() - weights).abs().max()
-    return int(wrong.sum()), float(error)
+    weight_error = (captured[Site.ROUTER_WEIGHTS][real].double() - weights).abs().max()
+    return RouterFaults(num_wrong_tokens, float(weight_error))
 
 
-def num_nonfinite(site: Site, tensor: torch.Tensor, real: torch.Tensor) -> int:
+def count_nonfinite(site: Site, tensor: torch.Tensor, real: torch.Tensor) -> int:
     """Count NaN and Inf on the real rows."""
     rows = _rows(site, tensor)[real]
     return int((~torch.isfinite(rows)).sum()) if rows.is_floating_point() else 0

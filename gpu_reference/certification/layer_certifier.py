@@ -1,6 +1,6 @@
 """The checks of a golden's layers against the model, and against mm2's own float32 layer.
 
-Without the model, two checks remain: the norms of q and k, and the error of BF16 if twins were stored.
+Without the model, two checks remain: of the norms of q and k, and of the error of BF16 if twins were stored.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gpu_reference.certification.golden_checks import (
     NORM_LIMIT,
     SCALE_LIMIT,
     bf16_limit,
+    find_router_faults,
     is_rotated_width,
     norm_spread,
     reference_limit,
     relative_distance,
     rotated_dims,
-    router_faults,
     scale_error,
 )
 from minimax_tools.capture.certificate import Check
@@ -37,7 +37,7 @@ from minimax_tools.reference.twin import Float32Twin
 
 NO_MODEL = "no model was given: --model names it"
 _NO_SITES = "the golden kept no sites for it"
-# Router weights may be stored in BF16.
+# Absolute error allowed to a router weight, which may be stored in BF16.
 _WEIGHT_LIMIT = 0.01
 
 
@@ -46,7 +46,7 @@ class GoldenModel:
     """The model that a golden is checked against.
 
     Args:
-        runs_transformers: transformers is installed, and can make float32 twins that the golden did not store.
+        runs_transformers: Whether transformers is installed, to make float32 twins that the golden did not store.
     """
 
     reader: CheckpointReader
@@ -58,9 +58,9 @@ class LayerCertifier:
     """The checks of a golden's layers, one layer at a time.
 
     Args:
-        model: The model to check it against; None if it is not here.
-        is_same_model: The golden was made of that model; only then are weights compared.
-        inputs: The golden's inputs; None if they cannot be read. The real rows are then unknown.
+        model: Model to check the golden against; None if it is not here.
+        inputs: Inputs of the golden; None if they cannot be read. No layer is judged then, as padding is unknown.
+        is_same_model: Whether the golden was made of that model. Only then are weights compared.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class LayerCertifier:
         self._router = Tally(name="router_choice", missing=no_model)
         self._rotary = Tally(name="rotary_width", missing=no_model)
 
-    def take(self, layer: int) -> None:
-        """Check one more layer.
+    def check_layer(self, layer: int) -> None:
+        """Check a layer.
 
         Raises:
             CheckpointError: The model's layer cannot be read.
@@ -89,11 +89,11 @@ class LayerCertifier:
         if self._inputs is None:
             return
         for site, tensor in stored.items():
-            self._golden.count_nonfinite(site, tensor, self._real, f"{site} of layer {layer}")
+            self._golden.check_finite(site, tensor, self._real, f"{site} of layer {layer}")
         self._check_norms(layer, stored)
         twins = self._golden.read_twins(layer, stored, self._real)
         if not self._golden.is_float32:
-            self._golden.take_floor(layer, stored, twins, self._real)
+            self._golden.check_floor(layer, stored, twins, self._real)
         self._check_rope(layer, stored, {} if self._golden.is_float32 else twins)
         computed = self._check_weights(layer, stored, twins, self._inputs)
         if not self._golden.is_float32:
@@ -112,7 +112,7 @@ class LayerCertifier:
 
     @property
     def _real(self) -> torch.Tensor:
-        """The real rows, bool [B,S]."""
+        """True where a position is no padding, bool [B,S]."""
         assert self._inputs is not None, "without inputs no layer is judged"
         return self._inputs.attention_mask.bool()
 
@@ -123,7 +123,7 @@ class LayerCertifier:
         twins: Mapping[Site, torch.Tensor],
         inputs: Inputs,
     ) -> dict[Site, torch.Tensor]:
-        """Compute mm2's own float32 layer and compare the twins with it; {} if the golden's model is not here."""
+        """Check twins and router against mm2's own float32 layer; return its sites, {} without the golden's model."""
         model = self._model
         if model is None or not self._is_same_model or Site.INPUT not in stored:
             return {}
@@ -131,11 +131,13 @@ class LayerCertifier:
         chosen = stored.get(Site.ROUTER_EXPERTS)
         computed = Float32Layer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
         exact = twins or self._run_twins(layer, stored, inputs, tensors)
-        largest = int(inputs.position_ids[self._real].max())
+        largest_position = int(inputs.position_ids[self._real].max())
         for site, tensor in exact.items():
             if site in computed and tensor.is_floating_point():
                 distance = relative_distance(site, tensor, computed[site], self._real)
-                self._reference.take(distance, reference_limit(site, largest), f"{site} of layer {layer}")
+                self._reference.add(
+                    distance, reference_limit(site, largest_position), f"{site} of layer {layer}"
+                )
         if {Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS} <= stored.keys():
             self._check_router(layer, stored, tensors[CORRECTION_BIAS])
         return computed
@@ -145,7 +147,7 @@ class LayerCertifier:
     ) -> dict[Site, torch.Tensor]:
         """Run transformers' layer in float32, for a golden that stored no twins; {} without transformers."""
         model = self._model
-        assert model is not None, "there are weights"
+        assert model is not None, "the layer's weights came from the model"
         if not model.runs_transformers:
             self._reference.missing = (
                 "the golden kept no float32 twins, and transformers is not installed here"
@@ -163,9 +165,9 @@ class LayerCertifier:
         for site, tensor in stored.items():
             if site in exact and tensor.is_floating_point():
                 distance = relative_distance(site, tensor, exact[site], self._real)
-                self._noise.take(distance, bf16_limit(site), f"{site} of layer {layer}")
+                self._noise.add(distance, bf16_limit(site), f"{site} of layer {layer}")
                 scale = scale_error(site, tensor, exact[site], self._real)
-                self._scale.take(scale, SCALE_LIMIT, f"{site} of layer {layer}")
+                self._scale.add(scale, SCALE_LIMIT, f"{site} of layer {layer}")
 
     def _check_rope(
         self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]
@@ -174,14 +176,17 @@ class LayerCertifier:
             return
         width = self._model.spec.rotary_dim
         for normed, rotated in ((Site.Q_NORM, Site.Q_ROPE), (Site.K_NORM, Site.K_ROPE)):
-            for kind, tensors in (("", stored), ("the float32 twin of ", twins)):
+            for prefix, tensors in (("", stored), ("the float32 twin of ", twins)):
                 if not {normed, rotated} <= tensors.keys():
+                    # The golden did not keep both.
                     continue
                 changes = rotated_dims(tensors[normed], tensors[rotated], self._real)
-                changed = int(changes.nonzero().max()) + 1 if bool(changes.any()) else 0
-                where = f"{kind}{rotated} of layer {layer}"
-                fault = f"{where} rotates {changed} dims of a head, config.json says {width}"
-                self._rotary.add(None if is_rotated_width(changes, width) else fault)
+                if is_rotated_width(changes, width):
+                    self._rotary.add()
+                    continue
+                num_rotated = int(changes.nonzero().max()) + 1 if bool(changes.any()) else 0
+                where = f"{prefix}{rotated} of layer {layer}"
+                self._rotary.add(f"{where} rotates {num_rotated} dims of a head, config.json says {width}")
 
     def _check_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
         if Site.Q_ROPE not in stored:
@@ -190,17 +195,18 @@ class LayerCertifier:
         for projected, normed in ((Site.Q_PROJ, Site.Q_NORM), (Site.K_PROJ, Site.K_NORM)):
             if {projected, normed} <= stored.keys():
                 spread = norm_spread(stored[projected], stored[normed], self._real, head_dim=head_dim)
-                self._norms.take(spread, NORM_LIMIT[self._dtype], f"{normed} of layer {layer}")
+                self._norms.add(spread, NORM_LIMIT[self._dtype], f"{normed} of layer {layer}")
 
     def _check_router(self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor) -> None:
-        num_wrong, error = router_faults(stored, bias, self._real)
-        self._router.count += 1
-        if num_wrong:
-            self._router.faults.append(
-                f"layer {layer}: the experts of {num_wrong} of {int(self._real.sum())} tokens do not follow from "
-                "their logits and the checkpoint's float32 bias"
+        num_wrong_tokens, weight_error = find_router_faults(stored, bias, self._real)
+        faults = []
+        if num_wrong_tokens:
+            faults.append(
+                f"layer {layer}: the experts of {num_wrong_tokens} of {int(self._real.sum())} tokens do not follow "
+                "from their logits and the checkpoint's float32 bias"
             )
-        if error > _WEIGHT_LIMIT:
-            self._router.faults.append(
-                f"layer {layer}: router_weights are off by {error:.2g} of what the unbiased scores give"
+        if weight_error > _WEIGHT_LIMIT:
+            faults.append(
+                f"layer {layer}: router_weights differ by up to {weight_error:.2g} from those of the unbiased scores"
             )
+        self._router.add(*faults)

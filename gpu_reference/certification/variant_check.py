@@ -1,4 +1,8 @@
-"""The check of a noise floor's variants: a wrong one would widen the floor and hide faults."""
+"""The check of a noise floor's variants.
+
+A variant is another correct way to compute a layer in BF16; it widens the noise floor. A wrong variant would widen the
+floor too far, and hide faults of ports.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ def check_variants(capture: Capture) -> tuple[Check, ...]:
         return (Check(name=_NAME, outcome=Outcome.FAILED, found=str(damage)),)
     worst = Worst(name=_NAME, missing="the golden stored no site that a variant changes")
     for error in errors:
-        worst.take(error.distance, error.limit, error.where)
+        worst.add(error.distance, error.limit, error.where)
     check = worst.check("variants are off the float32 layer")
     if not errors:
         return (check,)
@@ -61,14 +65,15 @@ def _measure_layer(capture: Capture, layer: int) -> Iterator[_VariantError]:
     for site in capture.sites(layer):
         golden_floor = capture.read_floor(layer, error_name(site))
         if golden_floor is None:
+            # The site has no floor, as the chosen experts.
             continue
-        size = float(token_rows(capture.read(layer, site), site)[real].float().norm())
+        golden_norm = float(token_rows(capture.read(layer, site), site)[real].float().norm())
         for variant in capture.description.floor_variants:
             error = _read_error(capture, layer, variant, site)
             variant_error, golden_error = float(error[real].norm()), float(golden_floor[real].norm())
             yield _VariantError(
                 where=f"{site} of layer {layer} ({variant})",
-                distance=variant_error / size if size else variant_error,
+                distance=variant_error / golden_norm if golden_norm else variant_error,
                 limit=bf16_limit(site),
                 widening=variant_error / golden_error if golden_error else 1.0,
             )

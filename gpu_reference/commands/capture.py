@@ -60,7 +60,7 @@ def full_command(sampling: Sampling, options: GoldenOptions) -> None:
 @layer_option
 @golden_options
 def single_layer_command(layer: int, options: GoldenOptions) -> None:
-    """Capture one layer; the layers before it run too, to make its input."""
+    """Capture one layer; the layers before it run too, to compute its input."""
     run_golden(options, lambda _: single_layer_run(layer, sites_level=options.sites_level))
 
 

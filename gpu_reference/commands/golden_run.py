@@ -37,7 +37,7 @@ from reports.captures import capture_record, render_capture, render_statistics, 
 def run_golden(
     options: GoldenOptions, make_run: Callable[[ModelSpec], Run], sampling: Sampling | None = None
 ) -> None:
-    """Make a golden, and print it.
+    """Make a golden, and print it. With `sampling`, generate tokens before the capture.
 
     Raises:
         UsageError: Options contradict each other.
@@ -94,7 +94,7 @@ def read_placement(options: GoldenOptions) -> Placement:
 def make_request(
     options: GoldenOptions, run: Run, *, folder: Path, spec: ModelSpec, placement: Placement, num_layers: int
 ) -> GoldenRequest:
-    """Return the request of a golden of which the first layers run; its streaming is still to be chosen.
+    """Return the request of a golden whose first `num_layers` layers run; its streaming is still to be chosen.
 
     Raises:
         UsageError: The token rows cannot be built, or variants were asked for of a noise floor that is off.
@@ -126,7 +126,7 @@ def _read_request(options: GoldenOptions, model: str, make_run: Callable[[ModelS
     spec = ModelSpec.from_folder(resolve_config(model))
     run = make_run(spec)
     run.span.within(spec.num_hidden_layers)
-    # transformers loads a model only where all its shards are; a stream reads those of its layers.
+    # transformers loads a model only if all shards are here; streaming reads the shards of the layers that run.
     is_all = is_whole(options.streaming.stream, placement) or run.span.stop == spec.num_hidden_layers
     folder = resolve_model(model, layers=None if is_all else range(run.span.stop))
     request = make_request(

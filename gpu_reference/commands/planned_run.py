@@ -46,7 +46,7 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
         raise UsageError("--plan writes a capture", found="--no-save", next_step="Leave one of them out.")
     if options.certify:
         raise UsageError(
-            "--certify reads the whole model, of which a rank has a slice",
+            "--certify reads the whole model, but a rank has a slice only",
             next_step="Leave it out, and run mm2-gpu certify where the model is.",
         )
     place = RankPlace.from_environment()
@@ -78,7 +78,7 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
 def _read_request(
     options: GoldenOptions, plan: PartitionPlan, part: Slice, place: RankPlace, slices_folder: Path | None
 ) -> GoldenRequest:
-    """Return the request of one rank: the layers up to its last; those before its first are skipped."""
+    """Return the request of one rank: a model with the layers up to the rank's last, of which the first are skipped."""
     placement = read_placement(options)
     if slices_folder is not None:
         folder = slices_folder / part.node.name

@@ -64,29 +64,28 @@ class Sampling:
 def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path) -> Generation:
     """Generate tokens after every row of `inputs`; `folder` has the tokenizer.
 
-    Rows run one by one, without padding and each from the seed, so that no row depends on another. A row ends where the
-    model has no position for its next token.
+    Rows run one by one, without padding, and each starts from the seed, so that no row depends on another. A row ends
+    when the model has no position left for a next token.
 
     Raises:
         BackendError: A GPU ran out of memory.
     """
-    rows = []
-    likeliest: list[list[tuple[Likely, ...]]] = []
+    rows, likeliest = [], []
     for prompt, positions in zip(inputs.real_rows(), inputs.row_positions(), strict=True):
-        watcher = _Watcher()
-        rows.append(_continue_row(model, prompt, positions, sampling, watcher))
-        likeliest.append(watcher.likeliest)
+        keeper = _LikeliestKeeper()
+        rows.append(_continue_row(model, prompt, positions, sampling, keeper))
+        likeliest.append(keeper.likeliest)
     return Generation.of(
         inputs,
         rows,
         sampling=asdict(sampling),
         folder=folder,
-        # A drawn token is no choice between the likeliest.
+        # How close the second likeliest came says nothing about a token that was drawn.
         likeliest=() if sampling.do_sample else likeliest,
     )
 
 
-class _Watcher:
+class _LikeliestKeeper:
     """A logits processor that keeps the likeliest tokens of every step, and changes nothing."""
 
     def __init__(self) -> None:
@@ -108,10 +107,10 @@ def _continue_row(
     row: list[int],
     positions: list[int],
     sampling: Sampling,
-    watcher: _Watcher,
+    keeper: _LikeliestKeeper,
 ) -> list[int]:
     num_new_positions = num_positions_left(positions[-1], model.config.max_position_embeddings)
-    # transformers' types say that its models have no `generate`.
+    # Any, because transformers' types do not declare `generate`.
     generator: Any = model
     input_ids = torch.tensor([row], device=input_device(model))
     torch.manual_seed(sampling.seed)
@@ -125,8 +124,8 @@ def _continue_row(
             pad_token_id=0,
             # config.json says true, but the hub ships no MTP layer, which transformers would need.
             use_mtp=False,
-            logits_processor=[watcher],
+            logits_processor=[keeper],
             **sampling.arguments(),
         )
-    new: list[int] = output[0, len(row) :].tolist()
-    return new
+    new_tokens: list[int] = output[0, len(row) :].tolist()
+    return new_tokens

@@ -1,7 +1,8 @@
 """The golden capture: transformers' model run once, and written layer by layer with its noise floor.
 
-The path: `GoldenRequest` → `open_golden` loads or streams the model and proves it → `Golden.capture` records each layer
-as it runs → `GoldenWriter` measures its noise floor and writes it.
+1. `open_golden` loads or streams the model that a `GoldenRequest` names, and proves it.
+2. `Golden.capture` runs the inputs, and records each layer as it runs.
+3. `GoldenWriter` measures the layer's noise floor, and writes both.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GoldenRequest:
     """A golden capture to make.
 
     Args:
-        model_source: The model as the user named it.
+        model_source: Name of the model as the user gave it.
         run: Layers and sites to keep.
         noise_floor: `full` stores float32 twins and distances, `stats` the distances, `off` neither.
         floor_variants: Names of the variants that widen it (see `minimax_tools.reference.variants`).
@@ -72,7 +73,7 @@ class GoldenRequest:
 
     @property
     def room(self) -> MemoryRoom:
-        """The memory that the golden needs, and the memory there is for it."""
+        """The memory that the golden needs, and the memory that it may take."""
         return MemoryRoom(footprint=self.footprint, placement=self.model.placement, budget=self.budget)
 
     @property
@@ -97,13 +98,13 @@ class GoldenRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Golden:
-    """A loaded golden model, proved and ready to run; made by `open_golden`.
+    """A golden model, loaded or streamed, proved and ready to run; made by `open_golden`.
 
     Args:
         model: transformers' model.
-        reader: Its checkpoint, which counts the bytes read.
-        weights: The weights that it computes with.
-        proved: Names of the proofs that it passed.
+        reader: Reader of its checkpoint, which counts the bytes read.
+        weights: Weights that the model computes with.
+        proved: Names of the proofs that the model passed.
     """
 
     request: GoldenRequest
@@ -145,23 +146,10 @@ class Golden:
             floor_variants=request.floor_variants,
         )
 
-    def _fingerprint(self) -> ModelFingerprint:
-        part = self.request.part
-        layers = self.request.run.span if part is None else part.stage.layers
-        if isinstance(self.reader, OnceReader):
-            # The layers read them again.
-            self.reader.expect_again(
-                layer_prefix(layer) + name for layer in layers for name in FINGERPRINTED_NAMES
-            )
-        return ModelFingerprint.of(self.reader, self.request.model.spec, layers)
-
     def capture(self, directory: Path, *, extra: Mapping[str, Any], progress: Progress | None = None) -> None:
         """Run the inputs once and write the capture; a killed capture resumes.
 
-        Args:
-            directory: The capture directory.
-            extra: JSON values to store beside the tensors, by file name.
-            progress: Told of every layer; None for no progress.
+        `extra` are JSON values to store beside the tensors, by file name.
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.
@@ -207,14 +195,6 @@ class Golden:
         logits: torch.Tensor = output.logits
         return logits
 
-    def _run_layers(self) -> None:
-        """Run the inputs once, and the head only if its sites are wanted."""
-        if self.request.run.model_sites:
-            self.forward()
-            return
-        with torch.no_grad(), watched_memory():
-            self.model.get_submodule("model")(**self.model_inputs(), use_cache=False)
-
     def model_inputs(self) -> dict[str, torch.Tensor]:
         """Return token ids, mask and positions [B,S] under transformers' names, on the embedding's device."""
         inputs, device = self.request.inputs, input_device(self.model)
@@ -224,35 +204,8 @@ class Golden:
             "position_ids": inputs.position_ids.to(device),
         }
 
-    def _run_into(self, writer: CaptureWriter, progress: Progress) -> None:
-        run = self.request.run
-        pending = tuple(layer for layer in run.span if layer not in writer.complete_layers)
-        if not pending and (writer.has_model_sites or not run.model_sites):
-            return
-        first = pending[0] if pending else run.span.stop
-        for layer in range(run.span.start, first):
-            progress.skip(layer)
-        # The layers before the span have no stored output: then nothing is skipped.
-        is_resumed = first > run.span.start
-        stored = writer.read_layer_output(first - 1) if is_resumed else None
-        golden_writer = self.writing_to(writer, progress)
-        with (
-            skipping_layers(self.model, first if is_resumed else 0, stored),
-            recording_layers(
-                self.model,
-                pending,
-                sites=golden_writer.wanted_sites,
-                inputs=self.request.inputs,
-                sink=golden_writer.write_layer,
-            ),
-            recording_model(self.model, run.model_sites) as model_tensors,
-        ):
-            self._run_layers()
-        if run.model_sites:
-            golden_writer.write_model(model_tensors, hidden_states=writer.read_layer_output(run.span.last))
-
-    def writing_to(self, writer: CaptureWriter, progress: Progress) -> GoldenWriter:
-        """Return the writer that puts this golden's layers into a capture."""
+    def make_writer(self, writer: CaptureWriter, progress: Progress) -> GoldenWriter:
+        """Return the writer that measures floors and puts this golden's layers into a capture."""
         request, floor = self.request, None
         if request.noise_floor != "off":
             floor = NoiseFloor(
@@ -271,6 +224,51 @@ class Golden:
             progress=progress,
         )
 
+    def _fingerprint(self) -> ModelFingerprint:
+        part = self.request.part
+        layers = self.request.run.span if part is None else part.stage.layers
+        if isinstance(self.reader, OnceReader):
+            # Both the fingerprint and the layers read these tensors.
+            self.reader.expect_again(
+                layer_prefix(layer) + name for layer in layers for name in FINGERPRINTED_NAMES
+            )
+        return ModelFingerprint.of(self.reader, self.request.model.spec, layers)
+
+    def _run_into(self, writer: CaptureWriter, progress: Progress) -> None:
+        run = self.request.run
+        pending = tuple(layer for layer in run.span if layer not in writer.complete_layers)
+        if not pending and (writer.has_model_sites or not run.model_sites):
+            return
+        first = pending[0] if pending else run.span.stop
+        for layer in range(run.span.start, first):
+            progress.skip(layer)
+        # If no layer of the span is stored, nothing is skipped: layers before the span are never stored.
+        is_resumed = first > run.span.start
+        stored_output = writer.read_layer_output(first - 1) if is_resumed else None
+        golden_writer = self.make_writer(writer, progress)
+        with (
+            skipping_layers(self.model, first if is_resumed else 0, stored_output),
+            recording_layers(
+                self.model,
+                pending,
+                sites=golden_writer.wanted_sites,
+                inputs=self.request.inputs,
+                sink=golden_writer.write_layer,
+            ),
+            recording_model(self.model, run.model_sites) as model_tensors,
+        ):
+            self._run_layers()
+        if run.model_sites:
+            golden_writer.write_model(model_tensors, hidden_states=writer.read_layer_output(run.span.last))
+
+    def _run_layers(self) -> None:
+        """Run the inputs once, and the head only if its sites are wanted."""
+        if self.request.run.model_sites:
+            self.forward()
+            return
+        with torch.no_grad(), watched_memory():
+            self.model.get_submodule("model")(**self.model_inputs(), use_cache=False)
+
 
 @contextmanager
 def open_golden(request: GoldenRequest) -> Iterator[Golden]:
@@ -284,7 +282,7 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
         MemoryBudgetError: The budget would be broken.
     """
     model, streaming = request.model, request.streaming
-    # Headers are checked before hundreds of gigabytes are loaded.
+    # What headers show is checked before hundreds of gigabytes are loaded.
     refuse_ragged_blocks(model.spec)
     if streaming is None:
         with CheckpointReader(model.folder) as reader:

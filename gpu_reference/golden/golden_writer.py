@@ -21,10 +21,9 @@ class GoldenWriter:
 
     Args:
         run: Layers and sites to keep.
-        floor: Measures the noise floor; None for no floor.
-        keeps_twins: Keep the floor's float32 twins too.
-        reader: The checkpoint, which counts the bytes read.
-        progress: Told of every layer.
+        floor: Noise floor to measure; None for none.
+        keeps_twins: Whether to keep the floor's float32 twins too.
+        reader: Reader of the checkpoint, which counts the bytes read.
     """
 
     writer: CaptureWriter
@@ -44,7 +43,7 @@ class GoldenWriter:
         return frozenset(self.run.sites) | (FLOOR_SITES if self.floor else frozenset())
 
     def write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-        """Write a layer while its weights are in memory on `device`; `captured` has `wanted_sites`, on the CPU.
+        """Write a layer while its weights are in memory on `device`. `captured` has its `wanted_sites`, on the CPU.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
@@ -76,6 +75,6 @@ class GoldenWriter:
 
 
 def kept_sites(run: Run, layer: int, captured: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
-    """Return the sites of a layer to store: its input only where it is not the stored output of the layer before."""
-    repeats = layer > run.span.start and Site.OUTPUT in run.sites
-    return {site: captured[site] for site in run.sites if not (site is Site.INPUT and repeats)}
+    """Return the sites of a layer to store, without its input if that is the stored output of the layer before."""
+    is_input_stored = layer > run.span.start and Site.OUTPUT in run.sites
+    return {site: captured[site] for site in run.sites if not (site is Site.INPUT and is_input_stored)}

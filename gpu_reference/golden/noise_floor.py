@@ -47,7 +47,7 @@ class NoiseFloor:
 
     Args:
         config: transformers' config of the golden.
-        variants: Names of the layer variants that widen the floor (see `reference.variants`).
+        variants: Names of the layer variants that widen the floor (see `minimax_tools.reference.variants`).
     """
 
     config: MiniMaxM2Config
@@ -67,10 +67,10 @@ class NoiseFloor:
         """Compute a layer's float32 twin from the layer's own input, and measure the golden against it.
 
         Args:
-            layer: The layer's number.
+            layer: Number of the layer.
             captured: `FLOOR_SITES` of the golden, and the sites to measure, on the CPU.
-            sites: Sites whose twins are computed, beside the router's logits.
-            device: Where to compute.
+            sites: Sites whose twins are computed; the router's logits are added to them.
+            device: Device to compute the twin and the variants on.
         """
         weights = self.weights.layer(layer)
         twin = Float32Twin(self.config, weights, layer=layer, device=device).run(
@@ -106,7 +106,7 @@ class NoiseFloor:
                 num_experts_per_tok=self.spec.num_experts_per_tok,
                 golden=captured,
             )
-            # The variants leave freed memory in pieces that nothing large fits into.
+            # Freed memory of the variants lies in pieces too small for a layer: return it to the system.
             del computed
             give_back_freed_pages()
         return MeasuredFloor(twin=twin, statistics=statistics)

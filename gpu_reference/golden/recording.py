@@ -40,7 +40,7 @@ def recording_layers(
     inputs: Inputs,
     sink: LayerSink,
 ) -> Iterator[None]:
-    """Give each of `layers` to `sink` as soon as it has run; its tensors are dropped after that.
+    """During the block, give the sites of each of `layers` to `sink` as soon as the layer has run, and drop them then.
 
     Raises:
         GoldenRefusedError: A layer ran and did not show all of `sites`.
@@ -63,7 +63,7 @@ def recording_layers(
             sink(number, recorded, output.device)
             tensors.clear()
 
-        # Hooks fire in the order they were made: this one after those that record.
+        # Hooks fire in the order in which they were registered: this one after those that record.
         stack.callback(layer.register_forward_hook(hand_over).remove)
 
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def recording_layers(
 def recording_model(
     model: PreTrainedModel, sites: tuple[ModelSite, ...]
 ) -> Iterator[Mapping[ModelSite, torch.Tensor]]:
-    """Record sites outside the layers while the block lasts; a site appears when it is computed."""
+    """Record sites outside the layers during the block. A site is in the mapping once it has been computed."""
     tensors: dict[ModelSite, torch.Tensor] = {}
 
     def keep(site: ModelSite, _: torch.nn.Module, __: Any, output: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Forward passes in which some layers stand aside: they are captured already, or run in another process."""
+"""Forward passes that skip some layers, because they are captured already or run in another process."""
 
 from __future__ import annotations
 
@@ -16,30 +16,22 @@ if TYPE_CHECKING:
 def skipping_layers(
     model: PreTrainedModel, num_layers: int, hidden_states: torch.Tensor | None
 ) -> Iterator[None]:
-    """Skip the first layers while the block lasts; their weights are not even read.
+    """Skip the first layers during the block; their weights are not even read.
 
-    Args:
-        model: transformers' model.
-        num_layers: Number of layers to skip.
-        hidden_states: The last skipped layer's output [B,S,H]; None if `num_layers` is 0.
+    `hidden_states` [B,S,H] is the output of the last skipped layer; None if `num_layers` is 0.
     """
-    stand_ins = {
-        number: _StandIn(hidden_states if number == num_layers - 1 else None) for number in range(num_layers)
-    }
+    stand_ins = {number: _StandIn(None) for number in range(num_layers)}
+    if num_layers:
+        stand_ins[num_layers - 1] = _StandIn(hidden_states)
     with _replaced_layers(model, stand_ins):
         yield
 
 
 @contextmanager
 def running_only(model: PreTrainedModel, layers: range, *, with_head: bool) -> Iterator[None]:
-    """Skip every other layer while the block lasts, and the final norm if no head is wanted.
+    """Run only `layers` during the block, and the final norm only if `with_head`.
 
-    The model takes the first layer's input as `inputs_embeds`; its base gives the last layer's output.
-
-    Args:
-        model: transformers' model.
-        layers: The layers to run; may be none.
-        with_head: Run the final norm.
+    The model then takes the first layer's input as `inputs_embeds`, and its base model returns the last layer's output.
     """
     base: Any = model.get_submodule("model")
     norm = base.norm
@@ -67,7 +59,7 @@ def _replaced_layers(model: PreTrainedModel, stand_ins: Mapping[int, torch.nn.Mo
 
 
 class _StandIn(torch.nn.Module):
-    """A layer that does not run: returns its known output, or its input where that is not known."""
+    """A module in place of a skipped one: returns the skipped module's output, or its own input if that is None."""
 
     def __init__(self, output: torch.Tensor | None) -> None:
         super().__init__()

@@ -16,8 +16,10 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EXPERTS, expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.partition.stage import Stage
 
-# Loading also holds the pieces being stacked. Measured: 1.8 layers to load one.
+# Layers' worth of memory that loading holds beside the layers loaded: the experts of one layer before they are stacked.
+# Loading a model of one layer took 1.8 times the layer.
 _LOADING_LAYERS = 0.8
+# One FP8 byte, and a share of the float32 scale of a block of 128 × 128 weights.
 _FP8_BYTES_PER_WEIGHT = 1 + 4 / 128**2
 _FLOAT32_BYTES = 4
 _FLOAT64_BYTES = 8
@@ -29,10 +31,8 @@ class Footprint:
 
     Args:
         num_layers: Number of layers that run.
-        dtype: Of weights and activations.
-        keeps_logits: The logits of every position are captured.
-        attn_implementation: transformers' attention implementation.
-        experts_implementation: transformers' experts implementation.
+        dtype: Dtype of weights and activations.
+        keeps_logits: Whether the logits of every position are captured.
         floor_variants: Names of the variants that run after each layer, all at once.
     """
 
@@ -47,19 +47,19 @@ class Footprint:
 
     @property
     def layer_bytes(self) -> int:
-        """The weights of one layer."""
+        """Bytes of the weights of one layer."""
         return layer_bytes(self.spec, self.dtype)
 
     @property
     def packed_layer_bytes(self) -> int:
-        """The weights of one layer with its experts in FP8."""
+        """Bytes of the weights of one layer with its experts in FP8."""
         experts = sum(
             math.prod(shape) for name, shape in expected_layer_shapes(self.spec).items() if EXPERTS in name
         )
         return self.layer_bytes - experts * self.dtype.itemsize + math.ceil(experts * _FP8_BYTES_PER_WEIGHT)
 
     def streamed_bytes(self, *, prefetch: bool, packed: bool) -> int:
-        """Return the weights in memory at once while layers are streamed: one layer, or two with prefetch."""
+        """Return the bytes of weights in memory while layers are streamed: one layer, or two with prefetch."""
         return (1 + prefetch) * (self.packed_layer_bytes if packed else self.layer_bytes)
 
     def held_bytes(self, stage: Stage, *, packed: bool) -> int:
@@ -70,12 +70,12 @@ class Footprint:
 
     @property
     def vocabulary_bytes(self) -> int:
-        """The weights of the embedding; those of the lm_head are as large."""
+        """Bytes of the weights of the embedding; the lm_head has as many."""
         return vocabulary_bytes(self.spec, self.dtype)
 
     @property
     def loading_bytes(self) -> int:
-        """The peak of loading the model whole."""
+        """Peak of memory while the model is loaded whole."""
         layers = self.layer_bytes * (self.num_layers + _LOADING_LAYERS)
         return int(layers) + 2 * self.vocabulary_bytes
 
@@ -117,9 +117,11 @@ class Footprint:
         spec = self.spec
         num_routed = self.inputs.input_ids.numel() * spec.num_experts_per_tok
         experts = num_routed * (2 * spec.hidden_size + 3 * spec.intermediate_size)
-        # One float32 weight, and the scores of a block of heads with their random steps.
-        lone = spec.query_width * spec.hidden_size + 4 * self.inputs.input_ids.shape[1] ** 2
-        return (num_variants * (self._site_values + experts) + lone * (num_variants > 0)) * _FLOAT32_BYTES
+        if not num_variants:
+            return 0
+        # Once for all variants: one float32 weight, and the scores of a block of heads with their random steps.
+        shared = spec.query_width * spec.hidden_size + 4 * self.inputs.input_ids.shape[1] ** 2
+        return (num_variants * (self._site_values + experts) + shared) * _FLOAT32_BYTES
 
     @property
     def _expert_bytes(self) -> int:

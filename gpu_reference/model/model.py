@@ -34,11 +34,9 @@ class GoldenModelRequest:
     """A golden model to load.
 
     Args:
-        num_hidden_layers: Number of first layers to load.
+        num_hidden_layers: Number of layers to load, from the first on.
         dtype: Dtype of weights and activations; the router stays float32.
-        placement: The devices that hold its parts.
-        attn_implementation: transformers' attention implementation.
-        experts_implementation: transformers' experts implementation.
+        placement: Devices that hold the parts of the model.
     """
 
     folder: Path
@@ -104,7 +102,7 @@ def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> 
     for layer in model.model.layers:
         layer.mlp.gate.to(torch.float32)
         layer.mlp.e_score_correction_bias = layer.mlp.e_score_correction_bias.to(torch.float32)
-    # Its frequencies are no weights. They are made on the CPU, as from_pretrained makes them.
+    # The rotary embedding has frequencies, not weights. from_pretrained computes them on the CPU too.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.hf_device_map = {"": str(device)}
     golden: MiniMaxM2ForCausalLM = model.eval()
@@ -138,7 +136,7 @@ def _loading_errors_translated(request: GoldenModelRequest) -> Iterator[None]:
 
 
 def _read_config(request: GoldenModelRequest) -> MiniMaxM2Config:
-    # A new one for each model: a model writes into its config.
+    # Read anew for each model, because a model writes into its config.
     return read_config(request.folder, num_hidden_layers=request.num_hidden_layers)
 
 
@@ -159,7 +157,7 @@ def _golden_class() -> Any:
 
 
 def _follow_quiet() -> None:
-    """Show transformers' progress bars only where mm2's own progress is shown."""
+    """Show transformers' progress bars only if mm2's own progress is shown."""
     from transformers.utils import logging as transformers_logging
 
     if logger.isEnabledFor(logging.INFO):
@@ -188,6 +186,6 @@ def _set_exact_arithmetic() -> None:
     """Switch off TF32 and BF16 sums: the golden rounds only where a tensor is stored."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    # cuDNN's newer flags are per kind of operator. torch.export asks for all at once, and fails on torch 2.13 after one
-    # was set.
+    # The old flag, because torch.export on torch 2.13 fails once one of cuDNN's newer flags, which are per kind of
+    # operator, was set.
     torch.backends.cudnn.allow_tf32 = False

@@ -28,6 +28,7 @@ from minimax_tools.model.weight_names import (
 
 _UPGRADE = f"Install the transformers that mm2 knows: {install_command('golden')}"
 _ROUTER_GATE = "mlp.gate.weight"
+# Names of the proofs, as the manifest records them.
 _PROVED = ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
 # Names, relative to a layer, that its proofs read from the checkpoint beside experts. Not every layer has scales.
 PROVED_NAMES = (
@@ -44,12 +45,6 @@ def prove_model(
 ) -> tuple[str, ...]:
     """Prove rotary width, float32 router and dequantised weights of a loaded model, offloaded weights too.
 
-    Args:
-        model: transformers' model.
-        spec: The model as config.json describes it.
-        reader: The checkpoint it was loaded from.
-        dtype: Dtype of its weights.
-
     Returns:
         The names of the proofs, as the manifest records them.
 
@@ -64,17 +59,11 @@ def prove_model(
     return proved
 
 
-def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
-    """Return the names, relative to a layer, that its proofs read of these experts; scales too."""
-    weights = [expert_weight(expert, name) for expert in _proved_experts(experts) for name in EXPERT_MATRICES]
-    return (*weights, *map(scale_name, weights))
-
-
 def prove_bare_model(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
-    """Prove what a model without weights shows; the first streamed layer proves the rest.
+    """Prove what a model without weights shows. The rest is proved on the first layer that is streamed.
 
     Returns:
-        The names that `prove_model` returns, since a golden is the same capture however it was made.
+        The same names as `prove_model`, since a golden is the same capture however it was made.
 
     Raises:
         GoldenRefusedError: One of the proofs failed; the trap is named.
@@ -106,7 +95,7 @@ def refuse_ragged_blocks(spec: ModelSpec) -> None:
 
 
 def prove_no_fp8(model: torch.nn.Module) -> None:
-    """Raise GoldenRefusedError if the model would compute in FP8: a weight is FP8, or has the scales of one."""
+    """Raise GoldenRefusedError if the model would compute in FP8: a weight is FP8, or scales of FP8 are loaded."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype in _FP8_DTYPES or name.endswith("_scale_inv"):
             raise GoldenRefusedError(
@@ -177,13 +166,10 @@ def prove_float32_router(layer: torch.nn.Module, tensors: LayerTensors, index: i
 def prove_weights(
     layer: torch.nn.Module, tensors: LayerTensors, index: int, *, experts: tuple[int, ...] | None = None
 ) -> None:
-    """Refuse a layer whose weights are not the checkpoint's, dequantised in float32 and rounded once.
+    """Raise GoldenRefusedError if a layer's weights are not the checkpoint's, dequantised in float32 and rounded once.
 
-    Attention and norms are compared whole. The first and the last expert stand for all, which share their shapes.
-    `experts` are the experts that are loaded; None for all.
-
-    Raises:
-        GoldenRefusedError: One differs.
+    Attention and norms are compared whole. Of the experts only the first and the last are compared: all have the same
+    shapes. `experts` are the numbers of the loaded experts; None for all.
     """
     for name, value in _weights(layer, experts):
         expected = tensors[name]
@@ -193,6 +179,12 @@ def prove_weights(
                 found=f"largest difference {float((value.cpu() - expected).abs().max()):.3e}",
                 next_step="Make the golden from a BF16 copy of the model, and report this.",
             )
+
+
+def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
+    """Return the names, relative to a layer, that its proofs read if these experts are loaded; scales too."""
+    weights = [expert_weight(expert, name) for expert in _proved_experts(experts) for name in EXPERT_MATRICES]
+    return (*weights, *map(scale_name, weights))
 
 
 def _weights(layer: torch.nn.Module, loaded: tuple[int, ...] | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Weights that accelerate keeps off their device until a module runs."""
+"""Weights that accelerate keeps off their device until a module runs; until then they are on the meta device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def weight_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return the weight that a module computes with; fetch it, in the dtype it runs in, if it is offloaded."""
+    """Return the weight that a module computes with, in the dtype that it computes in; fetch it if it is offloaded."""
     weight: torch.Tensor = getattr(module, name)
     if not weight.is_meta:
         return weight.detach()
@@ -18,13 +18,7 @@ def weight_of(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def hold_weight(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a module's weight, on the device where it runs; the weight is no longer offloaded.
-
-    Args:
-        module: A module whose only parameter is the weight.
-        name: The weight's name in it.
-        value: The new weight; its dtype is kept.
-    """
+    """Replace the only weight of a module, on the device where the module runs. It is not offloaded any more."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
     device = getattr(module, name).device
@@ -34,7 +28,7 @@ def hold_weight(module: torch.nn.Module, name: str, value: torch.Tensor) -> None
         remove_hook_from_module(module)
     setattr(module, name, torch.nn.Parameter(value.to(device), requires_grad=False))
     if is_offloaded:
-        # Its inputs must still be moved to where it runs.
+        # The module's inputs must still be moved to the device where it runs.
         add_hook_to_module(module, AlignDevicesHook(execution_device=device))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from minimax_tools.errors import BackendError, UsageError
+from minimax_tools.errors import BackendError, UsageError, format_count, list_names
 from minimax_tools.machine.size import parse_size
 from reports.wording import word_layers
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _DEVICE = re.compile(r"cpu|disk|cuda(:\d+)?|\d+")
 _LAYER = re.compile(r"model\.layers\.(\d+)")
-# Share of the free memory for weights; converting them needs the rest.
+# Share of the CPU's free memory for weights; converting them takes the rest.
 _CPU_SHARE = 0.9
 
 DeviceMap = str | dict[str, int | str]
@@ -61,8 +61,8 @@ class Placement:
 def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: Path | None) -> Placement:
     """Read `--device-map`, `--max-memory` and `--offload-folder`.
 
-    A single size for `--max-memory` limits each GPU; the CPU gets its free memory. Without a GPU it limits the CPU.
-    Every strategy then means the CPU, unless limits ask for a split with the disk.
+    A single size for `--max-memory` limits each GPU; the CPU gets its free memory. Without a GPU, a single size limits
+    the CPU, and every strategy means the CPU, unless limits ask for a split with the disk.
 
     Raises:
         UsageError: A value cannot be read, or has no effect.
@@ -70,25 +70,26 @@ def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: 
     """
     num_gpus = torch.cuda.device_count()
     limits = _parse_max_memory(max_memory, num_gpus=num_gpus) if max_memory else None
-    placed = _parse_device_map(device_map)
-    if limits is not None and not isinstance(placed, str):
+    parsed_map = _parse_device_map(device_map)
+    is_strategy = isinstance(parsed_map, str)
+    if limits is not None and not is_strategy:
         raise UsageError(
             f"--max-memory has no effect with --device-map {device_map}",
             next_step=f"Leave it out, or use one of {', '.join(_STRATEGIES)}.",
         )
-    _refuse_absent_gpus(placed, limits, num_gpus=num_gpus)
+    _refuse_absent_gpus(parsed_map, limits, num_gpus=num_gpus)
     if num_gpus == 0:
         logger.info("No GPU here: the golden runs on the CPU.")
-        if isinstance(placed, str) and limits is None:
-            placed = {"": "cpu"}
-    return Placement(device_map=placed, max_memory=limits, offload_folder=offload_folder)
+        if is_strategy and limits is None:
+            parsed_map = {"": "cpu"}
+    return Placement(device_map=parsed_map, max_memory=limits, offload_folder=offload_folder)
 
 
 def verify_device_map(device_map: DeviceMap, model: torch.nn.Module) -> None:
     """Verify that a map names modules of `model`, and covers all of its weights.
 
     Raises:
-        UsageError: It does not. transformers would silently put the rest on the CPU.
+        UsageError: The map does not. transformers would silently put the other weights on the CPU.
     """
     if isinstance(device_map, str):
         return
@@ -103,7 +104,7 @@ def verify_device_map(device_map: DeviceMap, model: torch.nn.Module) -> None:
     left_out = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
     if left_out:
         raise UsageError(
-            f"--device-map gives no device for {left_out[0]} and {len(left_out) - 1} other weights",
+            f"--device-map gives no device for {list_names(left_out, most=1)}",
             next_step='Name every module, or {"": "cpu"} for the whole model.',
         )
 
@@ -115,15 +116,15 @@ def describe_placement(model: PreTrainedModel) -> list[str]:
         names_on.setdefault(device, []).append(name)
     lines = []
     for device, names in sorted(names_on.items()):
-        placed = _word_modules(names)
+        modules = _describe_modules(names)
         if device.startswith("cuda"):
             properties = torch.cuda.get_device_properties(device)
             used, total = torch.cuda.memory_allocated(device), properties.total_memory
             lines.append(
-                f"{device} {properties.name}, {total / 1e9:.1f} GB: {placed}; {used / 1e9:.1f} GB in use"
+                f"{device} {properties.name}, {total / 1e9:.1f} GB: {modules}; {used / 1e9:.1f} GB in use"
             )
         else:
-            lines.append(f"{device}: {placed}")
+            lines.append(f"{device}: {modules}")
     return lines
 
 
@@ -137,15 +138,16 @@ def describe_devices(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device that takes the model's token ids.
+    """Return the device that takes the model's token ids: that of the embedding.
 
-    It is the device of a streamed model. For an offloaded embedding, accelerate moves the ids on from there.
+    The embedding is on the meta device if it is streamed or offloaded. A streamed model runs on one device. To an
+    offloaded embedding, accelerate moves the ids from the CPU.
     """
     device = model.get_submodule("model.embed_tokens").get_parameter("weight").device
     if device.type != "meta":
         return device
-    placed = _device_map(model).get("", "disk")
-    return torch.device("cpu" if placed == "disk" else placed)
+    whole_model_device = _device_map(model).get("", "disk")
+    return torch.device("cpu" if whole_model_device == "disk" else whole_model_device)
 
 
 @contextmanager
@@ -167,20 +169,22 @@ def watched_memory() -> Iterator[None]:
 
 def _device_map(model: PreTrainedModel) -> dict[str, str]:
     """Return each module's device, `cuda:N`, `cpu` or `disk`; the empty name is the whole model."""
-    placed: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": model.device}
-    named = {name: str(device) for name, device in placed.items()}
-    return {
-        name: f"cuda:{device}" if device.isdigit() else "cuda:0" if device == "cuda" else device
-        for name, device in named.items()
-    }
+    devices: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": model.device}
+    return {name: _full_device_name(str(device)) for name, device in devices.items()}
 
 
-def _word_modules(names: list[str]) -> str:
+def _full_device_name(device: str) -> str:
+    if device.isdigit():
+        return f"cuda:{device}"
+    return "cuda:0" if device == "cuda" else device
+
+
+def _describe_modules(names: list[str]) -> str:
     if names == [""]:
         return "the whole model"
     layers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
     others = [name.removeprefix("model.") for name in names if not _LAYER.fullmatch(name)]
-    return ", ".join([*([word_layers(layers)] if layers else []), *others])
+    return ", ".join([word_layers(layers), *others] if layers else others)
 
 
 def _parse_device_map(text: str) -> DeviceMap:
@@ -211,13 +215,14 @@ def _is_device(value: Any) -> bool:
 
 
 def _parse_max_memory(text: str, *, num_gpus: int) -> MaxMemory:
-    if (size_bytes := _size_bytes(text)) is not None:
-        limits: dict[int | str, int] = dict.fromkeys(range(num_gpus), size_bytes)
+    limits: dict[int | str, int] = {}
+    size_bytes = _size_bytes(text)
+    if size_bytes is not None:
+        limits |= dict.fromkeys(range(num_gpus), size_bytes)
         limits["cpu"] = int(psutil.virtual_memory().available * _CPU_SHARE) if num_gpus else size_bytes
         return limits
-    limits = {}
     for part in text.split(","):
-        device, _, size_text = (piece.strip() for piece in part.partition(":"))
+        device, _, size_text = (word.strip() for word in part.partition(":"))
         size_bytes = _size_bytes(size_text)
         if not (device.isdigit() or device == "cpu") or size_bytes is None:
             raise UsageError(
@@ -243,7 +248,7 @@ def _refuse_absent_gpus(device_map: DeviceMap, limits: MaxMemory | None, *, num_
         if index.isdigit() and int(index) >= num_gpus:
             raise BackendError(
                 f"GPU {index} is not here",
-                expected=f"one of {num_gpus} GPUs" if num_gpus else "a CUDA GPU",
+                expected=f"one of {format_count(num_gpus, 'GPU')}" if num_gpus else "a CUDA GPU",
                 found=f"torch {torch.__version__} sees {num_gpus}",
                 next_step="Use --device-map auto or cpu.",
             )

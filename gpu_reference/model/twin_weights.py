@@ -26,11 +26,7 @@ class TwinWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointTwinWeights:
-    """The weights of a golden that was loaded whole, read again from the checkpoint.
-
-    Args:
-        dtype: Dtype of the golden's weights.
-    """
+    """The weights of a golden that was loaded whole, read again from the checkpoint in the golden's `dtype`."""
 
     reader: CheckpointReader
     spec: ModelSpec

@@ -8,21 +8,12 @@ The layers' forward passes follow one another; everything else runs on all ranks
 
 A rank whose memory does not hold its slice streams it instead, floors included, and the ranks behind it wait.
 
-The batch goes from rank to rank whole, because a golden is one forward pass of transformers. Parts of it would be other
-matrix products, of which no library promises the same bits: cuBLAS and oneDNN choose kernels by the number of rows.
-`torch.distributed.pipelining` therefore does not help: its schedules gain by interleaving parts of a batch.
+The batch goes from rank to rank whole. In parts, as by `torch.distributed.pipelining`, it would be computed by other
+matrix products: cuBLAS and oneDNN choose kernels by the number of rows, and do not promise the same bits.
 
-The time of two ranks, as a share of a single process's:
-
-    max(x, 1 - x, S + W + x (R - W))
-
-S is the share of the forward passes, R of reading, W of floors and writing, and x the first rank's share of the layers.
-The second rank waits for the first one's reading and forward pass, and writes last. An equal split gives
-S + (1 - S) / 2. Where floors and writing cost more than reading, the first rank should get more of the layers.
-
-All ranks write into one capture directory, on a file system that all of them see. Each lists its layers in a manifest
-of its own, so that a killed run resumes, and sends it to rank 0 at the end. The finished capture has the files and the
-manifest of a single process.
+All ranks write into one capture directory, on a file system that all of them see. Each lists its layers in its own
+manifest, so that a killed run resumes, and sends the manifest to rank 0 at the end. The finished capture has the files
+and the manifest of a single process.
 """
 
 from __future__ import annotations
@@ -59,6 +50,7 @@ from minimax_tools.ranks.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
+# Key under which the rank of layer 0 publishes where it wrote that layer's input.
 _FIRST_INPUT = "first_input"
 
 
@@ -67,12 +59,7 @@ def capture_by_ranks(
 ) -> None:
     """Run this rank's slice on the inputs, and write the capture with the other ranks; a killed capture resumes.
 
-    Args:
-        golden: Opened with this rank's slice.
-        ranks: All ranks, joined.
-        plan: The plan.
-        directory: The capture directory, which all ranks see.
-        progress: Shows every layer, on rank 0.
+    `golden` was opened with this rank's slice, and all ranks see `directory`. Rank 0 shows the progress of all ranks.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
@@ -99,7 +86,11 @@ def capture_by_ranks(
 
 
 class _RankRun:
-    """A run of one rank's slice."""
+    """The run of one rank's slice: take the first layer's input, run, pass the output on, then write.
+
+    A held slice is written after the output was passed on, so that the next rank does not wait. A streamed slice is
+    written layer by layer, because noise floors need the layer's weights.
+    """
 
     def __init__(
         self, golden: Golden, ranks: RankGroup, writer: CaptureWriter, step: Step, *, plan: str
@@ -112,16 +103,17 @@ class _RankRun:
         assert streaming is not None, "a slice is streamed"
         assert streaming.part is not None, "a slice is part of a plan"
         self._streaming: Streaming = streaming
-        self._golden_writer = golden.writing_to(writer, _PublishedProgress(ranks))
+        self._golden_writer = golden.make_writer(writer, _PublishedProgress(ranks))
+        # Layers of a held slice that ran and are not written yet.
         self._unwritten: list[tuple[int, Mapping[Site, torch.Tensor], torch.device]] = []
         self._last_output: torch.Tensor | None = None
         self._records_folder = writer.directory / RECORDS_FOLDER
-        self._earlier = ReadRecord.begun(streaming.part.node.name, plan=plan)
+        self._record = ReadRecord.begun(streaming.part.node.name, plan=plan)
         if writer.complete_layers:
-            self._earlier = _read_earlier(self._records_folder, self._earlier)
+            self._record = _read_earlier(self._records_folder, self._record)
 
     def run(self) -> None:
-        """Read, run, pass on, write."""
+        """Run what the step says."""
         step, streaming = self._step, self._streaming
         pending = tuple(layer for layer in step.layers if layer not in self._writer.complete_layers)
         self._keep_tied_head()
@@ -133,38 +125,38 @@ class _RankRun:
             model_sites.append(ModelSite.EMBEDDING)
         with (
             running_only(self._golden.model, step.layers, with_head=step.runs_head),
-            self._passing_on(),
+            self._sending_output(),
             recording_layers(
                 self._golden.model,
                 pending,
                 sites=self._golden_writer.wanted_sites,
                 inputs=self._golden.request.inputs,
-                sink=self._keep if streaming.holds_part else self._write_layer,
+                sink=self._write_later if streaming.holds_part else self._write_layer,
             ),
             recording_model(self._golden.model, tuple(model_sites)) as model_tensors,
         ):
             self._forward(hidden_states)
         while self._unwritten:
             self._write_layer(*self._unwritten.pop(0))
-        self._write_record()
+        self._write_read_record()
         if step.runs_head:
             self._write_model(model_tensors, hidden_states)
 
     def _keep_tied_head(self) -> None:
-        """Keep the tensor that is embedding and head after its first read, where this rank needs it as both."""
+        """Keep the tensor that is both embedding and head after its first read, if this rank needs it twice."""
         spec, reader = self._golden.request.model.spec, self._golden.reader
         if spec.tie_word_embeddings and self._step.runs_head and self._step.source == "tokens":
             assert isinstance(reader, OnceReader), "a slice is read once"
             reader.expect_again([head_name(spec)])
 
-    def _write_record(self) -> None:
-        """Record the bytes read so far, before the layer made of them is listed: no read may go uncounted."""
+    def _write_read_record(self) -> None:
+        """Record the bytes read so far: before the layer made of them is listed, so that no read goes uncounted."""
         reader = self._golden.reader
         assert isinstance(reader, OnceReader), "a slice is read once"
-        self._earlier.followed_by(reader.sizes_read, reader.bytes_read_by_name).write(self._records_folder)
+        self._record.followed_by(reader.sizes_read, reader.bytes_read_by_name).write(self._records_folder)
 
     def _first_input(self) -> torch.Tensor | None:
-        """Return the input [B,S,H] of the first layer to run; None where the model computes it from the tokens."""
+        """Return the input [B,S,H] of the first layer to run; None if the model computes it from the tokens."""
         step, request = self._step, self._golden.request
         if step.source == "tokens":
             return None
@@ -184,11 +176,12 @@ class _RankRun:
                 model(**inputs, use_cache=False)
                 return
             output = model.get_submodule("model")(**inputs, use_cache=False).last_hidden_state
+        # A slice with layers sent the last layer's output by its hook; one with the embedding alone sends here.
         if self._step.passes_on and not self._step.layers:
             self._ranks.send(output, to=self._ranks.rank + 1)
 
     @contextmanager
-    def _passing_on(self) -> Iterator[None]:
+    def _sending_output(self) -> Iterator[None]:
         """Send the last layer's output as soon as it has run, before anything is written."""
         if not self._step.layers:
             yield
@@ -206,12 +199,12 @@ class _RankRun:
         finally:
             handle.remove()
 
-    def _keep(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
+    def _write_later(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
         self._unwritten.append((layer, captured, device))
 
     def _write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
         refuse_other_owner(self._writer.directory, self._ranks.nonce)
-        self._write_record()
+        self._write_read_record()
         self._golden_writer.write_layer(layer, captured, device)
         if layer == 0:
             entry = self._stored_entry(0, Site.INPUT)
@@ -220,13 +213,12 @@ class _RankRun:
     def _write_model(
         self, captured: Mapping[ModelSite, torch.Tensor], hidden_states: torch.Tensor | None
     ) -> None:
-        last = self._last_output if self._last_output is not None else hidden_states
-        assert last is not None, "a head has something before it"
-        embedding = captured.get(ModelSite.EMBEDDING)
-        self._golden_writer.write_model(
-            {**captured, ModelSite.EMBEDDING: self._read_embedding() if embedding is None else embedding},
-            hidden_states=last.cpu(),
-        )
+        # Without layers, the head's input is this rank's own input.
+        last_output = self._last_output if self._last_output is not None else hidden_states
+        assert last_output is not None, "a head has something before it"
+        if ModelSite.EMBEDDING not in captured:
+            captured = {**captured, ModelSite.EMBEDDING: self._read_embedding()}
+        self._golden_writer.write_model(captured, hidden_states=last_output.cpu())
 
     def _read_embedding(self) -> torch.Tensor:
         """Read the first layer's input, once the rank of that layer has written it."""
@@ -246,7 +238,7 @@ class _RankRun:
 
 
 class _PublishedProgress:
-    """A progress that publishes the layers done."""
+    """A progress that publishes to all ranks which layers are done."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -267,16 +259,16 @@ def _showing_progress(
     if ranks.rank > 0:
         yield
         return
-    left = []
+    unfinished = []
     for layer in run.span:
         if layer in complete:
             progress.skip(layer)
         else:
-            left.append(layer)
+            unfinished.append(layer)
 
     def show() -> None:
-        for layer in [layer for layer in left if ranks.is_published(_layer_key(layer))]:
-            left.remove(layer)
+        for layer in [layer for layer in unfinished if ranks.is_published(_layer_key(layer))]:
+            unfinished.remove(layer)
             progress.advance(layer, num_bytes=ranks.wait_for(_layer_key(layer)))
 
     ranks.on_look(show)
@@ -291,23 +283,23 @@ def _layer_key(layer: int) -> str:
     return f"layer/{layer}"
 
 
-def _read_earlier(folder: Path, own: ReadRecord) -> ReadRecord:
-    """Read the record of earlier attempts by this plan; return `own`, which is empty, where there is none."""
-    path = folder / f"{own.node}.json"
+def _read_earlier(folder: Path, empty: ReadRecord) -> ReadRecord:
+    """Read the record of earlier attempts by the same plan and node as `empty`; return `empty` if there is none."""
+    path = folder / f"{empty.node}.json"
     if not path.exists():
-        return own
+        return empty
     try:
         earlier = ReadRecord.read(path)
     except CannotRunError as error:
         logger.warning("Reads before this attempt are not counted: %s", error)
-        return own
-    return earlier if earlier.plan == own.plan and earlier.node == own.node else own
+        return empty
+    return earlier if earlier.plan == empty.plan and earlier.node == empty.node else empty
 
 
-def _exchange_manifests(ranks: RankGroup, own: Manifest) -> list[Manifest]:
-    """Publish this rank's manifest. On rank 0, wait for those of the others and return them."""
+def _exchange_manifests(ranks: RankGroup, manifest: Manifest) -> list[Manifest]:
+    """Publish this rank's manifest. On rank 0, wait for the manifests of the other ranks and return them."""
     if ranks.rank > 0:
-        ranks.publish(f"written/{ranks.rank}", encode(own))
+        ranks.publish(f"written/{ranks.rank}", encode(manifest))
         return []
     return [decode(Manifest, ranks.wait_for(f"written/{rank}")) for rank in range(1, ranks.num_ranks)]
 

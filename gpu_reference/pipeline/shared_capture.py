@@ -32,9 +32,9 @@ class CaptureProposal:
     """The capture that one rank would write.
 
     Args:
-        plan: Digest of its plan.
-        description: Of the capture, with the layers of its slice.
-        shapes: Shapes of its tensors outside the layers, by name.
+        plan: Digest of the rank's plan.
+        description: Description of the capture, with the layers of the rank's slice only.
+        shapes: Shapes of the slice's tensors outside the layers, by name.
     """
 
     plan: str
@@ -63,12 +63,7 @@ def open_shared_capture(
 ) -> Iterator[CaptureWriter]:
     """Open the capture directory on rank 0, and a writer into it on every rank.
 
-    Args:
-        ranks: All ranks.
-        proposal: This rank's.
-        golden: This rank's.
-        directory: The capture directory, which all ranks see.
-        patience_s: Longest wait until another machine sees it, in seconds.
+    Wait at most `patience_s` seconds until this machine sees the directory that rank 0 opened.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
@@ -105,7 +100,8 @@ def merge_proposals(ranks: RankGroup, proposals: list[CaptureProposal]) -> Descr
                 found=proposal.plan[:12],
                 next_step="Copy one plan file to all machines, and run the same command again.",
             )
-        differing = first.description.differences(_as_of_rank_0(proposal.description, first.description))
+        comparable = _with_parts_of_rank_0(proposal.description, first.description)
+        differing = first.description.differences(comparable)
         if differing:
             raise CannotRunError(
                 f"{ranks.name(rank)} would make another capture than rank 0",
@@ -125,16 +121,17 @@ def merge_proposals(ranks: RankGroup, proposals: list[CaptureProposal]) -> Descr
     return replace(first.description, provenance=replace(provenance, model=model))
 
 
-def _as_of_rank_0(other: Description, first: Description) -> Description:
-    """Replace what may differ between ranks by rank 0's: the slice, and the name of the checkpoint."""
-    own = first.provenance
+def _with_parts_of_rank_0(description: Description, first: Description) -> Description:
+    """Replace what may differ between ranks by the values of rank 0: the slice, and the name of the checkpoint."""
+    provenance, of_rank_0 = description.provenance, first.provenance
     model = replace(
-        other.provenance.model,
-        layers=own.model.layers,
-        layer_tensors=own.model.layer_tensors,
-        tensors_digest=own.model.tensors_digest,
+        provenance.model,
+        layers=of_rank_0.model.layers,
+        layer_tensors=of_rank_0.model.layer_tensors,
+        tensors_digest=of_rank_0.model.tensors_digest,
     )
-    return replace(other, provenance=replace(other.provenance, model=model, model_source=own.model_source))
+    provenance = replace(provenance, model=model, model_source=of_rank_0.model_source)
+    return replace(description, provenance=provenance)
 
 
 def _require_shared(ranks: RankGroup, directory: Path, patience_s: float) -> None:

@@ -19,7 +19,7 @@ class Step:
     """The work of one rank.
 
     Args:
-        layers: The layers to run; may be none.
+        layers: Layers to run; may be none.
         runs_head: Whether the final norm and the lm_head run.
         source: Source of the first layer's input: `tokens`, `stored`, or `rank` for the rank before.
         passes_on: Whether the next rank needs the output.
@@ -39,20 +39,25 @@ class Step:
 def plan_steps(
     stages: Sequence[Stage], complete: Sequence[int], *, has_model_sites: bool
 ) -> tuple[Step, ...]:
-    """Return the step of every rank; all ranks compute the same.
+    """Return the step of every rank. All ranks compute the same steps.
 
     Args:
-        stages: One for each rank, in the order in which a token passes them.
-        complete: Layers that are stored whole.
+        stages: Stage of each rank, in the order in which a token passes them.
+        complete: Numbers of the layers that are stored whole.
         has_model_sites: Whether the sites outside the layers are stored.
     """
     steps: list[Step] = []
+    # From the last rank to the first: a rank passes its output on if the next one waits for it.
     is_needed_next = False
     for stage in reversed(stages):
         pending = [layer for layer in stage.layers if layer not in complete]
         first = pending[0] if pending else stage.layers.stop
-        starts_model = first == 0 and stage.has_embedding
-        source = "tokens" if starts_model else "stored" if first - 1 in complete else "rank"
+        if first == 0 and stage.has_embedding:
+            source = "tokens"
+        elif first - 1 in complete:
+            source = "stored"
+        else:
+            source = "rank"
         step = Step(
             layers=range(first, stage.layers.stop),
             runs_head=stage.has_head and not has_model_sites,
@@ -65,14 +70,9 @@ def plan_steps(
 
 
 def validate_plan(plan: PartitionPlan, folder: Path, spec: ModelSpec, part: Slice, *, is_slice: bool) -> None:
-    """Check a plan against a checkpoint: against all of its tensors where their headers are here.
+    """Check a plan against a checkpoint: against its config.json and, if all headers are here, all its tensors.
 
-    Args:
-        plan: The plan.
-        folder: The checkpoint's folder, or that of the slice alone.
-        spec: The checkpoint's config.
-        part: The slice to be read.
-        is_slice: Whether `folder` holds the slice alone. Opening it then shows whether it is whole.
+    If `is_slice`, `folder` holds the slice `part` alone. Opening the slice then shows whether it is whole.
 
     Raises:
         CheckpointError: The plan is not whole, or not this checkpoint's; all faults are listed.

@@ -15,22 +15,20 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 
 
 class OnceReader(CheckpointReader):
-    """A checkpoint reader that keeps tensors in memory until they are needed again.
+    """A checkpoint reader that keeps announced tensors in memory until they are read again.
 
     A golden needs some tensors twice: norms and router for the model's fingerprint, and the first layer for its proof.
-    `expect_again` announces them; the second read then comes from memory.
-
-    Args:
-        folder: The checkpoint folder.
-        index: Its index; other tensors cannot be read.
+    `expect_again` announces them. The first read then keeps the tensor's bytes, and the second takes them from memory.
     """
 
     def __init__(self, folder: Path, *, index: TensorIndex) -> None:
         super().__init__(folder, index=index)
+        # Reads still to come of each announced tensor, and the bytes of those that were read once.
         self._repeats: Counter[str] = Counter()
         self._kept: dict[str, torch.Tensor] = {}
         self._sizes: dict[str, int] = {}
         self._bytes_read: Counter[str] = Counter()
+        # Threads that prefetch layers read at the same time.
         self._keeping = threading.Lock()
 
     @property

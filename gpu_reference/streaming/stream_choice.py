@@ -10,9 +10,9 @@ import torch
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, format_count
 from minimax_tools.machine.memory import MemoryBudget, available_bytes
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import Slice
 from minimax_tools.ranks.rank_place import RankPlace
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 STREAM_MODES = ("auto", "on", "off")
 
-# Share of the free memory to plan with; the rest is for what no shape predicts.
+# Share of the free memory to plan with. The rest is a reserve for memory that does not follow from shapes.
 _SHARE = 0.9
 
 
@@ -30,8 +30,8 @@ class StreamingRequest:
 
     Args:
         stream: `on`, `off`, or `auto` to stream a model that does not fit.
-        prefetch: Read the next layer while one runs; None for where two layers fit.
-        packed_experts: Keep experts in FP8.
+        prefetch: Whether to read the next layer while one runs; None to do so if two layers fit.
+        packed_experts: Whether to keep experts in FP8.
     """
 
     stream: str = "auto"
@@ -64,13 +64,7 @@ class StreamingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRoom:
-    """The memory that a golden needs, and the memory there is for it.
-
-    Args:
-        footprint: The memory that it needs.
-        placement: The devices that the user allows.
-        budget: Limit of anonymous memory.
-    """
+    """The memory that a golden needs, and the memory that it may take."""
 
     footprint: Footprint
     placement: Placement
@@ -89,13 +83,13 @@ class MemoryRoom:
         return [device for device in (*gpus, host) if self.limit_bytes(device)] or [host]
 
     def limit_bytes(self, device: torch.device) -> int | None:
-        """Return what --max-memory allows for weights on a device; None without it."""
+        """Return the bytes that --max-memory allows for weights on a device; None without --max-memory."""
         if self.placement.max_memory is None:
             return None
         return self.placement.max_memory.get("cpu" if device.type == "cpu" else device.index or 0, 0)
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return the bytes that may be taken on a device: what is free, or allowed if that is less."""
+        """Return the bytes that may be taken on a device: the free bytes, or the allowed ones if they are fewer."""
         if device.type == "cpu":
             free, left = available_bytes(), self.budget.left_bytes
             free = free if left is None else min(free, left)
@@ -112,12 +106,7 @@ class MemoryRoom:
 def choose_streaming(
     asked: StreamingRequest, room: MemoryRoom, *, absent_shards: tuple[str, ...] = ()
 ) -> Streaming | None:
-    """Choose how to stream, or None to load the model whole.
-
-    Args:
-        asked: What the user asked for.
-        room: Needed and free memory.
-        absent_shards: Missing shards of layers that do not run.
+    """Choose how to stream, or None to load the model whole. `absent_shards` are missing; their layers do not run.
 
     Raises:
         UsageError: Options contradict each other, or `--max-memory` allows no layer.
@@ -132,8 +121,8 @@ def choose_streaming(
     if limit is not None and needed > limit:
         raise UsageError(
             "--max-memory does not allow the layers that are in memory at once",
-            expected=f"at least {word_size(needed)}",
-            found=word_size(limit),
+            expected=f"at least {format_size(needed)}",
+            found=format_size(limit),
             next_step="Raise it; --no-prefetch keeps one layer in memory, --packed-experts half of one.",
         )
     return Streaming(device=device, prefetch=prefetch, packed=packed)
@@ -142,13 +131,13 @@ def choose_streaming(
 def choose_part_streaming(
     asked: StreamingRequest, room: MemoryRoom, part: Slice, *, place: RankPlace
 ) -> Streaming:
-    """Choose how a rank runs its slice: held whole where it fits, so that it is read while earlier ranks compute.
+    """Choose how a rank runs its slice: held whole if it fits, so that it is read while earlier ranks compute.
 
     Args:
-        asked: What the user asked for; `off` holds the slice, `on` streams it.
-        room: Needed and free memory. Of several GPUs here, each rank takes the one of its number.
-        part: The slice.
-        place: The rank's number, and the number of ranks on this machine.
+        asked: Options of streaming that the user gave; `off` holds the slice, `on` streams it.
+        room: Needed and free memory. Rank i of this machine takes its GPU number i, modulo the number of GPUs.
+        part: Slice that the rank runs.
+        place: Number of the rank, and number of ranks on this machine.
 
     Raises:
         UsageError: Options contradict each other.
@@ -163,7 +152,8 @@ def choose_part_streaming(
     packed, footprint = asked.packed_experts, room.footprint
     devices = [device for device in room.devices if device.type == "cuda"] or room.devices
     device = devices[place.local_rank % len(devices)]
-    # Ranks of one machine share its memory.
+    # Ranks of one machine share its memory, and those of one GPU the GPU's: at most their number over that of GPUs,
+    # rounded up.
     num_sharing = place.num_local if device.type == "cpu" else -(-place.num_local // len(devices))
     free = room.free_bytes(device) // num_sharing
     logits = footprint.logits_bytes if part.stage.has_head else 0
@@ -173,8 +163,8 @@ def choose_part_streaming(
         logger.info(
             "Streaming a layer at a time: the slice of node %s takes %s, %s are free. Ranks wait for each other then.",
             part.node.name,
-            word_size(needed),
-            word_size(free),
+            format_size(needed),
+            format_size(free),
         )
     fits_two = holds or room.two_layers_bytes(packed=packed) <= free
     prefetch = fits_two if asked.prefetch is None else asked.prefetch
@@ -184,7 +174,7 @@ def choose_part_streaming(
 
 
 def is_whole(stream: str, placement: Placement) -> bool:
-    """Decide whether the model is loaded whole whatever its size, as the user asked or placed it."""
+    """Decide whether the model is loaded whole whatever its size, because the user asked for that or placed it."""
     return stream == "off" or (stream == "auto" and _is_placed_by_hand(placement))
 
 
@@ -197,7 +187,8 @@ def _is_needed(asked: StreamingRequest, room: MemoryRoom, absent_shards: tuple[s
         return True
     if absent_shards:
         logger.info(
-            "Streaming a layer at a time: %d shards of other layers are not here.", len(absent_shards)
+            "Streaming a layer at a time: not here are %s of other layers.",
+            format_count(len(absent_shards), "shard"),
         )
         return True
     needed = room.footprint.loading_bytes + room.footprint.activation_bytes
@@ -206,8 +197,8 @@ def _is_needed(asked: StreamingRequest, room: MemoryRoom, absent_shards: tuple[s
         return False
     logger.info(
         "Streaming a layer at a time: the whole model takes %s, %s are free (--stream off loads it all the same).",
-        word_size(needed),
-        word_size(capacity),
+        format_size(needed),
+        format_size(capacity),
     )
     return True
 
@@ -217,8 +208,8 @@ def _has_room_for_two(room: MemoryRoom, device: torch.device, *, packed: bool) -
     if needed > free:
         logger.info(
             "No layer is read ahead: two take %s with their activations, %s are free.",
-            word_size(needed),
-            word_size(free),
+            format_size(needed),
+            format_size(free),
         )
     return needed <= free
 

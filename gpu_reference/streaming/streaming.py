@@ -54,10 +54,10 @@ class Streaming:
 
     Args:
         device: Device that runs the layers.
-        prefetch: Read the next layer while one runs; two layers are then in memory.
-        packed: Keep experts in FP8, and dequantise each when it is used.
+        prefetch: Whether to read the next layer while one runs; two layers are then in memory.
+        packed: Whether to keep experts in FP8, and to dequantise each when it is used.
         part: Slice of a plan that runs here; None for the whole model.
-        holds_part: Read all layers of the slice before they run, and keep them.
+        holds_part: Whether to read all layers of the slice before they run, and to keep them.
     """
 
     device: torch.device
@@ -76,7 +76,7 @@ def open_streamed_model(
     footprint: Footprint,
     budget: MemoryBudget,
 ) -> Iterator[StreamedModel]:
-    """Build the golden model without its weights, and let it fetch them while the block lasts.
+    """Build the golden model without its weights, and let it fetch them during the block.
 
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
@@ -86,10 +86,10 @@ def open_streamed_model(
     if streaming.packed:
         _refuse_unpackable(request, reader)
     if streaming.device.type != "cpu":
-        # Weights and activations on a GPU do not count.
+        # The budget is of host memory, and weights and activations are on the GPU.
         budget = MemoryBudget.unlimited()
     model = build_golden_model(request, device=streaming.device)
-    # Known needs are checked before anything is read.
+    # Memory whose size is known is checked before anything is read.
     if streaming.holds_part and streaming.part is not None:
         held = footprint.held_bytes(streaming.part.stage, packed=streaming.packed)
         budget.require(held + footprint.activation_bytes, "holding a slice")
@@ -108,11 +108,10 @@ def open_streamed_model(
 
 @dataclass(slots=True, eq=False)
 class StreamedModel:
-    """A model without weights, filled part by part as it runs; a source of `TwinWeights`.
+    """A model without weights, whose parts fetch theirs just before they run. It also serves as `TwinWeights`.
 
     Args:
         model: transformers' model on the meta device.
-        loader: Reads whole layers.
         budget: Limit of anonymous memory; unlimited on a GPU.
     """
 
@@ -140,7 +139,7 @@ class StreamedModel:
         return norm.get_parameter("weight"), lm_head.get_parameter("weight")
 
     def hold(self, layers: range, *, with_head: bool) -> None:
-        """Read the layers that will run, and keep them; also final norm and lm_head if `with_head`.
+        """Read the layers that will run, and keep them; if `with_head`, final norm and lm_head too.
 
         Raises:
             CheckpointError: A tensor cannot be read.
@@ -156,7 +155,7 @@ class StreamedModel:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Hook the model so that its parts fetch their weights while the block lasts."""
+        """Hook the model so that its parts fetch their weights during the block."""
         embedding, layers, norm, head = (
             self.model.get_submodule(name)
             for name in ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
@@ -172,21 +171,21 @@ class StreamedModel:
             for number, layer in enumerate(layers.children()):
                 fetch_before(layer, partial(self._fetch_layer, number))
                 fetch_before(layer.get_submodule("mlp.experts"), partial(self._fetch_experts, number, layer))
-            # Norm and head stay: float32 twins are computed with them.
+            # Norm and head keep their weights after they ran: their float32 twins need them.
             for module in (embedding, *layers.children()):
-                stack.callback(module.register_forward_hook(_strip).remove)
+                stack.callback(module.register_forward_hook(_remove_weights).remove)
             yield
 
     def _fetch_embedding(self, module: torch.nn.Module, _: Any) -> None:
-        # A new pass begins: free the last pass's head first.
+        # A new forward pass begins: free norm and head of the pass before.
         if not self.streaming.holds_part:
             for name in ("model.norm", "lm_head"):
-                _strip(self.model.get_submodule(name))
+                _remove_weights(self.model.get_submodule(name))
         self.budget.require(self.footprint.vocabulary_bytes, "the embedding")
         self._bind_weight(module, EMBEDDING)
 
     def _fetch_layer(self, number: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        # The layer before left freed memory in pieces that nothing large fits into; they would add up.
+        # Freed memory of the layer before lies in pieces too small for a layer. They would add up.
         give_back_freed_pages()
         if number in self._held:
             storage = self._held[number]
@@ -237,7 +236,7 @@ class StreamedModel:
     def _bind_weight(self, module: torch.nn.Module, name: str) -> None:
         if module.get_parameter("weight").is_meta:
             weight = self.reader.read_weight(name, self.request.dtype).to(self.streaming.device)
-            _set(module, "weight", weight)
+            _set_weight(module, "weight", weight)
 
     def _names_of_whole_proof(self) -> tuple[str, ...]:
         return (*PROVED_NAMES, *proved_expert_names(range(self.request.spec.num_local_experts)))
@@ -263,20 +262,20 @@ def _new_storage(
     kind = packed_storage if streaming.packed else grouped_storage
     storage = kind(request.spec, dtype=request.dtype, device=streaming.device)
     if budget.limit_bytes is not None:
-        # Only memory that was written to counts as taken. The next check must see it.
-        for place in storage.places.values():
-            place.zero_()
+        # Readings see only memory that was written to, and the next check must see this.
+        for tensor in storage.places.values():
+            tensor.zero_()
     return storage
 
 
 def _bind(layer: torch.nn.Module, storage: LayerStorage) -> None:
     for name, tensor in storage.modules.items():
         path, _, leaf = name.rpartition(".")
-        _set(layer.get_submodule(path), leaf, tensor)
+        _set_weight(layer.get_submodule(path), leaf, tensor)
 
 
-def _set(module: torch.nn.Module, name: str, value: Any) -> None:
-    """Set a weight past torch's check that a parameter stays a parameter."""
+def _set_weight(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Set a weight or buffer. A packed weight is no tensor, which torch would refuse in place of a parameter."""
     if name in module._buffers:
         module._buffers[name] = value
         return
@@ -284,11 +283,11 @@ def _set(module: torch.nn.Module, name: str, value: Any) -> None:
         module.__dict__.pop(name, None)
         module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
     else:
-        # Attribute look-up finds it before the parameter, which stays on the meta device.
+        # Attribute look-up finds this before the parameter, which stays on the meta device.
         module.__dict__[name] = value
 
 
-def _strip(module: torch.nn.Module, *_: Any) -> None:
+def _remove_weights(module: torch.nn.Module, *_: Any) -> None:
     """Remove every weight of a module and its submodules: back to the meta device."""
     for part in module.modules():
         for name, parameter in part._parameters.items():

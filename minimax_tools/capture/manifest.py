@@ -19,7 +19,7 @@ from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, TensorDigest, describe_tensor
 from minimax_tools.errors import CaptureError, Mm2Error
 from minimax_tools.json_codec import decode, encode, omit_default
-from minimax_tools.metrics.pair_metrics import TensorStatistics, measure_tensor
+from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.provenance import Provenance

@@ -25,7 +25,7 @@ from minimax_tools.capture.open_files import file_state
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import token_rows
-from minimax_tools.metrics.pair_metrics import TensorStatistics
+from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
 
 # What is given to both the model and its float32 twin has no twin of its own.

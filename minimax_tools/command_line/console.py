@@ -13,27 +13,31 @@ import click
 
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError
 
+# Level of the environment variable DEBUG from which every section is shown.
+DETAILED_LEVEL = 11
+# Keys of click's `Context.meta`, in which a command keeps what its errors are printed by.
 _DEBUG = "minimax_tools.debug"
 _JSON = "minimax_tools.json"
 _ARGUMENTS = "minimax_tools.arguments"
 _SPEAKER = "minimax_tools.speaker"
+# Packages whose log messages are shown.
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 
 
 class CommandEnd(SystemExit):
-    """The deliberate end of a command; raised by `end_command`."""
+    """The deliberate end of a command, unlike a SystemExit from code that the command runs."""
 
 
 def end_command(exit_code: int) -> NoReturn:
-    """End the running command. Any other exit comes from code that mm2 ran, and is no verdict."""
+    """End the running command with an exit code."""
     raise CommandEnd(exit_code)
 
 
 class Mm2Command(click.Command):
     """A command whose errors become one message on stderr and the exit code of their class.
 
-    No error leaves with exit code 1, which means that a port differs. `--debug` prints the traceback too. A port's code
-    that exits is an error as well.
+    No error gets exit code 1, which means that a port differs. If code of a port exits, that is an error too. `--debug`
+    prints the traceback as well.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -58,10 +62,10 @@ class Mm2Group(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return the context, with the given arguments: a command may start itself again as several ranks."""
-        given = tuple(args)
+        """Return the context. Keep the arguments in it: a command may start itself again as several ranks."""
+        arguments = tuple(args)  # click empties the list.
         context = super().make_context(info_name, args, parent, **extra)
-        context.meta[_ARGUMENTS] = given
+        context.meta[_ARGUMENTS] = arguments
         return context
 
 
@@ -72,7 +76,7 @@ def given_arguments() -> tuple[str, ...]:
 
 
 def speak_as(speaker: str) -> None:
-    """Prefix the running command's error with a name, where several processes share a terminal."""
+    """Print the running command's error with a name before it, because several processes share the terminal."""
     click.get_current_context().meta[_SPEAKER] = speaker
 
 
@@ -95,7 +99,7 @@ def show_progress(ctx: click.Context, _: click.Parameter, quiet: bool) -> bool:
         logger = logging.getLogger(package)
         logger.handlers[:] = [handler]
         logger.setLevel(level)
-        # A library that sets up the root logger would print every line again.
+        # Else a library that sets up the root logger would print every line again.
         logger.propagate = False
     return quiet
 
@@ -112,18 +116,26 @@ def print_json(value: Any) -> None:
 
 
 def print_error(error: BaseException, *, as_json: bool, speaker: str | None = None) -> int:
-    """Print an error that ends a command, and return its exit code.
+    """Print an error that ends a command, with `as_json` on stdout too, and return its exit code.
 
-    Args:
-        error: An error of mm2, or any other.
-        as_json: Also print it as JSON on stdout.
-        speaker: Name of the process, where several share a terminal; None for the only one.
+    `speaker` is the name of this process if several share a terminal.
     """
     message, exit_code = _describe(error)
     if as_json:
         print_json({**_no_verdict(exit_code), "error": message, "exit_code": exit_code})
     click.echo(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", err=True)
     return exit_code
+
+
+def shows_details() -> bool:
+    """Decide whether the environment variable DEBUG asks for every section."""
+    text = os.environ.get("DEBUG", "")
+    return text.isdecimal() and int(text) >= DETAILED_LEVEL
+
+
+def shows_pictures(stream: TextIO) -> bool:
+    """Decide whether a stream can show characters beyond ASCII."""
+    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
 
 
 class _StderrHandler(logging.Handler):
@@ -133,7 +145,7 @@ class _StderrHandler(logging.Handler):
 
 def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
     if isinstance(error, BrokenPipeError):
-        # The reader has gone, as after `| head`. Without this, Python would complain again when it flushes.
+        # The reader of stdout has gone, as after `| head`. Without this, Python complains again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         ctx.exit(CannotRunError.exit_code)
     if ctx.meta.get(_DEBUG):
@@ -157,18 +169,3 @@ def _no_verdict(exit_code: int) -> dict[str, Any]:
     if exit_code != CannotRunError.exit_code:
         return {}
     return {"verdict": "incomparable", "compared": 0, "of": 0, "blame": []}
-
-
-# Level of the variable DEBUG from which every section is shown.
-DETAILED_LEVEL = 11
-
-
-def shows_details() -> bool:
-    """Decide whether the variable DEBUG asks for every section."""
-    text = os.environ.get("DEBUG", "")
-    return text.isdecimal() and int(text) >= DETAILED_LEVEL
-
-
-def shows_pictures(stream: TextIO) -> bool:
-    """Decide whether a stream can show more than ASCII."""
-    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"

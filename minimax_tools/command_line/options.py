@@ -1,6 +1,7 @@
 """Command-line options that mean the same in every command, declared once.
 
-A decorator below adds its options to a command. A command gets some of them as one value:
+Each decorator below adds its options to a command. The last column names the parameter that gets several options as
+one value:
 
 | decorator | options | value |
 |---|---|---|
@@ -59,25 +60,22 @@ def stack_options(*decorators: Callable[[Command], Command]) -> Callable[[Comman
 
 
 def grouped_as(name: str, build: Callable[..., Any], *, prefix: str = "") -> Callable[[Command], Command]:
-    """Return a decorator that gives a command one value in place of the options it is built from.
+    """Return a decorator that gives a command one value in place of the options that the value is built from.
 
     Args:
-        name: The command's parameter that gets the value.
-        build: Makes the value. Its parameters bear the names of the options that it takes. Decorators above this one
-            take their options first.
-        prefix: Begins the options' names, before the names of the parameters.
+        name: Parameter of the command that gets the value.
+        build: Function that builds the value. Its parameters have the names of the options that it takes. Decorators
+            above this one take their options first.
+        prefix: Text before the parameters' names in the options' names.
     """
     parameters = tuple(inspect.signature(build).parameters)
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            given = {
-                parameter: values.pop(prefix + parameter)
-                for parameter in parameters
-                if prefix + parameter in values
-            }
-            return command(**values, **{name: build(**given)})
+            names = [parameter for parameter in parameters if prefix + parameter in values]
+            options = {parameter: values.pop(prefix + parameter) for parameter in names}
+            return command(**values, **{name: build(**options)})
 
         decorated: Command = run  # type: ignore[assignment]  # functools.wraps keeps what click reads
         return decorated
@@ -91,7 +89,7 @@ class CaptureStore:
 
     Args:
         captures: Folder of all captures.
-        output_dir: Capture directory of this run; None for one under `captures`.
+        output_dir: Capture directory of this run; None for a directory under `captures`.
     """
 
     captures: Path
@@ -141,8 +139,8 @@ def _parse_numbers(*, least: int, expected: str) -> Callable[..., tuple[int, ...
         try:
             numbers = tuple(int(part) for part in value.split(","))
         except ValueError:
-            numbers = (least - 1,)
-        if min(numbers) < least:
+            numbers = ()
+        if not numbers or min(numbers) < least:
             raise click.BadParameter(f"{value!r}: expected {expected}", param=parameter)
         return numbers
 
@@ -160,6 +158,7 @@ def parse_size_option(_: click.Context, parameter: click.Parameter, value: str |
     try:
         size_bytes = parse_size(value)
     except ValueError:
+        # Refused below, like a size of zero.
         size_bytes = 0
     if size_bytes < 1:
         raise click.BadParameter(
@@ -289,8 +288,9 @@ def reading_options(side: str = "", whose: str = "the directory") -> Callable[[C
     """Return --format and --map, given to the command as `reading`.
 
     Args:
-        side: Begins the options' names where a command has several sides, such as `gpu-`; `gpu_reading` then.
-        whose: The side in words, for the help.
+        side: Prefix of the options' names in a command with several sides, such as `gpu-`. The parameter then is
+            `gpu_reading`.
+        whose: Side in words, for the help.
     """
     prefix = side.replace("-", "_")
     return stack_options(

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from minimax_tools.machine.memory_usage import MemoryUsage
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,13 +52,13 @@ class LayerProgress:
     """A progress that shows layer, bytes per second, memory in use and time left on stderr while its block runs.
 
     In a terminal it is a bar, and other output to `sys.stderr` appears above it. Elsewhere it is one log line per
-    layer. Both need INFO of this module's logger, which `--quiet` switches off.
+    layer. Nothing is shown if this module's logger does not log INFO, as with `--quiet`.
 
     Args:
         num_layers: Number of layers of the run, those done before included.
         label: Text before the bar.
-        unit: Name of one step, if it is no layer.
-        clock: Returns seconds.
+        unit: Name of one step, if a step is not a layer.
+        clock: Function that returns a time in seconds.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class LayerProgress:
         self._lock = threading.Lock()
         self._bar: ExitStack | None = None
         self._layer: int | None = None
+        # Layers done in all, and layers done by this run.
         self._num_done = 0
         self._num_fresh = 0
         self._num_bytes = 0
@@ -100,7 +101,7 @@ class LayerProgress:
             self._num_fresh += 1
             self._num_bytes += num_bytes
             self._latest_s = self._clock()
-            line = f"{self._place(layer)}: {', '.join(self._words())}"
+            line = f"{self._count_of(layer)}: {', '.join(self._figures())}"
         if self._bar is None:
             logger.info(line)
 
@@ -112,7 +113,7 @@ class LayerProgress:
             if not self._num_fresh:
                 # The time to check layers done before says nothing about the next ones.
                 self._begun_s = self._latest_s = self._clock()
-            line = f"{self._place(layer)}: done before"
+            line = f"{self._count_of(layer)}: done before"
         if self._bar is None:
             logger.info(line)
 
@@ -123,7 +124,7 @@ class LayerProgress:
         console = Console(file=sys.stderr)
         if not console.is_interactive:
             return
-        # No redirection by rich: stdout carries results, and click bypasses rich's stand-in for stderr.
+        # rich must not redirect: stdout carries results, and for stderr there is `AboveBar`.
         live = Live(
             get_renderable=self._render,
             console=console,
@@ -143,48 +144,51 @@ class LayerProgress:
 
         with self._lock:
             layer = [f"{self._unit} {self._layer}"] if self._layer is not None else []
-            words = " · ".join([f"{self._num_done}/{self._num_layers}", *layer, *self._words()])
+            figures = " · ".join([f"{self._num_done}/{self._num_layers}", *layer, *self._figures()])
             bar = ProgressBar(total=self._num_layers, completed=self._num_done)
         table = Table.grid(expand=True, padding=(0, 1))
         table.add_column(no_wrap=True, min_width=len(self._label))
         table.add_column(ratio=1, min_width=4)
         table.add_column(no_wrap=True)
-        table.add_row(Text(self._label), bar, Text(words))
+        table.add_row(Text(self._label), bar, Text(figures))
         return table
 
-    def _place(self, layer: int) -> str:
+    def _count_of(self, layer: int) -> str:
         return f"{self._unit.capitalize()} {layer} ({self._num_done} of {self._num_layers})"
 
-    def _words(self) -> list[str]:
-        """Return time, rate and memory in use, as far as known; a narrow terminal cuts the last ones first."""
-        words = []
+    def _figures(self) -> list[str]:
+        """Return time, rate and memory in use as texts, as far as known; a narrow terminal cuts off the last ones."""
+        figures = []
         spent_s = self._latest_s - self._begun_s
         num_left = self._num_layers - self._num_done
         if num_left <= 0:
-            words.append(f"took {word_duration(spent_s)}")
+            figures.append(f"took {format_duration(spent_s)}")
         elif self._num_fresh:
             layer_s = spent_s / self._num_fresh
+            # Time already spent on the current layer. A slow layer must not count down those after it.
             current_s = min(self._clock() - self._latest_s, layer_s)
-            words.append(f"{word_duration(num_left * layer_s - current_s)} left")
+            figures.append(f"{format_duration(num_left * layer_s - current_s)} left")
         if self._num_bytes and spent_s > 0:
-            words.append(f"{word_size(int(self._num_bytes / spent_s))}/s")
+            figures.append(f"{format_size(int(self._num_bytes / spent_s))}/s")
         usage = MemoryUsage.current()
-        words.append(f"memory {word_size(usage.anonymous_bytes)}")
+        figures.append(f"memory {format_size(usage.anonymous_bytes)}")
         if usage.device_bytes:
-            words.append(f"GPU {word_size(usage.all_devices_bytes)}")
-        return words
+            figures.append(f"GPU {format_size(usage.all_devices_bytes)}")
+        return figures
 
 
 class AboveBar:
     """A stand-in for `sys.stderr` while a bar is live: prints every whole line above the bar.
 
-    click bypasses rich's own stand-in, which also breaks long lines.
+    rich's own stand-in does not serve, because click bypasses it and it breaks long lines.
     """
 
     def __init__(self, stream: TextIO, *, console: Console) -> None:
         self._stream = stream
         self._console = console
+        # The last line as far as it was written.
         self._begun_line = ""
+        # Reentrant: printing may write to `sys.stderr`.
         self._lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -208,7 +212,7 @@ class AboveBar:
         with self._lock:
             *lines, self._begun_line = (self._begun_line + text).split("\n")
             for line in lines:
-                # A line that rewrote itself shows its last state.
+                # Of a line that rewrote itself by carriage returns, the last state is printed.
                 self._console.print(Text.from_ansi(line.rstrip("\r").rpartition("\r")[2]), soft_wrap=True)
         return len(text)
 
@@ -220,7 +224,7 @@ class AboveBar:
         """Do nothing: whole lines are printed already."""
 
 
-def word_duration(duration_s: float) -> str:
+def format_duration(duration_s: float) -> str:
     """Return a duration as `4:15` (minutes:seconds), or `1:02:03` from one hour on."""
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)

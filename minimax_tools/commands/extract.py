@@ -11,8 +11,8 @@ from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.commands.options import plan_model_option, plan_option, shard_size_option
-from minimax_tools.errors import UsageError
-from minimax_tools.machine.size import word_size
+from minimax_tools.errors import UsageError, format_count
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import DEFAULT_FOLDER, FileFormat, cut_slice
 from minimax_tools.slices.folder import SliceFolder, write_slice
@@ -67,12 +67,13 @@ def extract_command(
     """
     if bool(nodes) == all_nodes:
         raise UsageError("name the slices to cut in one way", expected="--node NAME or --all-nodes")
-    whole = _read_whole(plan_file, model) if all_nodes else None
-    names = nodes if whole is None else [slice_.node.name for slice_ in whole.used]
+    whole_plan = _read_whole_plan(plan_file, model) if all_nodes else None
+    names = nodes if whole_plan is None else [slice_.node.name for slice_ in whole_plan.used]
     slices = []
+    # A node that was named twice is cut once.
     for name in dict.fromkeys(names):
         # The tensor lists of all slices take a hundred megabytes, so one slice is read at a time.
-        plan = whole or PartitionPlan.read(plan_file, tensors_of=name)
+        plan = whole_plan or PartitionPlan.read(plan_file, tensors_of=name)
         source = StoredWeights.of_slice(model or plan.model, plan.slice_of(name))
         cut = cut_slice(
             plan, name, source, file_format=FileFormat(file_format), shard_size_bytes=shard_size_bytes
@@ -87,7 +88,7 @@ def extract_command(
         click.echo(_as_line(slice_))
 
 
-def _read_whole(plan_file: Path, model: str | None) -> PartitionPlan:
+def _read_whole_plan(plan_file: Path, model: str | None) -> PartitionPlan:
     """Read a plan, and verify that it covers the whole checkpoint."""
     plan = PartitionPlan.read(plan_file)
     source = open_source(model or plan.model)
@@ -111,7 +112,7 @@ def _as_values(slice_: SliceFolder) -> dict[str, Any]:
 
 
 def _as_line(slice_: SliceFolder) -> str:
-    num_files = len(slice_.files)
-    count = f"{len(slice_.description.tensors)} tensors in {num_files} file{'s' if num_files > 1 else ''}"
+    tensors = format_count(len(slice_.description.tensors), "tensor")
+    content = f"{tensors} in {format_count(len(slice_.files), 'file')}, {format_size(slice_.size_bytes)}"
     was_there = "" if slice_.is_new else ", was there already, byte for byte"
-    return f"{slice_.description.node}: {slice_.folder}, {count}, {word_size(slice_.size_bytes)}{was_there}"
+    return f"{slice_.description.node}: {slice_.folder}, {content}{was_there}"

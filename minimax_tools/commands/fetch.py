@@ -13,8 +13,8 @@ from minimax_tools.command_line.console import Mm2Command, print_json, shows_det
 from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.commands.options import plan_option
-from minimax_tools.errors import UsageError
-from minimax_tools.machine.size import word_size
+from minimax_tools.errors import UsageError, format_count
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.cut import DEFAULT_FOLDER
 from minimax_tools.slices.download import Download, DownloadedFile, Repository
@@ -71,9 +71,9 @@ def fetch_command(
     if as_json:
         print_json(_as_values(fetched))
     else:
-        came = "" if fetched.bytes_fetched is None else f", {word_size(fetched.bytes_fetched)} fetched"
-        size = word_size(fetched.size_bytes)
-        click.echo(f"{fetched.node}: {fetched.folder}, {len(fetched.files)} files, {size}{came}")
+        received = "" if fetched.bytes_fetched is None else f", {format_size(fetched.bytes_fetched)} fetched"
+        content = f"{format_count(len(fetched.files), 'file')}, {format_size(fetched.size_bytes)}"
+        click.echo(f"{fetched.node}: {fetched.folder}, {content}{received}")
 
 
 def _show_download(plan: PartitionPlan, slice_: Slice, source: SliceSource) -> None:
@@ -99,15 +99,15 @@ def _show_completion(plan: PartitionPlan, slice_: Slice, source: SliceSource, fe
 
 
 def _find_tensors(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[DownloadedFile]:
-    """Yield the files of a fetched slice, with the sizes of their tensors here and in the source."""
+    """Yield the files of a fetched slice, with the sizes of their tensors in the source and here."""
     with open_slice(fetched.folder) as reader:
         entries = tuple(reader.index.entries.values())
     for file in fetched.files:
-        held = [entry for entry in entries if entry.file.name == file]
+        tensors = [entry for entry in entries if entry.file.name == file]
         yield DownloadedFile(
             name=file,
-            expected_bytes=sum(sizes.get(entry.name, entry.size_bytes) for entry in held),
-            actual_bytes=sum(entry.size_bytes for entry in held),
+            expected_bytes=sum(sizes.get(entry.name, entry.size_bytes) for entry in tensors),
+            actual_bytes=sum(entry.size_bytes for entry in tensors),
         )
 
 

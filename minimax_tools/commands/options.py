@@ -12,6 +12,7 @@ import torch
 from minimax_tools.command_line.options import Command, parse_size_option, stack_options
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
+# Sizes of a synthetic model, each the name of a field and of an option, and its help.
 _SIZES: Mapping[str, str] = MappingProxyType(
     {
         "num_hidden_layers": "Number of layers",
@@ -74,7 +75,7 @@ def size_options(defaults: SyntheticModel | None = None) -> Callable[[Command], 
     """Return an option for each size of a synthetic model.
 
     Args:
-        defaults: Sizes of a model whose sizes nobody chose; None where a preset gives them.
+        defaults: Model with the default sizes; None if the command's preset gives them.
     """
     return stack_options(
         *(

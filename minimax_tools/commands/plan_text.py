@@ -7,27 +7,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.errors import format_count
 from minimax_tools.json_codec import encode
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.plan import PartitionPlan, Slice
 
-_SIZES = ("stored", "loaded", "KV", "activations")
-_WORK = ("parameters", "GFLOPs/token")
-_NODE_COLUMNS = ("node", "holds", "share", *_SIZES, "memory", *_WORK, "ms/token", "files")
-_PART_COLUMNS = ("part", *_SIZES, *_WORK)
-_WORDS = ("node", "holds", "part")
+_SIZE_COLUMNS = ("stored", "loaded", "KV", "activations")
+_WORK_COLUMNS = ("parameters", "GFLOPs/token")
+_NODE_COLUMNS = ("node", "holds", "share", *_SIZE_COLUMNS, "memory", *_WORK_COLUMNS, "ms/token", "files")
+_PART_COLUMNS = ("part", *_SIZE_COLUMNS, *_WORK_COLUMNS)
+# Columns that hold words, which are aligned left.
+_WORD_COLUMNS = ("node", "holds", "part")
 
 
 def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> str:
     """Return the plan as tables of nodes and of the model's parts, with files and the slowest node."""
     blocks = [
-        f"{plan.model}: {plan.num_hidden_layers} layers on {len(plan.used)} of {len(plan.slices)} nodes, "
-        f"by {plan.planner}",
-        "\n".join(_draw([_NODE_COLUMNS, *(_node_row(plan, slice_) for slice_ in plan.slices)])),
-        "\n".join(_draw([_PART_COLUMNS, *(_part_row(name, part) for name, part in _parts(cost))])),
-        "\n".join((*_files(plan), *_notes(plan))),
+        f"{plan.model}: {format_count(plan.num_hidden_layers, 'layer')} on {len(plan.used)} of "
+        f"{format_count(len(plan.slices), 'node')}, by {plan.planner}",
+        "\n".join(_align_columns([_NODE_COLUMNS, *(_node_row(plan, slice_) for slice_ in plan.slices)])),
+        "\n".join(_align_columns([_PART_COLUMNS, *(_part_row(name, part) for name, part in _parts(cost))])),
+        "\n".join((*_describe_files(plan), *_notes(plan))),
     ]
     if output is not None:
         blocks.append(f"Written to {output}.")
@@ -62,15 +64,15 @@ def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) ->
 def _node_row(plan: PartitionPlan, slice_: Slice) -> tuple[str, ...]:
     cost, node = slice_.cost, slice_.node
     if not slice_.stage.is_used:
-        memory = f"0 B of {word_size(node.memory_bytes)}"
-        return (node.name, "idle", "", *("" for _ in _SIZES), memory, *("" for _ in _WORK), "", "")
+        memory = f"0 B of {format_size(node.memory_bytes)}"
+        return (node.name, "idle", "", *[""] * len(_SIZE_COLUMNS), memory, *[""] * len(_WORK_COLUMNS), "", "")
     seconds = slice_.seconds_per_token
     return (
         node.name,
-        _held(slice_),
+        _describe_content(slice_),
         f"{plan.share(slice_):.1%}",
         *_sizes(cost),
-        f"{word_size(cost.memory_bytes)} of {word_size(node.memory_bytes)} "
+        f"{format_size(cost.memory_bytes)} of {format_size(node.memory_bytes)} "
         f"({cost.memory_bytes / node.memory_bytes:.0%})",
         *_work(cost),
         "-" if seconds is None else f"{seconds * 1e3:.4g}",
@@ -84,29 +86,34 @@ def _part_row(name: str, part: PartCost) -> tuple[str, ...]:
 
 def _sizes(cost: PartCost) -> tuple[str, ...]:
     return tuple(
-        word_size(size)
+        format_size(size)
         for size in (cost.stored_bytes, cost.loaded_bytes, cost.kv_bytes, cost.activation_bytes)
     )
 
 
 def _work(cost: PartCost) -> tuple[str, str]:
-    return _count(cost.num_parameters), f"{cost.flops_per_token / 1e9:.3f}"
+    return _format_number(cost.num_parameters), f"{cost.flops_per_token / 1e9:.3f}"
 
 
-def _count(number: int) -> str:
+def _format_number(number: int) -> str:
     for unit, size in (("B", 10**9), ("M", 10**6)):
         if number >= size:
             return f"{number / size:.3f} {unit}"
     return str(number)
 
 
-def _held(slice_: Slice) -> str:
+def _describe_content(slice_: Slice) -> str:
     stage = slice_.stage
-    layers = [str(Span(stage.layers.start, stage.layers.stop))] if stage.layers else []
-    return " + ".join(["embedding"] * stage.has_embedding + layers + ["head"] * stage.has_head)
+    parts = {
+        "embedding": stage.has_embedding,
+        str(Span(stage.layers.start, stage.layers.stop)): len(stage.layers) > 0,
+        "head": stage.has_head,
+    }
+    return " + ".join(name for name, is_held in parts.items() if is_held)
 
 
 def _parts(cost: ModelCost) -> Iterator[tuple[str, PartCost]]:
+    """Yield the parts of the model with their costs; neighbouring layers of the same cost are one part."""
     yield "embedding", cost.embedding
     start = 0
     for stop in range(1, len(cost.layers) + 1):
@@ -121,7 +128,7 @@ def _parts(cost: ModelCost) -> Iterator[tuple[str, PartCost]]:
     yield "whole model", cost.whole
 
 
-def _files(plan: PartitionPlan) -> Iterator[str]:
+def _describe_files(plan: PartitionPlan) -> Iterator[str]:
     for slice_ in plan.used:
         if slice_.files:
             yield f"{slice_.node.name} reads {', '.join(slice_.files)}"
@@ -151,12 +158,12 @@ def _slowest(plan: PartitionPlan) -> Slice | None:
     return max(plan.used, key=lambda slice_: slice_.seconds_per_token or 0.0)
 
 
-def _draw(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows in columns; words are aligned left, numbers right."""
+def _align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the rows as lines with aligned columns; the first row has the titles."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
-            cell.ljust(width) if title in _WORDS else cell.rjust(width)
+            cell.ljust(width) if title in _WORD_COLUMNS else cell.rjust(width)
             for title, cell, width in zip(rows[0], row, widths, strict=True)
         ]
         yield "  ".join(cells).rstrip()

@@ -16,6 +16,7 @@ from minimax_tools.commands.options import (
     size_options,
     stored_dtype_option,
 )
+from minimax_tools.errors import format_count
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import PRESETS
 
@@ -57,5 +58,6 @@ def synthesize_command(
         print_json({**asdict(made), "folder": str(made.folder)})
     else:
         click.echo(
-            f"{made.folder}: {made.num_tensors} tensors in {made.num_shards} shards, {made.size_bytes} bytes"
+            f"{made.folder}: {format_count(made.num_tensors, 'tensor')} in "
+            f"{format_count(made.num_shards, 'shard')}, {format_count(made.size_bytes, 'byte')}"
         )

@@ -12,6 +12,7 @@ import torch
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import grouped_as, output_options
 from minimax_tools.commands.options import new_folder_option, size_options, stored_dtype_option
+from minimax_tools.errors import format_count
 from minimax_tools.synthetic.corpus import CORPORA
 from minimax_tools.synthetic.learned import LearnedModel, train_checkpoint, training_record
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -20,6 +21,7 @@ from minimax_tools.synthetic.training import TrainingOptions
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 _DEFAULTS = SyntheticModel(num_hidden_layers=5, num_local_experts=16, intermediate_size=64, vocab_size=262)
 _DEFAULT_MINUTES = 10.0
+# The default learning rate times the hidden size: wider models need smaller steps.
 _LEARNING_RATE_OF_WIDTH = 0.5
 
 
@@ -136,20 +138,20 @@ def train_command(
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Set the number of torch's threads while the block lasts."""
-    before = torch.get_num_threads()
+    """Set the number of torch's threads during the block."""
+    number_before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(number_before)
 
 
 def _describe(learned: LearnedModel) -> list[str]:
     course, after = learned.course, learned.after
     lines = [
-        f"{', '.join(str(folder) for folder in learned.folders)}: {course.num_steps} steps, "
-        f"{course.num_tokens} tokens, {course.duration_s:.0f} s",
+        f"{', '.join(str(folder) for folder in learned.folders)}: "
+        f"{format_count(course.num_steps, 'step')}, {course.num_tokens} tokens, {course.duration_s:.0f} s",
         f"loss {course.loss:.3f} nats per token over the last steps",
         f"held-out text: {after.bits_per_byte:.3f} bits per byte "
         f"({learned.before.bits_per_byte:.2f} before training; unigrams {learned.rivals.unigram:.2f}, "
@@ -157,11 +159,11 @@ def _describe(learned: LearnedModel) -> list[str]:
         f"with the experts of another token: {after.bits_per_byte_random_experts:.3f} bits per byte",
         "layer  load (1 is even)  bits of the token in an expert, before → after  of the next token",
     ]
-    for index, (was, layer) in enumerate(zip(learned.before.layers, after.layers, strict=True)):
-        low, high = layer.load_range
+    for index, (untrained, trained) in enumerate(zip(learned.before.layers, after.layers, strict=True)):
+        low, high = trained.load_range
         lines.append(
-            f"{index:5}  {low:.2f} to {high:.2f}      {was.token_information:.2f} → "
-            f"{layer.token_information:.2f}  {was.next_token_information:.2f} → "
-            f"{layer.next_token_information:.2f}"
+            f"{index:5}  {low:.2f} to {high:.2f}      {untrained.token_information:.2f} → "
+            f"{trained.token_information:.2f}  {untrained.next_token_information:.2f} → "
+            f"{trained.next_token_information:.2f}"
         )
     return lines

@@ -51,7 +51,7 @@ def verify_command(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Prove that each node loads its slice, that the slices make up the model, and that no byte is wrong.
+    """Prove that each node loads its own slice, that the slices make up the model, and that no byte is wrong.
 
     Exits with 1 if a verdict fails.
 

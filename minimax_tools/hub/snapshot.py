@@ -16,7 +16,7 @@ from minimax_tools.errors import CheckpointError, list_names
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, hub_tools
 from minimax_tools.hub.faults import Attempts, is_transient, translate
 from minimax_tools.hub.transfer import HubTransfer
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.machine.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class HubSnapshot:
         if needed_bytes > free_bytes:
             raise CheckpointError(
                 f"the disk at {existing_folder} is too small for what is missing of {self.commit.model}",
-                expected=f"{word_size(needed_bytes)} for {len(absent)} files",
-                found=f"{word_size(free_bytes)} free",
+                expected=f"{format_size(needed_bytes)} for {len(absent)} files",
+                found=f"{format_size(free_bytes)} free",
                 next_step="Make room, set HF_HOME to a larger disk, or choose fewer layers.",
             )
 
@@ -111,7 +111,7 @@ class HubSnapshot:
             "Fetching %d file%s (%s) of %s into %s.",
             len(absent),
             "" if len(absent) == 1 else "s",
-            word_size(total_bytes),
+            format_size(total_bytes),
             self.commit.model,
             self.commit.access.cache_dir,
         )

@@ -1,7 +1,8 @@
 """The machine under mm2: memory, cores, files, folders, standard output.
 
-- `memory`: what the process may hold, and a record of what it held (`MemoryBudget`, `MemoryTracker`)
-- `memory_usage`: readings of the process's memory, and their wording
+- `memory`: a budget for the process's memory, and what is still available (`MemoryBudget`)
+- `memory_tracker`: a record of the process's memory and its peaks (`MemoryTracker`)
+- `memory_usage`: readings of the process's memory
 - `cgroup`: memory limits of a container
 - `size`: sizes in bytes, read from and written as text
 - `core_pool`: one thread for each core

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Version:
-    """File names of limits and usage in one version of cgroups."""
-
-    folder: str
-    limits: tuple[str, ...]
-    usage: str
-    cached: tuple[str, ...]
-
-
-_V1 = _Version(
-    folder="sys/fs/cgroup/memory",
-    limits=("memory.limit_in_bytes",),
-    usage="memory.usage_in_bytes",
-    cached=("total_active_file", "total_inactive_file"),
-)
-_V2 = _Version(
-    folder="sys/fs/cgroup",
-    limits=("memory.max", "memory.high"),
-    usage="memory.current",
-    cached=("active_file", "inactive_file"),
-)
+# Folder below which every group has its own folder, in cgroups of version 1 and 2.
+_V1_MOUNT, _V2_MOUNT = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+# Files of a group's folder, of version 1 or 2: the limits, of which the lowest holds, and the bytes in use.
+_LIMIT_FILES = ("memory.limit_in_bytes", "memory.max", "memory.high")
+_USAGE_FILES = ("memory.usage_in_bytes", "memory.current")
+# Keys of the page cache in memory.stat. Version 1 has them once more for the group and those below, as `total_…`.
+_CACHE_KEYS = ("active_file", "inactive_file")
 
 
 def cgroup_headroom_bytes(*, root: Path = Path("/")) -> int | None:
@@ -39,30 +22,28 @@ def cgroup_headroom_bytes(*, root: Path = Path("/")) -> int | None:
     Args:
         root: Folder of `proc` and `sys`.
     """
-    headrooms = [
-        headroom
-        for version, group in _memory_groups(root)
-        for folder in _upward(root / version.folder, group)
-        if (headroom := _headroom(folder, version)) is not None
-    ]
-    return min(headrooms, default=None)
+    headrooms = [_headroom(folder) for folder in _limiting_folders(root)]
+    return min((headroom for headroom in headrooms if headroom is not None), default=None)
 
 
-def _memory_groups(root: Path) -> Iterator[tuple[_Version, str]]:
+def _limiting_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's memory groups and of their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
+        # No Linux, or no cgroups: there is no limit.
         return
     for line in lines:
+        # A line is `id:controllers:path`; version 2 names no controllers.
         _, controllers, group = line.split(":", 2)
         if "memory" in controllers.split(","):
-            yield _V1, group
+            yield from _group_and_parents(root / _V1_MOUNT, group)
         elif not controllers:
-            yield _V2, group
+            yield from _group_and_parents(root / _V2_MOUNT, group)
 
 
-def _upward(mount: Path, group: str) -> Iterator[Path]:
-    """Yield the group's folder and its parents up to the mount. In a container only the mount may exist."""
+def _group_and_parents(mount: Path, group: str) -> Iterator[Path]:
+    """Yield the folders of the group and its parents, up to the mount. In a container only the mount may exist."""
     folder = mount / group.strip("/")
     yield folder
     while folder != mount:
@@ -70,27 +51,26 @@ def _upward(mount: Path, group: str) -> Iterator[Path]:
         yield folder
 
 
-def _headroom(folder: Path, version: _Version) -> int | None:
-    limits = [limit for name in version.limits if (limit := _read_number(folder / name)) is not None]
-    used = _read_number(folder / version.usage)
-    if not limits or used is None:
+def _headroom(folder: Path) -> int | None:
+    """Return the bytes that one group still allows; None if it sets no limit."""
+    limits = _read_numbers(folder, _LIMIT_FILES)
+    usages = _read_numbers(folder, _USAGE_FILES)
+    if not limits or not usages:
         return None
-    return max(min(limits) - used + _cached_bytes(folder, version), 0)
+    return max(min(limits) - usages[0] + _cached_bytes(folder), 0)
 
 
-def _cached_bytes(folder: Path, version: _Version) -> int:
+def _cached_bytes(folder: Path) -> int:
     try:
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
-    found = dict(line.split() for line in lines)
-    return sum(int(found.get(name, 0)) for name in version.cached)
+    counters = dict(line.split() for line in lines)
+    return sum(int(counters.get(f"total_{key}", counters.get(key, 0))) for key in _CACHE_KEYS)
 
 
-def _read_number(path: Path) -> int | None:
-    """Read a number of bytes; None if the file is missing or says `max`."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+def _read_numbers(folder: Path, names: tuple[str, ...]) -> list[int]:
+    """Read the bytes in each of these files, without those that are missing or say `max`."""
+    paths = [folder / name for name in names]
+    texts = [path.read_text(encoding="ascii").strip() for path in paths if path.is_file()]
+    return [int(text) for text in texts if text.isdigit()]

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar, cast
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Other threads wait here instead of compiling the same loop again.
+# Held while a loop is compiled: other threads wait instead of compiling the same loop again.
 _LOCK = threading.Lock()
 
 
@@ -24,38 +24,38 @@ def compiled(
     """Decorate a function of arrays and numbers, so that its first call compiles it.
 
     Args:
-        signature: Types of its arguments in numba's notation, such as `(float64[::1], float64)`; it takes no others.
+        signature: The only argument types that the function takes, in numba's notation: `(float64[::1], float64)`.
         sums_in_any_order: Whether sums and products may be regrouped, for vector instructions. NaN and Inf keep their
             meaning.
     """
-    liberties = frozenset({"reassoc"} if sums_in_any_order else ())
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        made: list[Callable[P, R]] = []
+        machine_code: Callable[P, R] | None = None
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not made:
+            nonlocal machine_code
+            if machine_code is None:
                 with _LOCK:
-                    if not made:
-                        made.append(_compile(function, signature, liberties))
-            return made[0](*args, **kwargs)
+                    # Asked again: another thread may have compiled it while this one waited.
+                    if machine_code is None:
+                        machine_code = _compile(function, signature, sums_in_any_order=sums_in_any_order)
+            return machine_code(*args, **kwargs)
 
         return call
 
     return decorate
 
 
-def _compile(function: Callable[P, R], signature: str, liberties: frozenset[str]) -> Callable[P, R]:
+def _compile(function: Callable[P, R], signature: str, *, sums_in_any_order: bool) -> Callable[P, R]:
     # The import takes half a second, which commands that compare nothing save.
     import numba
 
-    compile_kept, compile_anew = (
-        numba.njit(signature, nogil=True, fastmath=set(liberties), error_model="numpy", cache=cache)
-        for cache in (True, False)
-    )
+    fastmath = {"reassoc"} if sums_in_any_order else set()
+    njit = functools.partial(numba.njit, signature, nogil=True, fastmath=fastmath, error_model="numpy")
     try:
-        return cast("Callable[P, R]", compile_kept(function))
+        return cast("Callable[P, R]", njit(cache=True)(function))
     except Exception:
-        # The cache cannot be used: numba has many errors for that. An error of the function itself comes again below.
-        return cast("Callable[P, R]", compile_anew(function))
+        # numba raises errors of many kinds if its cache is damaged or cannot be written. Without the cache, only an
+        # error of the function itself is raised again.
+        return cast("Callable[P, R]", njit(cache=False)(function))

@@ -1,4 +1,4 @@
-"""A pool of threads, one for each core, in each of which torch computes with one thread."""
+"""A pool of threads, one for each core. Within each of them torch computes with that one thread only."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ class CorePool(ThreadPoolExecutor):
 
     Args:
         name: Name of the threads.
-        num_threads: Number of threads; None for as many as torch computes with here.
+        num_threads: Number of threads; None for the number of threads that torch is set to.
     """
 
     def __init__(self, name: str, num_threads: int | None = None) -> None:
-        self._num_computing = torch.get_num_threads()
+        self._num_torch_threads = torch.get_num_threads()
         super().__init__(
-            num_threads or self._num_computing, thread_name_prefix=f"mm2-{name}", initializer=_compute_alone
+            num_threads or self._num_torch_threads,
+            thread_name_prefix=f"mm2-{name}",
+            # torch keeps its own number for each thread: each thread of the pool computes alone.
+            initializer=lambda: torch.set_num_threads(1),
         )
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads; see `concurrent.futures`."""
         super().shutdown(wait, cancel_futures=cancel_futures)
-        # torch takes the last number that was set for all threads that begin later.
-        torch.set_num_threads(self._num_computing)
-
-
-def _compute_alone() -> None:
-    """Keep torch to one thread; the pool has one for each core."""
-    torch.set_num_threads(1)
+        # The number set last also holds for threads that begin later, so the pool's 1 must not stay.
+        torch.set_num_threads(self._num_torch_threads)

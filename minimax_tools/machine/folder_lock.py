@@ -16,11 +16,9 @@ LOCK_NAME = ".lock"
 
 @contextlib.contextmanager
 def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
-    """Make `directory` if it is missing, and keep other runs out of it in the block.
+    """Make `directory` if it is missing, and keep other runs out of it during the block.
 
-    Args:
-        directory: The capture directory.
-        owner: Name of the run, for processes that write along with it (see `read_owner`).
+    `owner` is the name of this run. Its other processes read it by `read_owner`.
 
     Raises:
         CaptureError: Another run holds the lock, or the directory cannot be made or written to.
@@ -29,13 +27,13 @@ def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
     path = directory / LOCK_NAME
     with contextlib.ExitStack() as stack:
         try:
-            while True:
+            file = stack.enter_context(path.open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not _is_same_file(file.fileno(), path):
+                # The last owner removed the file between `open` and `flock`: a lock on a removed file protects nothing.
                 file = stack.enter_context(path.open("a"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_same_file(file.fileno(), path):
-                    _write_owner(file, owner)
-                    break
-                # The last owner removed the file between the two steps above: this lock protects nothing.
+            _write_owner(file, owner)
         except BlockingIOError:
             raise CaptureError(
                 f"the output directory {directory} is in use by another run",
@@ -54,7 +52,7 @@ def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
 
 
 def read_owner(directory: Path) -> str | None:
-    """Return the run that writes in `directory`, or a killed run that wrote there last; None without one."""
+    """Return the name of the run that holds the lock, or of a killed run that held it last; None without a lock."""
     try:
         return (directory / LOCK_NAME).read_text(encoding="utf-8")
     except OSError:
@@ -62,7 +60,7 @@ def read_owner(directory: Path) -> str | None:
 
 
 def _write_owner(file: TextIO, owner: str) -> None:
-    # Written only now, with the lock held: opening the file changed nothing in it.
+    # Only with the lock held: until then the file names the run that holds it.
     file.truncate(0)
     file.write(owner)
     file.flush()

@@ -1,10 +1,7 @@
-"""Memory of this process: a record of what it holds and held, and a budget for what it may hold.
+"""A budget for this process's memory, the memory that it can still take, and freed memory given back to the system.
 
-| kind | memory |
-|---|---|
-| anonymous | allocated and written to; budgets count this kind |
-| file-backed | pages of mapped files, which the system drops and reads again as it likes |
-| device | tensors of torch on each CUDA device |
+Budgets count anonymous memory: allocated and written to. Pages of mapped files do not count, because the system drops
+them and reads them again as it likes.
 """
 
 from __future__ import annotations
@@ -17,29 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import torch
 
 from minimax_tools.errors import CannotRunError
 from minimax_tools.machine.cgroup import cgroup_headroom_bytes
-from minimax_tools.machine.memory_usage import (
-    MemoryPeak,
-    MemorySnapshot,
-    MemoryUsage,
-    word_change,
-    word_summary,
-)
-from minimax_tools.machine.size import word_size
-
-__all__ = [
-    "MemoryBudget",
-    "MemoryBudgetError",
-    "MemoryTracker",
-    "MemoryUsage",
-    "Reservation",
-    "available_bytes",
-    "give_back_freed_memory",
-    "give_back_freed_pages",
-]
+from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.machine.size import format_size
 
 
 class MemoryBudgetError(CannotRunError):
@@ -47,10 +26,8 @@ class MemoryBudgetError(CannotRunError):
 
     Args:
         purpose: Purpose of the memory, as in "reading layer 7".
-        needed_bytes: Bytes that the step needs.
         in_use_bytes: Anonymous memory of the process now.
         promised_bytes: Bytes that are reserved and not filled yet.
-        limit_bytes: Limit of the budget.
     """
 
     def __init__(
@@ -62,16 +39,16 @@ class MemoryBudgetError(CannotRunError):
         self.promised_bytes = promised_bytes
         self.limit_bytes = limit_bytes
         total_bytes = in_use_bytes + promised_bytes + needed_bytes
-        promised = f", {word_size(promised_bytes)} reserved and not filled yet" if promised_bytes else ""
+        promised = f", {format_size(promised_bytes)} reserved and not filled yet" if promised_bytes else ""
         super().__init__(
             f"{purpose} would break the memory budget",
-            expected=f"at most {word_size(limit_bytes)}",
+            expected=f"at most {format_size(limit_bytes)}",
             found=(
-                f"{word_size(in_use_bytes)} in use{promised} and {word_size(needed_bytes)} more needed: "
-                f"{word_size(total_bytes - limit_bytes)} too much"
+                f"{format_size(in_use_bytes)} in use{promised} and {format_size(needed_bytes)} more needed: "
+                f"{format_size(total_bytes - limit_bytes)} too much"
             ),
             next_step=(
-                f"Allow {_round_up(total_bytes)} or more, or ask for less at a time: "
+                f"Allow {_round_size_up(total_bytes)} or more, or ask for less at a time: "
                 "no prefetch, fewer or shorter prompts."
             ),
         )
@@ -88,127 +65,11 @@ def available_bytes(*, root: Path = Path("/")) -> int:
     return available if headroom is None else min(available, headroom)
 
 
-class MemoryTracker:
-    """A record of this process's memory: labelled snapshots, and the peaks between them.
-
-        with MemoryTracker() as tracker:
-            tracker.snapshot("start")
-            load()
-            tracker.snapshot("loaded")
-        print(tracker.summary())
-
-    A thread samples the host's memory between `start` and `stop`, so that peaks between snapshots count. Peaks shorter
-    than `interval_s`, or within a call that holds Python's lock, may be missed. Without `start` only snapshots count.
-
-    Args:
-        interval_s: Seconds between samples. A hundred samples a second take one or two percent of a core.
-    """
-
-    def __init__(self, *, interval_s: float = 0.01) -> None:
-        self.baseline = MemoryUsage.current()
-        self.snapshots: tuple[MemorySnapshot, ...] = ()
-        self._interval_s = interval_s
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._sampler: threading.Thread | None = None
-        self._was_sampled = False
-        self._counted_before = self.baseline
-        self._peak = MemoryPeak()
-        self._peak_since_snapshot = 0
-        self._see(self.baseline)
-
-    def __enter__(self) -> MemoryTracker:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begin to sample, unless sampling already. Torch's peak counters of all devices are reset."""
-        if self._sampler is not None:
-            return
-        if torch.cuda.is_initialized():
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.reset_peak_memory_stats(index)
-        self._counted_before = MemoryUsage.current()
-        self._see(self._counted_before)
-        self._was_sampled = True
-        self._stopped.clear()
-        self._sampler = threading.Thread(target=self._sample, name="memory sampler", daemon=True)
-        self._sampler.start()
-
-    def stop(self) -> None:
-        """Take a last sample and end sampling; snapshots stay."""
-        if self._sampler is None:
-            return
-        self._stopped.set()
-        self._sampler.join()
-        self._sampler = None
-        self._see(MemoryUsage.current())
-
-    def snapshot(self, label: str) -> MemorySnapshot:
-        """Read the memory now, and keep the reading under `label`."""
-        usage = MemoryUsage.current()
-        self._see(usage)
-        with self._lock:
-            snapshot = MemorySnapshot(
-                label=label, usage=usage, peak_anonymous_bytes=self._peak_since_snapshot
-            )
-            self.snapshots += (snapshot,)
-            self._peak_since_snapshot = usage.anonymous_bytes
-        return snapshot
-
-    @property
-    def peak(self) -> MemoryPeak:
-        """The peak so far. After `stop` only snapshots raise it."""
-        if self._sampler is not None or not self._was_sampled:
-            self._see(MemoryUsage.current())
-        return self._peak
-
-    def get_current_usage(self) -> dict[str, int]:
-        """Return the memory now, in bytes: in all, by kind, on devices, and still available."""
-        usage = MemoryUsage.current()
-        return {
-            "ram_bytes": usage.resident_bytes,
-            "anonymous_bytes": usage.anonymous_bytes,
-            "file_bytes": usage.file_bytes,
-            "shared_bytes": usage.shared_bytes,
-            "gpu_bytes": usage.all_devices_bytes,
-            "available_bytes": available_bytes(),
-        }
-
-    def report(self) -> str:
-        """Describe the latest snapshot and its change from the one before, in a few lines."""
-        if not self.snapshots:
-            return word_change("now", self.baseline, MemoryUsage.current())
-        before = self.snapshots[-2].usage if len(self.snapshots) > 1 else self.baseline
-        return word_change(self.snapshots[-1].label, before, self.snapshots[-1].usage)
-
-    def summary(self) -> str:
-        """Describe the peaks, and every snapshot on a line of its own."""
-        notes = []
-        if not self._was_sampled:
-            notes.append("Seen at snapshots only: nothing was sampled between them.")
-        if not self.baseline.are_kinds_known:
-            notes.append("This system does not tell the kinds apart: anonymous is all resident memory.")
-        return word_summary(self.peak, self.snapshots, notes=notes)
-
-    def _sample(self) -> None:
-        while not self._stopped.wait(self._interval_s):
-            self._see(MemoryUsage.on_host())
-
-    def _see(self, usage: MemoryUsage) -> None:
-        with self._lock:
-            self._peak = self._peak.raised_by(usage, since=self._counted_before)
-            self._peak_since_snapshot = max(self._peak_since_snapshot, usage.anonymous_bytes)
-
-
 class MemoryBudget:
-    """A limit on this process's anonymous memory, imports included, to check before memory is taken.
+    """A limit on this process's anonymous memory, which is checked before memory is taken.
 
-    Allocated memory shows in no reading until it is written to. So reserve memory that is filled later, or by several
-    threads. A reservation counts until it is filled or released:
+    Allocated memory shows in no reading until it is written to. So memory that is filled later, or by several threads,
+    must be reserved. A reservation counts until it is filled or released:
 
         with budget.reserve(layer_bytes, "reading layer 7") as reservation:
             storage = [torch.empty(...), ...]
@@ -219,7 +80,8 @@ class MemoryBudget:
     Memory that is reused needs no check: it is resident already. Any thread may call.
 
     Args:
-        limit_bytes: Limit on the process's anonymous memory, swapped out or not; None for no limit.
+        limit_bytes: Limit on all anonymous memory of the process, imported modules and swapped pages included; None
+            for no limit.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -248,7 +110,7 @@ class MemoryBudget:
 
         Args:
             num_bytes: Bytes about to be taken.
-            purpose: Purpose of the memory, as in "reading layer 7"; begins the error's sentence.
+            purpose: Purpose of the memory, such as "reading layer 7"; the error's text begins with it.
 
         Raises:
             MemoryBudgetError: The bytes do not fit.
@@ -259,8 +121,7 @@ class MemoryBudget:
     def reserve(self, num_bytes: int, purpose: str) -> Reservation:
         """Reserve `num_bytes` for memory that is about to be filled.
 
-        Returns:
-            The reservation, which ends by `release`, or with its `with` block.
+        The reservation ends by `release`, or with its `with` block.
 
         Raises:
             MemoryBudgetError: The bytes do not fit.
@@ -276,7 +137,7 @@ class MemoryBudget:
         left_bytes = self.left_bytes
         if left_bytes is None or num_bytes <= left_bytes:
             return
-        # Freed memory may still count: garbage, and pages that the allocator keeps.
+        # Garbage, and freed pages that the allocator keeps, still count as in use: give them back, then look again.
         give_back_freed_memory()
         in_use_bytes = _unreclaimable_bytes()
         assert self.limit_bytes is not None, "there is a limit here"
@@ -311,9 +172,10 @@ class Reservation:
     def touched(self, num_bytes: int) -> None:
         """Give back `num_bytes` that are filled: readings show them from now on."""
         with self._lock:
-            done = min(num_bytes, self._left_bytes)
-            self._left_bytes -= done
-        self._take_back(done)
+            # Never more than was reserved: the rest of the budget belongs to others.
+            filled_bytes = min(num_bytes, self._left_bytes)
+            self._left_bytes -= filled_bytes
+        self._take_back(filled_bytes)
 
     def release(self) -> None:
         """End the reservation."""
@@ -321,6 +183,7 @@ class Reservation:
 
 
 def _unreclaimable_bytes() -> int:
+    """Return the bytes that the system cannot take from this process without its doing."""
     usage = MemoryUsage.on_host()
     return usage.anonymous_bytes + usage.swapped_bytes
 
@@ -340,7 +203,10 @@ def give_back_freed_pages() -> None:
             trim(0)
 
 
-def _round_up(num_bytes: int) -> str:
-    """Round up to one decimal, in the form an option takes: `12.4GB`."""
-    step = max(1000 ** ((len(str(num_bytes)) - 1) // 3) // 10, 1)
-    return word_size(-(-num_bytes // step) * step).replace(" ", "")
+def _round_size_up(num_bytes: int) -> str:
+    """Return a size as an option takes it, rounded up to one decimal of its unit: `12.4GB`."""
+    unit_bytes = 1000 ** ((len(str(num_bytes)) - 1) // 3)
+    step_bytes = max(unit_bytes // 10, 1)
+    # Ceiling division.
+    num_steps = -(-num_bytes // step_bytes)
+    return format_size(num_steps * step_bytes).replace(" ", "")

@@ -1,20 +1,25 @@
-"""Readings of this process's memory: single, labelled, the peak of many, and their wording."""
+"""Readings of this process's memory: `MemoryUsage`, with a label `MemorySnapshot`, the highest of many `MemoryPeak`.
+
+| kind | memory |
+|---|---|
+| anonymous | allocated and written to |
+| file-backed | pages of mapped files, which the system drops and reads again as it likes |
+| device | tensors of torch on each CUDA device |
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import psutil
 import torch
-from rich.cells import cell_len
 
 _STATUS = Path("/proc/self/status")
 _STATUS_LINE = re.compile(r"^(RssAnon|RssFile|RssShmem|VmSwap|VmHWM):\s*(\d+) kB$", re.MULTILINE)
-_LABEL_CELLS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,7 @@ class MemoryUsage:
     @classmethod
     def current(cls) -> MemoryUsage:
         """Read this process's memory, on the host and on every device."""
-        # A reading would initialise CUDA, which takes hundreds of megabytes.
+        # Asking for a device's memory would initialise CUDA, which takes hundreds of megabytes.
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
         return replace(
             cls.on_host(),
@@ -121,7 +126,10 @@ class MemoryPeak:
         return sum(self.device_bytes.values())
 
     def raised_by(self, usage: MemoryUsage, *, since: MemoryUsage) -> MemoryPeak:
-        """Return this peak raised by a reading, and by its counters where they rose after `since`."""
+        """Return this peak, raised by a reading.
+
+        The reading's own peak counters count only if they rose after the reading `since`: else their peak is older.
+        """
         return MemoryPeak(
             anonymous_bytes=max(self.anonymous_bytes, usage.anonymous_bytes),
             file_bytes=max(self.file_bytes, usage.file_bytes),
@@ -147,8 +155,7 @@ class MemorySnapshot:
     """A labelled reading.
 
     Args:
-        label: Name of the moment.
-        usage: Reading at that moment.
+        label: Name of the moment, such as "layer 7 loaded".
         peak_anonymous_bytes: Peak of anonymous memory since the snapshot before, or the start.
     """
 
@@ -157,57 +164,6 @@ class MemorySnapshot:
     peak_anonymous_bytes: int
 
 
-def word_change(label: str, before: MemoryUsage, after: MemoryUsage) -> str:
-    """Describe the reading `after`, and its change from `before`, in a few lines."""
-    lines = [
-        f"Memory: {label}",
-        f"  RAM: {_change(before.resident_bytes, after.resident_bytes)}",
-        f"  GPU: {_change(before.all_devices_bytes, after.all_devices_bytes)}",
-    ]
-    if after.are_kinds_known:
-        lines += [
-            f"  anonymous: {_change(before.anonymous_bytes, after.anonymous_bytes)}",
-            f"  file-backed: {_change(before.file_bytes, after.file_bytes)}",
-        ]
-    return "\n".join(lines)
-
-
-def word_summary(peak: MemoryPeak, snapshots: Sequence[MemorySnapshot], *, notes: Sequence[str]) -> str:
-    """Describe the peaks, and each snapshot on a line; `notes` tell what was not seen."""
-    devices = "".join(f", {device} {_gb(num_bytes)}" for device, num_bytes in peak.device_bytes.items())
-    lines = [
-        "=== Memory Usage Summary ===",
-        f"Peak RAM: {_gb(peak.resident_bytes)}",
-        f"Peak anonymous: {_gb(peak.anonymous_bytes)}",
-        f"Peak file-backed: {_gb(peak.file_bytes)}",
-        f"Peak GPU: {_gb(peak.all_devices_bytes)}{devices if len(peak.device_bytes) > 1 else ''}",
-        *notes,
-        "",
-        "Timeline:",
-    ]
-    cells = max([_LABEL_CELLS, *(cell_len(snapshot.label) + 2 for snapshot in snapshots)])
-    return "\n".join([*lines, *(_timeline_line(snapshot, cells=cells) for snapshot in snapshots)])
-
-
-def _timeline_line(snapshot: MemorySnapshot, *, cells: int) -> str:
-    usage = snapshot.usage
-    # By terminal cells: a Chinese character takes two.
-    label = snapshot.label + " " * (cells - cell_len(snapshot.label))
-    columns = {"RAM": usage.resident_bytes, "GPU": usage.all_devices_bytes}
-    if usage.are_kinds_known:
-        columns |= {"anonymous": usage.anonymous_bytes, "file-backed": usage.file_bytes}
-        columns |= {"anonymous peak": snapshot.peak_anonymous_bytes}
-    return f"  {label}" + "  ".join(f"{name}: {_gb(num_bytes):>9}" for name, num_bytes in columns.items())
-
-
-def _change(before_bytes: int, after_bytes: int) -> str:
-    return f"{_gb(after_bytes)} ({(after_bytes - before_bytes) / 1e9:+.2f} GB)"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
-
-
 def _if_risen(counted: int | None, before: int | None) -> int:
-    """Return a peak counter if it rose since an earlier reading, else 0: the peak is older."""
+    """Return a peak counter if it rose since an earlier reading, else 0."""
     return counted if counted is not None and counted > (before or 0) else 0

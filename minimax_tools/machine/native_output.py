@@ -1,4 +1,7 @@
-"""Standard output kept free of what libraries and ports print, because results go there."""
+"""Standard output kept free of what libraries and ports print, because mm2's results go there.
+
+Compiled code writes to file descriptor 1, past `sys.stdout`. So the descriptor itself is replaced.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,29 @@ from contextlib import contextmanager, redirect_stdout
 
 @contextmanager
 def native_output_dropped() -> Iterator[None]:
-    """Drop standard output in the block. gloo prints greetings there; its errors are exceptions."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    """Drop standard output in the block, such as gloo's greetings. Errors of gloo are exceptions, so none is lost."""
+    null_device = os.open(os.devnull, os.O_WRONLY)
     try:
-        yield
+        with _output_sent_to(null_device):
+            yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+        os.close(null_device)
 
 
 @contextmanager
 def output_set_aside() -> Iterator[None]:
     """Redirect standard output to standard error in the block, for what ports and compilers print."""
+    with _output_sent_to(2), redirect_stdout(sys.stderr):
+        yield
+
+
+@contextmanager
+def _output_sent_to(descriptor: int) -> Iterator[None]:
     sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
+    saved_output = os.dup(1)
+    os.dup2(descriptor, 1)
     try:
-        with redirect_stdout(sys.stderr):
-            yield
+        yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_output, 1)
+        os.close(saved_output)

@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all: to a temporary sibling first, which takes their name at the end."""
+"""Folders that are written whole or not at all: to a temporary sibling first, which is renamed at the end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @contextmanager
 def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
-    """Yield an empty folder, which becomes `output` if the block ends well and is removed if not.
+    """Yield an empty temporary folder. Rename it to `output` if the block succeeds, else remove it.
 
-    Until then its name is `.NAME.partial-…`. Such folders of killed processes are removed first.
+    The temporary folder is called `.NAME.partial-…`. Those of killed processes are removed first.
 
     Args:
         output: A folder that is absent or empty.
@@ -31,9 +31,10 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
 
     Raises:
         UsageError: `output` is not empty.
-        CheckpointError: The disk is too small, or the folder cannot be written.
+        CheckpointError: The disk is too small, the folder cannot be written, or a file that the block reads cannot be
+            read.
     """
-    # If it is a link to an empty folder, that folder is replaced.
+    # If `output` is a link to an empty folder, that folder is replaced.
     output = output.resolve()
     refuse_occupied(output)
     partial = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -42,13 +43,19 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
         if _free_bytes(output) < size_bytes:
             raise _no_room(output, size_bytes, reason="", remedy=remedy)
         partial.mkdir(parents=True)
-        with held(partial):
+        with locked_folder(partial):
             yield partial
             partial.replace(output)
         sync_path(output.parent)
     except OSError as error:
         if error.errno in _FULL:
             raise _no_room(output, size_bytes, reason=f", {error}", remedy=remedy) from error
+        if _is_elsewhere(error, output):
+            raise CheckpointError(
+                f"{error.filename} cannot be read",
+                found=error.strerror,
+                next_step="Check that the file exists and that you may read it.",
+            ) from error
         raise CheckpointError(
             f"{output} cannot be written", found=str(error), next_step="Name another --output."
         ) from error
@@ -84,8 +91,8 @@ def sync_path(path: Path) -> None:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Lock a folder in the block; the system releases the lock even if this process is killed.
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder during the block. The system releases the lock even if this process is killed.
 
     Raises:
         BlockingIOError: Another process holds the lock.
@@ -101,15 +108,22 @@ def held(folder: Path) -> Iterator[None]:
 def _remove_abandoned(output: Path) -> None:
     for partial in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
         try:
-            with held(partial):
+            with locked_folder(partial):
                 shutil.rmtree(partial)
         except OSError:
-            # Another process writes or removes it: it is not in the way here.
+            # Another process is still writing this folder, or removes it right now. Either way it can stay.
             continue
 
 
 def _free_bytes(output: Path) -> int:
-    return shutil.disk_usage(next(parent for parent in output.parents if parent.exists())).free
+    existing_parent = next(parent for parent in output.parents if parent.exists())
+    return shutil.disk_usage(existing_parent).free
+
+
+def _is_elsewhere(error: OSError, output: Path) -> bool:
+    """Decide whether an error concerns a file that is neither `output`, nor beside it, nor below it."""
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
+    return bool(names) and all(output.parent not in Path(name).absolute().parents for name in names)
 
 
 def _no_room(output: Path, size_bytes: int, *, reason: str, remedy: str) -> CheckpointError:

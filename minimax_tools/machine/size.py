@@ -26,8 +26,8 @@ def parse_size(text: str) -> int:
     return int(Fraction(size[1]) * _UNITS[size[2].upper()])
 
 
-def word_size(num_bytes: int) -> str:
-    """Write bytes as text, in the largest decimal unit that gives at least 1: `12.3 GB`, `999 B`."""
+def format_size(num_bytes: int) -> str:
+    """Return a size as text, in the largest decimal unit that gives at least 1: `12.3 GB`, `999 B`."""
     value, unit = float(num_bytes), _DECIMAL[0]
     for unit in _DECIMAL:
         # Rounded as it is printed: 999.96 MB is 1.0 GB, not 1000.0 MB.

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: to a temporary sibling first, which takes their name at the end."""
+"""Files that are written whole or not at all: to a temporary sibling first, which is renamed at the end."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from safetensors import SafetensorError
 
 from minimax_tools.errors import CaptureError
 
+# The disk, or a quota, is used up.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TEMPORARY = re.compile(r"\..+\.(safetensors|json)(\.[0-9a-f]{8})?\.tmp")
 
 
 @contextmanager
 def whole_file(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
-    """Open a UTF-8 file for writing, which becomes `path` once the block has ended well; the folder must exist.
+    """Open a temporary UTF-8 file for writing. Rename it to `path` once the block has ended well.
 
     Args:
-        path: The file.
-        newline: As for `open`.
+        path: The file, in a folder that exists.
+        newline: End of each line, as the parameter of that name of Python's `open`.
 
     Raises:
-        OSError: The file cannot be written; a file that was at `path` is still there.
+        OSError: The file cannot be written. A file that was at `path` before is still there.
     """
-    # Threads of several processes may write the same file.
+    # Threads of several processes may write the same file: each gets a temporary file of its own.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline=newline) as file:
@@ -44,18 +45,18 @@ def whole_file(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of a capture's file, which takes its place once the block has ended well.
+    """Yield a temporary sibling of a capture's file. Rename it to `path` once the block has ended well.
 
     Raises:
         CaptureError: The disk is full, or cannot be written to.
     """
-    # The random part keeps apart two runs that write the same file, one of them left over.
+    # The random part keeps this run's file apart from that of an older run that was not killed entirely.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         temporary.touch()
         mode = temporary.stat().st_mode
         yield temporary
-        # safetensors writes files that only their owner may read; captures travel between people.
+        # safetensors makes files that only their owner may read, but captures travel between people.
         temporary.chmod(mode)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -73,7 +74,7 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Decide whether a file is a temporary one of `replacing`, which a killed run leaves behind."""
+    """Decide whether a file is a temporary file of `replacing`, such as a killed run leaves behind."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 

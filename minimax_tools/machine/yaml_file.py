@@ -18,37 +18,44 @@ def read_yaml(path: Path) -> Any:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        twice = _find_twice(yaml.compose(text, Loader=yaml.SafeLoader), seen=set())
+        repeated_key = _find_repeated_key(yaml.compose(text, Loader=yaml.SafeLoader), visited=set())
         value = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} cannot be read", found=getattr(error, "strerror", None) or str(error)
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no YAML that can be read", found=_describe(error)) from error
-    if twice is not None:
+        raise UsageError(f"{path} is not valid YAML", found=_describe(error)) from error
+    if repeated_key is not None:
         raise UsageError(
-            f"{path} names {twice.value!r} twice",
-            found=f"the second in line {twice.start_mark.line + 1}",
+            f"{path} names {repeated_key.value!r} twice",
+            found=f"the second in line {repeated_key.start_mark.line + 1}",
             next_step="Remove one of them.",
         )
     return value
 
 
-def _find_twice(node: Any, *, seen: set[int]) -> Any:
+def _find_repeated_key(node: Any, *, visited: set[int]) -> Any:
     """Return the first key that a mapping repeats; None without one."""
-    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+    # An alias of YAML may lead to a node that was visited, or in a circle.
+    if id(node) in visited or not isinstance(node, yaml.CollectionNode):
         return None
-    seen.add(id(node))
-    inner = node.value
+    visited.add(id(node))
+    children = node.value
     if isinstance(node, yaml.MappingNode):
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for index, key in enumerate(keys):
-            if (key.tag, key.value) in [(other.tag, other.value) for other in keys[:index]]:
-                return key
-        inner = [value for _, value in node.value]
-    found = (_find_twice(value, seen=seen) for value in inner)
-    return next((twice for twice in found if twice is not None), None)
+        children = [value for _, value in node.value]
+        key_texts: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                # The tag tells the number 1 from the text "1".
+                if (key.tag, key.value) in key_texts:
+                    return key
+                key_texts.add((key.tag, key.value))
+    for child in children:
+        repeated_key = _find_repeated_key(child, visited=visited)
+        if repeated_key is not None:
+            return repeated_key
+    return None
 
 
 def _describe(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """Metrics: figures of tensors and of the noise floor.
 
-- `pair_metrics`: figures of one tensor and of a pair
-- `pair_sums`: the sums behind them
+- `tensor_statistics`: figures of one tensor
+- `pair_metrics`: figures of a pair of tensors
+- `pair_sums`: the sums behind them; `distance_counts`: the median distance
 - `noise_floor`: statistics of the golden's noise floor
 - `error_structure`: averages of an error in which rounding cancels
 """

@@ -1,7 +1,8 @@
-"""Structure: ρ of averages of an error, in which rounding cancels and a systematic mistake does not.
+"""Structure: averages of an error, in which rounding cancels and a systematic mistake does not.
 
 Rounding errors nearly cancel when averaged over a token's channels, or over a channel's tokens. A wrong scale, an
-offset or a few wrong channels remain, even where they are smaller than the noise itself.
+offset or a few wrong channels remain, even if they are smaller than the noise itself. A gain is the part of the error
+that is proportional to the exact value: Σ error · exact / Σ exact².
 Shapes: T judged tokens, F channels of a site.
 """
 
@@ -13,19 +14,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
+# Least divisor: keeps a channel of zeros from dividing by zero.
 _TINY = 1e-30
+# Tokens that are averaged at a time; bounds the float32 copies.
 _BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Averages of the target's error over those of the golden's; 1 is as good as the golden.
+    """Averages of the port's error, each divided by the same average of the golden's; 1 is as good as the golden.
 
     Args:
-        token_gain: Ratio of the gains of the tokens: the part of the error along the value, over ordinary channels.
-        channel_gain: Ratio of the gains of the channels: the part of the error along the value, over tokens.
-        channel_offset: Ratio of the sums of the errors of the channels over tokens.
-        channel_worst: Ratio of the errors of the worst channel over all tokens.
+        token_gain: L2 norm of the gains of the tokens, each over ordinary channels.
+        channel_gain: L2 norm of the gains of the channels, each over all tokens.
+        channel_offset: L2 norm of the errors of the channels, each summed over all tokens.
+        channel_worst: L2 error of the worst channel over all tokens.
         worst_channel: Index of the worst channel.
     """
 
@@ -36,16 +39,14 @@ class Structure:
     worst_channel: int
 
     def divided(self, divisors: Sequence[float]) -> Structure:
-        """Divide each of `figures` by its divisor."""
-        token_gain, channel_gain, channel_offset, channel_worst = (
-            figure / divisor for figure, divisor in zip(self.figures, divisors, strict=True)
-        )
+        """Return the structure with each of its `figures` divided by its own divisor."""
+        token_gain, channel_gain, channel_offset, channel_worst = divisors
         return replace(
             self,
-            token_gain=token_gain,
-            channel_gain=channel_gain,
-            channel_offset=channel_offset,
-            channel_worst=channel_worst,
+            token_gain=self.token_gain / token_gain,
+            channel_gain=self.channel_gain / channel_gain,
+            channel_offset=self.channel_offset / channel_offset,
+            channel_worst=self.channel_worst / channel_worst,
         )
 
     @property
@@ -56,7 +57,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Averages:
-    """Averages of one side's error, float64: gains per token [T], and gains, offsets and squares per channel [F]."""
+    """Averages of one side's error, float64: a gain for each token [T]; gain, sum and sum of squares by channel [F]."""
 
     token_gains: torch.Tensor
     channel_gains: torch.Tensor
@@ -67,21 +68,23 @@ class _Averages:
 def measure_structure(
     twin: torch.Tensor, reference: torch.Tensor, target: torch.Tensor, *, massive: torch.Tensor
 ) -> Structure | None:
-    """Measure the structure of a target's error; None where the golden has no error to compare with.
+    """Measure the structure of a port's error; None if the golden has no error to compare with.
 
     Args:
-        twin: float32 [T,F], the exact values.
-        reference: [T,F], the golden.
-        target: [T,F], the port.
-        massive: bool [F], massive channels; they would hide the others in the gain of a token.
+        twin: float32 [T,F], values of the float32 twin, taken as exact.
+        reference: Golden's values, any float dtype, [T,F].
+        target: Port's values, any float dtype, [T,F].
+        massive: bool [F], true on massive channels; in a token's gain they would hide the others.
     """
-    golden = _average(reference, twin, massive)
-    port = _average(target, twin, massive)
-    floor = golden.channel_squares
-    if not float(floor.sum()) > 0.0:
+    golden = _average_error(reference, twin, massive)
+    port = _average_error(target, twin, massive)
+    golden_squares = golden.channel_squares
+    # Not `<= 0`: the sum may be NaN.
+    if not float(golden_squares.sum()) > 0.0:
         return None
-    # A channel without noise is compared with the median channel.
-    ratios = port.channel_squares / floor.clamp(min=max(float(floor.median()), _TINY))
+    # A channel with less noise than the median channel is compared with the median channel.
+    least_squares = max(float(golden_squares.median()), _TINY)
+    ratios = port.channel_squares / golden_squares.clamp(min=least_squares)
     worst = int(ratios.argmax())
     return Structure(
         token_gain=_ratio(port.token_gains, golden.token_gains),
@@ -92,8 +95,8 @@ def measure_structure(
     )
 
 
-def _average(rows: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor) -> _Averages:
-    """Average block by block of rows: float32 suffices for an error of few digits, sums over blocks are float64."""
+def _average_error(rows: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor) -> _Averages:
+    """Average one side's error: blocks in float32, enough for errors of few digits, and their sums in float64."""
     num_channels = rows.shape[1]
     ordinary = (~massive).to(torch.float32)
     gains = []
@@ -115,8 +118,8 @@ def _average(rows: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor) -> _
     )
 
 
-def _ratio(target: torch.Tensor, reference: torch.Tensor) -> float:
-    numerator, denominator = float(target.norm()), float(reference.norm())
+def _ratio(port: torch.Tensor, golden: torch.Tensor) -> float:
+    numerator, denominator = float(port.norm()), float(golden.norm())
     if denominator == 0.0:
         return 1.0 if numerator == 0.0 else math.inf
     return numerator / denominator

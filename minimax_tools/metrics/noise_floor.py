@@ -4,12 +4,15 @@ Names in a layer's floor file, float32 [B,S] with zeros on padding unless said o
 
 | name | value |
 |---|---|
-| `<site>.error` | norm of bf16 - float32 over a token's channels |
+| `<site>.error` | L2 norm over a token's channels of the BF16 value minus the float32 twin |
 | `<site>.error_ordinary`, `<site>.error_massive` | the same over ordinary and over massive channels |
 | `router_margin` | distance between the k-th and the (k+1)-th biased score in float32 |
-| `router_noise` | error of BF16 in the scores that compete there |
-| `<variant>/<name>` | the same of another right way to compute the layer in BF16, with the golden's choice of experts |
+| `router_noise` | largest error of BF16 in the scores nearest to the k-th |
+| `<variant>/<name>` | the same for a variant instead of the golden |
 | `<variant>/<site>.structure` | float32 [4], the variant's averages over the golden's (`Structure.figures`) |
+
+A variant is another correct way to compute the layer in BF16, with the golden's choice of experts.
+Shapes: B rows, S positions, T tokens that are no padding, F channels of a site, E experts; k experts for each token.
 """
 
 from __future__ import annotations
@@ -21,13 +24,12 @@ import torch
 from minimax_tools.metrics.error_structure import measure_structure
 from minimax_tools.model.sites import ModelSite, Site
 
-# A channel is massive where its RMS over the tokens is this many times the median channel's.
+# A channel is massive if its RMS over the tokens is more than this many times the median channel's.
 MASSIVE_RATIO = 20.0
 ROUTER_MARGIN = "router_margin"
 ROUTER_NOISE = "router_noise"
-# Scores this close behind the k-th are in competition with it, counted in experts on either side.
+# Number of scores before and after the boundary between chosen and other experts that BF16 may carry across it.
 _NUM_COMPETITORS = 4
-_WITHOUT_ERROR = (Site.ROUTER_EXPERTS,)
 
 
 def error_name(site: Site | ModelSite) -> str:
@@ -46,7 +48,7 @@ def massive_error_name(site: Site | ModelSite) -> str:
 
 
 def structure_name(site: Site) -> str:
-    """Return the name of a variant's averages over the golden's at a site."""
+    """Return the name of a variant's error structure at a site."""
     return f"{site}.structure"
 
 
@@ -85,19 +87,28 @@ def floor_statistics(
         attention_mask: int64 [B,S].
         correction_bias: float32 [E].
         num_experts_per_tok: k.
-        golden: The golden's BF16 tensors by site, where the computed ones are a variant's; else None.
+        golden: The golden's BF16 tensors by site if `computed` holds a variant's; None if it holds the golden's own.
     """
     real = attention_mask.bool()
     statistics: dict[str, torch.Tensor] = {}
     for site, exact in twin.items():
-        if site in computed and site not in _WITHOUT_ERROR:
-            massive = None if golden is None else massive_channels(token_rows(golden[site], site)[real])
-            statistics |= error_norms(site, computed[site], exact, real=real, massive=massive)
-            if golden is not None and massive is not None:
-                sides = (token_rows(side[site], site)[real] for side in (twin, golden, computed))
-                structure = measure_structure(*sides, massive=massive)
-                if structure is not None:
-                    statistics[structure_name(site)] = torch.tensor(structure.figures)
+        # Indices of experts have no error norm.
+        if site not in computed or site is Site.ROUTER_EXPERTS:
+            continue
+        if golden is None:
+            statistics |= error_norms(site, computed[site], exact, real=real)
+            continue
+        golden_rows = token_rows(golden[site], site)[real]
+        massive = massive_channels(golden_rows)
+        statistics |= error_norms(site, computed[site], exact, real=real, massive=massive)
+        structure = measure_structure(
+            token_rows(exact, site)[real],
+            golden_rows,
+            token_rows(computed[site], site)[real],
+            massive=massive,
+        )
+        if structure is not None:
+            statistics[structure_name(site)] = torch.tensor(structure.figures)
     return statistics | _router_statistics(
         computed, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
     )
@@ -112,15 +123,9 @@ def variant_statistics(
     num_experts_per_tok: int,
     golden: Mapping[Site, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Measure the floor statistics of a layer's variants, under `<variant>/<name>`.
+    """Measure the `floor_statistics` of a layer's variants, under `<variant>/<name>`.
 
-    Args:
-        computed: Tensors by variant and site; only these sites are measured.
-        twin: Float32 tensors by site.
-        attention_mask: int64 [B,S].
-        correction_bias: float32 [E].
-        num_experts_per_tok: k.
-        golden: The golden's tensors by site.
+    `computed` has the BF16 tensors by variant and site. Only these sites are measured.
     """
     statistics: dict[str, torch.Tensor] = {}
     for name, sites in computed.items():
@@ -132,26 +137,9 @@ def variant_statistics(
             num_experts_per_tok=num_experts_per_tok,
             golden=golden,
         )
-        # All variants share the twin's margin.
+        # The margin is the twin's, so it is the same for all variants and stored once.
         measured.pop(ROUTER_MARGIN, None)
         statistics |= {variant_name(name, key): value for key, value in measured.items()}
-    return statistics
-
-
-def _router_statistics(
-    reference: Mapping[Site, torch.Tensor],
-    twin: Mapping[Site, torch.Tensor],
-    *,
-    real: torch.Tensor,
-    correction_bias: torch.Tensor,
-    k: int,
-) -> dict[str, torch.Tensor]:
-    statistics: dict[str, torch.Tensor] = {}
-    if Site.ROUTER_LOGITS in twin and Site.ROUTER_LOGITS in reference:
-        scores = twin[Site.ROUTER_LOGITS].sigmoid() + correction_bias
-        noisy = reference[Site.ROUTER_LOGITS].to(torch.float32).sigmoid() + correction_bias
-        margin, noise = _routing(scores, noisy, k)
-        statistics[ROUTER_MARGIN], statistics[ROUTER_NOISE] = _on_real(margin, real), _on_real(noise, real)
     return statistics
 
 
@@ -163,14 +151,14 @@ def error_norms(
     real: torch.Tensor,
     massive: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Measure the error norms of one site by name, float32 [B,S].
+    """Measure the error norms of one site, float32 [B,S], by their names.
 
     Args:
         site: The site.
-        reference: Its BF16 tensor.
-        twin: Its float32 tensor.
+        reference: BF16 tensor of the site.
+        twin: float32 tensor of the site.
         real: bool [B,S], false on padding.
-        massive: bool [F], the massive channels; None to find them in the reference.
+        massive: bool [F], true on massive channels; None to find them in `reference`.
     """
     rows = token_rows(reference, site)
     error = rows.to(torch.float32) - token_rows(twin, site).to(torch.float32)
@@ -181,11 +169,11 @@ def error_norms(
         ordinary_error_name(site): error[..., ~massive],
         massive_error_name(site): error[..., massive],
     }
-    return {name: _on_real(part.norm(dim=-1), real) for name, part in parts.items()}
+    return {name: _zero_padding(part.norm(dim=-1), real) for name, part in parts.items()}
 
 
 def choice_margin(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the distance [...] of the k-th from the (k+1)-th best of biased scores [...,E]; infinite where k is E."""
+    """Return the distance [...] of the k-th from the (k+1)-th best of biased scores [...,E]; infinite if k is E."""
     if k >= scores.shape[-1]:
         return torch.full(scores.shape[:-1], torch.inf)
     best = scores.topk(k + 1, dim=-1).values
@@ -193,22 +181,40 @@ def choice_margin(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def competing_places(k: int, num_experts: int) -> slice:
-    """Return the places, by descending biased score, that compete for the k-th; none where all experts are chosen."""
+    """Return the ranks, by descending biased score, of the scores near the k-th; none if all experts are chosen."""
     if k >= num_experts:
         return slice(0, 0)
     return slice(max(k - _NUM_COMPETITORS, 0), min(k + _NUM_COMPETITORS, num_experts))
 
 
-def _on_real(statistic: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+def _router_statistics(
+    computed: Mapping[Site, torch.Tensor],
+    twin: Mapping[Site, torch.Tensor],
+    *,
+    real: torch.Tensor,
+    correction_bias: torch.Tensor,
+    k: int,
+) -> dict[str, torch.Tensor]:
+    if Site.ROUTER_LOGITS not in twin or Site.ROUTER_LOGITS not in computed:
+        return {}
+    exact = twin[Site.ROUTER_LOGITS].sigmoid() + correction_bias
+    noisy = computed[Site.ROUTER_LOGITS].to(torch.float32).sigmoid() + correction_bias
+    return {
+        ROUTER_MARGIN: _zero_padding(choice_margin(exact, k), real),
+        ROUTER_NOISE: _zero_padding(_competing_error(exact, noisy, k), real),
+    }
+
+
+def _zero_padding(statistic: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Set padding to zero in a statistic [B,S], NaN included."""
     return torch.where(real, statistic, 0.0)
 
 
-def _routing(scores: torch.Tensor, noisy: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return margin [B,S] and noise [B,S] of biased scores [B,S,E] against those computed in BF16."""
-    margin = choice_margin(scores, k)
-    if k >= scores.shape[-1]:
-        return margin, torch.zeros(scores.shape[:2])
-    order = scores.argsort(dim=-1, descending=True)
-    error = (noisy - scores).gather(-1, order[..., competing_places(k, scores.shape[-1])]).abs()
-    return margin, error.amax(dim=-1)
+def _competing_error(exact: torch.Tensor, noisy: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the largest error [B,S] in those biased scores [B,S,E] that compete for the k-th place."""
+    num_experts = exact.shape[-1]
+    if k >= num_experts:
+        return torch.zeros(exact.shape[:2])
+    order = exact.argsort(dim=-1, descending=True)
+    competing = order[..., competing_places(k, num_experts)]
+    return (noisy - exact).gather(-1, competing).abs().amax(dim=-1)

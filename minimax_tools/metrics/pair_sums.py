@@ -1,6 +1,7 @@
 """PairSums: running float64 sums over blocks of two tensors, from which every metric of a pair is computed.
 
-r and t are an element of the reference and of the target; n is the number of elements of a block.
+In formulas, r is an element of the reference and t the element of the target at the same index. A deviation is an
+element minus the centre of its side. n is the number of elements of a block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """An element is close where |target − reference| <= atol + rtol·|reference|."""
+    """Tolerance within which elements are close: |t − r| <= atol + rtol·|r|."""
 
     rtol: float
     atol: float
@@ -27,10 +28,9 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centres:
-    """A number for each side that is subtracted before squaring.
+    """A number for each side that is subtracted before squaring: about the side's mean, 0 if the spread exceeds it.
 
-    Plain squares would lose a small spread around a large mean to rounding. Where the spread outweighs the mean, the
-    centre is 0.
+    Without it, squares would lose a small spread around a large mean to rounding.
     """
 
     reference: float
@@ -38,12 +38,12 @@ class Centres:
 
     @classmethod
     def of(cls, reference: torch.Tensor, target: torch.Tensor) -> Centres:
-        """Choose the centres by samples of the two sides, of any shape."""
+        """Choose the centres from a sample of each side, of any shape."""
         return cls(reference=_centre(reference), target=_centre(target))
 
 
 class Totals(NamedTuple):
-    """Sums over elements; all but the first two count elements that are finite on both sides."""
+    """Counts and sums over elements. All but the first two are over elements that are finite on both sides."""
 
     nonfinite_reference: int = 0
     nonfinite_target: int = 0
@@ -58,12 +58,36 @@ class Totals(NamedTuple):
     products: float = 0.0
 
 
-class PairSums:
-    """Sums over the blocks of a pair that were added; elements that are not finite are only counted.
+class SideSums(NamedTuple):
+    """Sums over the finite elements x of one side: deviations Σ(x − centre) and squares Σ(x − centre)²."""
 
-    Args:
-        tolerance: Tolerance of close elements.
-        centres: Centres of both sides.
+    num_finite: int
+    centre: float
+    deviations: float
+    squares: float
+
+    @property
+    def squares_around_zero(self) -> float:
+        """Σ x²."""
+        return self.squares + self.centre * (2 * self.deviations + self.num_finite * self.centre)
+
+    @property
+    def squares_around_mean(self) -> float:
+        """Σ(x − mean)²; exactly 0 if rounding of the mean explains it."""
+        count = max(self.num_finite, 1)
+        spread = self.squares - self.deviations**2 / count
+        rounding = count * (4 * np.finfo(np.float64).eps * self.centre) ** 2
+        return float(spread) if spread > rounding else 0.0
+
+
+class PairSums:
+    """Sums over the blocks that were added. Elements that are not finite are only counted.
+
+    Attributes:
+        num_elements: Number of elements of one side.
+        totals: Counts and sums.
+        worst: Largest |t − r|; -1 before any.
+        worst_offset: Flat index of the first element with that distance.
     """
 
     def __init__(self, tolerance: Tolerance, centres: Centres) -> None:
@@ -74,7 +98,7 @@ class PairSums:
         self.worst, self.worst_offset = -1.0, 0
 
     def add(self, offset: int, reference: Values, target: Values) -> None:
-        """Add one block of both sides, [n]; `offset` is its first flat index."""
+        """Add one block of both sides, [n]; `offset` is the flat index of its first element."""
         totals, worst, index = _add_up(
             reference,
             target,
@@ -87,43 +111,36 @@ class PairSums:
         self._include(reference.size, totals, worst, offset + index)
 
     def merge(self, other: PairSums) -> None:
-        """Add another's sums, of the same tolerance and centres."""
+        """Add sums over other blocks, made with the same tolerance and centres."""
         self._include(other.num_elements, other.totals, other.worst, other.worst_offset)
 
     def _include(self, num_elements: int, totals: Totals, worst: float, worst_offset: int) -> None:
         self.num_elements += num_elements
         self.totals = Totals(*map(operator.add, self.totals, totals))
+        # Of equal distances the first element counts, in whatever order the blocks come.
         if (worst, -worst_offset) > (self.worst, -self.worst_offset):
             self.worst, self.worst_offset = worst, worst_offset
 
     @property
-    def squares(self) -> tuple[float, float]:
-        """Σ r² and Σ t²."""
-        count = self.totals.num_finite
-        mine, theirs = (
-            squares + centre * (2 * deviations + count * centre)
-            for squares, deviations, centre in self._sides()
+    def reference(self) -> SideSums:
+        """Sums over the reference."""
+        sums = self.totals
+        return SideSums(
+            sums.num_finite, self._centres.reference, sums.reference_deviations, sums.reference_squares
         )
-        return mine, theirs
+
+    @property
+    def target(self) -> SideSums:
+        """Sums over the target."""
+        sums = self.totals
+        return SideSums(sums.num_finite, self._centres.target, sums.target_deviations, sums.target_squares)
 
     @property
     def products(self) -> float:
         """Σ r·t."""
-        totals, mine, theirs = self.totals, self._centres.reference, self._centres.target
-        shifts = mine * totals.target_deviations + theirs * totals.reference_deviations
-        return totals.products + shifts + totals.num_finite * mine * theirs
-
-    @property
-    def spreads(self) -> tuple[float, float]:
-        """Σ(r − mean)² and Σ(t − mean)²; exactly 0 where rounding of the mean explains it."""
-        count = max(self.totals.num_finite, 1)
-        mine, theirs = (
-            squares - deviations**2 / count
-            if squares - deviations**2 / count > count * (4 * np.finfo(np.float64).eps * centre) ** 2
-            else 0.0
-            for squares, deviations, centre in self._sides()
-        )
-        return float(mine), float(theirs)
+        totals, r_centre, t_centre = self.totals, self._centres.reference, self._centres.target
+        shifts = r_centre * totals.target_deviations + t_centre * totals.reference_deviations
+        return totals.products + shifts + totals.num_finite * r_centre * t_centre
 
     @property
     def covariation(self) -> float:
@@ -131,13 +148,6 @@ class PairSums:
         totals = self.totals
         drift = totals.reference_deviations * totals.target_deviations / max(totals.num_finite, 1)
         return totals.products - drift
-
-    def _sides(self) -> tuple[tuple[float, float, float], ...]:
-        """Squares, deviations and centre of each side."""
-        return (
-            (self.totals.reference_squares, self.totals.reference_deviations, self._centres.reference),
-            (self.totals.target_squares, self.totals.target_deviations, self._centres.target),
-        )
 
 
 def _centre(sample: torch.Tensor) -> float:
@@ -148,7 +158,7 @@ def _centre(sample: torch.Tensor) -> float:
     return mean if abs(mean) > float(finite.std(correction=0)) else 0.0
 
 
-# Vectorised by the compiler: a range without branches, where elements that do not count add 0.
+# The loop has no branches, so the compiler vectorises it. Elements that do not count add 0.
 @compiled("(float64[::1], float64[::1], float64, float64, float64, float64, float64)", sums_in_any_order=True)
 def _add_up(
     reference: Values,
@@ -159,11 +169,14 @@ def _add_up(
     atol: float,
     known_worst: float,
 ) -> tuple[Totals, float, int]:
-    """Return a block's `Totals`, its largest distance (-1 if none), and its index if it exceeds `known_worst`."""
+    """Return a block's `Totals`, its largest distance (-1 if none), and that element's index.
+
+    The index is searched only for a distance above `known_worst`; else it is 0.
+    """
     nonfinite_reference = nonfinite_target = num_finite = num_close = 0
     distances = distance_squares = products = 0.0
     reference_deviations = reference_squares = target_deviations = target_squares = 0.0
-    # The bits of non-negative floats are ordered as their values, and hold no NaN.
+    # Distances are compared as integers: the bits of non-negative floats are in the order of their values.
     worst_bits = np.int64(-1)
     for i in range(reference.size):
         r, t = reference[i], target[i]
@@ -176,13 +189,13 @@ def _add_up(
         distances += distance
         distance_squares += distance * distance
         worst_bits = max(worst_bits, distance.view(np.int64) if is_finite else np.int64(-1))
-        deviation = r - reference_centre if is_finite else 0.0
-        other_deviation = t - target_centre if is_finite else 0.0
-        reference_deviations += deviation
-        reference_squares += deviation * deviation
-        target_deviations += other_deviation
-        target_squares += other_deviation * other_deviation
-        products += deviation * other_deviation
+        r_deviation = r - reference_centre if is_finite else 0.0
+        t_deviation = t - target_centre if is_finite else 0.0
+        reference_deviations += r_deviation
+        reference_squares += r_deviation * r_deviation
+        target_deviations += t_deviation
+        target_squares += t_deviation * t_deviation
+        products += r_deviation * t_deviation
     worst = np.int64(worst_bits).view(np.float64) if worst_bits >= 0 else -1.0
     index = 0
     if worst > known_worst:

@@ -24,7 +24,7 @@ from itertools import accumulate
 from types import MappingProxyType
 
 from minimax_tools.errors import CannotRunError, UsageError, list_faults
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.chain import NodeChain
 from minimax_tools.partition.cost import ModelCost
 from minimax_tools.partition.node import Node, check_nodes
@@ -111,7 +111,7 @@ def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     for stage in stages:
         needed, memory = stage_cost(cost, stage).memory_bytes, stage.node.memory_bytes
         if needed > memory:
-            too_large.append(f"{stage.node.name} needs {word_size(needed)} and has {word_size(memory)}")
+            too_large.append(f"{stage.node.name} needs {format_size(needed)} and has {format_size(memory)}")
     if too_large:
         raise CannotRunError(
             "the chosen layers do not fit their nodes",
@@ -221,12 +221,13 @@ def _require_order(chain: NodeChain, nodes: Sequence[Node]) -> tuple[Node, ...]:
     for node in nodes:
         longest = chain.longest(node)
         rooms.append(
-            f"{node.name}: {word_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"
+            f"{node.name}: {format_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"
         )
     raise CannotRunError(
         f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} cannot hold the model",
-        expected=f"room for {word_size(chain.cost.whole.held_bytes)} of weights, keys and values, in pieces of a layer "
-        f"({word_size(largest.held_bytes)}), and on each node {word_size(largest.activation_bytes)} of activations",
+        expected=f"room for {format_size(chain.cost.whole.held_bytes)} of weights, keys and values, in pieces of a "
+        f"layer ({format_size(largest.held_bytes)}), and on each node {format_size(largest.activation_bytes)} of "
+        "activations",
         found=f"{list_faults(_shortages(chain, nodes))} ({list_faults(rooms)})",
         next_step="Add nodes or memory, or plan for a shorter context or fewer rows.",
     )
@@ -236,7 +237,7 @@ def _shortages(chain: NodeChain, nodes: Sequence[Node]) -> list[str]:
     """Return the reasons why the nodes cannot share the model."""
     cost = chain.cost
     faults = [
-        f"no node has the {word_size(part.memory_bytes)} that the {name} takes"
+        f"no node has the {format_size(part.memory_bytes)} that the {name} takes"
         for name, part in (("embedding", cost.embedding), ("head", cost.head))
         if max(node.memory_bytes for node in nodes) < part.memory_bytes
     ]
@@ -245,12 +246,12 @@ def _shortages(chain: NodeChain, nodes: Sequence[Node]) -> list[str]:
     total = sum(node.memory_bytes for node in nodes)
     needed = cost.whole.held_bytes + cost.layers[0].activation_bytes
     if total < needed:
-        return [f"{word_size(total)} in all, {word_size(needed - total)} too little"]
+        return [f"{format_size(total)} in all, {format_size(needed - total)} too little"]
     room = count_room(chain, nodes)
     if chain.is_uniform and room >= 0:
         missing = chain.num_layers - room
         return [
             f"room for {room} of {chain.num_layers} layers beside embedding, head and activations: "
-            f"{missing} layer{'s' if missing > 1 else ''} of {word_size(cost.layers[0].held_bytes)} too many"
+            f"{missing} layer{'s' if missing > 1 else ''} of {format_size(cost.layers[0].held_bytes)} too many"
         ]
-    return [f"{word_size(total)} in all, but the model does not fit in any order of the nodes"]
+    return [f"{format_size(total)} in all, but the model does not fit in any order of the nodes"]

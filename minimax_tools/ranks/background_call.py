@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BackgroundCall:
-    """A call that has begun. Where it never returns, its thread ends with the process.
+    """A call that runs in its own thread from now on. If it never returns, its thread ends with the process.
 
     Attributes:
         result: The call's return value; None while it runs.

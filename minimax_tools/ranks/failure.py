@@ -1,4 +1,8 @@
-"""Failure of a rank: the errors that name it, and its record in the store, where the other ranks find the cause."""
+"""Failure of a rank: the errors that name it, and its record in the store, where other ranks find the cause.
+
+When a rank ends, the others lose their connections to it. Their own errors then only say so, while the record in the
+store says which rank failed first and why.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,13 @@ from minimax_tools.errors import CannotRunError, Mm2Error
 
 RESUME = "Run the same command again: it resumes after the layers that are stored."
 STORE_LOST = "the store through which the ranks talk cannot be reached"
-# The launcher records a killed rank a moment after its connections close.
+# Wait for the record of another rank's failure, in seconds: the launcher records a killed rank a moment after the
+# rank's connections close.
 _CAUSE_S = 3.0
+# Time between two looks into the store, in seconds.
 _POLL_S = 0.05
 _FAILURE_KEY, _END_KEY = "failure", "end"
-# torch raises a plain RuntimeError for all of these: only its text tells them apart.
+# torch raises a plain RuntimeError for all of these. Only its text tells them apart.
 _TIMED_OUT = re.compile(r"timed out", re.IGNORECASE)
 _CONNECTION = re.compile(r"gloo|connection|socket|recv|timed out|broken pipe|NCCL", re.IGNORECASE)
 
@@ -28,25 +34,14 @@ class RankLostError(CannotRunError):
 
 
 class RankFailedError(RankLostError):
-    """A rank failed, and that ended the run.
-
-    Args:
-        name: The rank in words, such as `rank 1`.
-        reason: Why it failed.
-        next_step: What the reader should do now.
-    """
+    """A rank failed, and that ended the run; `name` is the rank in words, such as `rank 1`."""
 
     def __init__(self, name: str, reason: str, *, next_step: str | None = None) -> None:
         super().__init__(f"{name} failed: {reason}", next_step=next_step)
 
 
 class RankTimeoutError(RankLostError):
-    """A rank waited for the others longer than anything takes.
-
-    Args:
-        rank: The rank that waited.
-        error: The error that ended the wait.
-    """
+    """A rank waited for the other ranks longer than anything takes; `error` ended the wait."""
 
     def __init__(self, rank: int, error: Exception) -> None:
         where = error.what if isinstance(error, Mm2Error) else str(error)
@@ -66,35 +61,30 @@ class ReportedElsewhereError(Mm2Error):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """A rank's failure, as the store keeps it.
-
-    Args:
-        rank: The rank that failed.
-        text: Why.
-    """
+    """A rank's failure, as the store keeps it: the rank's number, and the reason in words."""
 
     rank: int
     text: str
 
     def record(self, store: Any) -> RankFailure:
-        """Record it in a store, and return the first failure recorded there: this one, or an earlier one."""
+        """Record this failure unless the store holds one already; return the one that it then holds."""
         first = store.compare_set(_FAILURE_KEY, "", json.dumps(asdict(self)))
         return RankFailure(**json.loads(first))
 
 
 def record_end(store: Any, rank: int) -> None:
-    """Record that a rank ended without an error, for a rank that loses the connection to it."""
+    """Record that a rank ended without an error, for another rank that then loses its connection to it."""
     end = RankFailure(rank=rank, text="it ended before the run did")
     store.set(_END_KEY, json.dumps(asdict(end)))
 
 
 @contextmanager
 def failing_together(store: Any, rank: int) -> Iterator[None]:
-    """Record an error of the block for the other ranks. Raise another rank's failure where that is its cause.
+    """Record an error of the block for the other ranks. If another rank failed first, raise that failure instead.
 
     Args:
-        store: The store that all ranks reach; None for a single rank, whose errors pass unchanged.
-        rank: This rank.
+        store: Store that all ranks reach; None for a single rank, whose errors pass unchanged.
+        rank: Number of this rank.
 
     Raises:
         RankFailedError: Another rank failed first.
@@ -109,36 +99,37 @@ def failing_together(store: Any, rank: int) -> Iterator[None]:
     except Exception as error:
         if store is None:
             raise
-        told = error
-        if _matches(error, _TIMED_OUT) and not isinstance(error, RankTimeoutError):
-            told = RankTimeoutError(rank, error)
-        own = RankFailure(rank=rank, text=str(told) or type(told).__name__)
-        cause = _find_cause(store, own, patience_s=_CAUSE_S if _matches(error, _CONNECTION) else 0.0)
-        if cause.rank != rank:
-            raise RankFailedError(f"rank {cause.rank}", cause.text) from error
-        if told is not error:
-            raise told from error
+        has_timed_out = _matches(error, _TIMED_OUT) and not isinstance(error, RankTimeoutError)
+        own_error = RankTimeoutError(rank, error) if has_timed_out else error
+        own_failure = RankFailure(rank=rank, text=str(own_error) or type(own_error).__name__)
+        patience_s = _CAUSE_S if _matches(error, _CONNECTION) else 0.0
+        first_failure = _find_first_failure(store, own_failure, patience_s=patience_s)
+        if first_failure.rank != rank:
+            raise RankFailedError(f"rank {first_failure.rank}", first_failure.text) from error
+        if own_error is not error:
+            raise own_error from error
         raise
 
 
-def _find_cause(store: Any, own: RankFailure, *, patience_s: float) -> RankFailure:
-    """Return the first failure recorded: this rank's own, unless another one is there or comes in time."""
+def _find_first_failure(store: Any, own_failure: RankFailure, *, patience_s: float) -> RankFailure:
+    """Return the first recorded failure; record this rank's own if no other comes within `patience_s`."""
     deadline = time.monotonic() + patience_s
     try:
         while time.monotonic() < deadline and not store.check([_FAILURE_KEY]):
             if store.check([_END_KEY]):
-                # Not a failure by itself: in a run that ends well the others end first.
-                own = RankFailure(**json.loads(store.get(_END_KEY)))
+                # A rank that ended early explains this rank's error. It is no failure otherwise: in a run that ends
+                # well, some rank always ends first.
+                own_failure = RankFailure(**json.loads(store.get(_END_KEY)))
                 break
             time.sleep(_POLL_S)
-        return own.record(store)
+        return own_failure.record(store)
     except RuntimeError:
         # The store ended with the launcher.
-        return own
+        return own_failure
 
 
 def _matches(error: BaseException, pattern: re.Pattern[str]) -> bool:
-    """Decide whether a foreign error has such a text: the error itself, or one of its causes."""
+    """Decide whether the error, or one of its causes, is not mm2's own and has a text that matches."""
     cause: BaseException | None = error
     while cause is not None:
         if not isinstance(cause, Mm2Error) and pattern.search(str(cause)):

@@ -25,59 +25,52 @@ from minimax_tools.ranks.process import Process
 from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.ranks.watch import ALIVE, status_key
 
+# Time between two looks into the store, in seconds.
 _POLL_S = 0.02
-# torchrun starts all ranks at about the same time. Importing torch may delay some.
+# Longest wait for the other ranks, in seconds. torchrun starts all ranks at about the same time; importing torch may
+# delay some.
 ARRIVAL_S = 300.0
 _ANSWER_KEY, _MET_KEY = "answer", "met"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The ranks of an attempt, all present.
-
-    Args:
-        attempt: The attempt's name.
-        processes: The ranks' processes, in rank order.
-    """
+    """The attempt's name, and the processes of its ranks in rank order."""
 
     attempt: str
     processes: tuple[Process, ...]
 
 
 def meet(store: Any, place: RankPlace, *, patience_s: float = ARRIVAL_S) -> Meeting:
-    """Meet the other ranks.
-
-    Args:
-        store: The torch.distributed store.
-        place: This rank's number, and the number of ranks.
-        patience_s: Longest wait for the others, in seconds.
+    """Meet the other ranks in torch.distributed's store. Wait for them at most `patience_s` seconds.
 
     Raises:
         CannotRunError: A rank did not come in time.
     """
-    own = {"id": uuid.uuid4().hex, **encode(Process.current())}
-    store.set(_hello_key(place.rank), json.dumps(own))
-    deadline = time.monotonic() + patience_s
+    hello = {"id": uuid.uuid4().hex, **encode(Process.current())}
+    store.set(_hello_key(place.rank), json.dumps(hello))
     if place.rank == 0:
-        return _answer_hellos(store, place.num_ranks, deadline, f"within {patience_s:.0f} s")
-    return _wait_for_answer(store, place.rank, own, deadline, f"within {patience_s:.0f} s")
+        return _answer_hellos(store, place.num_ranks, patience_s)
+    return _wait_for_answer(store, place.rank, hello, patience_s)
 
 
-def _answer_hellos(store: Any, num_ranks: int, deadline: float, within: str) -> Meeting:
+def _answer_hellos(store: Any, num_ranks: int, patience_s: float) -> Meeting:
+    """Meet the other ranks, as rank 0."""
+    deadline = time.monotonic() + patience_s
     attempt = uuid.uuid4().hex
     hellos: list[Any] = []
     missing = list(range(1, num_ranks))
     while missing:
-        # Read again: a hello may be from the rank's earlier attempt, until the rank writes a new one.
-        found = [_read(store, _hello_key(rank)) for rank in range(num_ranks)]
-        if found != hellos:
-            hellos = found
+        # Read in every round: until a rank writes its hello, the store may hold that of its earlier attempt.
+        current_hellos = [_read(store, _hello_key(rank)) for rank in range(num_ranks)]
+        if current_hellos != hellos:
+            hellos = current_hellos
             store.set(_ANSWER_KEY, json.dumps({"attempt": attempt, "hellos": hellos}))
         missing = [rank for rank in missing if not store.check([f"{attempt}/{status_key(rank)}"])]
         if missing and time.monotonic() > deadline:
             names = ", ".join(f"rank {rank}" for rank in missing)
             raise CannotRunError(
-                f"{names} did not come {within}",
+                f"{names} did not come within {patience_s:.0f} s",
                 next_step="Look for the error of each above, or in the log of its machine.",
             )
         time.sleep(_POLL_S)
@@ -86,19 +79,24 @@ def _answer_hellos(store: Any, num_ranks: int, deadline: float, within: str) -> 
     return _meeting(attempt, hellos)
 
 
-def _wait_for_answer(store: Any, rank: int, own: dict[str, Any], deadline: float, within: str) -> Meeting:
+def _wait_for_answer(store: Any, rank: int, hello: dict[str, Any], patience_s: float) -> Meeting:
+    """Meet the other ranks, as a rank other than 0."""
+    deadline = time.monotonic() + patience_s
     attempt = None
     while time.monotonic() < deadline:
-        answer = _read(store, _ANSWER_KEY)
-        if attempt is None and answer is not None and own in answer["hellos"]:
-            attempt = answer["attempt"]
-            store.set(f"{attempt}/{status_key(rank)}", ALIVE)
-        hellos = None if attempt is None else _read(store, f"{attempt}/{_MET_KEY}")
-        if attempt is not None and hellos is not None:
-            return _meeting(attempt, hellos)
+        if attempt is None:
+            answer = _read(store, _ANSWER_KEY)
+            # An answer without this hello is from an earlier attempt, or came before the hello.
+            if answer is not None and hello in answer["hellos"]:
+                attempt = answer["attempt"]
+                store.set(f"{attempt}/{status_key(rank)}", ALIVE)
+        else:
+            hellos = _read(store, f"{attempt}/{_MET_KEY}")
+            if hellos is not None:
+                return _meeting(attempt, hellos)
         time.sleep(_POLL_S)
     raise CannotRunError(
-        f"rank {rank} got no answer from rank 0 {within}",
+        f"rank {rank} got no answer from rank 0 within {patience_s:.0f} s",
         next_step="Look for the error of rank 0, or of a rank that did not come.",
     )
 
@@ -112,5 +110,5 @@ def _hello_key(rank: int) -> str:
 
 
 def _read(store: Any, key: str) -> Any:
-    """Read a key's value; None where it has none."""
+    """Read a key's value; None if it has none."""
     return json.loads(store.get(key)) if store.check([key]) else None

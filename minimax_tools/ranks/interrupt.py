@@ -8,27 +8,27 @@ from typing import Any
 
 
 class InterruptedRunError(BaseException):
-    """The order to stop, from this rank's watch or from torchrun.
+    """The order to stop, from this rank's watch or from torchrun, which ends all ranks when one has died.
 
-    torchrun ends the remaining ranks when one has died. A BaseException: no code may take it for an error of its own.
+    It is a BaseException, so that no `except Exception` in other code swallows it.
     """
 
 
 class Interrupter:
-    """A block in which the first SIGTERM raises `InterruptedRunError` in the main thread, until it is disarmed."""
+    """A `with` block in which the first SIGTERM raises `InterruptedRunError` in the main thread, unless disarmed."""
 
     def __init__(self) -> None:
         self._is_armed = True
         self._lock = threading.Lock()
-        self._before: Any = None
+        self._handler_before: Any = None
 
     def __enter__(self) -> Interrupter:
-        self._before = signal.signal(signal.SIGTERM, self._raise_once)
+        self._handler_before = signal.signal(signal.SIGTERM, self._raise_once)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.disarm()
-        signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, self._handler_before)
 
     def disarm(self) -> None:
         """Ignore SIGTERM from here on."""
@@ -36,7 +36,8 @@ class Interrupter:
             self._is_armed = False
 
     def interrupt(self) -> None:
-        """Interrupt the main thread from another one, also in a system call or a wait for a lock."""
+        """Interrupt the main thread from another thread, even in a system call or a wait for a lock."""
+        # The lock keeps `disarm` from returning while a signal is on its way.
         with self._lock:
             if self._is_armed:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

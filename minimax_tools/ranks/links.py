@@ -12,7 +12,7 @@ import torch
 from minimax_tools.ranks.background_call import BackgroundCall
 from minimax_tools.ranks.rank_place import RankPlace
 
-# A rank may wait for a tensor as long as the ranks before it compute: the watch ends a wait, not this limit.
+# As good as no limit: a rank waits for a tensor as long as the ranks before it compute. The watch ends a vain wait.
 _TIMEOUT = timedelta(days=30)
 
 
@@ -20,17 +20,17 @@ class Links:
     """The process group, as one rank sees it. Its calls block, so they run in threads (`BackgroundCall`).
 
     Args:
-        place: This rank's.
-        device: The device that it computes on.
-        is_direct: True where every rank has its own GPU: tensors then go from GPU to GPU (nccl), else through the
-            host (gloo).
+        place: Number of this rank, and number of ranks.
+        device: Device that this rank computes on.
+        is_direct: Whether every rank has its own GPU. If so, tensors go from GPU to GPU (nccl), else through the host
+            (gloo).
     """
 
     def __init__(self, place: RankPlace, device: torch.device, *, is_direct: bool) -> None:
         self._place = place
         self._device = device
         self._is_direct = is_direct
-        # The device of tensors that travel.
+        # Device of tensors on their way.
         self._wire = device if is_direct else torch.device("cpu")
 
     def connect(self, store: Any) -> None:
@@ -52,28 +52,28 @@ class Links:
         )
 
     def send(self, tensor: torch.Tensor, *, to: int) -> BackgroundCall:
-        """Begin to send a tensor, after the work that this thread queued on the device. Do not change it any more."""
+        """Begin to send a tensor, after the work that this thread queued on the device. Do not change it afterwards."""
         tensor = tensor.detach().to(self._wire).contiguous()
         return BackgroundCall(self._on_wire(lambda: torch.distributed.send(tensor, to)))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, *, source: int) -> BackgroundCall:
-        """Begin to receive a tensor: the call's result, on this rank's device."""
+        """Begin to receive a tensor. It is the result of the call, on this rank's device."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._wire)
-        take = self._on_wire(lambda: torch.distributed.recv(tensor, source))
+        fill = self._on_wire(lambda: torch.distributed.recv(tensor, source))
 
-        def call() -> torch.Tensor:
-            take()
+        def receive() -> torch.Tensor:
+            fill()
             return tensor.to(self._device)
 
-        return BackgroundCall(call)
+        return BackgroundCall(receive)
 
     def close(self) -> None:
-        """Close the process group, where it is open."""
+        """Close the process group if it is open."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
     def _on_wire(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Give a call of nccl's a stream of its own, so that no computation on the GPU waits for another rank."""
+        """Let a call of nccl run in its own stream, so that no computation on the GPU waits for another rank."""
         if not self._is_direct:
             return call
         stream = torch.cuda.Stream(self._device)
@@ -82,7 +82,7 @@ class Links:
         def run() -> None:
             with torch.cuda.stream(stream):
                 call()
-            # The tensor lives until then: `call` holds it.
+            # Wait until the tensor has been sent or received: `call` keeps it alive until then.
             stream.synchronize()
 
         return run

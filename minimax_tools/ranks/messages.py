@@ -1,4 +1,4 @@
-"""RankMessages: values from rank 0, the lead, to all other ranks, and values gathered from them."""
+"""RankMessages: Python values sent from rank 0, the lead, to all other ranks, and gathered from them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ import torch.distributed
 
 from minimax_tools.machine.native_output import native_output_dropped
 
-# The lead may read, write and judge for long while the others wait. A dead lead is noticed at once.
+# The lead may read, write and judge for long while the others wait. A dead lead closes its connections, which the
+# others notice at once.
 _TIMEOUT = timedelta(hours=2)
 
 
 class RankMessages:
     """Messages between the ranks of a run. A single rank sends to nobody.
 
-    They go through a gloo group of their own, apart from the collective calls of a port.
-
-    Args:
-        rank: This rank.
-        num_ranks: The number of ranks.
+    They go through their own gloo group, apart from the collective calls of a port.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:

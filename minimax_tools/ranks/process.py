@@ -13,8 +13,8 @@ class Process:
     """A process.
 
     Args:
-        pid: Its id.
-        place: The machine, boot and pid namespace. Processes of one place see each other's ids.
+        pid: Process id.
+        place: Machine, boot and pid namespace. Only processes of the same place see each other's ids.
     """
 
     pid: int
@@ -27,12 +27,12 @@ class Process:
 
     @property
     def is_gone(self) -> bool:
-        """True if the process has ended. False for one of another place, which cannot be seen from here."""
+        """True if the process has ended. Always False for a process of another place, which cannot be seen."""
         return self.place == _place() and not _is_alive(self.pid)
 
 
 def _place() -> str:
-    # Two machines may have one name, and every container's first process lies in a namespace of the same number.
+    # Two machines may have the same name, and namespaces of two machines the same number: so name all three.
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     boot_id = boot.read_text(encoding="utf-8").strip() if boot.exists() else ""
     number = namespace.stat().st_ino if namespace.exists() else 0
@@ -48,4 +48,5 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         # Another user's process, or no /proc on this system.
         return True
+    # A zombie has ended, though its parent has not yet asked for its exit code.
     return state != "Z"

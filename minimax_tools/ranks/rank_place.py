@@ -17,10 +17,10 @@ class RankPlace:
     """A rank among those of a run.
 
     Args:
-        rank: Its number, from 0.
-        num_ranks: The number of ranks.
-        local_rank: Its number among the ranks of this machine.
-        num_local: The number of ranks on this machine.
+        rank: Number of the rank in the run, from 0.
+        num_ranks: Number of ranks of the run.
+        local_rank: Number of the rank on its machine, from 0.
+        num_local: Number of ranks on this machine.
     """
 
     rank: int = 0
@@ -30,7 +30,7 @@ class RankPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RankPlace:
-        """Read this process's place: the only rank where WORLD_SIZE is 1 or unset.
+        """Read this process's place. If WORLD_SIZE is 1 or unset, it is the only rank.
 
         Raises:
             UsageError: A variable is no whole number, or RANK is not below WORLD_SIZE.
@@ -61,7 +61,7 @@ class RankPlace:
 
 
 def warn_of_idle_cores(place: RankPlace) -> None:
-    """Warn, on rank 0, where each rank computes with one thread and cores are idle."""
+    """Warn, on rank 0, if each of several ranks computes with one thread while cores are idle."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_threads = num_cores // place.num_local
     is_lead_of_several = place.rank == 0 and place.num_ranks > 1

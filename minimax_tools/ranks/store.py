@@ -1,4 +1,4 @@
-"""The store of a run: texts by key, which the ranks' launcher serves to all of them."""
+"""The store of a run: texts by key, which the launcher serves to all ranks (torch.distributed's store)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def connect_store(timeout: timedelta) -> Any:
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
     except (RuntimeError, ValueError) as error:
-        raise store_lost(error) from error
+        raise store_lost_error(error) from error
     return store
 
 
-def store_lost(error: Exception) -> RankLostError:
-    """Build the error to raise where torch's own says that the store is out of reach."""
+def store_lost_error(error: Exception) -> RankLostError:
+    """Return mm2's error for an error of torch that says that the store is out of reach."""
     return RankLostError(
         STORE_LOST,
         expected=f"a store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
@@ -44,10 +44,7 @@ def store_lost(error: Exception) -> RankLostError:
 
 
 def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:
-    """Return the part of a store that the ranks of one attempt use.
-
-    torchrun keeps its store when it starts the ranks anew: no attempt may read what another one wrote.
-    """
+    """Return a view of a store for one attempt: torchrun keeps its store when it starts the ranks anew."""
     return torch.distributed.PrefixStore(f"mm2/{attempt}", store)  # type: ignore[attr-defined]  # not in its __all__
 
 
@@ -57,7 +54,7 @@ def current_attempt() -> str:
 
 
 class LocalStore:
-    """The store of a single rank, with the calls of torch's stores. It needs no torch.distributed."""
+    """The store of a single rank, with those calls of torch's stores that it needs, without torch.distributed."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}

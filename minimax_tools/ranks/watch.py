@@ -1,8 +1,8 @@
-"""Watch: notices a dead rank while this one computes.
+"""Watch: a thread that notices a dead rank while this rank computes.
 
-Every rank keeps its status in the store: a state, and the number of its last sign of life.
+Every rank keeps its status in the store: its state, and a number that grows with every sign of life.
 
-| event | evidence |
+| event | how the other ranks notice |
 |---|---|
 | a rank fails | it sets its state to FAILED before it ends |
 | a rank of this machine is killed | its process is gone |
@@ -22,13 +22,14 @@ from minimax_tools.ranks.process import Process
 
 logger = logging.getLogger(__name__)
 
-ALIVE = "alive"
-FAILED = "failed"  # The rank reported why.
-DONE = "done"  # No other rank needs it any more.
+# States of a rank. One that FAILED reported why; one that is DONE is not needed by the others any more.
+ALIVE, FAILED, DONE = "alive", "failed", "done"
 
+# Seconds between two rounds of the watch.
 _INTERVAL_S = 0.5
-# A rank that reads or computes still gives signs of life; only one that holds Python's lock for so long would be taken
-# for dead. Counted in rounds of this rank: where a whole machine was suspended, no rank is late.
+# Rounds without a sign of life after which a rank counts as dead. The thread gives signs of life while its rank reads
+# or computes, unless other code holds Python's lock for so long. Rounds, not seconds, so that no rank is late after a
+# suspended machine wakes.
 _SILENT_ROUNDS = 80
 SILENT_S = _SILENT_ROUNDS * _INTERVAL_S
 
@@ -42,10 +43,10 @@ class Watch:
     """A thread that gives signs of life for this rank and looks for those of the others.
 
     Args:
-        store: A connection of its own to torch.distributed's store, with a status of every rank.
-        rank: This one.
-        processes: The ranks' processes, in rank order.
-        on_loss: Called once, from the watch's thread, at the first loss.
+        store: Connection to the run's store for the watch alone; it holds a status of every rank.
+        rank: Number of this rank.
+        processes: Processes of the ranks, in rank order.
+        on_loss: Function to call once, from the watch's thread, when the first rank or the store is lost.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Watch:
         self._store = store
         self._rank = rank
         self._processes = tuple(processes)
-        self._tell_loss = on_loss
+        self._on_loss = on_loss
         self._num_rounds = 0
         self._state = ALIVE
+        # The last status of every other rank, and the round in which it was first seen.
         self._statuses: dict[int, tuple[str, int]] = {}
         self._lost: dict[int, str] = {}
         self._store_fault: str | None = None
@@ -70,14 +72,14 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; nothing is called any more once this returns."""
+        """End the thread. Once this returns, the watch calls no function any more."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """The dead ranks, each with the reason; an empty reason for a rank that reported its own."""
+        """The dead ranks, each with the reason; the reason is empty if the rank itself reported it."""
         return dict(self._lost)
 
     @property
@@ -90,7 +92,7 @@ class Watch:
         """True if a rank died, or the store is out of reach."""
         return bool(self._lost) or self._store_fault is not None
 
-    def tell(self, state: str) -> None:
+    def set_state(self, state: str) -> None:
         """Write this rank's state to the store, and wait for the store's answer."""
         self._state = state
         with self._lock:
@@ -101,8 +103,12 @@ class Watch:
         return self._statuses.get(rank, ("", 0))[0].startswith(DONE)
 
     def on_look(self, call: Callable[[], None] | None) -> None:
-        """Call a function at every look. The function before it has ended then, unless the store hangs."""
+        """Call a function at every look from now on, instead of the one given before.
+
+        When this returns, the function given before is not running any more, unless the store hangs.
+        """
         self._on_look = call
+        # A look holds the lock, so taking it waits for the look in progress.
         if self._lock.acquire(timeout=4 * _INTERVAL_S):
             self._lock.release()
 
@@ -117,19 +123,19 @@ class Watch:
         else:
             self._store_fault = f"it did not answer for {SILENT_S:.0f} s"
         if call.error is not None:
-            # torch's DistError: the process that serves the store has ended.
+            # An error of torch: the process that serves the store has ended.
             text = str(call.error) or type(call.error).__name__
             self._store_fault = text.splitlines()[0]
 
     def _run(self) -> None:
-        has_told = False
+        has_called = False
         while not self._ended.wait(_INTERVAL_S):
             self._num_rounds += 1
             if self._store_fault is None:
                 self.look()
-            if self.has_loss and not has_told:
-                has_told = True
-                self._tell_loss()
+            if self.has_loss and not has_called:
+                has_called = True
+                self._on_loss()
 
     def _look(self) -> None:
         with self._lock:
@@ -137,7 +143,7 @@ class Watch:
             others = [rank for rank in range(len(self._processes)) if rank != self._rank]
             statuses = self._store.multi_get([status_key(rank) for rank in others])
             for rank, status in zip(others, statuses, strict=True):
-                reason = self._judge(rank, status.decode())
+                reason = self._find_death(rank, status.decode())
                 if reason is not None:
                     self._lost.setdefault(rank, reason)
             if self._on_look is not None:
@@ -146,19 +152,19 @@ class Watch:
     def _give_sign(self) -> None:
         self._store.set(status_key(self._rank), f"{self._state} {self._num_rounds}")
 
-    def _judge(self, rank: int, status: str) -> str | None:
-        """Return the reason of a rank's death; None where it lives or is done."""
-        last, since = self._statuses.setdefault(rank, (status, self._num_rounds))
-        if status != last:
-            since = self._num_rounds
-            self._statuses[rank] = (status, since)
+    def _find_death(self, rank: int, status: str) -> str | None:
+        """Return the reason of a rank's death, empty if the rank reported it; None if it lives or is done."""
+        last_status, round_seen = self._statuses.get(rank, ("", 0))
+        if status != last_status:
+            round_seen = self._num_rounds
+            self._statuses[rank] = (status, round_seen)
         if status.startswith(DONE):
             return None
         if status.startswith(FAILED):
             return ""
         if self._processes[rank].is_gone:
             return "its process is gone: killed, or out of memory"
-        if self._num_rounds - since > _SILENT_ROUNDS:
+        if self._num_rounds - round_seen > _SILENT_ROUNDS:
             return f"it gave no sign of life for {SILENT_S:.0f} s"
         return None
 
@@ -166,6 +172,6 @@ class Watch:
         try:
             call()
         except Exception as error:
-            # Only a display ends; the signs of life go on.
+            # Only the display ends. The watch must go on.
             logger.warning("Progress is not shown any more: %s.", error)
             self._on_look = None

@@ -25,8 +25,8 @@ from minimax_tools.hub.access import HubAccess, HubFile
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
 from minimax_tools.hub.ranges import HubRanges
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
-from minimax_tools.machine.new_folder import held
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.new_folder import locked_folder
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import SliceSource
 
@@ -97,7 +97,7 @@ def _locked(folder: Path) -> Iterator[None]:
     with ExitStack() as lock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(held(folder))
+            lock.enter_context(locked_folder(folder))
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another process fetches into {folder}", next_step="Wait for it, or choose another --output."
@@ -175,8 +175,8 @@ def _check_room(shards: Mapping[str, Iterable[ByteRange]], folder: Path) -> None
     if missing_bytes > free_bytes:
         raise CheckpointError(
             f"the disk at {folder} is too small for the slice",
-            expected=f"{word_size(missing_bytes)}: the slice is written twice",
-            found=f"{word_size(free_bytes)} free",
+            expected=f"{format_size(missing_bytes)}: the slice is written twice",
+            found=f"{format_size(free_bytes)} free",
             next_step="Make room, or choose another --output.",
         )
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from minimax_tools.capture.read_record import ReadRecord
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.partition.cost import ModelCost
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile
@@ -175,7 +175,7 @@ def judge_memory_in_proportion(plan: PartitionPlan, cost: ModelCost | None) -> S
     claim = "each slice fits its node's memory" + (", by the plan's own figures" if cost is None else "")
     costs = [slice_.cost if cost is None else recount(slice_, cost) for slice_ in plan.slices]
     faults = [
-        f"{slice_.node.name} has {word_size(slice_.node.memory_bytes)} and needs {word_size(part.memory_bytes)}"
+        f"{slice_.node.name} has {format_size(slice_.node.memory_bytes)} and needs {format_size(part.memory_bytes)}"
         for slice_, part in zip(plan.slices, costs, strict=True)
         if part.memory_bytes > slice_.node.memory_bytes
     ]

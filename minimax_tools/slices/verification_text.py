@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from minimax_tools.capture.read_record import ReadRecord
 from minimax_tools.errors import list_faults
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile, Repository
@@ -40,7 +40,7 @@ _MARKS = {"✅": "[ok]", "❌": "[no]", "⏳": "[..]", "⚪": "[--]"}
 def render_summary(verification: Verification, *, with_marks: bool) -> str:
     """Render one line for each node and each verdict."""
     lines = [
-        f"{node.name}: {_describe_slice(node.slice, verification.plan)}, {word_size(node.slice_bytes)}, "
+        f"{node.name}: {_describe_slice(node.slice, verification.plan)}, {format_size(node.slice_bytes)}, "
         f"{len(node.download.files)} of {_count_files(node.download.repository)} files "
         f"({'complete' if node.download.is_complete else 'not complete here'}){_describe_reads(node)}"
         for node in verification.nodes

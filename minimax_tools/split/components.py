@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.split.causal_part import ModelPart
 from minimax_tools.split.devices import DeviceName
 from minimax_tools.split.part_folder import read_part, write_part
@@ -117,7 +117,7 @@ class SplitModel(nn.Module):
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"SplitModel({self.part}, {self.model.config.model_type}, {dtype}, "
-            f"{word_size(self.size_bytes)} on {self.device})"
+            f"{format_size(self.size_bytes)} on {self.device})"
         )
 
     def _check_inputs(

@@ -13,7 +13,8 @@ import torch
 
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.machine.memory import MemoryBudget, MemoryTracker
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.machine.size import parse_size
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, is_quantised, read_causal_config

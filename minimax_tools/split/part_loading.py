@@ -23,7 +23,7 @@ from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
 from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.memory import MemoryBudget
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.split.binding import plan_binding
 from minimax_tools.split.causal_model import Implementation, load_whole
 from minimax_tools.split.causal_part import ModelPart, build_part
@@ -181,13 +181,13 @@ class PartLoader:
             # Each thread holds at most one stored tensor besides.
             passing_bytes = max(stored[name].size_bytes for name in binding.sources.values())
             passing_bytes *= os.cpu_count() or 1
-            size = word_size(binding.size_bytes)
+            size = format_size(binding.size_bytes)
             logger.info("Loading parameters: %s from %d tensors", size, binding.num_tensors)
             started_s = time.monotonic()
             with self.budget.reserve(held_bytes + passing_bytes, f"loading {part}") as reservation:
                 tensors = binding.fill(reader, device=device, report=reservation.touched)
         duration_s = time.monotonic() - started_s
-        rate = word_size(int(binding.size_bytes / max(duration_s, 1e-6)))
+        rate = format_size(int(binding.size_bytes / max(duration_s, 1e-6)))
         logger.info("Loaded %s in %.1f s (%s/s)", size, duration_s, rate)
         return tensors
 

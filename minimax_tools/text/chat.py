@@ -13,15 +13,8 @@ import jinja2.sandbox
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.config_file import read_config_file
 
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+# Keys of tokenizer_config.json that a template may name.
+_SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def render_chat(folder: Path, prompt: str) -> str:
@@ -33,17 +26,11 @@ def render_chat(folder: Path, prompt: str) -> str:
     path = folder / "tokenizer_config.json"
     config = read_config_file(path) if path.is_file() else {}
     special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    messages = [{"role": "user", "content": prompt}]
     try:
-        return (
-            _environment()
-            .from_string(_template(folder, config))
-            .render(
-                messages=[{"role": "user", "content": prompt}],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **special,
-            )
+        template = _environment().from_string(_find_template(folder, config))
+        return template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -64,11 +51,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
-def _template(folder: Path, config: dict[str, Any]) -> str:
+def _find_template(folder: Path, config: dict[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if isinstance(template, list):
-        # Several templates, each with a name.
+        # Several named templates: transformers takes the one called "default".
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if not isinstance(template, str):
@@ -89,7 +76,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # The filter of jinja2 escapes HTML.
+    # Replaces jinja2's own filter, which escapes HTML. The parameters are those of transformers' filter.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Input options of a command, turned into token rows."""
+"""Input options of a command, and the token rows that they describe."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, format_count
 from minimax_tools.model.inputs import Inputs, pad_rows, random_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.tokenizer import encode_texts
 
-# Longer than the smallest window of sliding attention, 128 tokens. All rows are padded to it, and padding costs memory,
-# disk and time, so it is not much longer.
+# Tokens of the long row: more than the smallest window of sliding attention, 128. All rows are padded to this length,
+# and padding costs memory, disk and time, so it is not much more.
 _LONG_LENGTH = 144
+# Tokens of a row that begins far from position 0.
 _FAR_LENGTH = 16
-# Each far row crosses one of these positions. A position table that ends there, or restarts, changes distances within
-# the row, and so attention. Each smaller power of two divides 65536. float16 is exact up to 2048 and ends at 65504.
+# Positions that such rows cross. A position table that ends or restarts at one of them changes distances within the
+# row, and so attention. 65536 also stands for every smaller power of two, and lies past float16's largest value, 65504.
 _CROSSED_POSITIONS = (4096, 65536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultRow:
-    """A row of random ids.
-
-    Args:
-        length: Number of tokens.
-        start_position: Position of the first token.
-    """
+    """A row of `length` random ids, the first of them at position `start_position`."""
 
     length: int
     start_position: int = 0
@@ -42,19 +38,18 @@ def default_rows(max_position_embeddings: int) -> tuple[DefaultRow, ...]:
     longest = min(_LONG_LENGTH, max_position_embeddings)
     last_start = max_position_embeddings - _FAR_LENGTH
     starts = {position - _FAR_LENGTH // 2 for position in _CROSSED_POSITIONS} | {last_start}
-    return (
-        DefaultRow(length=longest),
-        *(
-            DefaultRow(length=_FAR_LENGTH, start_position=start)
-            for start in sorted(starts)
-            if longest <= start <= last_start
-        ),
-    )
+    rows = [DefaultRow(length=longest)]
+    for start in sorted(starts):
+        if longest <= start <= last_start:
+            rows.append(DefaultRow(length=_FAR_LENGTH, start_position=start))
+    return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRequest:
-    """Input options of a command as given; nothing is read before `build_inputs`.
+    """Input options of a command as given; `build_inputs` reads the files that they name.
+
+    The fields are the options of `input_options` in `command_line/options.py`; their help explains them.
 
     Raises:
         UsageError: Options contradict each other, or one has no effect.
@@ -105,7 +100,7 @@ class InputRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Token ids of each row, the position of its first token, and the source of the rows."""
+    """Token ids of each row, the position of each row's first token, and the source of the rows in words."""
 
     ids: list[list[int]]
     starts: tuple[int, ...]
@@ -120,11 +115,9 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
             cannot be read.
         CheckpointError: Text was given, and the checkpoint has no tokenizer.
     """
-    rows = _rows(request, folder=folder, spec=spec)
+    rows = _build_rows(request, folder=folder, spec=spec)
     ids = rows.ids if request.max_length is None else [row[: request.max_length] for row in rows.ids]
-    _refuse_foreign_ids(ids, spec.vocab_size)
-    _refuse_long_rows(ids, spec.max_position_embeddings)
-    _refuse_far_rows(ids, rows.starts, spec.max_position_embeddings)
+    _refuse_unusable_rows(ids, rows.starts, spec)
     return pad_rows(
         ids,
         padding_side=request.padding_side,
@@ -135,52 +128,51 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
     )
 
 
-def _rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> _Rows:
+def _build_rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> _Rows:
     if not request.names_rows:
         return _default_rows(request, spec=spec)
-    ids, source = _named_rows(request, folder=folder, spec=spec)
-    return _Rows(ids=ids, starts=_starts(request.start_positions, num_rows=len(ids)), source=source)
+    if request.input_ids:
+        ids = [row for text in request.input_ids for row in _parse_ids(text)]
+        source = "--input-ids"
+    elif request.has_text:
+        texts = [*request.prompts, *_read_prompts(request.prompts_file)]
+        ids = encode_texts(folder, texts, chat=request.chat)
+        source = "chat prompts" if request.chat else "prompts"
+    else:
+        ids = _random_ids(request, request.seq_lens, spec=spec)
+        source = f"random ids of seed {request.seed}"
+    return _Rows(ids=ids, starts=_row_starts(request.start_positions, num_rows=len(ids)), source=source)
 
 
 def _default_rows(request: InputRequest, *, spec: ModelSpec) -> _Rows:
     rows = default_rows(spec.max_position_embeddings)
-    ids, source = _random_ids(request, tuple(row.length for row in rows), vocab_size=spec.vocab_size)
     return _Rows(
-        ids=ids, starts=tuple(row.start_position for row in rows) * request.batch_size, source=source
+        ids=_random_ids(request, tuple(row.length for row in rows), spec=spec),
+        starts=tuple(row.start_position for row in rows) * request.batch_size,
+        source=f"random ids of seed {request.seed}",
     )
 
 
-def _named_rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> tuple[list[list[int]], str]:
-    if request.input_ids:
-        return [row for text in request.input_ids for row in _parse_ids(text)], "--input-ids"
-    if request.has_text:
-        texts = [*request.prompts, *_read_prompts(request.prompts_file)]
-        source = "chat prompts" if request.chat else "prompts"
-        return encode_texts(folder, texts, chat=request.chat), source
-    return _random_ids(request, request.seq_lens, vocab_size=spec.vocab_size)
+def _random_ids(request: InputRequest, lengths: tuple[int, ...], *, spec: ModelSpec) -> list[list[int]]:
+    return random_rows(lengths, batch_size=request.batch_size, vocab_size=spec.vocab_size, seed=request.seed)
 
 
-def _random_ids(
-    request: InputRequest, lengths: tuple[int, ...], *, vocab_size: int
-) -> tuple[list[list[int]], str]:
-    rows = random_rows(lengths, batch_size=request.batch_size, vocab_size=vocab_size, seed=request.seed)
-    return rows, f"random ids of seed {request.seed}"
-
-
-def _starts(given: tuple[int, ...], *, num_rows: int) -> tuple[int, ...]:
-    """Return the position of each row's first token, from one position for all rows, one for each, or none."""
-    if len(given) not in (0, 1, num_rows):
+def _row_starts(start_positions: tuple[int, ...], *, num_rows: int) -> tuple[int, ...]:
+    """Return the position of each row's first token from --start-positions: none, one for all, or one for each."""
+    if len(start_positions) == num_rows:
+        return start_positions
+    if len(start_positions) > 1:
         raise UsageError(
-            f"--start-positions gives {len(given)} positions for {num_rows} rows",
+            f"--start-positions gives {len(start_positions)} positions for {format_count(num_rows, 'row')}",
             expected="one for all rows, or one for each",
         )
-    return given if len(given) == num_rows else (given or (0,)) * num_rows
+    return (start_positions or (0,)) * num_rows
 
 
 def _parse_ids(text: str) -> list[list[int]]:
     try:
         if Path(text).suffix == ".json":
-            return _ids_of(json.loads(Path(text).read_text(encoding="utf-8")))
+            return _as_rows(json.loads(Path(text).read_text(encoding="utf-8")))
         return [[int(part) for part in text.split(",")]]
     except (OSError, ValueError) as error:
         raise UsageError(
@@ -190,9 +182,10 @@ def _parse_ids(text: str) -> list[list[int]]:
         ) from error
 
 
-def _ids_of(loaded: Any) -> list[list[int]]:
+def _as_rows(loaded: Any) -> list[list[int]]:
+    """Return JSON, a row of ids or a list of rows, as rows; raise ValueError if it is neither."""
     rows = loaded if isinstance(loaded, list) and loaded and isinstance(loaded[0], list) else [loaded]
-    # isinstance would accept True; int() would cut a float.
+    # `type`, because isinstance would accept True as an id.
     if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows):
         raise ValueError("JSON that is neither a row of ids nor a list of rows")
     return rows
@@ -203,7 +196,7 @@ def _read_prompts(path: Path | None) -> list[str]:
         return []
     try:
         text = path.read_text(encoding="utf-8")
-        loaded = json.loads(text) if path.suffix == ".json" else _lines(text)
+        loaded = json.loads(text) if path.suffix == ".json" else _filled_lines(text)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--prompts-file {path} cannot be read",
@@ -217,40 +210,33 @@ def _read_prompts(path: Path | None) -> list[str]:
     return loaded
 
 
-def _lines(text: str) -> list[str]:
+def _filled_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
 def _pad_token_id(spec: ModelSpec) -> int:
     """Return the model's padding id, or 0: padding is masked, so any id works."""
-    found = spec.raw.get("pad_token_id")
-    return found if isinstance(found, int) and 0 <= found < spec.vocab_size else 0
+    pad_id = spec.raw.get("pad_token_id")
+    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < spec.vocab_size else 0
 
 
-def _refuse_foreign_ids(rows: list[list[int]], vocab_size: int) -> None:
-    for row_index, row in enumerate(rows):
+def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: ModelSpec) -> None:
+    num_positions = spec.max_position_embeddings
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         for token in row:
-            if not 0 <= token < vocab_size:
+            if not 0 <= token < spec.vocab_size:
                 raise UsageError(
-                    f"row {row_index} holds the id {token}", expected=f"ids from 0 to {vocab_size - 1}"
+                    f"row {index} holds the id {token}", expected=f"ids from 0 to {spec.vocab_size - 1}"
                 )
-
-
-def _refuse_long_rows(rows: list[list[int]], max_length: int) -> None:
-    for row_index, row in enumerate(rows):
-        if len(row) > max_length:
+        if len(row) > num_positions:
             raise UsageError(
-                f"row {row_index} has {len(row)} tokens",
-                expected=f"at most {max_length}, the model's max_position_embeddings",
+                f"row {index} has {format_count(len(row), 'token')}",
+                expected=f"at most {num_positions}, the model's max_position_embeddings",
                 next_step="Truncate it with --max-length.",
             )
-
-
-def _refuse_far_rows(rows: list[list[int]], starts: tuple[int, ...], num_positions: int) -> None:
-    for row_index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if start + len(row) > num_positions:
             raise UsageError(
-                f"row {row_index} begins at position {start} and has {len(row)} tokens",
+                f"row {index} begins at position {start} and has {format_count(len(row), 'token')}",
                 expected=f"no position past {num_positions - 1}, the last by max_position_embeddings",
                 found=f"position {start + len(row) - 1}",
                 next_step="Give --start-positions a smaller number, or shorten the row with --max-length.",

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer.json: text to token ids and back, without transformers; and its end tokens."""
+"""The checkpoint's tokenizer.json: text to token ids and back, without transformers. The ids that end a text, too."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 from minimax_tools.text.chat import render_chat
 
 TOKENIZER_NAME = "tokenizer.json"
+# The first file that names end tokens counts, as in transformers.
+_CONFIG_FILES = ("generation_config.json", CONFIG_FILE)
+_END_TOKEN_KEY = "eos_token_id"
 
 
 def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int]]:
-    """Return the token ids of each text; with `chat` each text is a user's message in the chat template.
+    """Return the token ids of each text. With `chat`, each is put into the chat template as a user's message.
 
     Raises:
         CheckpointError: The checkpoint has no tokenizer or, with `chat`, no chat template that renders.
     """
     tokenizer = _read_tokenizer(folder)
     if chat:
-        # The template writes the special tokens itself.
-        return [
-            list(tokenizer.encode(render_chat(folder, text), add_special_tokens=False).ids) for text in texts
-        ]
-    return [list(tokenizer.encode(text).ids) for text in texts]
+        texts = [render_chat(folder, text) for text in texts]
+    # The chat template writes the special tokens itself.
+    return [list(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
 
 
 def decode_rows(folder: Path, rows: list[list[int]]) -> list[str]:
@@ -43,6 +44,30 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / TOKENIZER_NAME).is_file()
 
 
+def read_end_tokens(folder: Path) -> frozenset[int]:
+    """Return the token ids that end a generated text; empty if the checkpoint names none.
+
+    Raises:
+        CheckpointError: A file cannot be read, or its end tokens are not ids.
+    """
+    for name in _CONFIG_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        value = read_config_file(path).get(_END_TOKEN_KEY)
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) for token in ids):
+            raise CheckpointError(
+                f"{path}: {_END_TOKEN_KEY} is not a token id",
+                expected="an integer or a list",
+                found=repr(value),
+            )
+        return frozenset(ids)
+    return frozenset()
+
+
 def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER_NAME
     if not has_tokenizer(folder):
@@ -52,34 +77,8 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:
+        # tokenizers raises no narrower class.
         raise CheckpointError(
             f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
         ) from error
-
-
-# The first file that names end tokens counts, as in transformers.
-_FILES = ("generation_config.json", CONFIG_FILE)
-_KEY = "eos_token_id"
-
-
-def read_end_tokens(folder: Path) -> frozenset[int]:
-    """Return the token ids that end a generated text; empty if the checkpoint names none.
-
-    Raises:
-        CheckpointError: A file cannot be read, or its end tokens are not ids.
-    """
-    for name in _FILES:
-        path = folder / name
-        if not path.is_file():
-            continue
-        named = read_config_file(path).get(_KEY)
-        if named is None:
-            continue
-        ids = named if isinstance(named, list) else [named]
-        if not all(isinstance(number, int) for number in ids):
-            raise CheckpointError(
-                f"{path}: {_KEY} is not a token id", expected="an integer or a list", found=repr(named)
-            )
-        return frozenset(ids)
-    return frozenset()

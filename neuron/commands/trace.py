@@ -21,7 +21,7 @@ from minimax_tools.command_line.options import (
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.prompts import InputRequest
@@ -118,7 +118,7 @@ def _print_trace(trace: Trace, output: Path, *, as_json: bool) -> None:
         print_json({**sizes, **encode(program), "effect_of_sites": effect})
         return
     sites = ", ".join(str(site) for site in program.sites) or "none"
-    click.echo(f"{output}: layer {program.layer} of {program.port}, {word_size(output.stat().st_size)}")
+    click.echo(f"{output}: layer {program.layer} of {program.port}, {format_size(output.stat().st_size)}")
     click.echo(f"compiled by {program.program} for hidden states {list(program.shape)} in {program.dtype}")
     click.echo(f"sites beside its input and output: {sites}")
     if effect is not None:

@@ -17,7 +17,7 @@ import torch.distributed
 from minimax_tools.errors import BackendError, UsageError
 from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.ranks.rank_place import RankPlace
-from minimax_tools.ranks.store import attempt_store, connect_store, current_attempt, store_lost
+from minimax_tools.ranks.store import attempt_store, connect_store, current_attempt, store_lost_error
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 
@@ -51,7 +51,7 @@ def open_store(ranks: Ranks) -> Any:
         else:
             store.wait([_LEAD_KEY], _ARRIVAL_TIMEOUT)
     except RuntimeError as error:
-        raise store_lost(error) from error
+        raise store_lost_error(error) from error
     return store
 
 

@@ -19,7 +19,7 @@ from minimax_tools.checkpoint.read_ahead import ReadAhead, stored_layer_bytes
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import Mm2Error
 from minimax_tools.machine.memory import MemoryBudget
-from minimax_tools.machine.size import word_size
+from minimax_tools.machine.size import format_size
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
 from neuron.runs.device_request import PortSetup
@@ -139,7 +139,7 @@ def choose_read_ahead(prefetch: bool | None, footprint: DeviceFootprint, index: 
         return True
     logger.info(
         "No layer is read ahead: a layer and two more in the system's cache take %s, %s are free.",
-        word_size(needed_bytes),
-        word_size(usable_bytes),
+        format_size(needed_bytes),
+        format_size(usable_bytes),
     )
     return False

@@ -16,7 +16,7 @@ from typing import Any
 
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.memory import MemoryTracker
+from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.machine.whole_file import whole_file
 from neuron.devices.runtime import Runtime
 from neuron.runs.layer_times import LayerTimes

@@ -18,7 +18,7 @@ from damage.tampering import change_tensor, sign
 
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
-from gpu_reference.certification.certifier import find_broken
+from gpu_reference.certification.certifier import find_broken_versions
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.capture.reader import Capture
@@ -198,8 +198,8 @@ def test_versions_known_to_be_broken_are_found(certify: Certify, tampered: Path)
     ("version", "is_broken"), [("4.57.1", True), ("5.22.9", True), ("5.23.0", False), ("6.0.dev0", False)]
 )
 def test_versions_are_compared_as_numbers(version: str, *, is_broken: bool) -> None:
-    assert bool(find_broken({"transformers": version})) == is_broken
-    assert not find_broken({"torch": "2.9.1"})
+    assert bool(find_broken_versions({"transformers": version})) == is_broken
+    assert not find_broken_versions({"torch": "2.9.1"})
 
 
 def test_another_model_is_found(certify: Certify, tampered: Path, tmp_path: Path) -> None:

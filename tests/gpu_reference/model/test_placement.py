@@ -117,7 +117,7 @@ def test_unreadable_map_is_refused(text: str) -> None:
     [
         ({"model.nothing": "cpu", "": "cpu"}, "modules that the model does not have: model.nothing"),
         ({"model.layers.9": "cpu", "": "cpu"}, "modules that the model does not have: model.layers.9"),
-        ({"model": "cpu"}, "gives no device for lm_head.weight and 0 other weights"),
+        ({"model": "cpu"}, "gives no device for lm_head.weight. Name every module"),
         ({"model.layers.1": "cpu"}, "gives no device for model.embed_tokens.weight"),
     ],
 )

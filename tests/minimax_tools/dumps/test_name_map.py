@@ -65,8 +65,8 @@ def test_passes_that_follow_are_an_inner_list(tmp_path: Path) -> None:
         ("sites: {q_proj: 'a:b'}", "sites.q_proj: the place 'a:b' cannot be read: expected 'layers"),
         ("lengths: [1]\nattention_mask: m.pt", "gives lengths and attention_mask"),
         ("ranks: 2\nranks: 4", "names 'ranks' twice: found the second in line 2"),
-        ("ranks: [", "is no YAML that can be read: found line 1"),
-        ("!!python/object/apply:os.system ['true']", "is no YAML that can be read"),
+        ("ranks: [", "is not valid YAML: found line 1"),
+        ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, said: str, tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ import torch
 from minimax_tools.machine.memory import give_back_freed_memory
 from minimax_tools.machine.memory_usage import (
     MemoryPeak,
-    MemorySnapshot,
     MemoryUsage,
-    word_change,
-    word_summary,
 )
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
@@ -174,57 +171,3 @@ def test_peaks_before_the_start_do_not_count() -> None:
     start = usage(1, most=50, gpu_most=60)
     peak = MemoryPeak().raised_by(usage(2, most=50, gpu=3, gpu_most=60), since=start)
     assert (peak.resident_bytes, peak.all_devices_bytes) == (2, 3)
-
-
-def test_change_names_every_kind_with_its_sign() -> None:
-    before, after = usage(8 * GB, file=GB), usage(12_340_000_000, file=GB // 2, gpu=2 * GB)
-    assert word_change("bottom loaded", before, after).splitlines() == [
-        "Memory: bottom loaded",
-        "  RAM: 12.84 GB (+3.84 GB)",
-        "  GPU: 2.00 GB (+2.00 GB)",
-        "  anonymous: 12.34 GB (+4.34 GB)",
-        "  file-backed: 0.50 GB (-0.50 GB)",
-    ]
-
-
-def test_kinds_that_are_not_known_are_not_claimed() -> None:
-    whole = MemoryUsage(anonymous_bytes=GB, are_kinds_known=False)
-    assert "anonymous" not in word_change("now", whole, whole)
-    snapshot = MemorySnapshot(label="now", usage=whole, peak_anonymous_bytes=GB)
-    timeline = word_summary(MemoryPeak(), [snapshot], notes=[]).splitlines()[-1]
-    assert timeline == "  now                     RAM:   1.00 GB  GPU:   0.00 GB"
-
-
-def test_summary_holds_peaks_notes_and_a_line_per_snapshot() -> None:
-    peak = MemoryPeak(
-        anonymous_bytes=30 * GB,
-        file_bytes=3 * GB,
-        resident_bytes=32_450_000_000,
-        device_bytes={"cuda:0": GB, "cuda:1": 2 * GB},
-    )
-    snapshots = [
-        MemorySnapshot(label="开始", usage=usage(8 * GB, file=120 * MB), peak_anonymous_bytes=8 * GB),
-        MemorySnapshot(label="loaded", usage=usage(29 * GB, gpu=2 * GB), peak_anonymous_bytes=30 * GB),
-    ]
-    assert word_summary(peak, snapshots, notes=["A note."]).splitlines() == [
-        "=== Memory Usage Summary ===",
-        "Peak RAM: 32.45 GB",
-        "Peak anonymous: 30.00 GB",
-        "Peak file-backed: 3.00 GB",
-        "Peak GPU: 3.00 GB, cuda:0 1.00 GB, cuda:1 2.00 GB",
-        "A note.",
-        "",
-        "Timeline:",
-        # As wide as 24 Latin characters: these two take four cells.
-        "  开始                    RAM:   8.12 GB  GPU:   0.00 GB  anonymous:   8.00 GB  "
-        "file-backed:   0.12 GB  anonymous peak:   8.00 GB",
-        "  loaded                  RAM:  29.00 GB  GPU:   2.00 GB  anonymous:  29.00 GB  "
-        "file-backed:   0.00 GB  anonymous peak:  30.00 GB",
-    ]
-
-
-def test_long_label_moves_every_line() -> None:
-    labels = ["short", "a label that is longer than twenty-four"]
-    snapshots = [MemorySnapshot(label=label, usage=usage(GB), peak_anonymous_bytes=GB) for label in labels]
-    lines = word_summary(MemoryPeak(), snapshots, notes=[]).splitlines()[-2:]
-    assert {line.index("RAM:") for line in lines} == {2 + len(labels[1]) + 2}

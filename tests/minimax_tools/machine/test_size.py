@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from minimax_tools.machine.size import parse_size, word_size
+from minimax_tools.machine.size import format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_anything_else_is_no_size(text: str) -> None:
     ],
 )
 def test_size_is_worded_in_the_largest_unit_it_fills(num_bytes: int, words: str) -> None:
-    assert word_size(num_bytes) == words
+    assert format_size(num_bytes) == words
 
 
 def test_words_can_be_read_again() -> None:
     for num_bytes in (1, 700, 12_300_000, 40 * 10**9, 6_400_000_000_000):
-        assert parse_size(word_size(num_bytes)) == num_bytes
+        assert parse_size(format_size(num_bytes)) == num_bytes

@@ -573,7 +573,7 @@ def test_a_disk_that_fills_up_leaves_nothing(sources: dict[str, Path], tmp_path:
 _EXTRACT = """
 import sys
 from pathlib import Path
-from minimax_tools.machine.memory import MemoryTracker
+from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import FileFormat

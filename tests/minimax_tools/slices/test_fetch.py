@@ -15,7 +15,7 @@ from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.new_folder import held
+from minimax_tools.machine.new_folder import locked_folder
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node
@@ -214,7 +214,7 @@ def test_two_processes_do_not_fetch_into_one_folder(access: HubAccess, tmp_path:
     working_folder = tmp_path / ".b.fetched"
     working_folder.mkdir()
     with (
-        held(working_folder),
+        locked_folder(working_folder),
         pytest.raises(CheckpointError, match="another process fetches into .*b.fetched"),
     ):
         fetch_slice_ranges(plan, "b", tmp_path / "b", access=access)

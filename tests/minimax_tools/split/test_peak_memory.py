@@ -17,7 +17,7 @@ _MEASURE = """
 import json, os, sys
 import torch
 torch.set_num_threads(1)
-from minimax_tools.machine.memory import MemoryTracker
+from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.split.factory import ModelFactory
 
 folder, tiny, low_memory = sys.argv[1], sys.argv[2], sys.argv[3] == "True"

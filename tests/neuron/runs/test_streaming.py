@@ -20,7 +20,8 @@ from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.read_ahead import stored_layer_bytes
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
-from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage, give_back_freed_memory
+from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, give_back_freed_memory
+from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run, full_run, multi_layer_run
 from minimax_tools.model.span import Span
@@ -62,7 +63,8 @@ class Port(ReferenceLayer):
 MEASURED = """
 import json, sys
 import click.testing
-from minimax_tools.machine.memory import MemoryTracker, give_back_freed_memory
+from minimax_tools.machine.memory_tracker import MemoryTracker
+from minimax_tools.machine.memory import give_back_freed_memory
 from neuron.cli import main
 results = []
 for arguments, allowed in json.loads(sys.argv[1]):

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.machine.memory import give_back_freed_memory
+from minimax_tools.machine.memory_tracker import MemoryTracker, describe_change, describe_summary
+from minimax_tools.machine.memory_usage import MemoryPeak, MemorySnapshot, MemoryUsage
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
+
+MB = 10**6
+GB = 10**9
+BLOCK = 64 * MB
+# What Python, the allocator and other threads may take meanwhile.
+SLACK = 12 * MB
+
+
+@pytest.fixture(autouse=True)
+def freed_before() -> None:
+    """What tests before left with the allocator is no memory of these."""
+    give_back_freed_memory()
+
+
+def fill(num_bytes: int) -> torch.Tensor:
+    """A tensor in pages of its own, which are gone with it: the allocator might take a hole that it keeps."""
+    tensor = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    return tensor.fill_(1)
+
+
+def anonymous() -> int:
+    return MemoryUsage.current().anonymous_bytes
+
+
+def samplers() -> list[threading.Thread]:
+    """The trackers' threads; others of this process come and go."""
+    return [thread for thread in threading.enumerate() if thread.name == "memory sampler"]
+
+
+def spike() -> None:
+    """Memory that is gone before anyone looks, and was there for many samples."""
+    tensor = fill(BLOCK)
+    time.sleep(0.15)
+    del tensor
+
+
+def test_spike_between_snapshots_is_seen() -> None:
+    with MemoryTracker() as tracker:
+        before = tracker.snapshot("before")
+        spike()
+        after = tracker.snapshot("after")
+        later = tracker.snapshot("later")
+    assert after.usage.anonymous_bytes - before.usage.anonymous_bytes < SLACK
+    assert after.peak_anonymous_bytes - before.usage.anonymous_bytes > BLOCK - SLACK
+    # The spike belongs to the one interval.
+    assert later.peak_anonymous_bytes - after.usage.anonymous_bytes < SLACK
+    assert tracker.peak.anonymous_bytes >= after.peak_anonymous_bytes
+
+
+def test_tracker_that_never_started_misses_it_and_says_so() -> None:
+    tracker = MemoryTracker()
+    before = tracker.snapshot("before")
+    spike()
+    assert tracker.snapshot("after").peak_anonymous_bytes - before.usage.anonymous_bytes < SLACK
+    assert "Seen at snapshots only: nothing was sampled between them." in tracker.summary()
+
+
+def test_tracker_that_sampled_says_nothing_of_the_kind() -> None:
+    with MemoryTracker() as tracker:
+        tracker.snapshot("one")
+    assert "sampled" not in tracker.summary()
+
+
+def test_resident_peak_is_exact_without_sampling_where_it_is_the_highest_so_far() -> None:
+    tracker = MemoryTracker()
+    most = tracker.baseline.most_resident_bytes
+    assert most is not None
+    size_bytes = most - tracker.baseline.resident_bytes + BLOCK
+    tensor = fill(size_bytes)
+    del tensor
+    assert tracker.peak.resident_bytes >= most + BLOCK - SLACK
+
+
+def test_what_comes_after_the_end_is_no_peak() -> None:
+    with MemoryTracker() as tracker:
+        tracker.snapshot("one")
+    spike()
+    tensor = fill(BLOCK)
+    assert tracker.peak.anonymous_bytes - tracker.baseline.anonymous_bytes < SLACK
+    assert tensor.nbytes == BLOCK
+
+
+def test_tracker_may_be_started_twice_and_leaves_no_thread() -> None:
+    tracker = MemoryTracker()
+    tracker.start()
+    tracker.start()
+    assert len(samplers()) == 1
+    tracker.stop()
+    tracker.stop()
+    assert not samplers()
+    with tracker:
+        first = tracker.snapshot("again")
+        spike()
+        assert tracker.snapshot("after").peak_anonymous_bytes > first.usage.anonymous_bytes + BLOCK - SLACK
+
+
+def test_error_in_the_block_ends_the_sampling() -> None:
+    with pytest.raises(RuntimeError, match="planted"), MemoryTracker():
+        raise RuntimeError("planted")
+    assert not samplers()
+
+
+def test_report_is_the_latest_snapshot_against_the_one_before() -> None:
+    tracker = MemoryTracker()
+    tracker.snapshot("start")
+    tensor = fill(BLOCK)
+    tracker.snapshot("bottom loaded")
+    lines = tracker.report().splitlines()
+    del tensor
+    assert lines[0] == "Memory: bottom loaded"
+    assert lines[1].startswith("  RAM: ")
+    assert lines[1].endswith(("(+0.06 GB)", "(+0.07 GB)"))
+    assert lines[2] == "  GPU: 0.00 GB (+0.00 GB)" or torch.cuda.is_initialized()
+
+
+def test_report_before_any_snapshot_is_the_change_since_the_making() -> None:
+    tracker = MemoryTracker()
+    tensor = fill(BLOCK)
+    lines = tracker.report().splitlines()
+    assert lines[0] == "Memory: now"
+    assert lines[3].endswith(("(+0.06 GB)", "(+0.07 GB)"))
+    assert tensor.nbytes == BLOCK
+
+
+def test_summary_and_report_print_nothing(capfd: Any) -> None:
+    with MemoryTracker() as tracker:
+        tracker.snapshot("one")
+        tracker.report()
+        assert tracker.summary().startswith("=== Memory Usage Summary ===\nPeak RAM: ")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_current_usage_is_a_dict_of_bytes() -> None:
+    now = MemoryTracker().get_current_usage()
+    assert now["ram_bytes"] == now["anonymous_bytes"] + now["file_bytes"] + now["shared_bytes"]
+    assert abs(now["anonymous_bytes"] - anonymous()) < SLACK
+    assert now["available_bytes"] > 0
+    assert now["gpu_bytes"] >= 0
+
+
+@pytest.mark.gpu
+def test_spike_on_a_device_is_seen_without_a_sample_of_it() -> None:
+    kept = torch.ones(1, device="cuda:0")
+    for _ in range(2):
+        with MemoryTracker() as tracker:
+            before = tracker.snapshot("before").usage.device_bytes["cuda:0"]
+            tensor = torch.ones(BLOCK, dtype=torch.uint8, device="cuda:0")
+            del tensor
+        assert tracker.peak.device_bytes["cuda:0"] >= before + BLOCK
+    with MemoryTracker() as tracker:
+        pass
+    assert tracker.peak.device_bytes["cuda:0"] < before + BLOCK
+    assert kept.item() == 1
+
+
+def usage(
+    anonymous: int, *, file: int = 0, most: int | None = None, gpu: int = 0, gpu_most: int = 0
+) -> MemoryUsage:
+    return MemoryUsage(
+        anonymous_bytes=anonymous,
+        file_bytes=file,
+        most_resident_bytes=most,
+        device_bytes={"cuda:0": gpu},
+        most_device_bytes={"cuda:0": gpu_most},
+    )
+
+
+def test_change_names_every_kind_with_its_sign() -> None:
+    before, after = usage(8 * GB, file=GB), usage(12_340_000_000, file=GB // 2, gpu=2 * GB)
+    assert describe_change("bottom loaded", before, after).splitlines() == [
+        "Memory: bottom loaded",
+        "  RAM: 12.84 GB (+3.84 GB)",
+        "  GPU: 2.00 GB (+2.00 GB)",
+        "  anonymous: 12.34 GB (+4.34 GB)",
+        "  file-backed: 0.50 GB (-0.50 GB)",
+    ]
+
+
+def test_kinds_that_are_not_known_are_not_claimed() -> None:
+    whole = MemoryUsage(anonymous_bytes=GB, are_kinds_known=False)
+    assert "anonymous" not in describe_change("now", whole, whole)
+    snapshot = MemorySnapshot(label="now", usage=whole, peak_anonymous_bytes=GB)
+    timeline = describe_summary(MemoryPeak(), [snapshot], notes=[]).splitlines()[-1]
+    assert timeline == "  now                     RAM:   1.00 GB  GPU:   0.00 GB"
+
+
+def test_summary_holds_peaks_notes_and_a_line_per_snapshot() -> None:
+    peak = MemoryPeak(
+        anonymous_bytes=30 * GB,
+        file_bytes=3 * GB,
+        resident_bytes=32_450_000_000,
+        device_bytes={"cuda:0": GB, "cuda:1": 2 * GB},
+    )
+    snapshots = [
+        MemorySnapshot(label="开始", usage=usage(8 * GB, file=120 * MB), peak_anonymous_bytes=8 * GB),
+        MemorySnapshot(label="loaded", usage=usage(29 * GB, gpu=2 * GB), peak_anonymous_bytes=30 * GB),
+    ]
+    assert describe_summary(peak, snapshots, notes=["A note."]).splitlines() == [
+        "=== Memory Usage Summary ===",
+        "Peak RAM: 32.45 GB",
+        "Peak anonymous: 30.00 GB",
+        "Peak file-backed: 3.00 GB",
+        "Peak GPU: 3.00 GB, cuda:0 1.00 GB, cuda:1 2.00 GB",
+        "A note.",
+        "",
+        "Timeline:",
+        # As wide as 24 Latin characters: these two take four cells.
+        "  开始                    RAM:   8.12 GB  GPU:   0.00 GB  anonymous:   8.00 GB  "
+        "file-backed:   0.12 GB  anonymous peak:   8.00 GB",
+        "  loaded                  RAM:  29.00 GB  GPU:   2.00 GB  anonymous:  29.00 GB  "
+        "file-backed:   0.00 GB  anonymous peak:  30.00 GB",
+    ]
+
+
+def test_long_label_moves_every_line() -> None:
+    labels = ["short", "a label that is longer than twenty-four"]
+    snapshots = [MemorySnapshot(label=label, usage=usage(GB), peak_anonymous_bytes=GB) for label in labels]
+    lines = describe_summary(MemoryPeak(), snapshots, notes=[]).splitlines()[-2:]
+    assert {line.index("RAM:") for line in lines} == {2 + len(labels[1]) + 2}
