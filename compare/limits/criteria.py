@@ -1,4 +1,4 @@
-"""Classic criteria: the owner's five limits on layer outputs; those of noise are in `limits`."""
+"""Criteria: what a comparison judges by: limits on noise (see `limits`), or five classic limits on layer outputs."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class ClassicLimits:
     def _shortfall(self, metrics: PairMetrics, name: str) -> str | None:
         value, limit = getattr(metrics, name), getattr(self, name)
         if value is None:
-            # A side is zero or constant; only where the other is the same may that pass.
+            # Not defined for a side that is zero or constant: it passes only if both sides are equal.
             return None if metrics.relative_l2 == 0.0 else f"{name} is not defined"
         return None if value >= limit else f"{name} {value:.4g} < {limit:g}"
 
 
 def judge_classic(result: SiteResult) -> Judgement:
-    """Judge a site whose figures are finite: a layer's output by the limits that it breaks, another site not at all."""
+    """Judge a layer's output, whose figures are finite, by its classic failures; leave other sites not judged."""
     if result.layer is None or result.site != Site.OUTPUT:
         return SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
     failures = result.classic_failures
@@ -70,7 +70,7 @@ def judge_classic(result: SiteResult) -> Judgement:
 
 
 def layers_without_output(results: Iterable[SiteResult]) -> tuple[int, ...]:
-    """Return the layers whose output was not compared, ascending: no classic verdict can stand on them."""
+    """Return the layers whose output was not compared, ascending: classic limits cannot judge them."""
     sites = tuple(result for result in results if result.layer is not None)
     compared = {one.layer for one in sites if one.site == Site.OUTPUT and one.status.is_compared}
     return tuple(sorted({one.layer for one in sites if one.layer is not None} - compared))
@@ -82,10 +82,10 @@ class Criteria:
 
     Args:
         name: `noise`, `classic`, or the file that the limits of noise were read from.
-        rtol, atol: Tolerances of an element's closeness.
+        rtol, atol: An element is close to the golden's within atol + rtol · |golden|.
         noise: The limits that tell noise from faults.
-        classic: The seeds' limits.
-        num_figures: How many figures a comparison judges: the more, the wider the limits.
+        classic: The five classic limits.
+        num_figures: Number of figures that the comparison judges: the more, the wider the limits (see `limit`).
     """
 
     name: str
@@ -97,5 +97,5 @@ class Criteria:
 
     @property
     def share(self) -> float:
-        """The share of false alarms that each figure may have."""
+        """Share of false alarms allowed to each figure."""
         return self.noise.share(self.num_figures)
