@@ -10,7 +10,7 @@ import torch
 from compare.blame.recomputed_judge import Recomputed
 from compare.blame.regions import Bounds, describe_regions
 from compare.judging.layer_judge import LayerJudge
-from compare.noise.rho import Rows
+from compare.noise.rows import Rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.inputs import decoded_rows
@@ -80,7 +80,7 @@ def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
     """Return the limits on one token and one channel; None where the criteria limit no token."""
     context = sides.limit_context()
     limits = sides.criteria.noise.of_ratios(
-        is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widest is not None
+        is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widened_floor is not None
     )
     token, channel = limits.find(site, "token_worst"), limits.find(site, "channel_worst")
     if token is None:

@@ -15,7 +15,8 @@ import torch
 
 from compare.blame.site_inputs import SiteInputs, Values
 from compare.judging.routing import RouterNoise
-from compare.noise.rho import Rows, foreseen_error_at
+from compare.noise.rho import foreseen_error_at
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY, square_difference
 from compare.sides.batch import spread_evenly
 from compare.sides.golden_weights import GoldenWeights
@@ -108,7 +109,7 @@ class Recomputation:
                     places=selected.places,
                     floor=floor,
                     # The limits are those of the golden's floor: it is the widened one that was scaled.
-                    widest=None if selected.widest is None else floor,
+                    widened_floor=None if selected.widened_floor is None else floor,
                     stored_dtype=selected.dtype,
                 )
             elif number == 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from compare.blame.recompute import Recomputation
 from compare.judging.judge import judge_values
 from compare.judging.layer_judge import LayerJudge
-from compare.noise.rho import Rows
+from compare.noise.rows import Rows
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import SITE_INPUTS, Site

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.noise.rho import Rows, token_ratios
+from compare.noise.rho import token_ratios
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY_FLOAT32
 
 # The sites' part is a multiple of the golden's where the multiple leaves this share of the error.

@@ -13,7 +13,8 @@ from compare.judging.noise_judge import count_unflipped, judge_noise, judge_with
 from compare.limits.criteria import Criteria, Judgement, judge_classic
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits import NoiseLimits
-from compare.noise.rho import Rows, noise_ratio
+from compare.noise.rho import noise_ratio
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY, square_difference, square_rows
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors

@@ -17,7 +17,7 @@ from compare.judging.replay import Replay
 from compare.judging.routing import RouterNoise, align_by_expert, align_by_size, compare_routing
 from compare.limits.criteria import OUTPUTS_ALONE
 from compare.limits.limit_context import LimitContext
-from compare.noise.rho import Rows
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import Squares
 from compare.sides.captured_input import CapturedInput
 from compare.sides.layer_floor import LayerFloor
@@ -214,8 +214,8 @@ class LayerJudge:
             places=self._batch.places(reference, site),
             twin=exact,
             floor=floor,
-            widest=self._floor.widened_squares(site),
-            widest_averages=self._floor.structure(site),
+            widened_floor=self._floor.widened_squares(site),
+            variant_averages=self._floor.variant_averages(site),
             input_error=self._input_error,
         )
 
@@ -256,5 +256,5 @@ class LayerJudge:
             return None
         logits = self._batch.rows(self._reference.read(self._layer, site), site)
         usual = floor.double().square().mean()
-        added = (self._input_error.widest * logits.double().norm(dim=-1)).square()
+        added = (self._input_error.inherited * logits.double().norm(dim=-1)).square()
         return ((usual + added) / usual).sqrt() if float(usual) > 0.0 else None

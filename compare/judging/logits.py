@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from compare.noise.rho import Rows, foreseen_error
+from compare.noise.rho import foreseen_error
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import square_rows
 from minimax_tools.results.choices import LogitsResult, TokenChoice
 
@@ -37,7 +38,7 @@ def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
         return foreseen_error(rows).whole.sqrt() / size
     relative = torch.full((rows.num_tokens,), usual_error, dtype=torch.float64)
     if rows.input_error is not None:
-        relative = torch.hypot(relative, rows.input_error.widest)
+        relative = torch.hypot(relative, rows.input_error.inherited)
     return relative * square_rows(rows.reference, massive=rows.massive).whole.sqrt() / size
 
 

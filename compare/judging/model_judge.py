@@ -15,7 +15,7 @@ from compare.limits.criteria import Judgement
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits import NoiseLimits
 from compare.noise.input_error import InputError, measure_input_error
-from compare.noise.rho import Rows
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import Squares, square_difference
 from compare.sides.pairing import find_mismatch
 from compare.sides.proven_floor import refuse_other_floor, refuse_torn_floor

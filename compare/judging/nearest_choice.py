@@ -15,7 +15,8 @@ import torch
 
 from compare.judging.derived_choice import DerivedChoice
 from compare.judging.routing import RouterNoise
-from compare.noise.rho import Rows, token_ratios
+from compare.noise.rho import token_ratios
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import square_difference
 from compare.sides.batch import spread_evenly
 from compare.sides.sides import Sides

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.judging.routing import flipped_tokens
-from compare.noise.rho import Rows
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY, square_difference
 from compare.sides.golden_weights import GoldenWeights, WeightSource
 from compare.sides.layer_floor import LayerFloor
@@ -89,7 +89,9 @@ class Replay:
             reference=_put(rows.reference, tokens, rounded[0]),
             twin=None if rows.twin is None else _put(rows.twin, tokens, exact),
             floor=None if rows.floor is None else rows.floor.put(tokens, errors[0]),
-            widest=None if rows.widest is None else rows.widest.put(tokens, errors[0].widest(errors[1])),
+            widened_floor=None
+            if rows.widened_floor is None
+            else rows.widened_floor.put(tokens, errors[0].maximum(errors[1])),
         )
 
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
@@ -105,9 +107,9 @@ class Replay:
             reference=reference,
             twin=None if rows.twin is None else _put(rows.twin, tokens, exact),
             floor=None if rows.floor is None else rows.floor.put(tokens, error),
-            widest=None
-            if rows.widest is None
-            else rows.widest.put(tokens, error.times(self._logit_growth()[tokens])),
+            widened_floor=None
+            if rows.widened_floor is None
+            else rows.widened_floor.put(tokens, error.times(self._logit_growth()[tokens])),
         )
 
     def _logit_growth(self) -> torch.Tensor:

@@ -144,7 +144,7 @@ class LayerFloor:
             stored = self.statistic(variant_name(variant, error_name(site)))
             refuse_torn_floor(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
 
-    def structure(self, site: Site) -> tuple[float, ...] | None:
+    def variant_averages(self, site: Site) -> tuple[float, ...] | None:
         """Return how many times as far as the golden's the averages of its variants stray, each at least 1.
 
         Of `Structure.figures`, the largest of all variants; None of a golden that measured none.
