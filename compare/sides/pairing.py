@@ -1,4 +1,4 @@
-"""Pairing: refuses captures that must not be compared, and selects the layers to compare."""
+"""Pairing: the refusal of captures that must not be compared, and the choice of layers to compare."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import Inputs
 
 _AGAIN = "Run the port on this golden: mm2-test … --golden DIR."
+# Layers, and modules of a dump, that a message names.
 _MAX_NAMED = 4
 _MAX_MODULES = 12
 
@@ -20,7 +21,7 @@ def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[
     """Refuse captures of different models, inputs, positions or dtypes.
 
     Returns:
-        Notes on what could not be checked, because a layout does not record it.
+        Notes on what could not be checked, since another tool's dump does not record it.
 
     Raises:
         IncomparableError: The captures must not be compared, or one was changed after it was certified.
@@ -40,7 +41,7 @@ def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[
 
 
 def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str) -> tuple[int, ...]:
-    """Return the layers of the target's run whose name `layer_N` matches, ascending, whether they have run or not.
+    """Return the target's declared layers whose name `layer_N` matches the pattern, ascending.
 
     Raises:
         UsageError: No layer matches.
@@ -68,7 +69,7 @@ def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str)
 
 
 def declared_layers(source: CaptureSource) -> tuple[int, ...]:
-    """Return the layers of a run, ascending, whether they have run or not."""
+    """Return the layers that a run declares, ascending; a run that stopped early may lack some."""
     description = source.known_description
     return tuple(description.run.span) if description is not None else source.layers
 
@@ -110,7 +111,7 @@ def _refuse_other_dtype(reference: Description, target: Description) -> None:
 
 
 def _find_difference(reference: Inputs, target: Inputs) -> str | None:
-    """Return the first difference on real rows, in words; None where only padding differs."""
+    """Return the first difference on real rows, in words; None if only padding differs."""
     mask = reference.attention_mask
     if mask.shape != target.attention_mask.shape:
         shapes = [f"{inputs.batch_size}x{inputs.sequence_length}" for inputs in (reference, target)]
@@ -149,7 +150,7 @@ def _names(layers: tuple[int, ...]) -> str:
 
 
 def find_mismatch(reference: torch.Tensor, target: torch.Tensor) -> str | None:
-    """Return the reason why two tensors of a site cannot be compared; None where they can.
+    """Return the reason why two tensors of a site cannot be compared; None if they can.
 
     A target may be [B·S,F] where the reference is [B,S,F], and the other way round.
     """
