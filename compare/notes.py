@@ -1,14 +1,15 @@
-"""Notes: facts about a comparison beside its verdict."""
+"""Notes: sentences on what a reader must know beside the verdict, a function for each kind; and the tokens in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from compare.limits.limit_context import backend_of, computes_in_float32
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.model.inputs import word_positions
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
 from minimax_tools.results.results import Blame, RouterDtype, SiteResult
@@ -49,11 +50,37 @@ def classic_notes(sides: Sides, outputs_missing: Iterable[int]) -> tuple[str, ..
 
 
 def feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
-    """Name the layers whose input is not recorded."""
+    """Name the layers whose input was not captured."""
     names = ", ".join(str(layer) for layer in layers)
     if not names:
         return ()
     return (f"nothing tells what was fed to layer {names}: that it is the golden's input was not checked",)
+
+
+def undecided_notes(num_undecided: int) -> tuple[str, ...]:
+    """Count the sites that differ, perhaps through an input that was not captured."""
+    if not num_undecided:
+        return ()
+    return (
+        f"{num_undecided} sites differ behind an input that was not captured: the difference may come from there. "
+        "Capture the layers' inputs, or say in a map where they lie",
+    )
+
+
+def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
+    """Name the layers that a pass does not prove right, and tell what would settle them."""
+    if not layers:
+        return ()
+    names = ", ".join(str(layer) for layer in layers)
+    remedy = (
+        "--model DIR computes what a right layer makes of the port's own input"
+        if sides.weights is None
+        else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
+    )
+    return (
+        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that inherits errors, or whose "
+        f"end was judged on no token, may be wrong and pass. To settle it: {remedy}",
+    )
 
 
 def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
@@ -68,7 +95,7 @@ def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> 
 
 
 def side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Warn where the sides are one capture, or the reference is no golden."""
+    """Warn if the sides are one capture, or the reference is no golden."""
     if reference.directory.resolve() == target.directory.resolve():
         return ("both sides are the same capture: nothing is proved by comparing it with itself",)
     mine, theirs = reference.known_description, target.known_description
@@ -81,7 +108,7 @@ def side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ..
 
 
 def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """Tell what of the noise floor is missing, and its cost; float32 goldens have no noise to measure."""
+    """Tell what the golden lacks of its noise floor, and what that costs; float32 goldens have no noise to measure."""
     description = reference.known_description
     if computes_in_float32(reference):
         return ()
@@ -95,7 +122,7 @@ def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 
 def _variant_notes(description: Description) -> tuple[str, ...]:
-    """Warn where the golden measured no variants, with which limits are much tighter."""
+    """Warn if the golden measured no variants (other right roundings), which make the limits much tighter."""
     if description.floor_variants:
         return ()
     return (
@@ -105,9 +132,8 @@ def _variant_notes(description: Description) -> tuple[str, ...]:
 
 
 def generation_notes(sides: Sides) -> tuple[str, ...]:
-    """Warn where the port generated tokens and the golden did not."""
-    made = [side.read_generation() is not None for side in (sides.reference, sides.target)]
-    if made != [False, True]:
+    """Warn if the port generated tokens and the golden did not."""
+    if sides.reference.read_generation() is not None or sides.target.read_generation() is None:
         return ()
     return (
         "the golden generated no tokens, so those of the port were not compared: mm2-gpu full --max-new-tokens N "
@@ -116,7 +142,7 @@ def generation_notes(sides: Sides) -> tuple[str, ...]:
 
 
 def backend_notes(sides: Sides) -> tuple[str, ...]:
-    """Warn where the limits were measured on another backend than the port's."""
+    """Warn if the limits were measured on another backend than the port's."""
     backend, limits = backend_of(sides.target), sides.criteria.noise
     if sides.criteria.name == "classic" or backend is None or limits.is_measured_on(backend):
         return ()
@@ -128,7 +154,7 @@ def backend_notes(sides: Sides) -> tuple[str, ...]:
 
 
 def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """Warn where the golden is not certified, or failed a check."""
+    """Warn if the golden is not certified, or failed a check."""
     description = reference.known_description
     if description is None or description.side != GOLDEN_SIDE or not reference.is_complete:
         # An incomplete golden has a note already; it is certified at its end.
@@ -148,7 +174,7 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 
 def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Name what was read without a digest to check it."""
+    """Name what was read without a digest to check it by."""
     return tuple(
         f"{name}: {source.digest_note}"
         for name, source in (("golden", reference), ("device run", target))
@@ -157,7 +183,7 @@ def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, 
 
 
 def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
-    """Name router dtypes that differ from the golden's: they change experts without showing in any one tensor."""
+    """Name router dtypes that differ from the golden's: they change experts and show in no single tensor."""
     return tuple(
         f"the port holds {one.name} in {one.target}, the golden in {one.reference}: {one.consequence}"
         for one in router_dtypes
@@ -165,7 +191,7 @@ def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
 
 
 def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
-    """Count tokens that are not judged behind a flip, and tell how to judge them."""
+    """Count the flips that no weights are there to replay, and tell how to judge them."""
     if sides.weights is not None:
         return ()
     flipped = {site.layer for site in sites if site.routing is not None and site.routing.num_flipped}
@@ -181,3 +207,12 @@ def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
         f"{tokens} in {word_count(len(left_out), 'layer')} went to other experts, not judged behind them: "
         "--model judges them against the golden with the port's own experts",
     )
+
+
+def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
+    """Return the tokens of both sides in words, such as `81 at positions 0-47`; empty if no side is mm2's own."""
+    for source in (reference, target):
+        if source.known_description is not None:
+            inputs = source.read_inputs()
+            return f"{int(inputs.attention_mask.sum())} at {word_positions(inputs)}"
+    return ""

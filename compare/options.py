@@ -26,10 +26,10 @@ def _read_criteria(
     rtol: float,
     atol: float,
 ) -> Criteria:
-    """Read the options below.
+    """Build criteria from the values of `criteria_options`.
 
     Raises:
-        UsageError: The criteria are unknown, their file is wrong, or a classic limit was given beside other criteria.
+        UsageError: The criteria are unknown, their file is wrong, or a classic limit was given with other criteria.
     """
     limits = {
         "max_abs_diff": max_abs_diff,

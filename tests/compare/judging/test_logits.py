@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.logits import compare_logits
-from compare.judging.model_judge import TokenLimits, judge_logits
+from compare.judging.logits import TokenLimits, compare_logits, judge_logits
 from compare.limits.criteria import Judgement
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits_file import calibrated_limits
