@@ -1,4 +1,4 @@
-"""Location: sentences on where the error lies, at the blamed sites of one layer."""
+"""Location: adds to the results of blamed sites where their error lies (see `sentences`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from compare.blame.recomputed_judge import Recomputed
-from compare.blame.regions import Bounds, describe_regions
+from compare.blame.sentences import Bounds, describe_regions
 from compare.judging.layer_judge import LayerJudge
 from compare.noise.rows import Rows
 from compare.sides.sides import Sides
@@ -38,21 +38,15 @@ def locate_blamed(
     recomputed: Mapping[Site, Recomputed],
     sides: Sides,
 ) -> Mapping[Site, SiteResult]:
-    """Add to the results of blamed sites where their wrong tokens and channels lie.
+    """Add where wrong tokens and channels lie to the results of the blamed sites of one layer.
 
-    Args:
-        results: Of a layer whose input is the golden's.
-        blame: Whom they blame.
-        judge: Its judge.
-        recomputed: Sites that were judged on the port's own values of their inputs.
-        sides: The captures.
+    The layer's input is the golden's. A site that was recomputed is located by the rows that it was judged by there.
     """
     if sides.criteria.name == "classic":
         return results
-    # Of the sites that one blame names the last is the one that was seen.
-    blamed = {Site(one.sites[-1]) for one in blame}
     located = dict(results)
-    for site in blamed:
+    # The last site of a blame failed; those before it were not compared.
+    for site in {Site(blamed.sites[-1]) for blamed in blame}:
         rows = recomputed[site].rows if site in recomputed else judge.judged_rows(site)
         located[site] = replace(
             results[site], where=_locate(site, rows, layer=results[site].layer, sides=sides)
@@ -77,7 +71,7 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
 
 
 def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
-    """Return the limits on one token and one channel; None where the criteria limit no token."""
+    """Return the limits on one token and one channel; None if the criteria limit no token."""
     context = sides.limit_context()
     limits = sides.criteria.noise.of_ratios(
         is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widened_floor is not None
@@ -95,7 +89,7 @@ def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
 
 
 def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """Find the tokens that were decoded one at a time, bool [T]; None where none was."""
+    """Find the tokens that were decoded one at a time, bool [T]; None if none was."""
     description, mask = sides.target.known_description, sides.reference.read_attention_mask()
     if description is None or not description.run.decode_rows or mask is None:
         return None
@@ -104,18 +98,19 @@ def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
 
 
 def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """Return the experts of each token, [T,k]: the port's where it shows them, else the golden's."""
+    """Return the experts of each judged token, [T,k]: the port's if it shows them, else the golden's."""
     reference, target = sides.reference, sides.target
     if not {Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS} <= set(reference.sites(layer)):
         return None
     num_experts = reference.read(layer, Site.ROUTER_LOGITS).shape[-1]
     for side in (target, reference):
-        if Site.ROUTER_EXPERTS in side.sites(layer):
-            experts = side.read(layer, Site.ROUTER_EXPERTS).long()
-            # A port may number experts that there are not.
-            if bool(((experts >= 0) & (experts < num_experts)).all()):
-                held = experts.unflatten(0, _batch_shape(sides)) if experts.ndim == 2 else experts
-                return held[rows.places[:, 0], rows.places[:, 1]]
+        if Site.ROUTER_EXPERTS not in side.sites(layer):
+            continue
+        experts = side.read(layer, Site.ROUTER_EXPERTS).long()
+        # A port may name experts that do not exist.
+        if bool(((experts >= 0) & (experts < num_experts)).all()):
+            batched = experts.unflatten(0, _batch_shape(sides)) if experts.ndim == 2 else experts
+            return batched[rows.places[:, 0], rows.places[:, 1]]
     return None
 
 
@@ -125,7 +120,7 @@ def _batch_shape(sides: Sides) -> tuple[int, int]:
 
 
 def _head_dim(layer: int, reference: CaptureSource) -> int | None:
-    """Return D, which only the sites that keep heads apart tell."""
+    """Return D, from a site that stores heads in a dimension of their own; None without one."""
     for site in (Site.K_ROPE, Site.Q_ROPE):
         if site in reference.sites(layer):
             return reference.read(layer, site).shape[-1]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from compare.blame.regions import Bounds, describe_regions
+from compare.blame.sentences import Bounds, describe_regions
 from compare.noise.rows import Rows
 
 ROWS, LENGTH, HEAD_DIM, HEADS = 3, 40, 16, 4
