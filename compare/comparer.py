@@ -14,24 +14,7 @@ from compare.judging.model_judge import ModelJudge
 from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
-from compare.notes import (
-    backend_notes,
-    certificate_notes,
-    classic_notes,
-    digest_notes,
-    dump_notes,
-    feed_notes,
-    flip_notes,
-    floor_notes,
-    generation_notes,
-    nonfinite_notes,
-    router_notes,
-    side_notes,
-    undecided_notes,
-    unfinished_notes,
-    unproved_notes,
-    word_tokens,
-)
+from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
 from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput
@@ -52,12 +35,7 @@ _MOST_ROWS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRun:
-    """A comparison and the evidence that a diagnosis starts from.
-
-    Args:
-        sides: Both captures and their common batch.
-        inputs: The input of every layer that ran, by layer.
-    """
+    """A comparison and the evidence that a diagnosis starts from; `inputs` are those of every layer that ran."""
 
     comparison: Comparison
     sides: Sides
@@ -89,15 +67,10 @@ def judge_run(
 ) -> JudgedRun:
     """Judge `target` against the golden `reference`, and keep the evidence.
 
-    Args:
-        reference: The golden.
-        target: The device run.
-        criteria: The limits to judge by.
-        layer_pattern: The run's layers to judge, as `layer_7` or `layer_*`. Sites outside the layers are judged if all
-            layers are chosen.
-        weights: The golden's weights. With them, flips (tokens that the port sends to other experts) are judged against
-            the golden with the port's experts, and sites behind a failing one are recomputed from the port's values.
-            None if the weights are not known: flips are left out, and no second culprit behind a first is named.
+    `layer_pattern` chooses layers of the run, as `layer_7` or `layer_*`. Sites outside the layers are judged if all
+    layers are chosen. With the golden's `weights`, flips (tokens that the port sends to other experts) are judged
+    against the golden with the port's experts, and sites behind a failing one are recomputed from the port's values.
+    Without them, flips are left out, and no second culprit behind a first is named.
 
     Raises:
         IncomparableError: The captures must not be judged against each other.
@@ -126,7 +99,7 @@ def judge_run(
             comparison=_conclude(
                 sides, embedding, judged, head, generated=generated, pairing_notes=pairing_notes
             ),
-            # The open layer ends with this block.
+            # `source` closes with this block; a diagnosis opens layers again.
             sides=replace(sides, weights=weights),
             inputs={
                 part.layer: part.captured_input
@@ -174,23 +147,16 @@ def _conclude(
         curve=trace_curve(
             [part.point for part in layers if part.point is not None], sites, target=target, golden=reference
         ),
-        notes=(
-            *pairing_notes,
-            *dump_notes(reference, target),
-            *unfinished_notes(sides),
-            *feed_notes(part.layer for part in layers if part.is_input_unknown),
-            *undecided_notes(num_undecided),
-            *unproved_notes(unproved, sides=sides),
-            *nonfinite_notes(sites, blame),
-            *side_notes(reference, target),
-            *certificate_notes(reference),
-            *digest_notes(reference, target),
-            *floor_notes(reference),
-            *generation_notes(sides),
-            *backend_notes(sides),
-            *router_notes(router_dtypes),
-            *flip_notes(sites, sides),
-            *classic_notes(sides, outputs_missing),
+        notes=pairing_notes
+        + gather_notes(
+            sides,
+            sites,
+            blame,
+            layers_of_unknown_input=[part.layer for part in layers if part.is_input_unknown],
+            num_undecided=num_undecided,
+            unproved=unproved,
+            router_dtypes=router_dtypes,
+            outputs_missing=outputs_missing,
         ),
         router_dtypes=router_dtypes,
         generated=generated,

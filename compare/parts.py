@@ -83,12 +83,13 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     results = judged if is_decided else leave_undecided(judged, sides.target)
     logger.info("Layer %d compared.", layer)
     recomputed = _judge_excused(results, layer, layer_input=layer_input, judge=judge, sides=sides)
+    second_results = {site: again.result for site, again in recomputed.items()}
     blame = blame_layer(
         results,
         layer=layer,
         given=layer_input.known,
         is_chained=layer_input.is_inherited,
-        recomputed={site: one.result for site, one in recomputed.items()},
+        recomputed=second_results,
     )
     located = results
     if layer_input.is_inherited:
@@ -99,7 +100,9 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
         layer=layer,
         results=tuple(located.values()),
         blame=blame,
-        recomputed=tuple(replace(one.result, where=located[site].where) for site, one in recomputed.items()),
+        recomputed=tuple(
+            replace(result, where=located[site].where) for site, result in second_results.items()
+        ),
         captured_input=captured,
         is_inherited=layer_input.is_inherited,
         # `leave_undecided` replaces the results that it changes, and no others.
@@ -122,7 +125,7 @@ def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> ComparedPart:
     failing = [result for result in results.values() if result.status is SiteStatus.FAIL]
     return ComparedPart(
         results=tuple(results.values()),
-        blame=tuple(Blame(layer=None, sites=(one.site,), reason=one.reason) for one in failing[:1]),
+        blame=tuple(Blame(layer=None, sites=(first.site,), reason=first.reason) for first in failing[:1]),
         is_inherited=is_head and port_sides is None,
         num_undecided=sum(results[site] is not judged[site] for site in results),
     )
@@ -157,10 +160,10 @@ def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult
     """Keep the blame of sites with NaN or Inf: in a layer that inherits errors, no other blame is sure."""
     nonfinite = {
         str(site)
-        for site, one in results.items()
-        if one.metrics is not None and one.metrics.num_nonfinite_target
+        for site, result in results.items()
+        if result.metrics is not None and result.metrics.num_nonfinite_target
     }
-    return tuple(one for one in blame if one.sites[-1] in nonfinite)
+    return tuple(blamed for blamed in blame if blamed.sites[-1] in nonfinite)
 
 
 def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> ComparedPart:

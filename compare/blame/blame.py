@@ -29,7 +29,6 @@ _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     }
 )
 
-_NONE_RECOMPUTED: Mapping[Site, SiteResult] = MappingProxyType({})
 # A site that is judged given the port's own choice of experts: a wrong choice does not excuse it.
 _JUDGED_GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
 
@@ -53,20 +52,17 @@ def blame_layer(
     layer: int,
     given: tuple[Site, ...],
     is_chained: bool,
-    recomputed: Mapping[Site, SiteResult] = _NONE_RECOMPUTED,
+    recomputed: Mapping[Site, SiteResult] = MappingProxyType({}),
 ) -> tuple[Blame, ...]:
     """Return the sites of one layer to blame, in execution order.
 
-    Args:
-        results: Results of the declared sites.
-        layer: The layer.
-        given: Sites whose values were given to the layer: they are right by construction.
-        is_chained: Whether the layer inherits errors, so that its blame shows only where errors begin.
-        recomputed: Results of excused sites, judged on the port's own values of their inputs.
+    `given` are sites whose values were given to the layer, which are right by construction. A chained layer inherits
+    errors, so its blame shows only where errors begin. `recomputed` are results of excused sites, judged on the port's
+    own values of their inputs.
     """
     first, excused = _sort_failures(results, given)
     blame = {
-        site: _blame(layer, site, results, ancestry, is_chained=is_chained)
+        site: _build_blame(layer, site, results, ancestry, is_chained=is_chained)
         for site, ancestry in first.items()
     }
     for site in excused:
@@ -80,6 +76,31 @@ def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]
     return _sort_failures(results, given)[1]
 
 
+def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
+    """Group the blame of all layers, ascending, by the sites that it names.
+
+    `grounds` are the results that it rests on, which tell the worst layer; of a site judged twice the last one counts.
+    """
+    by_site = {(result.layer, result.site): result for result in grounds}
+    groups: dict[tuple[str, ...], list[Blame]] = {}
+    for blamed in blame:
+        groups.setdefault(blamed.sites, []).append(blamed)
+    return tuple(_build_group(members, by_site) for members in groups.values())
+
+
+def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
+    """Decide whether a failing site breaks its limit by no more than the errors of its inputs account for.
+
+    A failure without a figure, such as NaN or a wrong shape, is not inherited.
+    """
+    broken = result.nearest
+    if broken is None or not broken.excess > 1.0:
+        return False
+    # Squared errors of independent origin add up.
+    carried = max((_carried(source, broken) for source in inputs), default=0.0)
+    return broken.value**2 <= broken.limit**2 + carried
+
+
 def _sort_failures(
     results: Mapping[Site, SiteResult], given: tuple[Site, ...]
 ) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
@@ -87,21 +108,21 @@ def _sort_failures(
     first: dict[Site, _Ancestry] = {}
     excused: list[Site] = []
     # Failing sites whose error is merely inherited; they excuse none behind them.
-    traces: set[Site] = set()
+    inheriting: set[Site] = set()
     for site, result in results.items():
         if result.status is not SiteStatus.FAIL:
             continue
         ancestry = _ancestry(site, results, given)
-        if any(_fails(results, source) and source not in traces for source in ancestry.known):
+        if any(_fails(results, source) and source not in inheriting for source in ancestry.known):
             excused.append(site)
-        elif _is_trace(site, results, ancestry):
-            traces.add(site)
+        elif _is_merely_inherited(site, results, ancestry):
+            inheriting.add(site)
         else:
             first[site] = ancestry
     return first, tuple(excused)
 
 
-def _is_trace(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
+def _is_merely_inherited(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
     """Decide whether a site's error is merely inherited from a failure further upstream."""
     if not any(_fails(results, source) for source in _all_sources(site, results)):
         return False
@@ -143,30 +164,30 @@ def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
     return tuple(source for source in SITE_INPUTS[site] if source is not _JUDGED_GIVEN[site])
 
 
-def _fails(results: Mapping[Site, SiteResult], site: Site) -> bool:
-    return site in results and results[site].status is SiteStatus.FAIL
-
-
 def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
     """Decide whether a site that was not compared must be right, because a site that shows its faults passes."""
     witnesses = (results.get(witness) for witness in _SHOWN_BY.get(site, ()))
     return any(result is not None and result.status is SiteStatus.PASS for result in witnesses)
 
 
-def _blame(
+def _fails(results: Mapping[Site, SiteResult], site: Site) -> bool:
+    return site in results and results[site].status is SiteStatus.FAIL
+
+
+def _build_blame(
     layer: int, site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry, *, is_chained: bool
 ) -> Blame:
     """Build the blame of a site; its reason tells what is right before it and what was not compared."""
     suspects = _in_order({*ancestry.hidden, site})
     reason = results[site].reason if len(suspects) == 1 else f"{site}: {results[site].reason}"
-    traces = _in_order({known for known in ancestry.known if _fails(results, known)})
-    right = _in_order(ancestry.known - set(traces))
+    # The errors of failing sites among the known ones are merely inherited, else they would excuse this site.
+    inheriting = _in_order({known for known in ancestry.known if _fails(results, known)})
+    right = _in_order(ancestry.known - set(inheriting))
     if right:
         reason += f"; {_join(right)} {'is' if len(right) == 1 else 'are'} right"
-    if traces:
-        reason += (
-            f"; {_join(traces)} {'fails' if len(traces) == 1 else 'fail'} by too little to account for it"
-        )
+    if inheriting:
+        verb = "fails" if len(inheriting) == 1 else "fail"
+        reason += f"; {_join(inheriting)} {verb} by too little to account for it"
     if Site.INPUT in ancestry.hidden:
         reason += "; the layer's input was not captured"
     if ancestry.hidden - {Site.INPUT}:
@@ -185,20 +206,6 @@ def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:
     return sorted(sites, key=lambda site: site.order)
 
 
-def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
-    """Group blame by the sites that it names, in the order of each group's first layer.
-
-    Args:
-        blame: The blame of all layers, ascending.
-        grounds: The results that it rests on, which tell the worst layer; of a site that was judged twice, the last.
-    """
-    by_site = {(result.layer, result.site): result for result in grounds}
-    groups: dict[tuple[str, ...], list[Blame]] = {}
-    for blamed in blame:
-        groups.setdefault(blamed.sites, []).append(blamed)
-    return tuple(_build_group(members, by_site) for members in groups.values())
-
-
 def _build_group(members: list[Blame], by_site: Mapping[tuple[int | None, str], SiteResult]) -> BlameGroup:
     def results_of(blame: Blame) -> list[SiteResult]:
         return [by_site[blame.layer, site] for site in blame.sites if (blame.layer, site) in by_site]
@@ -214,19 +221,6 @@ def _build_group(members: list[Blame], by_site: Mapping[tuple[int | None, str], 
         reason=worst.reason,
         where=tuple(sentence for result in results_of(worst) for sentence in result.where),
     )
-
-
-def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
-    """Decide whether a failing site breaks its limit by no more than the errors of its inputs account for.
-
-    A failure without a figure, such as NaN or a wrong shape, is not inherited.
-    """
-    broken = result.nearest
-    if broken is None or not broken.excess > 1.0:
-        return False
-    # Squared errors of independent origin add up.
-    carried = max((_carried(source, broken) for source in inputs), default=0.0)
-    return broken.value**2 <= broken.limit**2 + carried
 
 
 def _carried(source: SiteResult, broken: NearestLimit) -> float:

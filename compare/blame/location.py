@@ -17,6 +17,7 @@ from minimax_tools.model.inputs import decoded_rows
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame, SiteResult
 
+# Sites whose error may lie in the tokens of some experts, and sites whose channels are heads side by side.
 _OF_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 _OF_HEADS = (
     Site.Q_PROJ,
@@ -72,7 +73,6 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
 
 def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
     """Return the limits on one token and one channel; None if the criteria limit no token."""
-    context = sides.limit_context()
     limits = sides.criteria.noise.of_ratios(
         is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widened_floor is not None
     )
@@ -80,11 +80,11 @@ def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
     if token is None:
         return None
     num_tokens, num_channels = rows.reference.shape
+    # The worst of many is further off by chance, so each has a part of the share of false alarms.
+    token_share, channel_share = sides.criteria.share / num_tokens, sides.criteria.share / num_channels
     return Bounds(
-        token=token.at(num_tokens=num_tokens, share=context.share / num_tokens),
-        channel=None
-        if channel is None
-        else channel.at(num_tokens=num_tokens, share=context.share / num_channels),
+        token=token.at(num_tokens=num_tokens, share=token_share),
+        channel=None if channel is None else channel.at(num_tokens=num_tokens, share=channel_share),
     )
 
 

@@ -35,12 +35,9 @@ _KEYS_AND_VALUES = (Site.K_ROPE, Site.V_PROJ)
 
 
 class Recomputation:
-    """Sites of one layer, computed from the port's values.
+    """Sites of one layer, computed from the port's values; the golden of `sides` is mm2's own.
 
-    Args:
-        sides: Both captures; the golden is mm2's own.
-        layer: The layer.
-        open_weights: Opens the layer's weights; called once, when they are needed.
+    `open_weights` opens the layer's weights; it is called once, when they are needed.
     """
 
     def __init__(self, sides: Sides, *, layer: int, open_weights: Callable[[], GoldenWeights]) -> None:
@@ -65,12 +62,8 @@ class Recomputation:
     def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
         """Yield rows of a site whose golden is computed from possible inputs (see `SiteInputs.variants`).
 
-        A site that is right with any of them is right.
-
-        Args:
-            site: A site with values, not the choice of experts.
-            stored: Both sides' stored rows of the site.
-            doubted: Sites that are wrong by themselves.
+        A site that is right with any of them is right. The site is not the choice of experts; `stored` are both sides'
+        rows of it, `doubted` the sites that may be wrong by themselves.
 
         Yields:
             Tokens whose inputs are all finite; of `moe_delta` a sample of them. Nothing if a side lacks an input, and
@@ -126,10 +119,8 @@ class Recomputation:
             return None
         k = self._weights.spec.num_experts_per_tok
         scores = port.sigmoid() + self._weights.tensors[CORRECTION_BIAS].float()
-        margin = choice_margin(scores, k)
-        return scores.topk(k, dim=-1).indices, RouterNoise(
-            margin=margin, noise=noise.noise * growth, scores=scores
-        )
+        closeness = RouterNoise(margin=choice_margin(scores, k), noise=noise.noise * growth, scores=scores)
+        return scores.topk(k, dim=-1).indices, closeness
 
     def _read(self, site: Site) -> SiteInputs | None:
         return SiteInputs.read(site, sides=self._sides, layer=self._layer, prompt_of=self._prompt_of)
@@ -159,8 +150,11 @@ class Recomputation:
         """Compute the site's rows at the `tokens`, bool [T]: [t,F] float32 (experts int64)."""
         if site is not Site.ATTN_CONTEXT:
             return self._run(site, _select(values, tokens), self._position_ids[tokens])
-        prompts = [self._prompt_of == prompt for prompt in self._prompt_of[tokens].unique().tolist()]
-        return torch.cat([self._attend(_select(values, one), _select(golden, one), one) for one in prompts])
+        contexts = []
+        for prompt in self._prompt_of[tokens].unique().tolist():
+            of_prompt = self._prompt_of == prompt
+            contexts.append(self._attend(_select(values, of_prompt), _select(golden, of_prompt), of_prompt))
+        return torch.cat(contexts)
 
     def _attend(self, values: Values, golden: Values, prompt: torch.Tensor) -> torch.Tensor:
         """Compute attention over the tokens of one prompt, bool [T], from the port's values [t,F] of its inputs.

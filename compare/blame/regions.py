@@ -37,6 +37,11 @@ class Region:
     items: torch.Tensor
     num_choices: float
 
+    @property
+    def size(self) -> int:
+        """Number of items that the region holds."""
+        return int(self.items.sum())
+
     def __and__(self, other: Region) -> Region:
         """Return the intersection of two regions."""
         return Region(
@@ -53,18 +58,13 @@ class Region:
 
 def tightest(wrong: torch.Tensor, candidates: Iterable[Region]) -> Region | None:
     """Return the smallest region that holds all wrong items; None if each may do so by chance."""
-    best: Region | None = None
-    for region in candidates:
-        size = int(region.items.sum())
-        is_telling = size <= _MOST_OF_ALL * wrong.numel()
-        is_smaller = best is None or size < int(best.items.sum())
-        if (
-            is_telling
-            and is_smaller
-            and _log_chance(wrong, region.items, region.num_choices) < math.log(_CHANCE)
-        ):
-            best = region
-    return best
+    telling = [
+        region
+        for region in candidates
+        if region.size <= _MOST_OF_ALL * wrong.numel()
+        and _log_chance(wrong, region.items, region.num_choices) < math.log(_CHANCE)
+    ]
+    return min(telling, key=lambda region: region.size, default=None)
 
 
 def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
@@ -80,13 +80,10 @@ def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
 def range_regions(
     wrong: torch.Tensor, numbers: torch.Tensor, within: torch.Tensor, *, word: str
 ) -> Iterator[Region]:
-    """Yield ranges from the first wrong number on, and from the first to the last.
+    """Yield the range from the first wrong number on, and the range from the first to the last.
 
-    Args:
-        wrong: The wrong items, bool [T] or [F].
-        numbers: The number of each item.
-        within: Items among which a range is chosen, bool [T] or [F].
-        word: The noun for one number, such as `at position`.
+    Each item has a number, of which `word` is the noun, such as `at position`. Ranges are chosen among the items
+    `within`, bool [T] or [F].
     """
     low, high = int(numbers[wrong].min()), int(numbers[wrong].max())
     least, most = int(numbers[within].min()), int(numbers[within].max())

@@ -105,9 +105,9 @@ def _describe_tokens(
 
 
 def _describe_share(subject: str, wrong: torch.Tensor, region: Region) -> str:
-    num_wrong, num_inside = int(wrong.sum()), int(region.items.sum())
-    share = f"all {num_inside}" if num_wrong == num_inside else f"{num_wrong} of the {num_inside}"
-    return f"{subject}: {share} {region.words}; the {int((~region.items).sum())} others are right"
+    num_wrong = int(wrong.sum())
+    share = f"all {num_wrong}" if num_wrong == region.size else f"{num_wrong} of the {region.size}"
+    return f"{subject}: {share} {region.words}; the {wrong.numel() - region.size} others are right"
 
 
 def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:

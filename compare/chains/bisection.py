@@ -24,11 +24,11 @@ def find_first(span: Span, run_probe: RunProbe) -> BisectionFinding | None:
     suspects, wrong = span, None
     while True:
         half = Span(suspects.start, suspects.start + max(len(suspects) // 2, 1))
-        found = run_probe(half).first_wrong
-        if found is not None and len(found.span) == 1:
-            return BisectionFinding(chain=found)
-        if found is not None:
-            suspects, wrong = found.span, found
+        first_wrong = run_probe(half).first_wrong
+        if first_wrong is not None and len(first_wrong.span) == 1:
+            return BisectionFinding(chain=first_wrong)
+        if first_wrong is not None:
+            suspects, wrong = first_wrong.span, first_wrong
         elif half.stop < suspects.stop:
             suspects = Span(half.stop, suspects.stop)
         else:
@@ -59,6 +59,6 @@ def find_until_proof(span: Span, run_probe: RunProbe) -> Iterator[BisectionFindi
 def find_exhaustively(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
     """Yield the layers of `span` that are wrong when they run alone: a probe for each."""
     for layer in span:
-        found = run_probe(Span.single(layer)).first_wrong
-        if found is not None:
-            yield BisectionFinding(chain=found)
+        first_wrong = run_probe(Span.single(layer)).first_wrong
+        if first_wrong is not None:
+            yield BisectionFinding(chain=first_wrong)

@@ -38,11 +38,7 @@ _LAYER_ERROR, _LAYER_ERROR_FLOAT32 = 1.5e-2, 5e-6
 
 
 class ChainJudge:
-    """Judges outputs against a golden.
-
-    Args:
-        criteria: The criteria for a layer that ran alone.
-    """
+    """Judges outputs against a golden; `criteria` are those for a layer that ran alone."""
 
     def __init__(self, golden: Capture, *, criteria: Criteria) -> None:
         self._golden = golden
@@ -56,11 +52,9 @@ class ChainJudge:
         self._batch = Batch.of(golden, golden)
 
     def judge(self, span: Span, output: torch.Tensor) -> Chain:
-        """Judge the output of the chain `span`.
+        """Judge the output of the chain `span`, of at most `LONGEST_CHAIN` layers.
 
-        Args:
-            span: The chain's layers, at most `LONGEST_CHAIN`.
-            output: Output of its last layer, [B,S,H] on the CPU (B batch, S sequence, H hidden).
+        The output is its last layer's, [B,S,H] on the CPU (B batch, S sequence, H hidden).
 
         Raises:
             IncomparableError: The golden holds NaN or Inf on a real row.
@@ -135,8 +129,7 @@ class ChainJudge:
     def sweep_visible(self, span: Span) -> float | None:
         """Return the smallest noise in the MoE's delta that isolated runs would see in every layer of `span`.
 
-        Returns:
-            A share of the layer's output; None if the golden kept no floor of that site.
+        It is a share of the layer's output; None if the golden kept no floor of that site.
         """
         sizes = []
         for layer in span:

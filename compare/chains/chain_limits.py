@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from compare.chains.chain_noise import ChainError
+from compare.chains.chain_noise import PARTS, ChainError
 
 # Largest errors of right ports in 8,400 chains, which begin at every layer of nine synthetic models; measured by
 # scripts/bench_chained_ends.py with its default settings. A line for each length, from 1 layer on. The columns are the
@@ -30,10 +30,8 @@ _LARGEST_ERRORS = (
 _MARGIN = 2.0
 _BFLOAT16: Mapping[int, ChainError] = MappingProxyType(
     {
-        length: ChainError(
-            lower_quartile=lower, median=median, upper_quartile=upper, ninth_decile=ninth, massive=massive
-        ).times(_MARGIN)
-        for length, (lower, median, upper, ninth, massive) in enumerate(_LARGEST_ERRORS, start=1)
+        length: ChainError(**dict(zip(PARTS, errors, strict=True))).times(_MARGIN)
+        for length, errors in enumerate(_LARGEST_ERRORS, start=1)
     }
 )
 LONGEST_CHAIN = max(_BFLOAT16)

@@ -92,12 +92,11 @@ def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error
     Raises:
         CaptureError: A tensor cannot be read.
     """
-    squares: Squares | None = None
-    for layer in span:
-        # Twice the floor: two right implementations each have an error of that size.
-        floor = _floor(golden, layer, batch=batch, layer_error=layer_error)
-        squares = floor.plus(floor, factor=1.0) if squares is None else squares.plus(floor, factor=2.0)
-    assert squares is not None, "a span is never empty"
+    first, *others = (_floor(golden, layer, batch=batch, layer_error=layer_error) for layer in span)
+    # Twice each floor: two right implementations each have an error of that size.
+    squares = first.times(2.0)
+    for floor in others:
+        squares = squares.plus(floor, factor=2.0)
     return ChainUnit(squares=squares, norms=_norms(golden, span.last, batch=batch))
 
 
@@ -131,10 +130,8 @@ def _floor(golden: CaptureSource, layer: int, *, batch: Batch, layer_error: floa
             rows, exact = (batch.rows(side, Site.OUTPUT) for side in (golden.read(layer, Site.OUTPUT), twin))
             floor.measure(Site.OUTPUT, rows, exact, massive=massive_channels(rows))
         return squares
-    norms = _norms(golden, layer, batch=batch)
-    nothing = Squares(ordinary=torch.zeros_like(norms.ordinary), massive=torch.zeros_like(norms.massive))
     # Half of its square, since `measure_unit` adds it twice.
-    return nothing.plus(norms, factor=layer_error**2 / 2)
+    return _norms(golden, layer, batch=batch).times(layer_error**2 / 2)
 
 
 def _norms(golden: CaptureSource, layer: int, *, batch: Batch) -> Squares:

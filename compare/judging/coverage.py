@@ -19,11 +19,7 @@ _ENDS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
 def is_proved(results: Sequence[SiteResult]) -> bool:
-    """Return whether the end of a layer was judged, on at least one token.
-
-    Args:
-        results: Results of the sites that the run computes, in execution order.
-    """
+    """Return whether the end of a layer was judged; `results` are those of its sites, in execution order."""
     if not results:
         # An older layout keeps only the end of a range of layers, and the layer there is judged.
         return True

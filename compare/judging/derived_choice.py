@@ -48,8 +48,7 @@ class DerivedChoice:
 def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
     """Derive the choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
 
-    Returns:
-        None if the port shows neither, or the weights are not known.
+    None if the port shows neither, or the weights are not known.
 
     Raises:
         IncomparableError: The weights are another model's.
@@ -72,8 +71,7 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
 def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torch.Tensor | None:
     """Find tokens whose experts [T,k] contradict the port's own logits and the right correction bias: bool [T].
 
-    Returns:
-        None if the port does not show its logits, or the bias is not known.
+    None if the port does not show its logits, or the bias is not known.
 
     Raises:
         IncomparableError: The weights are another model's.
@@ -88,14 +86,13 @@ def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torc
 
 
 def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedChoice:
+    """Derive the choice from the logits, else from the router's input; float32 rows [T,F] of either or both."""
     logits, k = shown.get(Site.ROUTER_LOGITS), weights.spec.num_experts_per_tok
+    is_rounded = logits is not None and torch.equal(logits, logits.bfloat16().float())
     if logits is None:
         logits = shown[Site.POST_NORM] @ weights.tensors[GATE].float().T
-        error = _FLOAT32_ERROR * logits.abs().amax(dim=-1, keepdim=True)
-    elif torch.equal(logits, logits.bfloat16().float()):
-        error = _BFLOAT16_ERROR * logits.abs()
-    else:
-        error = _FLOAT32_ERROR * logits.abs().amax(dim=-1, keepdim=True)
+    sizes = logits.abs()
+    error = _BFLOAT16_ERROR * sizes if is_rounded else _FLOAT32_ERROR * sizes.amax(dim=-1, keepdim=True)
     scores = logits.sigmoid()
     # The sigmoid's slope turns an error of the logits into one of the scores.
     reach = (scores * (1.0 - scores) * error).amax(dim=-1)

@@ -26,8 +26,8 @@ class FirstLogits:
     """Logits behind each prompt, from which the first token is chosen.
 
     Args:
-        reference: The golden's, [B,V].
-        target: The port's, [B,V].
+        reference: The golden's logits, [B,V].
+        target: The port's logits, [B,V].
     """
 
     reference: torch.Tensor
@@ -108,13 +108,7 @@ def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) ->
 
 
 def _compare_row(
-    row: int,
-    golden: Continuation,
-    port: Continuation,
-    num_alike: int,
-    *,
-    reach: float | None,
-    is_drawn: bool,
+    row: int, golden: Continuation, port: Continuation, num_alike: int, *, reach: float | None, is_drawn: bool
 ) -> GeneratedRow:
     num_compared = min(len(golden.generated_ids), len(port.generated_ids))
     alike = GeneratedRow(

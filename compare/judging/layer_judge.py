@@ -39,11 +39,7 @@ _PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
 
 
 class LayerJudge:
-    """Judges one layer of a target against its golden.
-
-    Args:
-        layer: A layer that both sides hold.
-        layer_input: The layer's input in the device run.
+    """Judges one layer, which both sides hold, of a device run against its golden.
 
     Attributes:
         router_noise: Margin and noise of the golden's choice of experts; None if it kept no floor of them.
@@ -96,7 +92,7 @@ class LayerJudge:
         )
 
     def judge(self, site: Site) -> SiteResult:
-        """Judge one declared site; the status tells if it cannot be judged."""
+        """Judge one declared site; if it cannot be judged, the status says so."""
         result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
         if site not in self._target.sites(self._layer):
             if site in self._target.not_exposed(self._layer):
@@ -172,12 +168,9 @@ class LayerJudge:
     def judge_choice(
         self, result: SiteResult, experts: torch.Tensor, noise: RouterNoise | None
     ) -> SiteResult:
-        """Judge the port's experts, which both sides hold in one shape.
+        """Judge the port's experts against the right ones [T,k], and fill in the result.
 
-        Args:
-            result: A result with layer and site; its other fields are filled in.
-            experts: The right experts, [T,k].
-            noise: Margin and noise of that choice; None if the golden kept no floor.
+        `noise` is the margin and noise of the right choice; None if the golden kept no floor.
         """
         assert self._experts is not None, "both sides hold experts of one shape here"
         routing = compare_routing(experts, self._experts[1], noise, places=self._choice_places())
@@ -209,9 +202,9 @@ class LayerJudge:
         else:
             floor = self._floor.measure(site, golden, exact, massive=massive)
         if site is Site.ROUTER_WEIGHTS:
-            # Sorted by expert, golden and twin may be another distance apart: the floor is measured again from them.
-            floor, massive = None if exact is not None else floor, massive_channels(golden)
             golden, port, exact = self._align(golden, port, exact)
+            # Sorted by expert, golden and twin may be another distance apart: ρ measures the floor again from them.
+            floor = floor if exact is None else None
         return Rows(
             reference=golden,
             target=port,

@@ -41,9 +41,7 @@ _MOST_NAMED = 5
 def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
     """Return σ, the standard deviation of a right port's logits from exact ones, for each token [T].
 
-    Args:
-        rows: Both sides' logits.
-        usual_error: Usual error of right ports relative to the logits; used if the golden kept no floor.
+    If the golden kept no floor, `usual_error` of right ports counts, relative to the logits.
     """
     size = math.sqrt(rows.reference.shape[-1])
     if rows.has_floor:
@@ -55,12 +53,7 @@ def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
 
 
 def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
-    """Compare logits [T,V], finite on both sides, a few tokens at a time in float64.
-
-    Args:
-        rows: Both sides' logits.
-        usual_error: Usual error of right ports (see `logit_noise`).
-    """
+    """Compare logits [T,V], finite on both sides, in float64; for `usual_error` see `logit_noise`."""
     divergence, overlap, golden, port, margin = (
         torch.cat(blocks) for blocks in zip(*_blocks(rows.reference, rows.target), strict=True)
     )
@@ -122,14 +115,7 @@ class TokenLimits:
 def judge_logits(
     logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, context: LimitContext
 ) -> Judgement:
-    """Judge next-token distributions.
-
-    Args:
-        logits: The divergence, and the choices that differ.
-        limits: The limits that right ports stay below.
-        noise: The limits of noise, which know their backends and the slack of others.
-        context: Facts of both sides, with the port's backend.
-    """
+    """Judge next-token distributions; `noise` knows the backends of limits, and the slack of other backends."""
     faults = []
     if logits.num_unexplained > limits.unexplained:
         worst = logits.worst_choices[0]

@@ -12,25 +12,17 @@ from compare.judging.logits import TokenLimits, compare_logits, judge_logits, lo
 from compare.noise.input_error import InputError, measure_input_error
 from compare.noise.rows import Rows
 from compare.noise.squared_errors import Squares, square_difference
+from compare.sides.layer_floor import read_squares
 from compare.sides.pairing import find_mismatch
 from compare.sides.proven_floor import refuse_other_floor, refuse_wrong_sums
 from compare.sides.sides import Sides
-from minimax_tools.metrics.noise_floor import (
-    error_name,
-    massive_channels,
-    massive_error_name,
-    ordinary_error_name,
-)
+from minimax_tools.metrics.noise_floor import error_name, massive_channels
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import GeneratedRow, SiteResult, SiteStatus
 
 
 class ModelJudge:
-    """Judges a target's sites outside the layers.
-
-    Args:
-        last_layer: The layer before the head.
-    """
+    """Judges a target's sites outside the layers; `last_layer` is the one before the head."""
 
     def __init__(self, sides: Sides, *, last_layer: int) -> None:
         self._sides = sides
@@ -68,13 +60,11 @@ class ModelJudge:
         if golden is None or port is None:
             return ()
         rows = self._read_logits()
-        return compare_generated(
-            golden,
-            port,
-            noise=None if rows is None else logit_noise(rows, usual_error=self._usual_error),
-            places=None if rows is None else rows.places,
-            first=None if rows is None else _first_logits(rows, len(golden.rows)),
-        )
+        if rows is None:
+            return compare_generated(golden, port, noise=None, places=None)
+        noise = logit_noise(rows, usual_error=self._usual_error)
+        first = _first_logits(rows, len(golden.rows))
+        return compare_generated(golden, port, noise=noise, places=rows.places, first=first)
 
     def _read_logits(self) -> Rows | None:
         """Read the logits of both sides; None if a side lacks them, or they cannot be compared."""
@@ -114,9 +104,10 @@ class ModelJudge:
         batch = self._sides.batch
         golden = batch.rows(reference, site)
         twin, massive = self._twin(site, golden, target), massive_channels(golden)
-        if twin is None or twin is golden:
-            floor = self._stored_floor(site) if twin is None else None
-        else:
+        floor = None
+        if twin is None:
+            floor = self._stored_floor(site)
+        elif twin is not golden:
             floor = self._measured_floor(site, golden, twin, massive)
         rows = Rows(
             reference=golden,
@@ -152,13 +143,10 @@ class ModelJudge:
         return measured
 
     def _stored_floor(self, site: ModelSite) -> Squares | None:
-        ordinary = self._statistic(ordinary_error_name(site))
-        massive = self._statistic(massive_error_name(site))
-        if ordinary is None or massive is None:
-            return None
-        squares = Squares.of(ordinary=ordinary, massive=massive)
-        stored = self._statistic(error_name(site))
-        refuse_wrong_sums(self._sides.reference, None, site, parts=squares, stored=stored)
+        squares = read_squares(site, self._statistic)
+        if squares is not None:
+            stored = self._statistic(error_name(site))
+            refuse_wrong_sums(self._sides.reference, None, site, parts=squares, stored=stored)
         return squares
 
     def _statistic(self, name: str) -> torch.Tensor | None:

@@ -38,24 +38,17 @@ def find_nearest_choice(
 ) -> DerivedChoice | None:
     """Find the choice nearest to each token of a port, among those that noise may have made.
 
-    Args:
-        sides: The captures; the layer's input is the golden's.
-        layer: The layer.
-        site: `moe_delta` or `output`; both sides hold it.
-        rows: The site's tokens, with a floor and finite on both sides.
-        noise: Margin and noise of the golden's choice.
-
-    Returns:
-        None if the weights are not known, or the golden does not hold its experts' input.
+    The layer's input is the golden's. The site is `moe_delta` or `output`; its rows have a floor, and are finite on
+    both sides. `noise` is the margin and noise of the golden's choice. None if the weights are not known, or the golden
+    does not hold its experts' input.
 
     Raises:
         IncomparableError: The weights are another model's.
         CheckpointError: They cannot be read.
     """
     golden = sides.read_golden(layer, Site.ROUTER_EXPERTS)
-    router_values = {one: sides.read_exact(layer, one) for one in (Site.POST_NORM, Site.ROUTER_LOGITS)}
+    states, logits = sides.read_exact(layer, Site.POST_NORM), sides.read_exact(layer, Site.ROUTER_LOGITS)
     stream = None if site is Site.MOE_DELTA else sides.read_stream(layer, is_exact=True)
-    states, logits = router_values[Site.POST_NORM], router_values[Site.ROUTER_LOGITS]
     if sides.weights is None or golden is None or states is None or logits is None:
         return None
     if stream is None and site is Site.OUTPUT:
@@ -103,11 +96,11 @@ def _choices_within(scores: torch.Tensor, chosen: torch.Tensor, reach: float) ->
     least, most = scores[is_chosen].min(), scores[~is_chosen].max()
     droppable = (is_chosen & (scores <= most + reach)).nonzero()[:, 0].tolist()
     eligible = (~is_chosen & (scores >= least - reach)).nonzero()[:, 0].tolist()
-    found = list(itertools.islice(_exchanges(scores, droppable, eligible, reach), _MOST_CHOICES))
-    if len(found) == _MOST_CHOICES:
+    exchanges = list(itertools.islice(_exchanges(scores, droppable, eligible, reach), _MOST_CHOICES))
+    if len(exchanges) == _MOST_CHOICES:
         return None
     choices = [chosen.tolist()]
-    for dropped, added in found:
+    for dropped, added in exchanges:
         choices.append([expert for expert in choices[0] if expert not in dropped] + list(added))
     return torch.tensor(choices)
 

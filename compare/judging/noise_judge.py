@@ -22,7 +22,7 @@ from compare.limits.limits import (
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteStatus
 
-# A reason tells the norm's ratio if it is further from 1 than this.
+# A reason states the ratio of the norms if it is further from 1 than this.
 _TELLING_SCALE = 0.02
 _WORDS: Mapping[str, str] = MappingProxyType(
     {
@@ -50,19 +50,9 @@ def judge_noise(
     num_channels: int,
     context: LimitContext,
 ) -> tuple[Judgement, NearestLimit | None]:
-    """Judge a site by ρ and the figures beside it.
+    """Judge a site by ρ and the figures beside it, over `num_tokens` tokens and `num_channels` channels.
 
-    Args:
-        noise: The figures.
-        metrics: The classic metrics, of which a reason tells the norm's ratio.
-        limits: The limits that right ports stay below.
-        site: The site's name.
-        num_tokens: Number of tokens that the figures average.
-        num_channels: Number of the site's channels.
-        context: Facts of both sides that limits depend on.
-
-    Returns:
-        The judgement, and the limit that decided or came nearest to it; None if no figure is limited.
+    Beside the judgement stands the limit that decided it or came nearest; None if no figure is limited.
     """
     figures = tuple(
         _limited_figures(
@@ -74,9 +64,9 @@ def judge_noise(
         return (SiteStatus.PASS, ""), nearest
     # The error over all tokens and channels says more than a part of it that is further beyond its limit.
     first = figures[0]
-    told = first if first.figure == "whole" and first.excess > 1.0 else nearest
+    named = first if first.figure == "whole" and first.excess > 1.0 else nearest
     scale = f", norm ×{metrics.norm_ratio:.3g}" if abs(metrics.norm_ratio - 1.0) > _TELLING_SCALE else ""
-    reason = f"{_describe(told, noise)}, limit {told.limit:.3g}{scale}"
+    reason = f"{_describe(named, noise)}, limit {named.limit:.3g}{scale}"
     is_anywhere = any(_is_broken_anywhere(figure, limits) for figure in figures)
     return judge_broken(reason, limits, context=context, is_anywhere=is_anywhere), nearest
 
@@ -84,11 +74,7 @@ def judge_noise(
 def judge_broken(reason: str, limits: NoiseLimits, *, context: LimitContext, is_anywhere: bool) -> Judgement:
     """Judge a broken limit: it fails, or warns if it was measured on another backend and is not broken by far.
 
-    Args:
-        reason: The broken limit and the figure, in words.
-        limits: The limits, which know the backends that they were measured on.
-        context: Facts of both sides, with the port's backend.
-        is_anywhere: Whether the limit is broken so far that no backend could explain it.
+    `is_anywhere` says that it is broken so far that no backend could explain it.
     """
     if limits.is_measured_on(context.backend) or is_anywhere:
         return SiteStatus.FAIL, reason

@@ -76,9 +76,7 @@ class Replay:
     def rows(self, site: Site, rows: Rows) -> Rows:
         """Replace the golden's rows past a flip by what the port's own experts give.
 
-        Args:
-            site: The router's weights, in ascending order of their experts, or a site behind the experts.
-            rows: Both sides' stored values of the site.
+        The site is behind the experts, or the router's weights, which are in ascending order of their experts.
 
         Raises:
             IncomparableError: The weights are another model's.
@@ -93,12 +91,10 @@ class Replay:
         experts = self._open(self._sides.weights).experts
         assert experts is not None, "tokens are replayed where the experts' input is known"
         values = self._behind(site, experts, tokens, rows)
-        floor = square_difference(values.exact, values.golden, massive=rows.massive)
-        variant_floor = square_difference(values.exact, values.variant, massive=rows.massive)
-        widened_floor = floor.maximum(variant_floor)
-        return _put_values(
-            rows, tokens, values.exact, values.golden, floor=floor, widened_floor=widened_floor
-        )
+        exact, golden = values.exact, values.golden
+        floor = square_difference(exact, golden, massive=rows.massive)
+        widened_floor = floor.maximum(square_difference(exact, values.variant, massive=rows.massive))
+        return _put_values(rows, tokens, exact, golden, floor=floor, widened_floor=widened_floor)
 
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
         """Replay the router's weights, which the golden's logits give for any choice."""
@@ -153,8 +149,7 @@ class Replay:
         if self._opened is None:
             with source.open_layer(self._layer, self._sides.reference) as weights:
                 self._opened = _Opened(
-                    bias=weights.tensors[CORRECTION_BIAS].float(),
-                    experts=self._compute_experts(weights),
+                    bias=weights.tensors[CORRECTION_BIAS].float(), experts=self._compute_experts(weights)
                 )
         return self._opened
 

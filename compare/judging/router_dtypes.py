@@ -12,6 +12,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results.results import RouterDtype, SiteResult
 
 _EXACT = "float32"
+# The effect of rounding a part of the router that the golden holds in float32.
 _ROUNDED: Mapping[str, str] = MappingProxyType(
     {
         "correction_bias": "in BF16 it moves in steps of 0.03 from 4 on and of 0.06 from 8 on, where experts that "

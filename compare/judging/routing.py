@@ -80,19 +80,12 @@ def flipped_tokens(reference: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 def compare_routing(
-    reference: torch.Tensor,
-    target: torch.Tensor,
-    router_noise: RouterNoise | None,
-    *,
-    places: torch.Tensor,
+    reference: torch.Tensor, target: torch.Tensor, router_noise: RouterNoise | None, *, places: torch.Tensor
 ) -> RoutingResult:
-    """Count flips, and those that noise explains; without a floor it explains none.
+    """Count flips between experts [T,k] of both sides, and those that noise explains.
 
-    Args:
-        reference: The golden's experts, [T,k].
-        target: The port's experts, [T,k].
-        router_noise: Margin and noise of the golden's choice; None without a floor.
-        places: [T,2], row and position of each token.
+    Without a floor there is no `router_noise`, and noise explains none. `places` [T,2] are the tokens' rows and
+    positions.
     """
     flipped = flipped_tokens(reference, target)
     explained, margin = torch.zeros_like(flipped), None
@@ -100,15 +93,15 @@ def compare_routing(
         margin = router_noise.flip_margin(reference, target)
         explained = flipped & router_noise.is_within_reach(margin) & ~_repeating_tokens(target)
     unexplained = (flipped & ~explained).nonzero()[:, 0]
-    if margin is not None:
+    widest = None
+    if margin is not None and len(unexplained):
         unexplained = unexplained[margin[unexplained].argsort(descending=True, stable=True)]
+        widest = float(margin[unexplained[0]])
     return RoutingResult(
         num_tokens=reference.shape[0],
         num_flipped=int(flipped.sum()),
         num_explained=int(explained.sum()),
-        widest_unexplained_margin=float(margin[unexplained[0]])
-        if margin is not None and len(unexplained)
-        else None,
+        widest_unexplained_margin=widest,
         worst_flips=tuple(
             _describe_flip(
                 reference[token],
@@ -139,11 +132,9 @@ def flip_chance(input_error: float, limits: NoiseLimits, *, context: LimitContex
     It is the flips of right BF16 ports, in proportion to the error of the router's logits: their own and the input's.
     """
     chance = limits.floorless(Site.ROUTER_EXPERTS, "flipped_share").usual
-    layer_error = (
-        limits.float32 if context.is_float32 else limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
-    )
-    bfloat16 = limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
-    return min(chance * math.hypot(layer_error, input_error) / bfloat16, 1.0)
+    bfloat16_error = limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
+    layer_error = limits.float32 if context.is_float32 else bfloat16_error
+    return min(chance * math.hypot(layer_error, input_error) / bfloat16_error, 1.0)
 
 
 def judge_routing(
@@ -151,20 +142,11 @@ def judge_routing(
 ) -> Judgement:
     """Judge expert sets: noise must explain every flip; without a noise floor, flips must be few.
 
-    Args:
-        routing: The flips.
-        limits: The limits that right ports stay below.
-        has_floor: Whether the golden kept margins and noise of its choice.
-        input_error: Relative error of the layer's input; 0 in isolated runs.
-        context: Facts of both sides that limits depend on.
+    `input_error` is the relative error of the layer's input, 0 in isolated runs.
     """
     if has_floor and routing.num_unexplained:
-        margin = routing.widest_unexplained_margin
-        return (
-            SiteStatus.FAIL,
-            f"{routing.num_unexplained} of {routing.num_tokens} tokens chose other experts beyond noise "
-            f"(widest margin {margin:.3g})",
-        )
+        flips = f"{routing.num_unexplained} of {routing.num_tokens} tokens chose other experts beyond noise"
+        return SiteStatus.FAIL, f"{flips} (widest margin {routing.widest_unexplained_margin:.3g})"
     if has_floor:
         return SiteStatus.PASS, f"{routing.num_flipped} flips within noise" if routing.num_flipped else ""
     if routing.num_flipped == 0:

@@ -23,7 +23,7 @@ class Limit:
     """A limit on a figure whose logarithm is about normally distributed among right ports.
 
     Args:
-        usual: The figure that the right implementation that is furthest off usually has.
+        usual: Usual figure of the right implementation that is furthest off.
         spread: Standard deviation of the figure's logarithm with many tokens.
         token_spread: Standard deviation that chance adds with one token; with T tokens it adds 1/√T of it.
 
@@ -61,11 +61,9 @@ def quantile(share: float) -> float:
 def most_hits(num_trials: int, *, chance: float, share: float) -> int:
     """Return the largest number of hits that chance explains: more occur in at most a `share` of the cases.
 
-    Args:
-        num_trials: Independent trials.
-        chance: Probability that one trial hits; 1 and above is certain.
-        share: Allowed probability of more hits, below 1.
+    The trials are independent, and each hits with probability `chance`; 1 and above is certain.
     """
+    # bdtrc is the chance of more than `hits`, which falls with their number: bisection finds the first small enough.
     return bisect_left(
         range(num_trials), True, key=lambda hits: bool(bdtrc(hits, num_trials, min(chance, 1.0)) <= share)
     )

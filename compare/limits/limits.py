@@ -15,7 +15,7 @@ from compare.limits.limit import Limit
 from minimax_tools.errors import UsageError
 
 ALL_SITES = "all"
-# Figures of ρ (see `NoiseRatio`). Of several broken limits the first in this order is named.
+# Figures of ρ (see `NoiseRatio`), those that say most first: of equally broken limits, the first is named.
 RATIO_FIGURES = ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst")
 # Averages of the error, in which rounding cancels and a systematic mistake does not (see metrics/error_structure.py).
 # They need a float32 twin, and a layer whose input is the golden's.
@@ -29,11 +29,7 @@ FLOORLESS_FIGURES = ("relative_l2", "amplification", "flipped_share")
 
 @dataclass(frozen=True, slots=True)
 class SiteLimits:
-    """Limits by site and figure; those under `all` hold for a site that has none of its own.
-
-    Args:
-        table: By site or `all`, then by figure.
-    """
+    """Limits by site, then by figure; those under `all` hold for a site that has none of its own."""
 
     table: Mapping[str, Mapping[str, Limit]] = field(default_factory=lambda: MappingProxyType({}))
 

@@ -158,15 +158,15 @@ class _File:
         expected = f"a mapping of {', '.join(allowed)}"
         if not isinstance(node, yaml.MappingNode):
             raise self._wrong(node, where or "the file", expected=expected, found=_word_node(node))
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, value in node.value:
             name = str(key.value)
             place = f"{where}.{name}" if where else name
             if name not in allowed:
                 raise self._wrong(key, place, expected=f"one of {', '.join(allowed)}", found=repr(name))
-            if name in seen:
+            if name in names:
                 raise self._wrong(key, place, expected="each key once", found=f"{name} again")
-            seen.add(name)
+            names.add(name)
             yield name, value
 
     def _number(self, node: yaml.Node, where: str) -> float:

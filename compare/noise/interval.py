@@ -25,13 +25,8 @@ def rho_interval(
 ) -> tuple[float, float] | None:
     """Compute the interval of ρ = sqrt(Σ error / Σ floor), on the logarithm of ρ.
 
-    Args:
-        error: Squared errors per token [T], float64.
-        floor: Squared floor per token [T], float64.
-        places: Row and position of each token, [T,2].
-
-    Returns:
-        The lower and the upper end; None with two tokens or fewer, and where a sum without one group is 0.
+    `error` and `floor` are squares per token, [T]; `places` [T,2] are the tokens' rows and positions. None with two
+    tokens or fewer, and if a sum without one group is 0.
     """
     groups = _groups(places)
     num_groups = int(groups.max()) + 1 if groups.numel() else 0

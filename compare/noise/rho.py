@@ -166,7 +166,10 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
 
 
 def _structure(rows: Rows, floor: Squares) -> Structure | None:
-    """Measure the structure of the error; None without a twin, or where the port may have errors besides rounding."""
+    """Measure ρ of the error's averages, over the variants' if there are any (see metrics/error_structure.py).
+
+    None without a twin, or if the port may have errors besides rounding.
+    """
     if rows.num_tokens == 0 or rows.twin is None or rows.input_error is not None or _is_rounded(rows):
         return None
     structure = measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)

@@ -22,12 +22,12 @@ class Rows:
         target: [T,F], the port.
         massive: bool [F], the massive channels, over all real tokens of the golden.
         places: [T,2], row and position of each token in the batch.
-        twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
-        floor: (reference − twin)² summed per token; None where only the twin is known.
-        widened_floor: The same of the golden or of its variant that is furthest off, token by token; None where the
+        twin: [T,F] float32, the golden's float32 twin; None if it was not kept.
+        floor: (reference − twin)² summed per token; None if only the twin is known.
+        widened_floor: The same of the golden or of its variant that is furthest off, token by token; None if the
             golden has no variants. (Variants: other right ways to round the layer, measured with the golden.)
         variant_averages: Averages of the variants' errors over those of the golden's, in the order of
-            `Structure.figures`; None where they were not measured.
+            `Structure.figures`; None if they were not measured.
         input_error: Error of a chained layer's input; None in isolated runs.
         stored_dtype: Dtype of the golden's stored values; None if it is the dtype of `reference`.
     """

@@ -53,8 +53,8 @@ class Squares:
             massive=(self.massive + factor * other.massive).clamp(min=0.0),
         )
 
-    def times(self, factor: torch.Tensor) -> Squares:
-        """Return these squares times `factor`, one number per token [T]."""
+    def times(self, factor: torch.Tensor | float) -> Squares:
+        """Return these squares times `factor`, one number or one per token [T]."""
         return Squares(ordinary=factor * self.ordinary, massive=factor * self.massive)
 
     def maximum(self, other: Squares) -> Squares:

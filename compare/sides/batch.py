@@ -79,8 +79,9 @@ class Batch:
         """Reshape a tensor to [B,S,F]; a flat tensor that does not fit the mask becomes one row, [1,T,F]."""
         if tensor.ndim > 2:
             return token_rows(tensor, site) if isinstance(site, Site) else tensor
-        is_masked = self._mask is not None and self._mask.numel() == tensor.shape[0]
-        batch = self._mask.shape if self._mask is not None and is_masked else (1, -1)
+        batch: tuple[int, ...] = (1, -1)
+        if self._mask is not None and self._mask.numel() == tensor.shape[0]:
+            batch = tuple(self._mask.shape)
         return tensor.reshape(*batch, tensor.shape[-1])
 
 

@@ -117,10 +117,10 @@ def _refuse_unrecorded(sides: Sides, layer: int) -> None:
 
 
 def _fed_otherwise(sides: Sides, layer: int, site: Site) -> IncomparableError:
-    what = "hidden states" if site is Site.INPUT else str(site)
+    values = "hidden states" if site is Site.INPUT else str(site)
     description = sides.target.known_description
     return IncomparableError(
-        f"the captures have different inputs: layer {layer} got other {what}",
+        f"the captures have different inputs: layer {layer} got other {values}",
         expected="the golden's own, bit for bit",
         found=description.input_source if description else f"what {sides.target.directory} holds",
         next_step="Run the port on this golden: mm2-test … --golden DIR.",

@@ -156,8 +156,7 @@ def find_weights(
 ) -> CheckpointWeights | None:
     """Find the weights of the checkpoint `model`; without a name, of the one that either capture was made from.
 
-    Returns:
-        None if none was named, and neither capture's own checkpoint is on this machine and still the golden's.
+    None if none was named, and neither capture's own checkpoint is on this machine and still the golden's.
     """
     if model is not None:
         return CheckpointWeights(model=model)
@@ -176,15 +175,10 @@ def find_weights(
 
 
 def refuse_other_model(golden: CaptureSource, found: ModelFingerprint, model: str) -> None:
-    """Refuse the checkpoint `model` if the golden was made of another; a golden that does not say passes.
-
-    Args:
-        golden: The golden.
-        found: Fingerprint of the checkpoint, or of some of its layers.
-        model: The checkpoint, as the user named it.
+    """Refuse the checkpoint `model`, with the fingerprint `found`, if the golden was made of another.
 
     Raises:
-        IncomparableError: They differ.
+        IncomparableError: The fingerprints differ; a golden without one passes.
     """
     description = golden.known_description
     if description is None:

@@ -32,7 +32,7 @@ from minimax_tools.metrics.noise_floor import (
     structure_name,
     variant_name,
 )
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import ModelSite, Site
 
 
 class LayerFloor:
@@ -70,7 +70,7 @@ class LayerFloor:
         Raises:
             CaptureError: The golden was changed: the distances that it stored do not add up, or are all zero.
         """
-        squares = _squares(site, self.statistic)
+        squares = read_squares(site, self.statistic)
         if squares is not None:
             refuse_empty_floor(self._reference, self._layer, site, parts=squares)
             stored = self.statistic(error_name(site))
@@ -80,15 +80,9 @@ class LayerFloor:
     def measure(
         self, site: Site, reference: torch.Tensor, twin: torch.Tensor, *, massive: torch.Tensor
     ) -> Squares:
-        """Measure (golden − twin)² per token from the golden's rows and its twin's, and check the stored floor by it.
+        """Measure (golden − twin)² per token, from rows [T,F] of both, and check the stored distances by it.
 
-        Each site is measured once.
-
-        Args:
-            site: A site of the layer.
-            reference: The golden's rows, [T,F].
-            twin: The rows of its float32 twin, [T,F].
-            massive: The massive channels, bool [F].
+        Each site is measured once. The channels `massive`, bool [F], are summed apart.
 
         Raises:
             CaptureError: The golden was changed: it stored other distances.
@@ -135,11 +129,11 @@ class LayerFloor:
         """
         for variant in self._variants:
             self._refuse_wrong_sums(variant, site)
-        return _squares(site, self.largest) if self._variants else None
+        return read_squares(site, self.largest) if self._variants else None
 
     def _refuse_wrong_sums(self, variant: str, site: Site) -> None:
         """Refuse a golden whose stored distances of a variant do not add up at a site."""
-        parts = _squares(site, lambda name: self.statistic(variant_name(variant, name)))
+        parts = read_squares(site, lambda name: self.statistic(variant_name(variant, name)))
         if parts is not None:
             stored = self.statistic(variant_name(variant, error_name(site)))
             refuse_wrong_sums(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
@@ -147,8 +141,7 @@ class LayerFloor:
     def variant_averages(self, site: Site) -> tuple[float, ...] | None:
         """Return the averages of the variants' errors over the golden's, the largest of all variants, at least 1 each.
 
-        Returns:
-            In the order of `Structure.figures`; None if no variant was measured at the site.
+        They are in the order of `Structure.figures`; None if no variant was measured at the site.
         """
         stored = [
             self._reference.read_floor(self._layer, variant_name(variant, structure_name(site)))
@@ -170,7 +163,7 @@ class LayerFloor:
         return statistic
 
 
-def _squares(site: Site, read: Callable[[str], torch.Tensor | None]) -> Squares | None:
-    """Square a site's error norms, read by their names; None if one is missing."""
+def read_squares(site: Site | ModelSite, read: Callable[[str], torch.Tensor | None]) -> Squares | None:
+    """Square a site's error norms, which `read` gives by their names; None if one is missing."""
     ordinary, massive = (read(name) for name in (ordinary_error_name(site), massive_error_name(site)))
     return None if ordinary is None or massive is None else Squares.of(ordinary=ordinary, massive=massive)

@@ -26,11 +26,7 @@ from minimax_tools.reference.head import Float32Head
 class PortHeadGolden(Capture):
     """A capture whose final norm and logits are computed anew; all else is the golden's.
 
-    Args:
-        golden: The golden.
-        target: The device run; its output of the last layer is finite on real rows.
-        layer: The last layer.
-        weights: The golden's weights of the final norm and the head.
+    `layer` is the last one; its output in `target` is finite on real rows.
     """
 
     def __init__(
@@ -93,9 +89,8 @@ class PortHeadGolden(Capture):
 def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
     """Return sides whose golden has its head computed from the port's own output of `last_layer`.
 
-    Returns:
-        None if no weights are known, the criteria are classic, the golden is not mm2's own, or the port's output is
-        missing, not finite or equal to the golden's.
+    None if no weights are known, the criteria are classic, the golden is not mm2's own, or the port's output is
+    missing, not finite or equal to the golden's.
 
     Raises:
         CheckpointError: The weights cannot be read.

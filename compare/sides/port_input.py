@@ -38,11 +38,7 @@ _VARIANT = "random_1"
 class PortInputGolden(Capture):
     """A capture of which one layer is computed anew; all else is the golden's.
 
-    Args:
-        golden: The golden.
-        target: The device run; its input of the layer is finite on real rows.
-        layer: The layer to compute.
-        weights: The layer's weights, in the dtype that the golden computed in.
+    The layer's input in `target` is finite on real rows; `weights` are in the dtype that the golden computed in.
     """
 
     def __init__(
@@ -56,18 +52,17 @@ class PortInputGolden(Capture):
         self._layer = layer
         self._input = layer_input.masked_fill(is_padding[..., None], 0.0)
         self._is_float32 = computes_in_float32(golden)
-        kinds = (
-            (RoundingKind.EXACT,)
-            if self._is_float32
-            else (RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM)
-        )
-        self._twin, *others = RoundedLayer(weights.spec, weights.tensors, kinds=kinds, seed=layer).run(
+        # A float32 golden rounds nothing: it is its own twin, and has no floor.
+        roundings = () if self._is_float32 else (RoundingKind.NEAREST, RoundingKind.RANDOM)
+        kinds = (RoundingKind.EXACT, *roundings)
+        computed = RoundedLayer(weights.spec, weights.tensors, kinds=kinds, seed=layer).run(
             self._input, inputs, router_experts=None
         )
-        self._rounded = others[0] if others else self._twin
+        self._twin = self._rounded = computed[0]
         self._floor: Mapping[str, torch.Tensor] = {}
         if not self._is_float32:
-            self._floor = self._measure_floor(others[1], weights, inputs.attention_mask)
+            _, self._rounded, variant = computed
+            self._floor = self._measure_floor(variant, weights, inputs.attention_mask)
 
     @property
     def description(self) -> Description:
@@ -117,9 +112,8 @@ class PortInputGolden(Capture):
 def on_port_input(sides: Sides, layer: int) -> Sides | None:
     """Return sides whose golden has one layer computed on the port's own input of it.
 
-    Returns:
-        None if no weights are known, the criteria are classic, the golden is not mm2's own, or the port's input is
-        missing or not finite.
+    None if no weights are known, the criteria are classic, the golden is not mm2's own, or the port's input is missing
+    or not finite.
 
     Raises:
         IncomparableError: The weights are another model's.

@@ -67,13 +67,8 @@ def refuse_wrong_sums(
 ) -> None:
     """Refuse a golden whose distances over ordinary and massive channels do not add up to those over all channels.
 
-    Args:
-        golden: The golden.
-        layer: The layer; None outside the layers.
-        site: A site of the layer, or of the model.
-        parts: The stored distances over ordinary and over massive channels, squared.
-        stored: The stored distances over all channels, [T]; None if there are none, which passes.
-        variant: The variant whose distances these are; None for the golden itself.
+    `parts` are the former, squared; `stored` are the latter, [T], or None, which passes. They are the golden's own, or
+    those of a variant.
 
     Raises:
         CaptureError: They do not add up.
@@ -115,13 +110,7 @@ def refuse_other_router_noise(
 
     The noise is the largest error among the scores that compete for the k-th place. Which scores these are depends on
     the correction bias, which a golden does not store; only their number is known, and so a range for the noise.
-
-    Args:
-        golden: The golden.
-        layer: The layer.
-        errors: |golden − twin| of every expert's score, [T,E].
-        stored: The stored noise, [T].
-        num_competing: Number of scores that compete; 0 if all experts are chosen.
+    `errors` [T,E] are |golden − twin| of every expert's score, `stored` [T] is the noise.
 
     Raises:
         CaptureError: The noise of a token lies outside its range.
@@ -150,18 +139,11 @@ def refuse_other_choice(
     errors: torch.Tensor,
     margin: torch.Tensor,
 ) -> None:
-    """Refuse a golden that chose other experts than its twin though the scores are far apart.
-
-    Args:
-        golden: The golden.
-        layer: The layer.
-        experts: The golden's experts, [T,k].
-        chosen: The twin's experts, [T,k].
-        errors: |golden − twin| of every expert's score, [T,E].
-        margin: Distance of the twin's k-th score from the next, [T].
+    """Refuse a golden that chose other experts [T,k] than its twin (`chosen`), though the scores are far apart.
 
     Raises:
-        CaptureError: A token's choice differs, and its margin is more than two errors.
+        CaptureError: A token's choice differs, and its `margin` [T], the distance of the twin's k-th score from the
+            next, is more than twice the largest of its `errors` [T,E].
     """
     is_other = (experts.sort(dim=-1).values != chosen.sort(dim=-1).values).any(dim=-1)
     wrong = is_other & (margin > 2 * errors.amax(dim=-1) + _SCORE_SLACK)

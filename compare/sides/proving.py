@@ -17,10 +17,7 @@ Judging = Callable[Concatenate[CaptureSource, CaptureSource, P], R]
 def proved(judge: Judging[P, R]) -> Judging[P, R]:
     """Decorate a judge of two captures: it returns only when all that it read of them is checked.
 
-    The check runs beside the judge.
-
-    Args:
-        judge: A function of the golden, the device run, and further arguments.
+    The check runs beside the judge, a function of the golden, the device run, and further arguments.
 
     Raises:
         CaptureError: A capture was damaged or changed, even if the judge itself raised.

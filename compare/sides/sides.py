@@ -17,11 +17,7 @@ from minimax_tools.model.sites import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sides:
-    """The golden (`reference`), the device run (`target`), and what they are judged by.
-
-    Args:
-        weights: The golden's weights; None if they are not known.
-    """
+    """The golden (`reference`), the device run (`target`), and what they are judged by; weights if they are known."""
 
     reference: CaptureSource
     target: CaptureSource
