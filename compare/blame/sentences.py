@@ -1,5 +1,6 @@
 """Sentences on where the error of a site lies, and on what the wrong values are.
 
+A token is wrong if its ρ, its error in units of the noise floor (see noise/rho.py), is above a limit.
 T judged tokens, F channels of a site, D channels of a head, k experts per token.
 """
 

@@ -1,8 +1,8 @@
 """NearestChoice: the experts of a port that shows neither its choice nor its router, found from its experts' output.
 
-If noise may turn two scores round, a right port may have chosen either expert. So the output of every choice within
-reach of noise is computed, and the port is judged by the one nearest to it. A token with too many choices stays open,
-and so do tokens beyond a number of them: a wrong port shows in the others.
+If BF16 noise may turn two scores round, a right port may have chosen either expert. So the output of every choice
+within reach of noise is computed, and the port is judged by the one nearest to it. A token with too many choices stays
+open, and so do tokens beyond a number of them: a wrong port shows in the others.
 c choices of one token, E experts, k experts per token.
 """
 

@@ -60,9 +60,8 @@ class LayerFloor:
         stored = self.statistic(name)
         if stored is None:
             return None
-        return torch.stack((stored, *(self._of_variant(variant, name) for variant in self._variants))).amax(
-            dim=0
-        )
+        of_variants = (self._of_variant(variant, name) for variant in self._variants)
+        return torch.stack((stored, *of_variants)).amax(dim=0)
 
     def squares(self, site: Site) -> Squares | None:
         """Return (golden − twin)² summed per token; None if the golden kept nothing of that site.
