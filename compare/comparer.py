@@ -1,4 +1,7 @@
-"""The comparison of a device run with its golden: every layer-site pair of the run, a verdict, the blame."""
+"""The comparison of a device run with its golden: a result for every site of the run, the blame, and the verdict.
+
+The parts of a run are judged in the order of the data flow: the embedding, each layer, the head.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,11 @@ from dataclasses import dataclass, replace
 
 from compare.blame.blame import group_blame
 from compare.chains.curve import trace_curve
-from compare.judging.coverage import undecided_notes, unproved_notes, word_tokens
 from compare.judging.model_judge import ModelJudge
 from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
-from compare.notes import (
-    backend_notes,
-    certificate_notes,
-    classic_notes,
-    digest_notes,
-    dump_notes,
-    feed_notes,
-    flip_notes,
-    floor_notes,
-    generation_notes,
-    nonfinite_notes,
-    router_notes,
-    side_notes,
-    unfinished_notes,
-)
+from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
 from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput
@@ -39,19 +27,15 @@ from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.results.results import Blame, Comparison, GeneratedRow, RouterDtype, SiteStatus, Verdict
 
-# A blame of tokens that were generated behind the prompts names no site.
+# Stands for a site in the blame of generated tokens.
 GENERATED_TOKENS = "generated_tokens"
+# Prompts that this blame names.
 _MOST_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRun:
-    """A comparison and its evidence, which a diagnosis goes on from.
-
-    Args:
-        sides: Both captures and their common batch.
-        inputs: The input of every layer that ran.
-    """
+    """A comparison and the evidence that a diagnosis starts from; `inputs` are those of every layer that ran."""
 
     comparison: Comparison
     sides: Sides
@@ -83,15 +67,10 @@ def judge_run(
 ) -> JudgedRun:
     """Judge `target` against the golden `reference`, and keep the evidence.
 
-    Args:
-        reference: The golden.
-        target: The device run.
-        criteria: The limits to judge by.
-        layer_pattern: The run's layers to judge, as `layer_7` or `layer_*`. Sites outside the layers are judged where
-            all layers are chosen.
-        weights: The golden's weights. With them, tokens that the port sends to other experts are replayed, and sites
-            behind a failing one are recomputed from the port's own values. None where they are not known: those
-            tokens are left out, and no second culprit behind a first is named.
+    `layer_pattern` chooses layers of the run, as `layer_7` or `layer_*`. Sites outside the layers are judged if all
+    layers are chosen. With the golden's `weights`, flips (tokens that the port sends to other experts) are judged
+    against the golden with the port's experts, and sites behind a failing one are recomputed from the port's values.
+    Without them, flips are left out, and no second culprit behind a first is named.
 
     Raises:
         IncomparableError: The captures must not be judged against each other.
@@ -100,8 +79,8 @@ def judge_run(
     """
     pairing_notes = refuse_other_runs(reference, target)
     layers = select_layers(reference, target, layer_pattern)
-    outside = _declared_model_sites(target) if layers == declared_layers(target) else ()
-    num_sites = len(outside) + sum(len(declared_sites(target, layer)) for layer in layers)
+    model_sites = _declared_model_sites(target) if layers == declared_layers(target) else ()
+    num_sites = len(model_sites) + sum(len(declared_sites(target, layer)) for layer in layers)
     with keep_layer_open(weights) as source:
         sides = Sides(
             reference=reference,
@@ -111,15 +90,16 @@ def judge_run(
             weights=source,
         )
         judged = [judge_layer(sides, layer) for layer in layers]
-        embedding = judge_outside(sides, tuple(site for site in outside if site is ModelSite.EMBEDDING))
-        head = judge_outside(sides, tuple(site for site in outside if site is not ModelSite.EMBEDDING))
-        generated = (
-            ModelJudge(sides, last_layer=max(layers)).judge_generated() if ModelSite.LOGITS in outside else ()
-        )
+        embedding = judge_outside(sides, tuple(site for site in model_sites if site is ModelSite.EMBEDDING))
+        head = judge_outside(sides, tuple(site for site in model_sites if site is not ModelSite.EMBEDDING))
+        generated: tuple[GeneratedRow, ...] = ()
+        if ModelSite.LOGITS in model_sites:
+            generated = ModelJudge(sides, last_layer=max(layers)).judge_generated()
         return JudgedRun(
             comparison=_conclude(
                 sides, embedding, judged, head, generated=generated, pairing_notes=pairing_notes
             ),
+            # `source` closes with this block; a diagnosis opens layers again.
             sides=replace(sides, weights=weights),
             inputs={
                 part.layer: part.captured_input
@@ -138,11 +118,10 @@ def _conclude(
     generated: tuple[GeneratedRow, ...],
     pairing_notes: tuple[str, ...],
 ) -> Comparison:
-    """Put the parts together: blame in the order of the data flow, the verdict, and what to know beside."""
+    """Put the parts together: results, blame, verdict and notes."""
     reference, target = sides.reference, sides.target
     sites = tuple(result for part in (*layers, embedding, head) for result in part.results)
-    tokens = ComparedPart(blame=_blame_tokens(generated, sides.criteria), is_inherited=True)
-    blame = _gather_blame([embedding, *layers, head, tokens])
+    blame = _gather_blame([embedding, *layers, head, _generated_part(generated, sides.criteria)])
     if sides.is_classic and _is_chained(target, layers):
         # The classic limits cannot tell a layer's mistake from one before it.
         blame = ()
@@ -150,6 +129,7 @@ def _conclude(
     num_undecided = sum(part.num_undecided for part in (*layers, head))
     unproved = [part.layer for part in layers if part.layer is not None and not part.is_proved]
     is_stopped = any(part.is_stopped for part in (*layers, head))
+    is_end_unproved = bool(outputs_missing if sides.is_classic else unproved)
     router_dtypes = find_router_dtypes(reference, target, sites)
     return Comparison(
         reference=str(reference.directory),
@@ -158,34 +138,25 @@ def _conclude(
         verdict=_decide_verdict(
             frozenset(site.status for site in sites),
             blame,
-            is_incomplete=is_stopped
-            or num_undecided > 0
-            or bool(outputs_missing if sides.is_classic else unproved),
+            is_incomplete=is_stopped or num_undecided > 0 or is_end_unproved,
             router_dtypes=router_dtypes,
         ),
         sites=sites,
         blame=blame,
-        blame_groups=group_blame(blame, (*sites, *(one for part in layers for one in part.recomputed))),
+        blame_groups=group_blame(blame, (*sites, *(result for part in layers for result in part.recomputed))),
         curve=trace_curve(
             [part.point for part in layers if part.point is not None], sites, target=target, golden=reference
         ),
-        notes=(
-            *pairing_notes,
-            *dump_notes(reference, target),
-            *unfinished_notes(sides),
-            *feed_notes(part.layer for part in layers if part.is_input_unknown),
-            *undecided_notes(num_undecided),
-            *unproved_notes(unproved, sides=sides),
-            *nonfinite_notes(sites, blame),
-            *side_notes(reference, target),
-            *certificate_notes(reference),
-            *digest_notes(reference, target),
-            *floor_notes(reference),
-            *generation_notes(sides),
-            *backend_notes(sides),
-            *router_notes(router_dtypes),
-            *flip_notes(sites, sides),
-            *classic_notes(sides, outputs_missing),
+        notes=pairing_notes
+        + gather_notes(
+            sides,
+            sites,
+            blame,
+            layers_of_unknown_input=[part.layer for part in layers if part.is_input_unknown],
+            num_undecided=num_undecided,
+            unproved=unproved,
+            router_dtypes=router_dtypes,
+            outputs_missing=outputs_missing,
         ),
         router_dtypes=router_dtypes,
         generated=generated,
@@ -198,21 +169,22 @@ def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:
     return description.run.model_sites if description is not None else target.model_sites()
 
 
-def _blame_tokens(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> tuple[Blame, ...]:
-    """Blame generated tokens that noise does not explain, without telling a site."""
+def _generated_part(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> ComparedPart:
+    """Return the generated tokens as a last part, with a blame if noise does not explain them."""
     failing = [row for row in generated if row.status is SiteStatus.FAIL]
     if not failing or criteria.name == "classic":
-        return ()
+        return ComparedPart(is_inherited=True)
     rows = "; ".join(
         f"prompt {row.row}: token {row.num_alike} is {row.target}, the golden's is {row.reference}, {row.reason}"
         for row in failing[:_MOST_ROWS]
     )
     more = f"; and {len(failing) - _MOST_ROWS} more" if len(failing) > _MOST_ROWS else ""
-    return (Blame(layer=None, sites=(GENERATED_TOKENS,), reason=rows + more),)
+    blame = Blame(layer=None, sites=(GENERATED_TOKENS,), reason=rows + more)
+    return ComparedPart(blame=(blame,), is_inherited=True)
 
 
 def _gather_blame(parts: Sequence[ComparedPart]) -> tuple[Blame, ...]:
-    """Return the blame in the order of the data flow; behind a fault, of parts that inherit nothing alone."""
+    """Return the blame of all parts; behind a blamed part, those that inherit errors are not blamed."""
     blame: list[Blame] = []
     for part in parts:
         if not (part.is_inherited and blame):
@@ -221,7 +193,7 @@ def _gather_blame(parts: Sequence[ComparedPart]) -> tuple[Blame, ...]:
 
 
 def _is_chained(target: CaptureSource, layers: Sequence[ComparedPart]) -> bool:
-    """Decide whether layers ran on each other's outputs, or on inputs that were not captured."""
+    """Decide whether layers ran on each other's outputs, or may have: an input was not captured."""
     description = target.known_description
     if description is not None:
         return description.run.mode is Mode.CHAINED

@@ -1,134 +1,142 @@
-"""Notes: facts about a comparison beside its verdict."""
+"""Notes: sentences on what a reader must know beside the verdict; and the judged tokens in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from compare.limits.limit_context import backend_of, computes_in_float32
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
 from minimax_tools.results.results import Blame, RouterDtype, SiteResult
 from reports.wording import word_count, word_layers
 
 
-def unfinished_notes(sides: Sides) -> tuple[str, ...]:
+def gather_notes(
+    sides: Sides,
+    sites: tuple[SiteResult, ...],
+    blame: tuple[Blame, ...],
+    *,
+    layers_of_unknown_input: Sequence[int | None],
+    num_undecided: int,
+    unproved: Sequence[int],
+    router_dtypes: tuple[RouterDtype, ...],
+    outputs_missing: Sequence[int],
+) -> tuple[str, ...]:
+    """Return all notes on a comparison, in the order in which a report shows them.
+
+    `unproved` are layers that a pass does not prove right, `outputs_missing` those that classic limits could not judge.
+    """
+    return (
+        *_dump_notes(sides),
+        *_unfinished_notes(sides),
+        *_feed_notes(layers_of_unknown_input),
+        *_undecided_notes(num_undecided),
+        *_unproved_notes(unproved, sides=sides),
+        *_nonfinite_notes(sites, blame),
+        *_side_notes(sides.reference, sides.target),
+        *_certificate_notes(sides.reference),
+        *_digest_notes(sides),
+        *_floor_notes(sides.reference),
+        *_generation_notes(sides),
+        *_backend_notes(sides),
+        *_router_notes(router_dtypes),
+        *_flip_notes(sites, sides),
+        *_classic_notes(sides, outputs_missing),
+    )
+
+
+def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
+    """Return the tokens of both sides in words, such as `81 at positions 0-47`; empty if no side is mm2's own."""
+    for source in (reference, target):
+        if source.known_description is not None:
+            inputs = source.read_inputs()
+            return f"{int(inputs.attention_mask.sum())} at {format_positions(inputs)}"
+    return ""
+
+
+def _dump_notes(sides: Sides) -> tuple[str, ...]:
+    """Tell how another tool's dump was read: modules that map to no site, and passes left out."""
+    return tuple(f"{name}: {note}" for name, source in _named(sides) for note in source.notes)
+
+
+def _named(sides: Sides) -> tuple[tuple[str, CaptureSource], ...]:
+    return ("golden", sides.reference), ("device run", sides.target)
+
+
+def _unfinished_notes(sides: Sides) -> tuple[str, ...]:
     """Name the sides that stopped before their end."""
     return tuple(
         f"the {name} is not complete: run it again and it resumes"
-        for name, source in (("golden", sides.reference), ("device run", sides.target))
+        for name, source in _named(sides)
         if not source.is_complete
     )
 
 
-def dump_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Tell how another tool's dump was read: modules that map to no site, and passes left out."""
-    return tuple(
-        f"{name}: {note}"
-        for name, source in (("golden", reference), ("device run", target))
-        for note in source.notes
-    )
-
-
-def classic_notes(sides: Sides, outputs_missing: Iterable[int]) -> tuple[str, ...]:
-    """State the five classic limits, and the layers whose output they could not judge."""
-    if not sides.is_classic:
-        return ()
-    missing = word_layers(outputs_missing)
-    return (
-        f"the limits on layer outputs: {sides.criteria.classic}",
-        *(
-            [f"no output of {missing} was compared: capture it, or judge by --criteria noise"]
-            if missing
-            else []
-        ),
-    )
-
-
-def feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
-    """Name the layers whose input is not recorded."""
+def _feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
+    """Name the layers whose input was not captured."""
     names = ", ".join(str(layer) for layer in layers)
     if not names:
         return ()
     return (f"nothing tells what was fed to layer {names}: that it is the golden's input was not checked",)
 
 
-def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
+def _undecided_notes(num_undecided: int) -> tuple[str, ...]:
+    """Count the sites that differ, perhaps through an input that was not captured."""
+    if not num_undecided:
+        return ()
+    return (
+        f"{num_undecided} sites differ behind an input that was not captured: the difference may come from there. "
+        "Capture the layers' inputs, or say in a map where they lie",
+    )
+
+
+def _unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
+    """Name the layers that a pass does not prove right, and tell what would settle them."""
+    if not layers:
+        return ()
+    names = ", ".join(str(layer) for layer in layers)
+    remedy = (
+        "--model DIR computes what a right layer makes of the port's own input"
+        if sides.weights is None
+        else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
+    )
+    return (
+        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that inherits errors, or whose "
+        f"end was judged on no token, may be wrong and pass. To settle it: {remedy}",
+    )
+
+
+def _nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
     """Name the first site with NaN or Inf on a real row, unless it is blamed already."""
     for site in sites:
         if site.metrics is not None and site.metrics.num_nonfinite_target:
-            if any(site.layer == one.layer and site.site in one.sites for one in blame):
+            if any(site.layer == blamed.layer and site.site in blamed.sites for blamed in blame):
                 return ()
             place = site.site if site.layer is None else f"{site.site} of layer {site.layer}"
             return (f"the first NaN or Inf on a real row is at {place}",)
     return ()
 
 
-def side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Warn where the sides are one capture, or the reference is no golden."""
+def _side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+    """Warn if the sides are one capture, or the reference is no golden."""
     if reference.directory.resolve() == target.directory.resolve():
         return ("both sides are the same capture: nothing is proved by comparing it with itself",)
-    mine, theirs = reference.known_description, target.known_description
-    if mine is None or mine.side == GOLDEN_SIDE:
+    description, target_description = reference.known_description, target.known_description
+    if description is None or description.side == GOLDEN_SIDE:
         return ()
-    note = f"the reference is a run of {mine.provenance.target} on a device, not a golden"
-    if theirs is not None and theirs.side == GOLDEN_SIDE:
+    note = f"the reference is a run of {description.provenance.target} on a device, not a golden"
+    if target_description is not None and target_description.side == GOLDEN_SIDE:
         note += ", and the target is a golden: exchange --gpu-path and --neuron-path"
     return (note,)
 
 
-def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """Tell what of the noise floor is missing, and its cost; float32 goldens have no noise to measure."""
-    description = reference.known_description
-    if computes_in_float32(reference):
-        return ()
-    if description is None or description.noise_floor == "off":
-        return (
-            "the golden kept no noise floor: the port is judged by what BF16 costs at each site of synthetic models, "
-            "which is coarser",
-        )
-    kept = ("the golden kept only the floor's statistics: ρ is an estimate",)
-    return (*(kept if description.noise_floor == "stats" else ()), *_variant_notes(description))
-
-
-def _variant_notes(description: Description) -> tuple[str, ...]:
-    """Warn where the golden measured no variants, with which limits are much tighter."""
-    if description.floor_variants:
-        return ()
-    return (
-        "the golden measured no other right roundings, so the port is judged more coarsely: "
-        f"mm2-gpu … --floor-variants {DEFAULT_NUM_VARIANTS} measures them",
-    )
-
-
-def generation_notes(sides: Sides) -> tuple[str, ...]:
-    """Warn where the port generated tokens and the golden did not."""
-    made = [side.read_generation() is not None for side in (sides.reference, sides.target)]
-    if made != [False, True]:
-        return ()
-    return (
-        "the golden generated no tokens, so those of the port were not compared: mm2-gpu full --max-new-tokens N "
-        "makes a golden that has them",
-    )
-
-
-def backend_notes(sides: Sides) -> tuple[str, ...]:
-    """Warn where the limits were measured on another backend than the port's."""
-    backend, limits = backend_of(sides.target), sides.criteria.noise
-    if sides.criteria.name == "classic" or backend is None or limits.is_measured_on(backend):
-        return ()
-    measured = ", ".join(sorted(limits.backends or ()))
-    return (
-        f"the limits were measured on {measured}, not on {backend}: up to {limits.slack:g} times a limit warns "
-        f"(scripts/calibrate.py --backends {backend} measures them there)",
-    )
-
-
-def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """Warn where the golden is not certified, or failed a check."""
+def _certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
+    """Warn if the golden is not certified, or failed a check."""
     description = reference.known_description
     if description is None or description.side != GOLDEN_SIDE or not reference.is_complete:
         # An incomplete golden has a note already; it is certified at its end.
@@ -147,25 +155,69 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
     return ()
 
 
-def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Name what was read without a digest to check it."""
-    return tuple(
-        f"{name}: {source.digest_note}"
-        for name, source in (("golden", reference), ("device run", target))
-        if source.digest_note
+def _digest_notes(sides: Sides) -> tuple[str, ...]:
+    """Name what was read without a digest to check it by."""
+    return tuple(f"{name}: {source.digest_note}" for name, source in _named(sides) if source.digest_note)
+
+
+def _floor_notes(reference: CaptureSource) -> tuple[str, ...]:
+    """Tell what the golden lacks of its noise floor, and what that costs; float32 goldens have no noise to measure."""
+    description = reference.known_description
+    if computes_in_float32(reference):
+        return ()
+    if description is None or description.noise_floor == "off":
+        return (
+            "the golden kept no noise floor: the port is judged by what BF16 costs at each site of synthetic models, "
+            "which is coarser",
+        )
+    notes = _variant_notes(description)
+    if description.noise_floor == "stats":
+        return "the golden kept only the floor's statistics: ρ is an estimate", *notes
+    return notes
+
+
+def _variant_notes(description: Description) -> tuple[str, ...]:
+    """Warn if the golden measured no variants (other right roundings), which make the limits much tighter."""
+    if description.floor_variants:
+        return ()
+    return (
+        "the golden measured no other right roundings, so the port is judged more coarsely: "
+        f"mm2-gpu … --floor-variants {DEFAULT_NUM_VARIANTS} measures them",
     )
 
 
-def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
-    """Name router dtypes that differ from the golden's: they change experts without showing in any one tensor."""
-    return tuple(
-        f"the port holds {one.name} in {one.target}, the golden in {one.reference}: {one.consequence}"
-        for one in router_dtypes
+def _generation_notes(sides: Sides) -> tuple[str, ...]:
+    """Warn if the port generated tokens and the golden did not."""
+    if sides.reference.read_generation() is not None or sides.target.read_generation() is None:
+        return ()
+    return (
+        "the golden generated no tokens, so those of the port were not compared: mm2-gpu full --max-new-tokens N "
+        "makes a golden that has them",
     )
 
 
-def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
-    """Count tokens that are not judged behind a flip, and tell how to judge them."""
+def _backend_notes(sides: Sides) -> tuple[str, ...]:
+    """Warn if the limits were measured on another backend than the port's."""
+    backend, limits = backend_of(sides.target), sides.criteria.noise
+    if sides.criteria.name == "classic" or backend is None or limits.is_measured_on(backend):
+        return ()
+    measured = ", ".join(sorted(limits.backends or ()))
+    return (
+        f"the limits were measured on {measured}, not on {backend}: up to {limits.slack:g} times a limit warns "
+        f"(scripts/calibrate.py --backends {backend} measures them there)",
+    )
+
+
+def _router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
+    """Name router dtypes that differ from the golden's: they change experts and show in no single tensor."""
+    return tuple(
+        f"the port holds {part.name} in {part.target}, the golden in {part.reference}: {part.consequence}"
+        for part in router_dtypes
+    )
+
+
+def _flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
+    """Count the flips that cannot be replayed without weights, and tell how to judge them."""
     if sides.weights is not None:
         return ()
     flipped = {site.layer for site in sites if site.routing is not None and site.routing.num_flipped}
@@ -181,3 +233,14 @@ def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
         f"{tokens} in {word_count(len(left_out), 'layer')} went to other experts, not judged behind them: "
         "--model judges them against the golden with the port's own experts",
     )
+
+
+def _classic_notes(sides: Sides, outputs_missing: Iterable[int]) -> tuple[str, ...]:
+    """State the five classic limits, and the layers whose output they could not judge."""
+    if not sides.is_classic:
+        return ()
+    limits = f"the limits on layer outputs: {sides.criteria.classic}"
+    missing = word_layers(outputs_missing)
+    if not missing:
+        return (limits,)
+    return limits, f"no output of {missing} was compared: capture it, or judge by --criteria noise"

@@ -26,25 +26,26 @@ def _read_criteria(
     rtol: float,
     atol: float,
 ) -> Criteria:
-    """Read the options below.
+    """Build criteria from the values of `criteria_options`.
 
     Raises:
-        UsageError: The criteria are unknown, their file is wrong, or a classic limit was given beside other criteria.
+        UsageError: The criteria are unknown, their file is wrong, or a classic limit was given with other criteria.
     """
-    limits = {
+    options = {
         "max_abs_diff": max_abs_diff,
         "mean_abs_diff": mean_abs_diff,
-        "close_fraction": None if similarity_percentage is None else similarity_percentage / 100.0,
+        "similarity_percentage": similarity_percentage,
         "cosine_similarity": cosine_similarity,
         "pearson_correlation": pearson_correlation,
     }
-    given = {name: limit for name, limit in limits.items() if limit is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     if criteria_name == "classic":
+        percentage = given.pop("similarity_percentage", None)
+        if percentage is not None:
+            given["close_fraction"] = percentage / 100.0
         return Criteria(name=criteria_name, classic=ClassicLimits(**given), rtol=rtol, atol=atol)
     if given:
-        names = ", ".join(
-            f"--{name.replace('close_fraction', 'similarity_percentage').replace('_', '-')}" for name in given
-        )
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(
             f"{names} belongs to the classic limits, and --criteria {criteria_name} judges by others",
             next_step="Add --criteria classic, or leave it out.",

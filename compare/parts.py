@@ -1,4 +1,4 @@
-"""Parts of a comparison: one layer, the embedding or the head, with its results and the sites that it blames."""
+"""ComparedPart: one layer, the embedding or the head, judged, with the sites that are to blame in it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ class ComparedPart:
 
     Args:
         layer: The layer; None outside them.
-        recomputed: Some sites once more, judged on the port's own values of their inputs.
+        recomputed: Second results of sites behind a failure, judged on the port's own values of their inputs.
         captured_input: The layer's input; None outside the layers, and of a layer that did not run.
-        is_inherited: Whether its input carries errors that nothing accounts for: it blames only where no part before
-            it does.
-        is_stopped: Whether the run stopped before it.
+        is_inherited: Whether its input carries errors of earlier parts, so that it is blamed only if none of them is.
+        is_stopped: Whether the run stopped before this part.
         num_undecided: Number of sites that differ, perhaps through an input that was not captured.
-        point: Distance of its output from the golden's; None where that was not judged.
+        point: The layer's point on a chained run's error curve; None if its output was not judged.
     """
 
     layer: int | None = None
@@ -52,13 +51,13 @@ class ComparedPart:
 
     @property
     def is_input_unknown(self) -> bool:
-        """True of a layer whose input was not captured on both sides."""
+        """True for a layer whose input was not captured on both sides."""
         return self.captured_input is not None and not self.captured_input.is_recorded
 
     @property
     def is_proved(self) -> bool:
-        """True unless the layer ran and a mistake in it could still pass."""
-        # Floors that are widened by an inherited error hide the layer's own mistakes.
+        """False for a layer in which a mistake could still pass."""
+        # An inherited error widens the floors, which may hide the layer's own mistakes.
         return self.captured_input is None or (not self.is_inherited and is_proved(self.results))
 
 
@@ -66,7 +65,7 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     """Judge one layer of the run.
 
     Raises:
-        IncomparableError: Its input is neither the golden's nor another layer's output.
+        IncomparableError: The layer's input is neither the golden's nor another layer's output.
         CheckpointError: The weights cannot be read.
     """
     sites = declared_sites(sides.target, layer)
@@ -76,6 +75,7 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     golden_sides = sides
     port_sides = on_port_input(sides, layer) if captured.is_inherited else None
     if port_sides is not None:
+        # Against a golden computed on the port's own input, the layer inherits no error.
         sides, layer_input = port_sides, replace(captured, error=None)
     judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
     judged: Mapping[Site, SiteResult] = {site: judge.judge(site) for site in sites}
@@ -83,12 +83,13 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     results = judged if is_decided else leave_undecided(judged, sides.target)
     logger.info("Layer %d compared.", layer)
     recomputed = _judge_excused(results, layer, layer_input=layer_input, judge=judge, sides=sides)
+    second_results = {site: again.result for site, again in recomputed.items()}
     blame = blame_layer(
         results,
         layer=layer,
         given=layer_input.known,
         is_chained=layer_input.is_inherited,
-        recomputed={site: one.result for site, one in recomputed.items()},
+        recomputed=second_results,
     )
     located = results
     if layer_input.is_inherited:
@@ -99,16 +100,19 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
         layer=layer,
         results=tuple(located.values()),
         blame=blame,
-        recomputed=tuple(replace(one.result, where=located[site].where) for site, one in recomputed.items()),
+        recomputed=tuple(
+            replace(result, where=located[site].where) for site, result in second_results.items()
+        ),
         captured_input=captured,
         is_inherited=layer_input.is_inherited,
+        # `leave_undecided` replaces the results that it changes, and no others.
         num_undecided=sum(results[site] is not judged[site] for site in results),
         point=measure_point(golden_sides, layer, results, input_error=captured.error),
     )
 
 
 def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> ComparedPart:
-    """Judge the embedding, or the sites behind the last layer; the first that fails is to blame."""
+    """Judge the embedding, or the sites behind the last layer (the head); the first that fails is to blame."""
     if not sides.target.model_sites():
         return _absent(sides.target, None, tuple(map(str, sites)))
     last_layer = max(declared_layers(sides.target))
@@ -121,7 +125,7 @@ def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> ComparedPart:
     failing = [result for result in results.values() if result.status is SiteStatus.FAIL]
     return ComparedPart(
         results=tuple(results.values()),
-        blame=tuple(Blame(layer=None, sites=(one.site,), reason=one.reason) for one in failing[:1]),
+        blame=tuple(Blame(layer=None, sites=(first.site,), reason=first.reason) for first in failing[:1]),
         is_inherited=is_head and port_sides is None,
         num_undecided=sum(results[site] is not judged[site] for site in results),
     )
@@ -153,17 +157,17 @@ def _judge_excused(
 
 
 def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]) -> tuple[Blame, ...]:
-    """Keep the blame of sites with NaN or Inf: it alone is sure in a layer that inherits errors."""
+    """Keep the blame of sites with NaN or Inf: in a layer that inherits errors, no other blame is sure."""
     nonfinite = {
         str(site)
-        for site, one in results.items()
-        if one.metrics is not None and one.metrics.num_nonfinite_target
+        for site, result in results.items()
+        if result.metrics is not None and result.metrics.num_nonfinite_target
     }
-    return tuple(one for one in blame if one.sites[-1] in nonfinite)
+    return tuple(blamed for blamed in blame if blamed.sites[-1] in nonfinite)
 
 
 def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> ComparedPart:
-    """Return a part that the run declares and does not hold: a fault only of a run that says it is complete."""
+    """Return a part that the run declared and did not store: it fails only if the run says that it is complete."""
     if target.is_complete:
         status, reason = SiteStatus.FAIL, "missing: the run declared it and did not store it"
     else:

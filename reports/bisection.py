@@ -1,4 +1,7 @@
-"""Bisection: a bisection as text and as JSON."""
+"""Bisection: the search for wrong layers as text and as JSON.
+
+A probe is one run over some layers, in chains: each begins with the golden's input and is judged at its end.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_count, word_figure
 
-# Ten of 24 planted mistakes of real ports changed less of a layer's output than this.
+# As a share of a layer's output: ten of 24 planted mistakes of real ports changed less of it.
 _COARSE = 0.05
 _STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold red"}
 _COLUMNS = (
@@ -29,7 +32,7 @@ _COLUMNS = (
 def render_bisection(
     bisection: Bisection, *, width: int | None = None, is_terminal: bool | None = None
 ) -> str:
-    """Draw a bisection as text on a `Canvas`: verdict, probes, what could not be seen, and what to run next."""
+    """Draw a bisection as text: verdict, probes, what they could not see, and what to run next (see `Canvas`)."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(bisection), style=_STYLES[bisection.verdict])
     canvas.line(_extent(bisection))
@@ -50,7 +53,7 @@ def render_bisection(
 
 
 def bisection_record(bisection: Bisection) -> dict[str, Any]:
-    """Return a bisection as JSON: verdict, blame, every probe with its chains, and what could not be seen."""
+    """Return a bisection as JSON: verdict, blame, every probe with its chains, and what they could not see."""
     return {
         "verdict": bisection.verdict.value,
         "compared": bisection.compared,
@@ -84,21 +87,21 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
     sentences = []
     if bisection.chained_visible is not None:
         sentences.append(
-            f"In the output of a chain, noise from {_percent(bisection.chained_visible)} on is seen if it is on every "
-            f"token, relative to all of a token's channels but the massive ones (above {MASSIVE_RATIO:g} times the "
-            "median channel). A smaller error, or one of few tokens, may hide in the noise of the chain's layers; "
-            "layers behind it change its size."
+            f"At the end of a chain, noise of {_percent(bisection.chained_visible)} or more on every token is seen. "
+            f"The share is of a token's channels without the massive ones (above {MASSIVE_RATIO:g} times the median "
+            "channel). A smaller error, or one of few tokens, may hide in the noise of the chain's layers. The layers "
+            "behind a mistake change the size of its error."
         )
         if bisection.chained_visible > _COARSE:
             sentences.append("Many mistakes are smaller than that: choose a shorter --chain-length.")
     if bisection.single_visible is not None:
         sentences.append(
-            f"In the output of a layer alone, such noise is seen from {_percent(bisection.single_visible)} on."
+            f"In the output of a layer alone, noise of {_percent(bisection.single_visible)} or more is seen."
         )
     if bisection.sweep_visible is not None:
         sentences.append(
-            f"A sweep of a port that shows its sites sees it from {_percent(bisection.sweep_visible)} of the output on "
-            "in what the experts add."
+            f"A sweep of a port that shows its sites sees noise of {_percent(bisection.sweep_visible)} or more of the "
+            "output in what the experts add."
         )
     skipped = bisection.of - len(bisection.covered)
     if skipped:
@@ -107,7 +110,7 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
 
 
 def next_commands(bisection: Bisection) -> tuple[str, ...]:
-    """Return the commands that look closer: at each culprit, or at all layers where nothing was found."""
+    """Return the commands that look closer: at each culprit, or at all layers if nothing was found."""
     options = shlex.join(bisection.arguments)
     singles = [
         f"mm2-test single-layer --layer {finding.chain.span.start} {options} --sites all"
@@ -152,7 +155,7 @@ def _reason(bisection: Bisection, finding: BisectionFinding) -> str:
 
 
 def _right_before(bisection: Bisection, layer: int) -> str:
-    """Name the layers seen right just before a layer, back to the previous finding or the start."""
+    """Name the layers that are right just before a layer, back to the previous finding or the start."""
     start = max(
         (finding.chain.span.stop for finding in bisection.findings if finding.chain.span.stop <= layer),
         default=bisection.span.start,

@@ -15,8 +15,9 @@ from rich.text import Text
 
 # Piped text must not depend on the width of the terminal that the pipe was started in.
 _PIPED_WIDTH = 100
+# Lines longer than this are hard to read, however wide the terminal is.
 _WIDEST = 120
-# Wider than any table: a line that the terminal breaks is better than a figure cut short.
+# Wider than any table, so that rich cuts no figure short; the terminal may break the line.
 _UNBOUNDED = 1000
 _INDENT = 2
 
@@ -41,8 +42,8 @@ class Canvas:
     """A text under construction: lines, paragraphs and tables.
 
     Args:
-        width: Columns; None for standard output's own.
-        is_terminal: Whether escape codes are understood; None where standard output decides.
+        width: Columns of the text; None for standard output's own.
+        is_terminal: Whether to write escape codes; None to write them if standard output is a terminal.
     """
 
     def __init__(self, *, width: int | None, is_terminal: bool | None) -> None:
@@ -60,7 +61,7 @@ class Canvas:
 
     @property
     def text(self) -> str:
-        """The text without a last newline; without trailing blanks too, unless for a terminal."""
+        """The text without a last newline; for a file or pipe, without blanks at the ends of lines too."""
         lines = self._text.getvalue().split("\n")
         return "\n".join(lines if self._is_terminal else (line.rstrip() for line in lines)).rstrip("\n")
 
@@ -88,13 +89,13 @@ class Canvas:
         self._console.print(Padding(grid, (0, 0, 0, _INDENT), expand=False), width=self._width)
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
-        """Add an unbroken line for each label and value, with the values below each other."""
+        """Add a line for each label and value, never broken, with the values below each other."""
         widest = max((len(label) for label, _ in facts), default=0)
         for label, value in facts:
             self.line(f"{'':{_INDENT}}{label:{widest}}  {value}")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Row]) -> None:
-        """Add a table without rules; its columns move closer where they would not fit."""
+        """Add a table without rules; its columns stand closer if it would not fit."""
         table = _table(columns, rows, gap=2)
         if self._console.measure(table).maximum + _INDENT > self._width:
             table = _table(columns, rows, gap=1)

@@ -41,11 +41,9 @@ _TENSOR = (
 
 
 def capture_record(source: CaptureSource, inspection: CaptureInspection | None = None) -> dict[str, Any]:
-    """Return a capture as JSON: its run (null where the layout does not say) and the statistics of every site.
+    """Return a capture as JSON: its run (null if the layout does not say) and the statistics of every site.
 
-    Args:
-        source: The capture.
-        inspection: Result of reading all of it; None where it was not read.
+    `inspection` is the result of reading all of it; None if it was not read.
 
     Raises:
         CaptureError: A tensor cannot be read.
@@ -66,12 +64,12 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
 
 
 def is_damaged(source: CaptureSource, inspection: CaptureInspection | None) -> bool:
-    """Decide whether an inspection found faults, or the certificate belongs to other tensors."""
+    """Decide whether an inspection found faults, or the golden's certificate belongs to other tensors."""
     return inspection is not None and (bool(inspection.faults) or source.has_void_certificate)
 
 
 def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
-    """Return the CPU tensors of a run that was not saved as JSON, in the form of a capture without a directory."""
+    """Return a run that was not saved as JSON, from its CPU tensors: the keys of `capture_record`, mostly null."""
     names = ("directory", "complete", "description", "observed_dtypes", "certificate", "inspection")
     return {**dict.fromkeys(names), "observed_dtypes": {}, **_contents_record(measure_contents(layers))}
 
@@ -83,13 +81,9 @@ def render_capture(
     width: int | None = None,
     is_terminal: bool | None = None,
 ) -> str:
-    """Draw a capture as text: its run, then a table for each layer, or a line for each where there are many.
+    """Draw a capture as text: its run, then a table for each layer, or a line for each if there are many.
 
-    Args:
-        source: The capture.
-        inspection: Result of reading all of it; None where it was not read.
-        width: Columns; None for standard output's own.
-        is_terminal: Whether escape codes are understood; None where standard output decides.
+    For `width` and `is_terminal` see `Canvas`; for `inspection` see `capture_record`.
 
     Raises:
         CaptureError: A tensor cannot be read.
@@ -105,8 +99,8 @@ def render_capture(
     for fault in () if inspection is None else inspection.faults:
         canvas.paragraph(f"DAMAGED: {fault}", style="bold red")
     if not source.is_complete:
-        stored, wanted = len(source.layers), len(source.description.run.span)
-        canvas.line(f"  incomplete: {stored} of {wanted} layers are stored", style="yellow")
+        num_stored, num_declared = len(source.layers), len(source.description.run.span)
+        canvas.line(f"  incomplete: {num_stored} of {num_declared} layers are stored", style="yellow")
     _draw_contents(canvas, contents)
     return canvas.text
 
@@ -117,7 +111,7 @@ def render_statistics(
     width: int | None = None,
     is_terminal: bool | None = None,
 ) -> str:
-    """Draw the CPU tensors of a run that was not saved, as `render_capture` does those of a capture."""
+    """Draw a run that was not saved, from its CPU tensors, as `render_capture` draws a capture."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line("Not saved", style="bold")
     _draw_contents(canvas, measure_contents(layers))
@@ -152,30 +146,23 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
     kept = f"sites {levels[0]}" if levels else f"{len(run.sites)} sites"
     dtypes = {**made.dtypes, **source.observed_dtypes}
     device = "" if made.device == made.backend else f" ({made.device})"
-    return [
+    facts = [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
-        ("backend", f"{made.backend}{device}, target {made.target}{_ranks(made.options)}"),
+        ("backend", f"{made.backend}{device}, target {made.target}{_word_ranks(made.options)}"),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
-        *(
-            [
-                ("noise floor", _word_floor(description)),
-                ("certificate", _word_certificate(source, inspection)),
-            ]
-            if description.side == GOLDEN_SIDE
-            else []
-        ),
-        ("digests", _word_digests(source, inspection)),
     ]
+    if description.side == GOLDEN_SIDE:
+        facts.append(("noise floor", _word_floor(description)))
+        facts.append(("certificate", _word_certificate(source, inspection)))
+    return [*facts, ("digests", _word_digests(source, inspection))]
 
 
 def _word_floor(description: Description) -> str:
-    """Word what a golden kept of its noise floor, such as `full, of 2 variants (eager, halves)`."""
+    """Return how much a golden kept of its noise floor, such as `full, of 2 variants (eager, halves)`."""
     variants = description.floor_variants
-    if not variants:
-        return description.noise_floor
-    return f"{description.noise_floor}, of {word_variants(variants)}"
+    return f"{description.noise_floor}, of {word_variants(variants)}" if variants else description.noise_floor
 
 
 def _word_certificate(source: CaptureSource, inspection: CaptureInspection | None) -> str:
@@ -189,7 +176,7 @@ def _word_certificate(source: CaptureSource, inspection: CaptureInspection | Non
 
 
 def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -> str:
-    """Word the result of an inspection, such as `96 tensors match`."""
+    """Return the result of an inspection in words, such as `96 tensors match`."""
     older = "" if not source.digest_note else "; twins and floors have none, made by an older mm2"
     if inspection is None:
         return f"not verified here: mm2-test show verifies them{older}"
@@ -200,8 +187,8 @@ def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -
     return f"{inspection.num_tensors} tensors match{older}"
 
 
-def _ranks(options: Mapping[str, Any]) -> str:
-    """Word the number of ranks that share a layer; empty for one."""
+def _word_ranks(options: Mapping[str, Any]) -> str:
+    """Return in words how many ranks share a layer; empty for one."""
     degree, expert_degree = options.get("tp_degree", 1), options.get("ep_degree", 1)
     if degree == 1:
         return ""
@@ -211,16 +198,15 @@ def _ranks(options: Mapping[str, Any]) -> str:
 
 
 def _draw_contents(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
-    num_layers = sum(layer.layer is not None for layer in contents)
-    if num_layers > _MOST_DETAILED_LAYERS:
-        _draw_overview(canvas, [layer for layer in contents if layer.layer is not None])
-        detailed = [layer for layer in contents if layer.layer is None]
-    else:
-        detailed = list(contents)
-    for layer in detailed:
-        _draw_layer(canvas, layer)
+    layers = [layer for layer in contents if layer.layer is not None]
+    has_overview = len(layers) > _MOST_DETAILED_LAYERS
+    if has_overview:
+        _draw_overview(canvas, layers)
+    for layer in contents:
+        if layer.layer is None or not has_overview:
+            _draw_layer(canvas, layer)
     _draw_not_exposed(canvas, contents)
-    if num_layers > _MOST_DETAILED_LAYERS:
+    if has_overview:
         canvas.gap()
         canvas.line("--json prints the statistics of every site.", style="dim")
 
@@ -234,8 +220,9 @@ def _draw_layer(canvas: Canvas, layer: LayerContents) -> None:
 def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:
     """Draw one line for each layer: the statistics of its last site, most often its output."""
     canvas.gap()
-    held = word_layers(layer.layer for layer in layers)
-    canvas.line(f"{held[0].upper()}{held[1:]}: what each ends in", style="bold")
+    canvas.line(
+        f"{word_layers(layer.layer for layer in layers).capitalize()}: what each ends in", style="bold"
+    )
     rows = [
         Row(
             cells=(str(layer.layer), str(len(layer.sites)), *_site_cells(layer.sites[-1])),

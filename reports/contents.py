@@ -17,7 +17,7 @@ from minimax_tools.model.sites import ModelSite, Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteContents:
-    """A tensor, described."""
+    """A site's tensor: its shape, dtype and statistics."""
 
     site: str
     shape: tuple[int, ...]
@@ -32,11 +32,11 @@ class SiteContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContents:
-    """Contents of a layer, or of the model outside its layers where `layer` is None.
+    """Contents of a layer, or of the model outside its layers if `layer` is None.
 
     Args:
         sites: Its sites, in execution order.
-        not_exposed: Sites that the run wanted and the port does not expose.
+        not_exposed: Sites that the run asked for and the port does not expose.
     """
 
     layer: int | None
@@ -76,7 +76,7 @@ def measure_contents(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> tuple
         LayerContents(
             layer=layer,
             sites=tuple(
-                _measured(str(site), layers[layer][site])
+                _measure_site(str(site), layers[layer][site])
                 for site in sorted(layers[layer], key=lambda site: site.order)
             ),
         )
@@ -86,12 +86,12 @@ def measure_contents(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> tuple
 
 def _read_site(site: Site | ModelSite, entry: Entry | None, read: Callable[[], torch.Tensor]) -> SiteContents:
     if entry is None:
-        return _measured(str(site), read())
-    # The entry of a layer's input may be the output of the layer before: keep the name that was asked for.
+        return _measure_site(str(site), read())
+    # A layer's input may be stored as the output of the layer before, so its entry may have another name.
     return SiteContents(site=str(site), shape=entry.shape, dtype=entry.dtype, statistics=entry.statistics)
 
 
-def _measured(site: str, tensor: torch.Tensor) -> SiteContents:
+def _measure_site(site: str, tensor: torch.Tensor) -> SiteContents:
     return SiteContents(
         site=site,
         shape=tuple(tensor.shape),

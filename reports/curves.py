@@ -1,4 +1,4 @@
-"""Curves: the growth of a chained run's error, layer by layer, and the command for the layer where it starts."""
+"""Curves: a table of a chained run's error after each layer, and the command for the layer where errors begin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from minimax_tools.results.results import Curve, CurvePoint
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure
 
-# A longer table would hide the onset: --json has the layers far from it.
+# Rows of the table; a longer one would hide the onset, the first layer that adds more than noise.
 _MOST_ROWS = 16
 _COLUMNS = (
     Column(title="layer"),
@@ -22,7 +22,7 @@ def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
     """Draw the curve as a table, and its onset; nothing for an isolated run."""
     if curve is None:
         return
-    shown = _shown(curve)
+    shown = _select_points(curve)
     canvas.section("Error along the chain")
     canvas.table(_COLUMNS, [_row(point, is_onset=point.layer == curve.onset) for point in shown])
     if len(shown) < len(curve.points):
@@ -34,12 +34,13 @@ def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
     canvas.line(f"  {curve.command}")
 
 
-def _shown(curve: Curve) -> tuple[CurvePoint, ...]:
-    """Return all points, or the first, the last and those around the onset (or the last ones)."""
+def _select_points(curve: Curve) -> tuple[CurvePoint, ...]:
+    """Return all points; of many, the first, the last and those around the onset (without an onset, the last ones)."""
     points = curve.points
     if len(points) <= _MOST_ROWS:
         return points
     layers = [point.layer for point in points]
+    # Between the first and the last, _MOST_ROWS - 2 points follow each other.
     middle = layers.index(curve.onset) if curve.onset in layers else len(points)
     start = min(max(middle - _MOST_ROWS // 2, 1), len(points) - _MOST_ROWS + 1)
     return (points[0], *points[start : start + _MOST_ROWS - 2], points[-1])

@@ -1,4 +1,4 @@
-"""Data: a comparison as JSON and as a CSV table."""
+"""Data: a comparison as JSON and as a CSV table, and the three files of a report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,46 @@ REPORT_NAME = "comparison_report.json"
 SUMMARY_NAME = "comparison_summary.json"
 TABLE_NAME = "comparison.csv"
 
+# Sites that the summary names for each measure.
 _NUM_WORST = 5
+# Measures by which the summary ranks sites: 1 if a higher value is worse, -1 if a lower one is.
+_MEASURES: Mapping[str, int] = {
+    "max_abs_diff": 1,
+    "mean_abs_diff": 1,
+    "close_fraction": -1,
+    "cosine_similarity": -1,
+    "pearson_correlation": -1,
+    "relative_l2": 1,
+    "rho": 1,
+}
+# Columns of the table. An interval is two figures, which JSON alone has.
+_NOISE_COLUMNS: Mapping[str, str] = {
+    "rho" if field.name == "whole" else f"rho_{field.name}": field.name
+    for field in fields(NoiseRatio)
+    if field.name != "interval"
+}
+_ROUTING_COLUMNS = (
+    "num_tokens",
+    "num_flipped",
+    "num_explained",
+    "num_unexplained",
+    "widest_unexplained_margin",
+)
+_NEAREST_COLUMNS: Mapping[str, str] = {f"nearest_{field.name}": field.name for field in fields(NearestLimit)}
+_COUNT_COLUMNS = ("num_judged", "num_set_aside", "num_replayed")
+_METRIC_COLUMNS = tuple(field.name for field in fields(PairMetrics))
+_COLUMNS = (
+    "layer",
+    "site",
+    "status",
+    "reason",
+    *_NOISE_COLUMNS,
+    *_METRIC_COLUMNS,
+    *_ROUTING_COLUMNS,
+    *_NEAREST_COLUMNS,
+    *_COUNT_COLUMNS,
+    "classic_failures",
+)
 
 
 def comparison_record(comparison: Comparison) -> dict[str, Any]:
@@ -61,9 +100,9 @@ def write_report(comparison: Comparison, directory: Path) -> tuple[Path, ...]:
         CannotRunError: The directory cannot be made or written to.
     """
     return (
-        write_artefact(directory / REPORT_NAME, _json_text(comparison_record(comparison))),
-        write_artefact(directory / SUMMARY_NAME, _json_text(summary_record(comparison))),
-        write_artefact(directory / TABLE_NAME, comparison_table(comparison)),
+        _write(directory / REPORT_NAME, _json_text(comparison_record(comparison))),
+        _write(directory / SUMMARY_NAME, _json_text(summary_record(comparison))),
+        _write(directory / TABLE_NAME, comparison_table(comparison)),
     )
 
 
@@ -93,64 +132,22 @@ def _site_record(site: SiteResult) -> dict[str, Any]:
     return record
 
 
-# Measures to rank sites by: 1 where a higher value is worse, else -1.
-_MEASURES: Mapping[str, int] = {
-    "max_abs_diff": 1,
-    "mean_abs_diff": 1,
-    "close_fraction": -1,
-    "cosine_similarity": -1,
-    "pearson_correlation": -1,
-    "relative_l2": 1,
-    "rho": 1,
-}
-
-
 def _measure(site: SiteResult, name: str) -> float | None:
     if name == "rho":
         return site.noise.whole if site.noise else None
-    # Expert numbers are names: their differences are no magnitudes.
-    found: float | None = None if site.routing else getattr(site.metrics, name, None)
-    return found
+    # Expert numbers are names, whose differences mean nothing.
+    value: float | None = None if site.routing else getattr(site.metrics, name, None)
+    return value
 
 
 def _worst(comparison: Comparison, name: str, sign: int) -> list[dict[str, Any]]:
     """Return the worst sites by one measure, worst first; NaN is worst of all, unknown values are left out."""
-    known = [(site, found) for site in comparison.sites if (found := _measure(site, name)) is not None]
-    known.sort(key=lambda pair: -math.inf if math.isnan(pair[1]) else -sign * pair[1])
+    measured = [(site, value) for site in comparison.sites if (value := _measure(site, name)) is not None]
+    measured.sort(key=lambda pair: -math.inf if math.isnan(pair[1]) else -sign * pair[1])
     return [
-        {"layer": site.layer, "site": site.site, "status": site.status.value, "value": to_json(found)}
-        for site, found in known[:_NUM_WORST]
+        {"layer": site.layer, "site": site.site, "status": site.status.value, "value": to_json(value)}
+        for site, value in measured[:_NUM_WORST]
     ]
-
-
-# An interval is two figures, for JSON alone.
-_NOISE_COLUMNS: Mapping[str, str] = {
-    "rho" if field.name == "whole" else f"rho_{field.name}": field.name
-    for field in fields(NoiseRatio)
-    if field.name != "interval"
-}
-_ROUTING_COLUMNS = (
-    "num_tokens",
-    "num_flipped",
-    "num_explained",
-    "num_unexplained",
-    "widest_unexplained_margin",
-)
-_NEAREST_COLUMNS: Mapping[str, str] = {f"nearest_{field.name}": field.name for field in fields(NearestLimit)}
-_COUNT_COLUMNS = ("num_judged", "num_set_aside", "num_replayed")
-_METRIC_COLUMNS = tuple(field.name for field in fields(PairMetrics))
-_COLUMNS = (
-    "layer",
-    "site",
-    "status",
-    "reason",
-    *_NOISE_COLUMNS,
-    *_METRIC_COLUMNS,
-    *_ROUTING_COLUMNS,
-    *_NEAREST_COLUMNS,
-    *_COUNT_COLUMNS,
-    "classic_failures",
-)
 
 
 def _table_row(site: SiteResult) -> dict[str, str]:
@@ -181,14 +178,8 @@ def _json_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def write_artefact(path: Path, text: str) -> Path:
-    """Write `text` as UTF-8 to `path`, and return `path`.
-
-    Missing folders are made.
-
-    Raises:
-        CannotRunError: The folder cannot be made or written to, or the disk is full.
-    """
+def _write(path: Path, text: str) -> Path:
+    """Write text as UTF-8, in one piece, to a path whose folder may be missing; return the path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, newline="") as file:

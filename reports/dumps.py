@@ -1,8 +1,11 @@
-"""Dumps: the tensors of another tool's directory, the sites that they map to, and a map to fill in."""
+"""Dumps: the contents of another tool's capture as text and JSON, and a map to fill in.
+
+A map says which tensor of the dump holds which site.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minimax_tools.capture.listing import DumpListing, ListedTensor
@@ -23,7 +26,10 @@ _COLUMNS = (
     Column(title="ranks"),
     Column(title="site", is_text=True),
 )
+# Shapes, and dtypes, that a tensor's line shows.
 _MOST_SHAPES = 2
+# Passes of the model (a prompt, then each decoded token) that a dump's head shows.
+_MOST_PASSES = 4
 
 _MAP_HEAD = """\
 # A map of {directory}, for --map.
@@ -81,12 +87,11 @@ def dump_record(source: CaptureSource, listing: DumpListing) -> dict[str, Any]:
 def draw_dump(canvas: Canvas, source: CaptureSource, listing: DumpListing) -> None:
     """Draw the tool that wrote a dump, a line for each of its tensors, and its notes."""
     canvas.line(f"Capture {source.directory}", style="bold")
-    steps = listing.steps
     canvas.facts(
         [
             ("format", listing.format),
             ("ranks", str(listing.num_ranks)),
-            ("passes", f"{len(steps)}: {', '.join(steps[:4])}{' …' if len(steps) > 4 else ''}"),
+            ("passes", f"{len(listing.steps)}: {_first_few(listing.steps, _MOST_PASSES)}"),
             ("read", ", then ".join(" and ".join(group) for group in listing.passes)),
         ]
     )
@@ -129,9 +134,9 @@ def _template_lines(source: CaptureSource, listing: DumpListing) -> Iterator[str
         num_ranks=listing.num_ranks,
         steps=[list(group) for group in listing.passes],
     )
-    found = {site for tensor in listing.tensors for site in tensor.sites}
+    mapped_sites = {site for tensor in listing.tensors for site in tensor.sites}
     for site, width in _WIDTHS.items():
-        if str(site) in found:
+        if str(site) in mapped_sites:
             yield f"  # {site} was found"
         else:
             yield f'  # {site}: ""  # {width}'
@@ -142,20 +147,17 @@ def _template_lines(source: CaptureSource, listing: DumpListing) -> Iterator[str
 
 
 def _cells(tensor: ListedTensor) -> tuple[str, ...]:
-    layers = (
-        word_layers(tensor.layers).removeprefix("layers ").removeprefix("layer ") if tensor.layers else "-"
-    )
+    layers = word_layers(tensor.layers).removeprefix("layers ").removeprefix("layer ") or "-"
     return (
         tensor.name,
         layers,
-        _some([word_shape(shape) for shape in tensor.shapes]),
-        _some(tensor.dtypes),
+        _first_few([word_shape(shape) for shape in tensor.shapes], _MOST_SHAPES),
+        _first_few(tensor.dtypes, _MOST_SHAPES),
         str(len(tensor.steps)),
         str(len(tensor.ranks)),
         ", ".join(tensor.sites) or "-",
     )
 
 
-def _some(words: Iterable[str]) -> str:
-    shown = list(words)
-    return ", ".join(shown[:_MOST_SHAPES]) + (" …" if len(shown) > _MOST_SHAPES else "")
+def _first_few(words: Sequence[str], most: int) -> str:
+    return ", ".join(words[:most]) + (" …" if len(words) > most else "")

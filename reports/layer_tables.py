@@ -1,4 +1,4 @@
-"""Layer tables: the figures of a comparison, by layer, and by site where a site does not pass."""
+"""Layer tables: a line for each layer of a comparison, and a table of the sites in a layer that fail or warn."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_fraction, word_index
 
 _STYLES = {SiteStatus.FAIL: "red", SiteStatus.WARN: "yellow"}
+# Flips (tokens with other experts than the golden's) that are named for a layer.
 _MOST_FLIPS = 3
 _COSINE_DECIMALS = 6
 _NORM_DECIMALS = 4
+_PERCENT_DECIMALS = 2
+# Sites whose classic figures a layer's line shows.
+_METRIC_SITES = (Site.OUTPUT, ModelSite.LOGITS)
 
-_LAYER_COLUMNS = (
-    Column(title="layer"),
-    Column(title="verdict", is_text=True),
-    Column(title="compared"),
-)
+_LAYER_COLUMNS = (Column(title="layer"), Column(title="verdict", is_text=True), Column(title="compared"))
 _SITE_COLUMNS = (
     Column(title="", is_text=True),
     Column(title="site", is_text=True),
@@ -33,30 +33,14 @@ _SITE_COLUMNS = (
     Column(title="max\n|diff|"),
     Column(title="worst\nat"),
 )
-METRIC_COLUMNS = tuple(
+_METRIC_COLUMNS = tuple(
     Column(title=title)
     for title in ("max\n|diff|", "mean\n|diff|", "close\n%", "output\ncosine", "output\nPearson")
 )
-METRIC_LEGEND = (
+_METRIC_LEGEND = (
     "|diff|, close, cosine and Pearson: of the layer's output, and of the model's logits. close: elements within "
     "atol + rtol * |golden|."
 )
-_PERCENT_DECIMALS = 2
-_SHOWN = (Site.OUTPUT, ModelSite.LOGITS)
-
-
-def metric_cells(sites: Sequence[SiteResult]) -> tuple[str, ...]:
-    """Return the five figures of a layer's output or the model's logits; `-` where the two sides were not measured."""
-    metrics = next((site.metrics for site in sites if site.site in _SHOWN and site.metrics), None)
-    if metrics is None or metrics.num_nonfinite_target == metrics.num_elements:
-        return ("-",) * len(METRIC_COLUMNS)
-    return (
-        word_figure(metrics.max_abs_diff),
-        word_figure(metrics.mean_abs_diff),
-        word_fraction(100.0 * metrics.close_fraction, decimals=_PERCENT_DECIMALS),
-        word_fraction(metrics.cosine_similarity, decimals=_COSINE_DECIMALS),
-        word_fraction(metrics.pearson_correlation, decimals=_COSINE_DECIMALS),
-    )
 
 
 def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool) -> None:
@@ -69,10 +53,10 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
         return
     has_noise = any(site.noise for site in comparison.sites)
     shows_worst = has_noise or not shows_metrics
-    # Without ρ the five figures are the classic verdict, on outputs alone.
+    # The classic limits judge outputs alone, whose figures the line has already.
     has_suspects = shows_worst and any(site.status in _STYLES for site in comparison.sites)
     worst = "largest rho" if has_noise else "lowest cosine"
-    columns: tuple[Column, ...] = (*_LAYER_COLUMNS, *(METRIC_COLUMNS if shows_metrics else ()))
+    columns: tuple[Column, ...] = (*_LAYER_COLUMNS, *(_METRIC_COLUMNS if shows_metrics else ()))
     if shows_worst:
         columns = (*columns, Column(title=worst), Column(title="site", is_text=True))
     if has_suspects:
@@ -82,7 +66,7 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
         sites = comparison.of_layer(layer)
         cells = (
             *_layer_cells(layer, sites),
-            *(metric_cells(sites) if shows_metrics else ()),
+            *(_metric_cells(sites) if shows_metrics else ()),
             *(_worst_cells(sites, has_noise=has_noise) if shows_worst else ()),
             *([_suspects_word(sites)] if has_suspects else []),
         )
@@ -92,7 +76,7 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
     canvas.table(columns, rows)
     if shows_metrics:
         canvas.gap()
-        canvas.paragraph(METRIC_LEGEND, style="dim")
+        canvas.paragraph(_METRIC_LEGEND, style="dim")
     if has_noise:
         canvas.gap()
         canvas.paragraph(_legend(comparison), style="dim")
@@ -103,7 +87,7 @@ def draw_layer(
 ) -> None:
     """Draw the sites of a layer that fail or warn, with the verdict of the classic limits.
 
-    Reasons of `explained` sites are drawn already.
+    The reasons of `explained` sites stand in the report's blame already.
     """
     sites = comparison.of_layer(layer)
     suspects = [site for site in sites if site.status in _STYLES]
@@ -114,11 +98,9 @@ def draw_layer(
         is_explained = site.site in explained or is_behind
         for sentence in _sentences(site, is_explained=is_explained):
             canvas.paragraph(f"{site.site}: {sentence}")
-    for sentence in _token_sentences(sites):
+    classic_sentences = [] if comparison.criteria == "classic" else _classic_sentences(sites)
+    for sentence in (*_token_sentences(sites), *classic_sentences):
         canvas.paragraph(sentence)
-    if comparison.criteria != "classic":
-        for sentence in _classic_sentences(sites):
-            canvas.paragraph(sentence)
     passing = [site for site in sites if site.status is SiteStatus.PASS]
     if passing:
         canvas.paragraph(_passing_sentence(passing), style="dim")
@@ -127,17 +109,31 @@ def draw_layer(
 def _layer_cells(layer: int | None, sites: Sequence[SiteResult]) -> tuple[str, ...]:
     """Return the layer, its verdict, and the number of sites compared."""
     num_compared = sum(site.status.is_compared for site in sites)
-    return (
-        "model" if layer is None else str(layer),
-        _status_word(_layer_status(sites)),
-        f"{num_compared}/{len(sites)}",
-    )
+    name = "model" if layer is None else str(layer)
+    return name, _status_word(_layer_status(sites)), f"{num_compared}/{len(sites)}"
 
 
 def _layer_status(sites: Sequence[SiteResult]) -> SiteStatus | None:
-    """Return the worst status of the sites that were compared; None where none was."""
+    """Return the worst status of the sites that were compared; None if none was."""
     statuses = {site.status for site in sites if site.status.is_compared}
-    return next((one for one in (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS) if one in statuses), None)
+    for status in (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS):
+        if status in statuses:
+            return status
+    return None
+
+
+def _metric_cells(sites: Sequence[SiteResult]) -> tuple[str, ...]:
+    """Return the five figures of a layer's output or the model's logits; `-` if the two sides were not measured."""
+    metrics = next((site.metrics for site in sites if site.site in _METRIC_SITES and site.metrics), None)
+    if metrics is None or metrics.num_nonfinite_target == metrics.num_elements:
+        return ("-",) * len(_METRIC_COLUMNS)
+    return (
+        word_figure(metrics.max_abs_diff),
+        word_figure(metrics.mean_abs_diff),
+        word_fraction(100.0 * metrics.close_fraction, decimals=_PERCENT_DECIMALS),
+        word_fraction(metrics.cosine_similarity, decimals=_COSINE_DECIMALS),
+        word_fraction(metrics.pearson_correlation, decimals=_COSINE_DECIMALS),
+    )
 
 
 def _worst_cells(sites: Sequence[SiteResult], *, has_noise: bool) -> tuple[str, str]:
@@ -151,7 +147,7 @@ def _worst_cells(sites: Sequence[SiteResult], *, has_noise: bool) -> tuple[str, 
 def _site_row(site: SiteResult) -> Row:
     noise, metrics = site.noise, site.metrics
     if metrics is not None and metrics.num_nonfinite_target == metrics.num_elements:
-        # Without any finite element the figures would read as if nothing differed.
+        # Figures over no finite element would look as if nothing differed.
         metrics = None
     cells = (
         _status_word(site.status),

@@ -26,7 +26,8 @@ from reports.wording import (
     word_sites_by_layer,
 )
 
-# More would push the verdict off the screen; the overview has a line for every layer.
+# Groups of blame with their reasons, layers with a table of sites, and tokens with another likeliest choice: more would
+# push the verdict off the screen.
 _MOST_BLAMED = 6
 _MOST_DETAILED_LAYERS = 4
 _MOST_NAMED = 3
@@ -53,11 +54,8 @@ def render_comparison(
 ) -> str:
     """Draw a comparison as text: the verdict first, then the blame, the layers, and notes.
 
-    Args:
-        comparison: The comparison.
-        width: Columns; None for standard output's own.
-        is_terminal: Whether escape codes are understood; None where standard output decides.
-        shows_metrics: Whether to show the five classic figures of every layer's output, as classic criteria do.
+    `shows_metrics` adds the five classic figures of every layer's output, which classic criteria show always. For
+    `width` and `is_terminal` see `Canvas`.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
@@ -74,7 +72,7 @@ def render_comparison(
     draw_overview(canvas, comparison, shows_metrics=shows_metrics or comparison.criteria == "classic")
     draw_curve(canvas, comparison.curve)
     _draw_details(canvas, comparison)
-    draw_next_tokens(canvas, comparison)
+    _draw_next_tokens(canvas, comparison)
     _draw_uncompared(canvas, comparison)
     if comparison.notes:
         canvas.section("Notes")
@@ -90,7 +88,7 @@ def _headline(comparison: Comparison) -> str:
         first, *others = groups
         more = f" (and {word_count(len(others), 'more place')})" if others else ""
         return f"{verdict}: {_word_group(first)}{more}"
-    # A chained run blames no layer; the first failing site is still the place to start.
+    # Without blame, as in a chained run, the first site that fails or warns is the place to start.
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
     for site in comparison.sites:
         if site.status is worst:
@@ -130,10 +128,10 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
 
 
 def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
-    """Return the blame grouped by sites; one group for each layer where it was not grouped."""
+    """Return the blame grouped by sites; one group for each layer if it was not grouped."""
     return comparison.blame_groups or tuple(
-        BlameGroup(layers=(one.layer,), sites=one.sites, worst_layer=one.layer, reason=one.reason)
-        for one in comparison.blame
+        BlameGroup(layers=(blamed.layer,), sites=blamed.sites, worst_layer=blamed.layer, reason=blamed.reason)
+        for blamed in comparison.blame
     )
 
 
@@ -151,7 +149,7 @@ def _worst_token(site: str, noise: NoiseRatio) -> str:
 
 
 def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
-    """Draw the layers with a failure or a warning, blamed ones first where there are too many."""
+    """Draw the layers with a failure or a warning; of too many, the blamed ones and then the first."""
     layers = dict.fromkeys(
         site.layer for site in comparison.sites if site.status in (SiteStatus.FAIL, SiteStatus.WARN)
     )
@@ -164,10 +162,8 @@ def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
             draw_layer(canvas, comparison, layer, explained=frozenset(explained))
     if len(layers) > len(shown):
         canvas.gap()
-        canvas.line(
-            f"{word_count(len(layers) - len(shown), 'more layer')} with failures or warnings; "
-            "--json has every site."
-        )
+        more = word_count(len(layers) - len(shown), "more layer")
+        canvas.line(f"{more} with failures or warnings; --json has every site.")
 
 
 def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
@@ -182,13 +178,13 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
                 canvas.paragraph(f"{line} ({reason})" if reason else line)
 
 
-def draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
-    """Draw the divergence of the logits, the likeliest tokens and the generated ones, where there are any."""
-    found = [site.logits for site in comparison.sites if site.logits is not None]
-    if not found and not comparison.generated:
+def _draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
+    """Draw the divergence of the logits, the likeliest tokens and the generated ones, if there are any."""
+    results = [site.logits for site in comparison.sites if site.logits is not None]
+    if not results and not comparison.generated:
         return
     canvas.section("Next tokens")
-    for logits in found:
+    for logits in results:
         for sentence in _logits_sentences(logits):
             canvas.paragraph(sentence)
     for row in comparison.generated:

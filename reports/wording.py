@@ -1,4 +1,4 @@
-"""Wording: places and figures in words."""
+"""Wording: places and figures of a report in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minimax_tools.model.sites import Site
 
 # A longer run of sites is named by its first and its last.
 _MOST_NAMED_SITES = 4
-# From here on a figure has no decimals.
+# Figures from here on have no decimals; those beyond the other two have an exponent.
 _WHOLE_FROM = 1e3
 _EXPONENT_FROM, _EXPONENT_BELOW = 1e6, 1e-3
 
@@ -33,7 +33,7 @@ def word_count(number: int, noun: str) -> str:
 
 
 def word_fraction(value: float | None, *, decimals: int) -> str:
-    """Return a figure near 1 to that many decimals, such as a cosine; `-` for None."""
+    """Return a figure, such as a cosine, to so many decimals; a large one as `word_figure`, `-` for None."""
     if value is None:
         return "-"
     return f"{value:.{decimals}f}" if abs(value) < _WHOLE_FROM else word_figure(value)

@@ -1,4 +1,4 @@
-"""Location: sentences on where the error lies, at the blamed sites of one layer."""
+"""Location: adds to the results of blamed sites where their error lies (see `sentences`)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import replace
 import torch
 
 from compare.blame.recomputed_judge import Recomputed
-from compare.blame.regions import Bounds, describe_regions
+from compare.blame.sentences import Bounds, describe_regions
 from compare.judging.layer_judge import LayerJudge
-from compare.noise.rho import Rows
+from compare.noise.rows import Rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.inputs import decoded_rows
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame, SiteResult
 
+# Sites whose error may lie in the tokens of some experts, and sites whose channels are heads side by side.
 _OF_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 _OF_HEADS = (
     Site.Q_PROJ,
@@ -38,21 +39,15 @@ def locate_blamed(
     recomputed: Mapping[Site, Recomputed],
     sides: Sides,
 ) -> Mapping[Site, SiteResult]:
-    """Add to the results of blamed sites where their wrong tokens and channels lie.
+    """Add where wrong tokens and channels lie to the results of the blamed sites of one layer.
 
-    Args:
-        results: Of a layer whose input is the golden's.
-        blame: Whom they blame.
-        judge: Its judge.
-        recomputed: Sites that were judged on the port's own values of their inputs.
-        sides: The captures.
+    The layer's input is the golden's. A site that was recomputed is located by the rows that it was judged by there.
     """
     if sides.criteria.name == "classic":
         return results
-    # Of the sites that one blame names the last is the one that was seen.
-    blamed = {Site(one.sites[-1]) for one in blame}
     located = dict(results)
-    for site in blamed:
+    # The last site of a blame failed; those before it were not compared.
+    for site in {Site(blamed.sites[-1]) for blamed in blame}:
         rows = recomputed[site].rows if site in recomputed else judge.judged_rows(site)
         located[site] = replace(
             results[site], where=_locate(site, rows, layer=results[site].layer, sides=sides)
@@ -77,25 +72,24 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
 
 
 def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
-    """Return the limits on one token and one channel; None where the criteria limit no token."""
-    context = sides.limit_context()
+    """Return the limits on one token and one channel; None if the criteria limit no token."""
     limits = sides.criteria.noise.of_ratios(
-        is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widest is not None
+        is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widened_floor is not None
     )
     token, channel = limits.find(site, "token_worst"), limits.find(site, "channel_worst")
     if token is None:
         return None
     num_tokens, num_channels = rows.reference.shape
+    # The worst of many is further off by chance, so each has a part of the share of false alarms.
+    token_share, channel_share = sides.criteria.share / num_tokens, sides.criteria.share / num_channels
     return Bounds(
-        token=token.at(num_tokens=num_tokens, share=context.share / num_tokens),
-        channel=None
-        if channel is None
-        else channel.at(num_tokens=num_tokens, share=context.share / num_channels),
+        token=token.at(num_tokens=num_tokens, share=token_share),
+        channel=None if channel is None else channel.at(num_tokens=num_tokens, share=channel_share),
     )
 
 
 def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """Find the tokens that were decoded one at a time, bool [T]; None where none was."""
+    """Find the tokens that were decoded one at a time, bool [T]; None if none was."""
     description, mask = sides.target.known_description, sides.reference.read_attention_mask()
     if description is None or not description.run.decode_rows or mask is None:
         return None
@@ -104,18 +98,19 @@ def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
 
 
 def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """Return the experts of each token, [T,k]: the port's where it shows them, else the golden's."""
+    """Return the experts of each judged token, [T,k]: the port's if it shows them, else the golden's."""
     reference, target = sides.reference, sides.target
     if not {Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS} <= set(reference.sites(layer)):
         return None
     num_experts = reference.read(layer, Site.ROUTER_LOGITS).shape[-1]
     for side in (target, reference):
-        if Site.ROUTER_EXPERTS in side.sites(layer):
-            experts = side.read(layer, Site.ROUTER_EXPERTS).long()
-            # A port may number experts that there are not.
-            if bool(((experts >= 0) & (experts < num_experts)).all()):
-                held = experts.unflatten(0, _batch_shape(sides)) if experts.ndim == 2 else experts
-                return held[rows.places[:, 0], rows.places[:, 1]]
+        if Site.ROUTER_EXPERTS not in side.sites(layer):
+            continue
+        experts = side.read(layer, Site.ROUTER_EXPERTS).long()
+        # A port may name experts that do not exist.
+        if bool(((experts >= 0) & (experts < num_experts)).all()):
+            batched = experts.unflatten(0, _batch_shape(sides)) if experts.ndim == 2 else experts
+            return batched[rows.places[:, 0], rows.places[:, 1]]
     return None
 
 
@@ -125,7 +120,7 @@ def _batch_shape(sides: Sides) -> tuple[int, int]:
 
 
 def _head_dim(layer: int, reference: CaptureSource) -> int | None:
-    """Return D, which only the sites that keep heads apart tell."""
+    """Return D, from a site that stores heads in a dimension of their own; None without one."""
     for site in (Site.K_ROPE, Site.Q_ROPE):
         if site in reference.sites(layer):
             return reference.read(layer, site).shape[-1]

@@ -1,9 +1,9 @@
-"""Recomputation: a site computed in float32 from the port's own values, so that it is judged alone.
+"""Recomputation: a site computed in float32 from the port's own values of its inputs, so that it is judged alone.
 
-A site that fails behind a failing one may be right, and only inherit its error. So mm2's own layer computes it in
-float32 from the port's own values; the remaining difference is the site's own error. The noise to expect is the
-golden's, relative to how large the values are.
-T real tokens, t those that are judged, E experts, k experts per token, F channels of a site.
+A site that fails behind a failing one may be right, and only inherit its error. So mm2's own float32 layer computes it
+from the port's values; the remaining difference is the site's own error. The noise to expect is the golden's noise
+floor, scaled to these values.
+T real tokens, t of them judged, k experts per token, F channels of a site.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from compare.blame.site_inputs import SiteInputs, Values
 from compare.judging.routing import RouterNoise
-from compare.noise.rho import Rows, foreseen_error_at
+from compare.noise.rho import foreseen_error_at
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY, square_difference
 from compare.sides.batch import spread_evenly
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.sides import Sides
-from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import choice_margin, token_rows
 from minimax_tools.model.inputs import Inputs, decoded_rows
 from minimax_tools.model.run import Mode
@@ -29,31 +29,22 @@ from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.reference.float32_layer import Float32Layer
 from minimax_tools.reference.upcast import upcast_experts
 
-# Experts are read for so many tokens and no more: those that are furthest off, and others evenly spread.
+# Tokens for which the experts are run, at most: those furthest from the golden, and others evenly spread.
 _MOST_FURTHEST, _MOST_SPREAD = 64, 192
 _KEYS_AND_VALUES = (Site.K_ROPE, Site.V_PROJ)
 
 
 class Recomputation:
-    """The golden's layer, computed from the port's values.
+    """Sites of one layer, computed from the port's values; the golden of `sides` is mm2's own.
 
-    Args:
-        sides: The captures; the golden is mm2's own.
-        open_weights: Gives its weights; called once, when they are needed.
+    `open_weights` opens the layer's weights; it is called once, when they are needed.
     """
 
-    def __init__(
-        self,
-        sides: Sides,
-        golden: CaptureSource,
-        *,
-        layer: int,
-        open_weights: Callable[[], GoldenWeights],
-    ) -> None:
+    def __init__(self, sides: Sides, *, layer: int, open_weights: Callable[[], GoldenWeights]) -> None:
         self._sides = sides
         self._layer = layer
         self._open_weights = open_weights
-        inputs = golden.read_inputs()
+        inputs = sides.reference.read_inputs()
         self._position_ids = sides.batch.tokens(inputs.position_ids)
         self._is_decoded = _find_decoded(sides, inputs.attention_mask)
         self._prompt_of = sides.batch.tokens(
@@ -69,20 +60,14 @@ class Recomputation:
         return Float32Layer(self._weights.spec, self._weights.tensors)
 
     def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
-        """Yield rows of a site whose golden is computed from the port's own values.
+        """Yield rows of a site whose golden is computed from possible inputs (see `SiteInputs.variants`).
 
-        First come all values that the port shows. These may be copies of the values that it computes with, scaled or
-        in another order. So the golden's take the place of doubted ones next: a site that is right with any is right.
-
-        Args:
-            site: Any whose values are judged.
-            stored: As both sides stored them. Without a floor they are judged by their relative error, which does not
-                know how attention's scores are rounded: of `attn_context` nothing is then told.
-            doubted: Sites that are wrong by themselves.
+        A site that is right with any of them is right. The site is not the choice of experts; `stored` are both sides'
+        rows of it, `doubted` the sites that may be wrong by themselves.
 
         Yields:
-            Those tokens of which all that the site is computed from is finite; of `moe_delta` some of them. Nothing
-            where a side lacks what the site is computed from.
+            Tokens whose inputs are all finite; of `moe_delta` a sample of them. Nothing if a side lacks an input, and
+            nothing of `attn_context` without a floor: a relative error does not know how scores are rounded.
         """
         site_inputs = self._read(site)
         if site_inputs is None or (site is Site.ATTN_CONTEXT and not stored.has_floor):
@@ -107,24 +92,23 @@ class Recomputation:
                     massive=selected.massive,
                     places=selected.places,
                     floor=floor,
-                    # The limits are those of the golden's floor: it is the widened one that was scaled.
-                    widest=None if selected.widest is None else floor,
+                    # Set like the golden's, since it selects the limits: the floor was scaled from the widened one.
+                    widened_floor=None if selected.widened_floor is None else floor,
                     stored_dtype=selected.dtype,
                 )
             elif number == 0:
-                # What the port shows is too large to tell anything of what is computed from it.
+                # The port's own values are so large that what is computed from them overflows.
                 return
 
-    def can_feed(self, site: Site) -> bool:
+    def has_inputs(self, site: Site) -> bool:
         """Decide whether both sides hold the site's inputs, in one shape and finite."""
         site_inputs = self._read(site)
         return site_inputs is not None and bool(site_inputs.usable.all())
 
     def choice(self, noise: RouterNoise) -> tuple[torch.Tensor, RouterNoise] | None:
-        """Return the experts [T,k] that the port's own logits choose, and how close that choice is.
+        """Return the experts [T,k] that the port's own logits choose, with the margin and noise of that choice.
 
-        Args:
-            noise: Of the golden's choice.
+        Its noise is that of the golden's choice, and grows with the logits. None if a side lacks finite logits.
         """
         site_inputs = self._read(Site.ROUTER_EXPERTS)
         if site_inputs is None or not bool(site_inputs.usable.all()):
@@ -135,10 +119,8 @@ class Recomputation:
             return None
         k = self._weights.spec.num_experts_per_tok
         scores = port.sigmoid() + self._weights.tensors[CORRECTION_BIAS].float()
-        margin = choice_margin(scores, k)
-        return scores.topk(k, dim=-1).indices, RouterNoise(
-            margin=margin, noise=noise.noise * growth, scores=scores
-        )
+        closeness = RouterNoise(margin=choice_margin(scores, k), noise=noise.noise * growth, scores=scores)
+        return scores.topk(k, dim=-1).indices, closeness
 
     def _read(self, site: Site) -> SiteInputs | None:
         return SiteInputs.read(site, sides=self._sides, layer=self._layer, prompt_of=self._prompt_of)
@@ -146,7 +128,7 @@ class Recomputation:
     def _compute_variants(
         self, site: Site, site_inputs: SiteInputs, tokens: torch.Tensor, doubted: frozenset[Site]
     ) -> Iterator[tuple[Values, torch.Tensor]]:
-        """Yield possible inputs of the site, [T,F] each, and the site computed from them at the `tokens`, [t,F]."""
+        """Yield possible inputs of a site, [T,F] each, with the site computed from them at the `tokens`, [t,F]."""
         router = self._read(Site.ROUTER_WEIGHTS) if site is Site.MOE_DELTA else None
         variants = site_inputs.variants(doubted, router)
         first = next(variants)
@@ -157,7 +139,7 @@ class Recomputation:
             return
         others = list(variants)
         if others:
-            # Each expert is read once for all of them.
+            # In one call, so that each expert is read once for all of them.
             joined = {
                 name: torch.cat([values[name][tokens] for values in others]) for name in SITE_INPUTS[site]
             }
@@ -168,30 +150,30 @@ class Recomputation:
         """Compute the site's rows at the `tokens`, bool [T]: [t,F] float32 (experts int64)."""
         if site is not Site.ATTN_CONTEXT:
             return self._run(site, _select(values, tokens), self._position_ids[tokens])
-        prompts = [self._prompt_of == prompt for prompt in self._prompt_of[tokens].unique().tolist()]
-        return torch.cat([self._attend(_select(values, one), _select(golden, one), one) for one in prompts])
+        contexts = []
+        for prompt in self._prompt_of[tokens].unique().tolist():
+            of_prompt = self._prompt_of == prompt
+            contexts.append(self._attend(_select(values, of_prompt), _select(golden, of_prompt), of_prompt))
+        return torch.cat(contexts)
 
     def _attend(self, values: Values, golden: Values, prompt: torch.Tensor) -> torch.Tensor:
-        """Compute attention over one prompt, [t,F], from its values [t,…]; decoded rows see the golden's past.
+        """Compute attention over the tokens of one prompt, bool [T], from the port's values [t,F] of its inputs.
 
-        Args:
-            values: What the port computed it from.
-            golden: The golden's, from which it decoded.
-            prompt: The prompt's tokens, bool [T].
+        Decoded tokens attend to the golden's keys and values, which filled the cache that the port decoded from.
         """
         positions = self._position_ids[prompt]
         context = self._run(Site.ATTN_CONTEXT, values, positions)
         for token in self._is_decoded[prompt].nonzero()[:, 0].tolist():
-            known = slice(token + 1)
-            past = {site: golden[site][known].clone() for site in _KEYS_AND_VALUES}
-            for site, rows in past.items():
+            up_to_token = slice(token + 1)
+            cache = {site: golden[site][up_to_token].clone() for site in _KEYS_AND_VALUES}
+            for site, rows in cache.items():
                 rows[token] = values[site][token]
-            of_token = {**{site: rows[known] for site, rows in values.items()}, **past}
-            context[token] = self._run(Site.ATTN_CONTEXT, of_token, positions[known])[-1]
+            of_token = {**{site: rows[up_to_token] for site, rows in values.items()}, **cache}
+            context[token] = self._run(Site.ATTN_CONTEXT, of_token, positions[up_to_token])[-1]
         return context
 
     def _run(self, site: Site, values: Values, position_ids: torch.Tensor) -> torch.Tensor:
-        """Compute the site's rows [t,F] as if all were one prompt without padding; most stages mix no tokens."""
+        """Compute a site's rows [t,F] as one prompt without padding; only attention mixes tokens, one prompt a call."""
         if site is Site.MOE_DELTA:
             inputs = (values[source] for source in SITE_INPUTS[site])
             return upcast_experts(self._weights.tensors, *inputs)
@@ -205,9 +187,10 @@ class Recomputation:
         return token_rows(self._float32_layer.compute(site, shaped, _as_one_prompt(position_ids)), site)[0]
 
     def _score_growth(self, values: Values, golden: Values) -> torch.Tensor:
-        """Return attention's largest score over the golden's, never below 1: float64 [T].
+        """Bound the port's attention scores over the golden's, at least 1: float64 [T].
 
-        They are rounded relative to their size, which then counts in full.
+        Scores are rounded relative to their size, so the noise of attention grows with them. The bound is the length of
+        the query times that of the longest key that the token attends to.
         """
         queries = _lengths(values[Site.Q_ROPE]) / _lengths(golden[Site.Q_ROPE])
         port_lengths, golden_lengths = _lengths(values[Site.K_ROPE]), _lengths(golden[Site.K_ROPE])
@@ -223,7 +206,7 @@ class Recomputation:
 
 
 def _find_decoded(sides: Sides, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the tokens that the port decoded from the golden's keys and values, bool [T], by the mask [B,S]."""
+    """Find the tokens that the port decoded from the golden's keys and values, bool [T]; the mask is [B,S]."""
     description = sides.target.known_description
     is_decoded = torch.zeros_like(attention_mask, dtype=torch.bool)
     if description is not None and description.run.decode_rows and description.run.mode is Mode.ISOLATED:
@@ -237,7 +220,7 @@ def _select(values: Values, tokens: torch.Tensor) -> Values:
 
 
 def _sample(stored: Rows) -> torch.Tensor:
-    """Choose the tokens that experts are run for, bool [T]: those furthest from the golden, others evenly spread."""
+    """Choose the tokens for which the experts are run, bool [T]."""
     num_tokens = stored.num_tokens
     chosen = torch.zeros(num_tokens, dtype=torch.bool)
     chosen[spread_evenly(num_tokens, _MOST_SPREAD)] = True

@@ -1,6 +1,6 @@
-"""SiteInputs: the inputs of a site, as both sides show them, and as the port may have computed with.
+"""SiteInputs: the inputs of one site, as both sides show them, and the inputs that the port may have computed with.
 
-T real tokens, E experts, k experts per token, F channels of a site.
+T real tokens, F channels of a site.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compare.sides.sides import Sides
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.reference.float32_stages import expert_shares
 
-# Rows [T,F] of sites, float32; experts int64.
+# Rows [T,F] by site, float32; experts are int64.
 Values = Mapping[Site, torch.Tensor]
 
 
@@ -24,7 +24,7 @@ class SiteInputs:
     """Inputs of one site, on both sides.
 
     Args:
-        usable: Tokens that can be computed from the port's, bool [T]: numbers, and experts that there are.
+        usable: Tokens whose port's inputs can be computed with, bool [T]: finite values, and experts that exist.
     """
 
     site: Site
@@ -34,13 +34,9 @@ class SiteInputs:
 
     @classmethod
     def read(cls, site: Site, *, sides: Sides, layer: int, prompt_of: torch.Tensor) -> SiteInputs | None:
-        """Read both sides' inputs of a site; None where one lacks a part, or holds it in another shape.
+        """Read both sides' inputs of a site; None if a side lacks one, or holds it in another shape.
 
-        Args:
-            site: The site.
-            sides: The captures.
-            layer: The layer.
-            prompt_of: The prompt that each token belongs to, [T].
+        `prompt_of` [T] is the prompt that each token belongs to.
         """
         golden: dict[Site, torch.Tensor] = {}
         port: dict[Site, torch.Tensor] = {}
@@ -52,38 +48,37 @@ class SiteInputs:
             golden[source], port[source] = (_as_computed(source, side, site) for side in rows)
             usable &= _are_usable(port[source], sides, layer)
         if site is Site.ATTN_CONTEXT:
-            # Tokens attend to others of their prompt.
+            # Tokens attend to others of their prompt: one that is not usable spoils all of its prompt.
             usable = ~torch.isin(prompt_of, prompt_of[~usable])
         return cls(site=site, golden=golden, port=port, usable=usable)
 
     def variants(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
-        """Yield possible inputs of the port's site: first all values that the port shows.
+        """Yield possible inputs of the port's site: first the values that the port shows.
 
-        These may be copies of the values that it computes with, scaled or in another order. So the golden's values, or
-        recomputed weights of experts, take the place of doubted ones next.
-
-        Args:
-            doubted: Sites that are wrong by themselves, and do not only inherit an error.
-            router: Inputs of the router's weights; of `moe_delta` alone.
+        A port may show copies of the values that it computes with, scaled or in another order. So next, doubted values
+        are replaced by the golden's. Doubted are sites that may be wrong by themselves, and not only inherit an error.
+        For `moe_delta`, `router` holds the inputs of the router's weights, to recompute these from the port's logits.
         """
-        groups = [[one] for one in SITE_INPUTS[self.site]]
+        groups = [[source] for source in SITE_INPUTS[self.site]]
         if self.site is Site.MOE_DELTA:
             # A choice and its weights go together.
             groups = [[Site.POST_NORM], [Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS]]
         choices = [list(self._alternatives(group, doubted, router)) for group in groups]
         for chosen in itertools.product(*choices):
-            values = {name: rows for part in chosen for name, rows in part.items()}
-            if any(values[name] is not self.golden[name] for name in values):
+            values = {source: rows for part in chosen for source, rows in part.items()}
+            # Without any of the port's values, the golden's own site would be judged.
+            if any(values[source] is not self.golden[source] for source in values):
                 yield values
 
     def _alternatives(
         self, group: list[Site], doubted: frozenset[Site], router: SiteInputs | None
     ) -> Iterator[Values]:
+        """Yield the port's values of a group of sites, and values that may stand in for doubted ones."""
         yield {site: self.port[site] for site in group}
         if not doubted & set(group):
             return
         if Site.ROUTER_WEIGHTS in group and router is not None and bool(router.usable.all()):
-            # Whatever order the port shows their weights in.
+            # The right weights in the order of the experts, whatever order the port shows its weights in.
             experts = self.port[Site.ROUTER_EXPERTS]
             shares = expert_shares(router.port[Site.ROUTER_LOGITS].sigmoid(), experts)
             yield {Site.ROUTER_EXPERTS: experts, Site.ROUTER_WEIGHTS: shares}
@@ -91,7 +86,7 @@ class SiteInputs:
 
 
 def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor:
-    """Return rows [T,F] of a site in the form in which another is computed from them."""
+    """Return rows [T,F] of a site in the form in which its consumer is computed from them."""
     if site is not Site.ROUTER_EXPERTS:
         return rows.float()
     # The router's weights are judged in the order of their experts.
@@ -99,7 +94,7 @@ def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor
 
 
 def _are_usable(rows: torch.Tensor, sides: Sides, layer: int) -> torch.Tensor:
-    """Find tokens that can be computed with, bool [T]."""
+    """Find tokens whose values can be computed with, bool [T]: finite ones, and experts that exist."""
     if rows.is_floating_point():
         return rows.isfinite().all(dim=-1)
     if Site.ROUTER_LOGITS not in sides.reference.sites(layer):

@@ -2,7 +2,7 @@
 
 - `curve`: growth of a chained run's error
 - `bisection`: the search for wrong layers by running parts of them
-- `chain_judge`: the output at a chain's end
-- `chain_noise`: its error in units of the layers' noise
+- `chain_judge`: judges the output at a chain's end
+- `chain_noise`: the error there, in units of the layers' noise
 - `chain_limits`: limits by the chain's length
 """

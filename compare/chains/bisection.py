@@ -1,6 +1,7 @@
-"""Bisection: the search for wrong layers by runs over parts of them; what runs and judges is the caller's.
+"""Bisection: the search for wrong layers by probes, each a run over some of the layers.
 
-A chain is told right as far as its limits see, so all that a search says of right layers is as coarse as they are.
+The caller gives the function that runs and judges a probe. A probe calls layers right if their error stays below its
+limits, so smaller mistakes may hide in layers that a search calls right.
 """
 
 from __future__ import annotations
@@ -10,36 +11,33 @@ from collections.abc import Callable, Iterator
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import BisectionFinding, Probe
 
+# Runs and judges a span of layers.
 RunProbe = Callable[[Span], Probe]
 
 
 def find_first(span: Span, run_probe: RunProbe) -> BisectionFinding | None:
-    """Return the first finding in `span`, in at most ⌈log2 of its length⌉ + 1 probes; None where all is right.
+    """Return the first finding in `span`, in at most ⌈log2 of its length⌉ + 1 probes; None if all is right.
 
-    The left half of the suspects runs first: where it holds no error, the right half is suspected, and in the end one
-    layer runs alone. So the probes that are right cover every layer before the finding, or all of `span`.
-
-    Args:
-        span: The layers.
-        run_probe: Runs and judges a part of them.
+    The left half of the suspects runs first. If it is right, the right half is suspected; in the end one layer runs
+    alone. So the probes that are right cover every layer before the finding, or all of `span`.
     """
     suspects, wrong = span, None
     while True:
         half = Span(suspects.start, suspects.start + max(len(suspects) // 2, 1))
-        found = run_probe(half).first_wrong
-        if found is not None and len(found.span) == 1:
-            return BisectionFinding(chain=found)
-        if found is not None:
-            suspects, wrong = found.span, found
+        first_wrong = run_probe(half).first_wrong
+        if first_wrong is not None and len(first_wrong.span) == 1:
+            return BisectionFinding(chain=first_wrong)
+        if first_wrong is not None:
+            suspects, wrong = first_wrong.span, first_wrong
         elif half.stop < suspects.stop:
             suspects = Span(half.stop, suspects.stop)
         else:
-            # Every part of a chain that is wrong is right: what it suffers from is in no layer alone.
+            # Each part is right by itself: if they were wrong together, the error lies in no layer alone.
             return None if wrong is None else BisectionFinding(chain=wrong)
 
 
 def find_all(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
-    """Yield the findings in `span`: behind each, the search goes on from the golden's own input."""
+    """Yield all findings in `span`: behind each, the search goes on from the golden's own input."""
     rest: Span | None = span
     while rest is not None:
         finding = find_first(rest, run_probe)
@@ -61,6 +59,6 @@ def find_until_proof(span: Span, run_probe: RunProbe) -> Iterator[BisectionFindi
 def find_exhaustively(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
     """Yield the layers of `span` that are wrong when they run alone: a probe for each."""
     for layer in span:
-        found = run_probe(Span.single(layer)).first_wrong
-        if found is not None:
-            yield BisectionFinding(chain=found)
+        first_wrong = run_probe(Span.single(layer)).first_wrong
+        if first_wrong is not None:
+            yield BisectionFinding(chain=first_wrong)

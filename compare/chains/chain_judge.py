@@ -1,8 +1,9 @@
-"""ChainJudge: judges the output at the end of a chain of layers that began with the golden's input.
+"""ChainJudge: judges the output at the end of a chain of layers, which began with the golden's input.
 
-A layer that ran alone is judged as in a sweep; a chain by the limits of its length (see `chain_limits`).
-Its `visible` is the smallest noise on every token that it sees, relative to the token without its massive channels. It
-holds at the place that is judged: layers behind a mistake change its size.
+A layer that ran alone is judged by its noise floor, a chain by the limits of its length (see `chain_limits`).
+The judge also tells how small an error it would have seen. `visible` is the smallest noise on every token that breaks a
+limit, relative to the token's output without its massive channels. It holds for noise at the chain's end: the layers
+behind a mistake change the size of its error.
 """
 
 from __future__ import annotations
@@ -31,20 +32,18 @@ from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Chain
 from minimax_tools.results.results import SiteResult, SiteStatus
 
-# Of a golden without a floor: the limits of chains were measured in this unit.
+# Usual difference of two right implementations of a layer, relative to its output, for a golden without a floor. The
+# limits of chains were measured in this unit.
 _LAYER_ERROR, _LAYER_ERROR_FLOAT32 = 1.5e-2, 5e-6
 
 
 class ChainJudge:
-    """Judges outputs against a golden.
-
-    Args:
-        criteria: How to judge a layer that ran alone.
-    """
+    """Judges outputs against a golden; `criteria` are those for a layer that ran alone."""
 
     def __init__(self, golden: Capture, *, criteria: Criteria) -> None:
         self._golden = golden
-        # What it says that it sees is the size of noise, wherever it came from. Any layer may come to be judged.
+        # `visible` is a size of noise: limits on averages, which show less than noise, would make it smaller. The
+        # figures are those of all layers, since any of them may come to be judged.
         self._criteria = replace(
             criteria,
             noise=criteria.noise.of_noise_alone(),
@@ -53,11 +52,9 @@ class ChainJudge:
         self._batch = Batch.of(golden, golden)
 
     def judge(self, span: Span, output: torch.Tensor) -> Chain:
-        """Judge what the chain `span` put out.
+        """Judge the output of the chain `span`, of at most `LONGEST_CHAIN` layers.
 
-        Args:
-            span: The layers; no more than `LONGEST_CHAIN`.
-            output: [B,S,H] on the CPU, of the last of them.
+        The output is its last layer's, [B,S,H] on the CPU (B batch, S sequence, H hidden).
 
         Raises:
             IncomparableError: The golden holds NaN or Inf on a real row.
@@ -84,7 +81,7 @@ class ChainJudge:
         )
 
     def _judge_site(self, layer: int, site: Site, tensor: torch.Tensor) -> SiteResult:
-        target = _OneSite(layer=layer, site=site, tensor=tensor)
+        target = _OneSiteSource(layer=layer, site=site, tensor=tensor)
         sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
         return LayerJudge(sides, layer=layer, layer_input=CapturedInput(known=(Site.INPUT,))).judge(site)
 
@@ -98,6 +95,7 @@ class ChainJudge:
             )
         limits = chain_limits(len(span), reference.dtype)
         unit = measure_unit(self._golden, span, batch=self._batch, layer_error=self._layer_error)
+        # Noise as large as the output itself, to see how far it exceeds the limits.
         noise = reference.masked_fill(massive_channels(reference), 0.0)
         visible = _invert(measure_error(reference, reference + noise, unit).excess(limits))
         num_nonfinite = int((~target.isfinite()).sum())
@@ -111,13 +109,12 @@ class ChainJudge:
 
     @property
     def _layer_error(self) -> float:
-        """Usual difference of right implementations of a layer, relative to its output, where no floor tells."""
         return _LAYER_ERROR_FLOAT32 if computes_in_float32(self._golden) else _LAYER_ERROR
 
     def _visible_alone(self, layer: int, site: Site, *, dtype: torch.dtype) -> float:
-        """Return the smallest noise that is seen at a site of a layer that runs alone, relative to its output.
+        """Return the smallest noise that breaks a limit at a site of a layer that runs alone, relative to its output.
 
-        Whatever error the port has besides: with it, less noise is enough.
+        The port is taken to have no other error; with one, less noise breaks the limit.
         """
         output = self._golden.read(layer, Site.OUTPUT)
         massive = massive_channels(self._batch.rows(output, Site.OUTPUT))
@@ -126,14 +123,13 @@ class ChainJudge:
         visible = _invert(_excess(result))
         if result.noise is None or result.nearest is None or not result.noise.is_estimated:
             return visible
-        # Without a twin the golden's own error is taken off, which the noise must make up for first.
+        # Without a twin, ρ² is estimated as error² − 1: the noise must make up for the 1 first.
         return visible * math.sqrt(1.0 + 1.0 / result.nearest.limit**2)
 
     def sweep_visible(self, span: Span) -> float | None:
-        """Return the smallest noise in the MoE's delta that a sweep sees in every layer of `span`.
+        """Return the smallest noise in the MoE's delta that isolated runs would see in every layer of `span`.
 
-        Returns:
-            It is relative to the layer's output; None where the golden kept no floor of that site.
+        It is a share of the layer's output; None if the golden kept no floor of that site.
         """
         sizes = []
         for layer in span:
@@ -145,8 +141,8 @@ class ChainJudge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _OneSite(CaptureSource):
-    """A capture source that holds one site of one layer: a run that was never written down."""
+class _OneSiteSource(CaptureSource):
+    """A capture source that holds one site of one layer, in memory."""
 
     layer: int
     site: Site
@@ -176,16 +172,16 @@ class _OneSite(CaptureSource):
 
 
 def _excess(result: SiteResult) -> float:
-    """Return the error of a layer that ran alone, in units of the nearest limit."""
+    """Return the error of a layer that ran alone, in units of the limit that is nearest or broken furthest."""
     if result.nearest is not None:
         return result.nearest.excess
     return math.inf if result.status is SiteStatus.FAIL else 0.0
 
 
 def _invert(excess: float) -> float:
-    """Return the noise that a judge just lets pass, from its excess at noise as large as the output.
+    """Return the largest noise that passes, from the excess of noise as large as the output.
 
-    Its limits are on errors in units that do not hang on the target: the excess grows in proportion to the noise.
+    The excess grows in proportion to the noise, since the units of the limits do not depend on the target.
     """
     return 1.0 / excess if excess > 0.0 else math.inf
 

@@ -1,4 +1,8 @@
-"""Chain limits: how far the end of a chain of layers may drift, by its length."""
+"""Chain limits: the largest error that a right port may have at the end of a chain of layers, by the chain's length.
+
+A chain is a few layers that run one after the other, from the golden's input to the first. The error is in the unit of
+`chain_noise`: what BF16 costs the chain's layers one by one.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ from types import MappingProxyType
 
 import torch
 
-from compare.chains.chain_noise import ChainError
+from compare.chains.chain_noise import PARTS, ChainError
 
-# The largest that right ports came to in the 8,400 chains that begin at every layer of nine synthetic models
-# (scripts/bench_chained_ends.py, its default settings), in the order of `ChainError`'s fields.
-_REACHED = (
+# Largest errors of right ports in 8,400 chains, which begin at every layer of nine synthetic models; measured by
+# scripts/bench_chained_ends.py with its default settings. A line for each length, from 1 layer on. The columns are the
+# fields of `ChainError`: lower quartile, median, upper quartile and ninth decile over the tokens, and massive channels.
+_LARGEST_ERRORS = (
     (0.640, 0.726, 0.833, 1.01, 0.714),
     (0.938, 2.39, 8.64, 23.0, 2.07),
     (3.73, 12.2, 23.0, 31.7, 4.11),
@@ -21,32 +26,29 @@ _REACHED = (
     (38.5, 51.1, 74.7, 93.5, 7.33),
     (42.9, 58.8, 82.5, 97.7, 9.09),
 )
-# What is measured on a few models is not the most that any right port can come to.
+# A limit is this many times the largest error measured: right ports on other models may have larger ones.
 _MARGIN = 2.0
 _BFLOAT16: Mapping[int, ChainError] = MappingProxyType(
     {
-        length: ChainError(
-            lower_quartile=lower, median=median, upper_quartile=upper, ninth_decile=ninth, massive=massive
-        ).times(_MARGIN)
-        for length, (lower, median, upper, ninth, massive) in enumerate(_REACHED, start=1)
+        length: ChainError(**dict(zip(PARTS, errors, strict=True))).times(_MARGIN)
+        for length, errors in enumerate(_LARGEST_ERRORS, start=1)
     }
 )
 LONGEST_CHAIN = max(_BFLOAT16)
-# In BF16 two layers hide less than 2 % of the output, three 8 %, four a third; in float32 next to nothing is lost.
-_SHORT, _LONG = 2, LONGEST_CHAIN
+# Default lengths. A longer chain needs fewer runs, and its wider limits let larger mistakes pass. In BF16 the limits of
+# two layers let an error below 2 % of the output pass, three layers 8 %, four a third. Limits in float32 do not widen.
+_DEFAULT_IN_BFLOAT16, _DEFAULT_IN_FLOAT32 = 2, LONGEST_CHAIN
 
 
 def chain_limits(length: int, dtype: torch.dtype) -> ChainError:
-    """Return the limits at the end of a chain.
+    """Return the limits at the end of a chain of `length` layers, at most `LONGEST_CHAIN`.
 
-    Args:
-        length: Its number of layers, at most `LONGEST_CHAIN`.
-        dtype: What the golden computed in. In float32 noise flips hardly an expert, and does not grow: right ports
-            stayed below 0.4 of the unit up to the longest chain.
+    If the golden computed in float32, they are those of one layer: noise flips hardly an expert and does not grow.
+    Right ports stayed below 0.4 of the unit up to the longest chain.
     """
     return _BFLOAT16[1 if dtype is torch.float32 else length]
 
 
 def default_chain_length(dtype: torch.dtype) -> int:
-    """Return the default number of layers of a chain."""
-    return _LONG if dtype is torch.float32 else _SHORT
+    """Return the default number of layers of a chain, for a golden that computed in `dtype`."""
+    return _DEFAULT_IN_FLOAT32 if dtype is torch.float32 else _DEFAULT_IN_BFLOAT16

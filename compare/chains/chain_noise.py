@@ -1,9 +1,10 @@
 """Chain noise: the error at the end of a chain of layers, in units of what BF16 alone costs the layers one by one.
 
-The unit adds up the squares of each layer's difference between two right implementations, as if no layer changed the
-error that it inherits. Layers do change it: they amplify it, and a flipped expert gives a token an error that no floor
-foretells. So right ports exceed the unit too, the more the longer the chain is (see scripts/bench_chained_ends.py).
-T judged tokens, F channels of the output.
+    unit² = sum over the chain's layers of 2 · floor², the squared difference of two right implementations of the layer
+
+The unit takes each layer to pass on the error that it inherits unchanged. In fact layers amplify it, and a flip (a
+token sent to other experts) adds an error that no floor foretells. So right ports exceed the unit, the more the longer
+the chain is: `chain_limits` tells by how much. T judged tokens, F channels of the output.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from minimax_tools.model.span import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainError:
-    """The error at the end of a chain, in the unit above.
+    """The error at the end of a chain, in the unit of this file.
 
-    Quantiles over the tokens, of the ordinary channels: a few tokens go astray in right ports too, whole quarters of
-    them less so. The massive channels, over all tokens.
+    Args:
+        lower_quartile, median, upper_quartile, ninth_decile: Quantiles over the tokens, of the error in the ordinary
+            channels. In right ports too a few tokens have large errors, so no limit is on the worst.
+        massive: Error over all tokens in the massive channels.
     """
 
     lower_quartile: float
@@ -38,11 +41,11 @@ class ChainError:
     massive: float
 
     def excess(self, limits: ChainError) -> float:
-        """Return the largest of its parts in units of its limit."""
+        """Return the largest of its parts, each in units of its limit."""
         return max(float(getattr(self, name) / getattr(limits, name)) for name in PARTS)
 
     def worst_part(self, limits: ChainError) -> str:
-        """Return the name of that part."""
+        """Return the name of the part that is largest in units of its limit."""
         return max(PARTS, key=lambda name: getattr(self, name) / getattr(limits, name))
 
     def times(self, factor: float) -> ChainError:
@@ -50,6 +53,7 @@ class ChainError:
         return ChainError(**{name: factor * getattr(self, name) for name in PARTS})
 
 
+# The parts of a `ChainError`, in words.
 PARTS: Mapping[str, str] = MappingProxyType(
     {
         "lower_quartile": "of three tokens in four",
@@ -63,11 +67,11 @@ PARTS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainUnit:
-    """The unit above, per token.
+    """The unit at the end of one chain, per token.
 
     Args:
-        squares: Its square, [T].
-        norms: Squared norms of the golden's output, [T].
+        squares: The unit squared, [T].
+        norms: Squared norms of the golden's output there, [T].
     """
 
     squares: Squares
@@ -75,28 +79,24 @@ class ChainUnit:
 
     @property
     def relative(self) -> float:
-        """The median token's, relative to its output, over the ordinary channels."""
+        """The unit of the median token relative to its output, in the ordinary channels."""
         return float((self.squares.ordinary / self.norms.ordinary.clamp(min=TINY)).sqrt().median())
 
 
 def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error: float) -> ChainUnit:
     """Measure the unit at the end of the chain `span`.
 
-    Args:
-        golden: The golden, with the outputs of the chain's layers.
-        span: The layers.
-        batch: Its real tokens.
-        layer_error: What BF16 costs a layer, relative to its output, where the golden kept no floor.
+    For a golden without a floor, `layer_error` is the usual difference of two right implementations of a layer,
+    relative to its output.
 
     Raises:
         CaptureError: A tensor cannot be read.
     """
-    squares: Squares | None = None
-    for layer in span:
-        # Two implementations that are right, each with an error of its own.
-        floor = _floor(golden, layer, batch=batch, layer_error=layer_error)
-        squares = floor.plus(floor, factor=1.0) if squares is None else squares.plus(floor, factor=2.0)
-    assert squares is not None, "a span is never empty"
+    first, *others = (_floor(golden, layer, batch=batch, layer_error=layer_error) for layer in span)
+    # Twice each floor: two right implementations each have an error of that size.
+    squares = first.times(2.0)
+    for floor in others:
+        squares = squares.plus(floor, factor=2.0)
     return ChainUnit(squares=squares, norms=_norms(golden, span.last, batch=batch))
 
 
@@ -105,7 +105,7 @@ def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit
     massive = massive_channels(reference)
     error = square_difference(reference, target, massive=massive)
     ordinary = unit.squares.ordinary
-    # A token whose own unit is unusually small is held against the median token's.
+    # A token whose own unit is below the median token's is judged by the median.
     tokens = (error.ordinary / torch.maximum(ordinary, ordinary.median()).clamp(min=TINY)).sqrt()
     shares = torch.tensor((0.25, 0.5, 0.75, 0.9), dtype=tokens.dtype)
     lower, median, upper, ninth = torch.quantile(tokens, shares).tolist()
@@ -120,20 +120,21 @@ def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit
 
 
 def _floor(golden: CaptureSource, layer: int, *, batch: Batch, layer_error: float) -> Squares:
+    """Return the squared noise floor of a layer's output; without one, the usual error of a layer."""
     floor = LayerFloor(golden, batch, layer=layer)
     squares = floor.squares(Site.OUTPUT)
     if squares is not None:
         twin = golden.read_twin(layer, Site.OUTPUT)
         if twin is not None:
+            # Checks the stored floor against the golden's own values.
             rows, exact = (batch.rows(side, Site.OUTPUT) for side in (golden.read(layer, Site.OUTPUT), twin))
             floor.measure(Site.OUTPUT, rows, exact, massive=massive_channels(rows))
         return squares
-    norms = _norms(golden, layer, batch=batch)
-    nothing = Squares(ordinary=torch.zeros_like(norms.ordinary), massive=torch.zeros_like(norms.massive))
-    # Halved: it is added twice.
-    return nothing.plus(norms, factor=layer_error**2 / 2)
+    # Half of its square, since `measure_unit` adds it twice.
+    return _norms(golden, layer, batch=batch).times(layer_error**2 / 2)
 
 
 def _norms(golden: CaptureSource, layer: int, *, batch: Batch) -> Squares:
+    """Return the squared norms of a layer's output."""
     rows = batch.rows(golden.read(layer, Site.OUTPUT), Site.OUTPUT)
     return square_rows(rows, massive=massive_channels(rows))

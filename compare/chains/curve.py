@@ -1,7 +1,7 @@
-"""The curve of a chained run: how its error grows from layer to layer, and where it grows by more than noise.
+"""The error curve of a chained run: its error after each layer, and the first layer that adds more than noise.
 
-It shows where a fault begins, not which site is to blame: layers behind it inherit its error, which widens their
-floors. An isolated run shows a layer's own mistakes.
+The curve shows where a fault begins, and not which site is to blame: layers behind it inherit its error. An isolated
+run, in which each layer gets the golden's input, shows a layer's own mistakes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import massive_channels
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import Site
+from minimax_tools.provenance import Provenance
 from minimax_tools.results.results import Curve, CurvePoint, SiteResult, SiteStatus
 
 
 def measure_point(
     sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, input_error: InputError | None
 ) -> CurvePoint | None:
-    """Return how far a layer's output is from the golden's; None where it was not judged.
+    """Measure the error of a layer's output; None if it was not judged.
 
-    Args:
-        sides: The captures; the golden's own values, not those on the port's input.
-        layer: The layer.
-        results: Of its sites.
-        input_error: The error of its input.
+    `sides` hold the golden's own values, not a golden computed on the port's input. `input_error` is None for an input
+    that is the golden's own.
     """
     result, rows = results.get(Site.OUTPUT), sides.read_rows(layer, Site.OUTPUT)
     if result is None or rows is None or result.nearest is None:
@@ -52,31 +50,21 @@ def trace_curve(
     target: CaptureSource,
     golden: CaptureSource,
 ) -> Curve | None:
-    """Trace the curve of a comparison; None where the run is isolated, or no layer's output was judged.
+    """Return the curve of a comparison; None if the run is isolated, or no layer's output was judged.
 
-    Args:
-        points: Of every layer, ascending.
-        results: Of every site, layers ascending.
-        target: The device run.
-        golden: The golden.
+    `points` and `results` are those of all layers, ascending.
     """
     description = target.known_description
     if description is None or description.run.mode is not Mode.CHAINED or not points:
         return None
-    onset = next(
-        (result.layer for result in results if result.status is SiteStatus.FAIL and result.layer is not None),
-        None,
-    )
-    return Curve(
-        points=tuple(points), onset=onset, command="" if onset is None else _command(onset, target, golden)
-    )
+    failing = (result.layer for result in results if result.status is SiteStatus.FAIL)
+    onset = next((layer for layer in failing if layer is not None), None)
+    command = "" if onset is None else _command(onset, description.provenance, golden)
+    return Curve(points=tuple(points), onset=onset, command=command)
 
 
-def _command(layer: int, target: CaptureSource, golden: CaptureSource) -> str:
+def _command(layer: int, provenance: Provenance, golden: CaptureSource) -> str:
     """Return the command that runs the layer alone, on the golden's own input."""
-    description = target.known_description
-    assert description is not None, "only a run that says what it is has a curve"
-    provenance = description.provenance
     words = [
         *("mm2-test", "single-layer", "--layer", str(layer), "--model", provenance.model_source),
         *("--golden", str(golden.directory), "--target", provenance.target, "--sites", "all"),

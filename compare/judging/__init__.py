@@ -1,15 +1,15 @@
-"""Judging: values of one site to a result.
+"""Judging: a result for each site, from both sides' values.
 
 - `layer_judge`: the sites of one layer
 - `model_judge`: the sites outside the layers
 - `judge`: one site's values
 - `noise_judge`: figures against limits
-- `routing`: expert sets, and flips that noise explains
-- `replay`: the golden with the port's own experts
+- `routing`: the experts of each token, and flips that noise explains
+- `replay`: the golden computed with the port's own experts
 - `derived_choice`: experts that a port does not show, from its router
-- `nearest_choice`: the same from the experts' output
+- `nearest_choice`: experts that a port does not show, from their output
 - `logits`: next-token distributions
 - `generated`: generated tokens
-- `router_dtypes`: dtypes that the port's router is held in
-- `coverage`: layers that a pass proves right
+- `router_dtypes`: dtypes in which the port holds its router
+- `coverage`: whether a layer's results prove anything
 """

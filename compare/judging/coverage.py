@@ -1,7 +1,7 @@
-"""Coverage: compared layers that a pass proves right, and those that it does not.
+"""Coverage: whether a layer's results prove anything.
 
-A layer is proved by its end: the experts' sum or the output shows every mistake in it. Two kinds of layers may pass and
-be wrong: those whose end was judged on no token, and those that inherit errors where no checkpoint is known.
+- A layer that passes is proved right by its end: the experts' sum, or the output, shows every mistake in it.
+- A failure is undecided if the layer's input was not captured: the input may be what differs.
 """
 
 from __future__ import annotations
@@ -10,53 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
-# What leaves the experts; either shows their mistakes.
+# Sites behind the experts; either shows every mistake of the layer.
 _ENDS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
 def is_proved(results: Sequence[SiteResult]) -> bool:
-    """Return whether the end of a layer was judged, on at least one token.
-
-    Args:
-        results: Of the sites that its run computes, in execution order; none of a layer that has not run.
-    """
+    """Return whether the end of a layer was judged; `results` are those of its sites, in execution order."""
     if not results:
-        # Of an older layout's range of layers only the end is kept, and judged.
+        # An older layout keeps only the end of a range of layers, and the layer there is judged.
         return True
-    by_site = {Site(one.site): one for one in results}
+    by_site = {Site(result.site): result for result in results}
     ends = [by_site[site] for site in _ENDS if site in by_site] or list(results[-1:])
-    return any(one.status.is_compared for one in ends)
-
-
-def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
-    """Word the tokens that both sides computed, such as `81 at positions 0-47`; empty where no side is mm2's own."""
-    for source in (reference, target):
-        if source.known_description is not None:
-            inputs = source.read_inputs()
-            return f"{int(inputs.attention_mask.sum())} at {format_positions(inputs)}"
-    return ""
-
-
-def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
-    """Note the layers that no verdict stands on, and what would settle them."""
-    if not layers:
-        return ()
-    names = ", ".join(str(layer) for layer in layers)
-    remedy = (
-        "--model DIR computes what a right layer makes of the port's own input"
-        if sides.weights is None
-        else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
-    )
-    return (
-        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that inherits errors, or whose "
-        f"end was judged on no token, may be wrong and pass. To settle it: {remedy}",
-    )
+    return any(end.status.is_compared for end in ends)
 
 
 SiteKind = TypeVar("SiteKind", Site, ModelSite)
@@ -65,28 +34,18 @@ SiteKind = TypeVar("SiteKind", Site, ModelSite)
 def leave_undecided(
     results: Mapping[SiteKind, SiteResult], target: CaptureSource
 ) -> dict[SiteKind, SiteResult]:
-    """Leave failures undecided in a part whose input was not captured, but for NaN and other shapes.
+    """Leave failures undecided in a part whose input was not captured; NaN and wrong shapes still fail.
 
-    A result that stays as it was is the same object.
+    A result that does not change is returned as the same object.
     """
     if not target.may_omit_inputs:
         return dict(results)
     return {
-        site: _undecided(result) if _may_be_handed_on(result) else result for site, result in results.items()
+        site: _undecided(result) if _may_be_inherited(result) else result for site, result in results.items()
     }
 
 
-def undecided_notes(num_undecided: int) -> tuple[str, ...]:
-    """Note sites that differ, perhaps through an input that was not captured."""
-    if not num_undecided:
-        return ()
-    return (
-        f"{num_undecided} sites differ behind an input that was not captured: the difference may come from there. "
-        "Capture the layers' inputs, or say in a map where they lie",
-    )
-
-
-def _may_be_handed_on(result: SiteResult) -> bool:
+def _may_be_inherited(result: SiteResult) -> bool:
     if result.status is not SiteStatus.FAIL:
         return False
     if result.routing is not None:

@@ -1,8 +1,7 @@
 """DerivedChoice: the experts that a port must have chosen, derived from what it shows of its router.
 
-A dump often keeps the router's logits or input, and not the choice, which follows from them.
-Where the choice is shown too, the two must agree: no rounding of the hidden states stands between them.
-T real tokens, E experts, k experts per token, H hidden.
+Another tool's dump often keeps the router's logits or its input, and not the choice that follows from them. If it keeps
+the choice too, the two must agree. T real tokens, k experts per token.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ from minimax_tools.metrics.noise_floor import choice_margin
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
 
-# Of float32 logits summed in another order, relative to the largest of a token.
+# Error of float32 logits that are summed in another order, relative to the token's largest logit.
 _FLOAT32_ERROR = 1e-5
-# Half a step of BF16, relative to the value.
+# Largest rounding error of BF16, relative to the value.
 _BFLOAT16_ERROR = 2.0**-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DerivedChoice:
-    """A choice that was not shown.
+    """A choice of experts that the port did not show.
 
     Args:
-        experts: int64 [T,k].
-        is_sure: bool [T], false where what is shown is too coarse to tell the choice.
+        experts: Experts of each token, int64 [T,k].
+        is_sure: Tokens whose choice is certain, bool [T]; of the others, what the port shows is too coarse.
     """
 
     experts: torch.Tensor
     is_sure: torch.Tensor
 
     def completed(self, other: DerivedChoice | None) -> DerivedChoice:
-        """Return this choice, and the other's where this one is not sure."""
+        """Return this choice, with the other's for tokens that are not sure here."""
         if other is None:
             return self
         return DerivedChoice(
@@ -49,8 +48,7 @@ class DerivedChoice:
 def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
     """Derive the choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
 
-    Returns:
-        None where the port shows neither, or the weights are not known.
+    None if the port shows neither, or the weights are not known.
 
     Raises:
         IncomparableError: The weights are another model's.
@@ -71,15 +69,9 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
 
 
 def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torch.Tensor | None:
-    """Find tokens whose experts contradict the port's own logits and the right correction bias: bool [T].
+    """Find tokens whose experts [T,k] contradict the port's own logits and the right correction bias: bool [T].
 
-    Args:
-        sides: The captures.
-        layer: The layer.
-        experts: The port's, [T,k].
-
-    Returns:
-        None where the port does not show its logits, or the bias is not known.
+    None if the port does not show its logits, or the bias is not known.
 
     Raises:
         IncomparableError: The weights are another model's.
@@ -94,15 +86,15 @@ def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torc
 
 
 def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedChoice:
+    """Derive the choice from the logits, else from the router's input; float32 rows [T,F] of either or both."""
     logits, k = shown.get(Site.ROUTER_LOGITS), weights.spec.num_experts_per_tok
+    is_rounded = logits is not None and torch.equal(logits, logits.bfloat16().float())
     if logits is None:
         logits = shown[Site.POST_NORM] @ weights.tensors[GATE].float().T
-        error = _FLOAT32_ERROR * logits.abs().amax(dim=-1, keepdim=True)
-    elif torch.equal(logits, logits.bfloat16().float()):
-        error = _BFLOAT16_ERROR * logits.abs()
-    else:
-        error = _FLOAT32_ERROR * logits.abs().amax(dim=-1, keepdim=True)
+    sizes = logits.abs()
+    error = _BFLOAT16_ERROR * sizes if is_rounded else _FLOAT32_ERROR * sizes.amax(dim=-1, keepdim=True)
     scores = logits.sigmoid()
+    # The sigmoid's slope turns an error of the logits into one of the scores.
     reach = (scores * (1.0 - scores) * error).amax(dim=-1)
     biased = scores + weights.tensors[CORRECTION_BIAS].float()
     return DerivedChoice(

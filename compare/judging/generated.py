@@ -1,7 +1,8 @@
-"""Generated tokens: where a port first goes on otherwise than the golden, and whether noise explains it.
+"""Generated tokens: the first one in which a port differs from the golden, and whether noise explains it.
 
-Behind the first token that differs both sides go on from other texts: nothing is compared there. A greedy port's token
-must also be the likeliest by the port's own logits, where the run holds these.
+Behind that token the two sides continue different texts, so nothing is compared there. Noise explains a token whose
+logit is below that of the golden's token by no more than the reach of noise (see `logits`). A greedy port's token must
+also be the likeliest by the port's own logits, if the run holds them.
 T real tokens of the prompts, B prompts, V the vocabulary.
 """
 
@@ -12,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.judging.logits import REACH
+from compare.limits.criteria import Judgement
 from minimax_tools.capture.generation import Continuation, Generation, Likely
 from minimax_tools.results.results import GeneratedRow, SiteStatus
 
-# The few tokens that noise sends to other experts suffer far more; a wrong port must not hide behind them.
+# A prompt's noise is this quantile over its tokens: a wrong port must not hide behind the few that flip.
 _NOISE_QUANTILE = 0.95
 
 
@@ -24,8 +26,8 @@ class FirstLogits:
     """Logits behind each prompt, from which the first token is chosen.
 
     Args:
-        reference: The golden's, [B,V].
-        target: The port's, [B,V].
+        reference: The golden's logits, [B,V].
+        target: The port's logits, [B,V].
     """
 
     reference: torch.Tensor
@@ -43,15 +45,15 @@ def compare_generated(
     """Compare what both sides generated, row by row.
 
     Args:
-        reference: The golden's.
-        target: The port's, of the same prompts.
-        noise: [T], by which a right port's logits may be off on the prompts; None where nothing tells.
-        places: [T,2], row and position of each of them.
-        first: The logits behind the prompts; None where a side does not hold them.
+        reference: The golden's tokens.
+        target: The port's tokens, of the same prompts.
+        noise: Standard deviation of a right port's logits on the prompts, [T]; None if it is not known.
+        places: Row and position of each of these tokens, [T,2].
+        first: The logits behind the prompts; None if a side does not hold them.
     """
     is_drawn = bool(reference.sampling.get("do_sample"))
     is_greedy = not target.sampling.get("do_sample")
-    found = []
+    results = []
     for row, (golden, port, num_alike) in enumerate(
         zip(reference.rows, target.rows, target.num_alike(reference), strict=True)
     ):
@@ -59,12 +61,12 @@ def compare_generated(
         if first is not None:
             golden, port = _with_first(golden, first.reference[row]), _with_first(port, first.target[row])
         compared = _compare_row(row, golden, port, num_alike, reach=reach, is_drawn=is_drawn)
-        found.append(_judge_by_port_logits(compared, golden, port, reach=reach) if is_greedy else compared)
-    return tuple(found)
+        results.append(_judge_by_port_logits(compared, golden, port, reach=reach) if is_greedy else compared)
+    return tuple(results)
 
 
 def _with_first(row: Continuation, logits: torch.Tensor) -> Continuation:
-    """Add the first token's alternatives to a row that kept none, by the logits [V] behind the prompt."""
+    """Add the first token's alternatives, from the logits [V] behind the prompt, to a row that kept none."""
     if (row.likeliest and row.likeliest[0]) or not row.generated_ids:
         return row
     values, tokens = logits.float().sort(descending=True)
@@ -76,7 +78,7 @@ def _with_first(row: Continuation, logits: torch.Tensor) -> Continuation:
 def _judge_by_port_logits(
     result: GeneratedRow, golden: Continuation, port: Continuation, *, reach: float | None
 ) -> GeneratedRow:
-    """Fail a row with a token that the port's own logits do not choose, by more than noise."""
+    """Fail a row with a token that is below the port's own likeliest one by more than noise."""
     if reach is None or result.status is SiteStatus.FAIL:
         return result
     for index in range(min(result.num_compared, len(port.likeliest))):
@@ -99,20 +101,14 @@ def _judge_by_port_logits(
 
 
 def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) -> float | None:
-    """Return the margin that noise may turn round behind a prompt, from what nearly all its tokens suffer."""
+    """Return the margin that noise may turn round behind a prompt; None if the noise is not known."""
     if noise is None or places is None:
         return None
     return REACH * float(torch.quantile(noise[places[:, 0] == row], _NOISE_QUANTILE))
 
 
 def _compare_row(
-    row: int,
-    golden: Continuation,
-    port: Continuation,
-    num_alike: int,
-    *,
-    reach: float | None,
-    is_drawn: bool,
+    row: int, golden: Continuation, port: Continuation, num_alike: int, *, reach: float | None, is_drawn: bool
 ) -> GeneratedRow:
     num_compared = min(len(golden.generated_ids), len(port.generated_ids))
     alike = GeneratedRow(
@@ -124,34 +120,43 @@ def _compare_row(
     )
     if num_alike == num_compared:
         return alike
-    wanted, found = golden.generated_ids[num_alike], port.generated_ids[num_alike]
-    margin, is_kept = _margin(golden, num_alike, found)
-    if is_drawn or margin is None or reach is None:
-        status = SiteStatus.NOT_JUDGED
-        reason = (
-            "the golden drew its tokens" if is_drawn else "the golden does not tell how close the choice was"
-        )
-    elif margin > reach:
-        status = SiteStatus.FAIL
-        reason = f"{'' if is_kept else 'more than '}{margin:.3g} below the golden's token, noise reaches {reach:.3g}"
-    elif is_kept:
-        status = SiteStatus.PASS
-        reason = f"{margin:.3g} below the golden's token, noise reaches {reach:.3g}"
-    else:
-        status = SiteStatus.NOT_JUDGED
-        reason = (
-            f"the golden kept only tokens less than {margin:.3g} below its own, noise reaches {reach:.3g}"
-        )
+    golden_token, port_token = golden.generated_ids[num_alike], port.generated_ids[num_alike]
+    margin, is_kept = _margin(golden, num_alike, port_token)
+    status, reason = (
+        (alike.status, alike.reason) if is_drawn else _judge_margin(margin, reach, is_kept=is_kept)
+    )
     return replace(
-        alike, status=status, reason=reason, reference=wanted, target=found, margin=margin, reach=reach
+        alike,
+        status=status,
+        reason=reason,
+        reference=golden_token,
+        target=port_token,
+        margin=margin,
+        reach=reach,
     )
 
 
-def _margin(golden: Continuation, index: int, token: int) -> tuple[float | None, bool]:
-    """Return how far a token's logit was below the golden's choice, and whether the golden kept that token."""
-    if index >= len(golden.likeliest) or not golden.likeliest[index]:
+def _judge_margin(margin: float | None, reach: float | None, *, is_kept: bool) -> Judgement:
+    """Judge a token by its margin below the golden's, which is a lower bound unless the golden kept the token."""
+    if margin is None or reach is None:
+        return SiteStatus.NOT_JUDGED, "the golden does not tell how close the choice was"
+    below = f"{margin:.3g} below the golden's token, noise reaches {reach:.3g}"
+    if margin > reach:
+        return SiteStatus.FAIL, below if is_kept else f"more than {below}"
+    if is_kept:
+        return SiteStatus.PASS, below
+    reason = f"the golden kept only tokens less than {margin:.3g} below its own, noise reaches {reach:.3g}"
+    return SiteStatus.NOT_JUDGED, reason
+
+
+def _margin(row: Continuation, index: int, token: int) -> tuple[float | None, bool]:
+    """Return how far a token's logit was below the chosen one, and whether the row kept that token.
+
+    Of a token that it did not keep, the distance is at least that of the last one kept; None if it kept none.
+    """
+    if index >= len(row.likeliest) or not row.likeliest[index]:
         return None, False
-    for one in golden.likeliest[index]:
-        if one.token == token:
-            return one.behind, True
-    return golden.likeliest[index][-1].behind, False
+    for likely in row.likeliest[index]:
+        if likely.token == token:
+            return likely.behind, True
+    return row.likeliest[index][-1].behind, False

@@ -1,6 +1,7 @@
-"""Judging: two tensors of one site become a result; it fails closed, and says what is wrong.
+"""Judging the values of one site: both sides' tokens become a result with a status and a reason.
 
-T judged tokens, F channels of a site.
+Whatever cannot be measured fails. A golden with a noise floor is judged by ρ (see noise/rho.py), another by the
+relative error. T real tokens of the site.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from compare.judging.noise_judge import count_unflipped, judge_noise, judge_without_floor
+from compare.judging.noise_judge import judge_noise, judge_without_floor
+from compare.judging.routing import count_unflipped
 from compare.limits.criteria import Criteria, Judgement, judge_classic
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits import NoiseLimits
-from compare.noise.rho import Rows, noise_ratio
+from compare.noise.rho import noise_ratio
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY, square_difference, square_rows
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
@@ -32,12 +35,13 @@ def judge_values(
     """Judge the values of one site.
 
     Args:
-        result: Which layer and site; its other fields are filled in.
+        result: A result with layer and site; its other fields are filled in.
         rows: Both sides' tokens.
-        criteria: How to judge.
-        context: What the limits hang on beside.
-        set_aside: Tokens that ρ must leave out, bool [T].
-        replayed: What ρ is taken of: the same rows, the golden's with the port's own experts. None for `rows`.
+        criteria: The limits to judge by.
+        context: Facts of both sides that limits depend on.
+        set_aside: Tokens that noise does not judge, bool [T].
+        replayed: The rows that noise judges: `rows` with the golden computed with the port's own experts. None to judge
+            `rows`.
 
     Raises:
         IncomparableError: The golden holds NaN or Inf on a real row.
@@ -49,7 +53,7 @@ def judge_values(
     if metrics.num_nonfinite_target:
         return replace(result, status=SiteStatus.FAIL, reason=_describe_nonfinite(rows, metrics))
     if criteria.name == "classic":
-        return _concluded(result, judge_classic(result))
+        return _conclude(result, judge_classic(result))
     if rows.input_error is not None and not rows.input_error.is_finite:
         return replace(result, status=SiteStatus.FAIL, reason="the layer's input already held NaN or Inf")
     judged = rows if replayed is None else replayed
@@ -63,35 +67,47 @@ def judge_values(
         return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
     judged_metrics = metrics if judged is rows else _measure(judged, criteria)
     result = replace(result, num_judged=judged.num_tokens)
-    if not judged.has_floor:
-        input_error = judged.input_error.overall if judged.input_error else 0.0
-        relative = RelativeError(value=judged_metrics.relative_l2, incoming=input_error)
-        result = replace(result, relative=relative)
-        judgement, nearest = judge_without_floor(
-            relative, criteria.noise, site=result.site, num_tokens=judged.num_tokens, context=context
-        )
-        return _concluded(replace(result, nearest=nearest), _note_dtype(judgement, judged))
-    noise = noise_ratio(judged)
-    judgement, closest = judge_noise(
+    if judged.has_floor:
+        return _judge_with_floor(result, judged, judged_metrics, criteria.noise, context)
+    return _judge_without_floor(result, judged, judged_metrics, criteria.noise, context)
+
+
+def _judge_with_floor(
+    result: SiteResult, rows: Rows, metrics: PairMetrics, limits: NoiseLimits, context: LimitContext
+) -> SiteResult:
+    noise = noise_ratio(rows)
+    judgement, nearest = judge_noise(
         noise,
-        judged_metrics,
-        criteria.noise,
+        metrics,
+        limits,
         site=result.site,
-        num_tokens=judged.num_tokens,
-        num_channels=judged.reference.shape[1],
+        num_tokens=rows.num_tokens,
+        num_channels=rows.reference.shape[1],
         context=context,
     )
-    return _concluded(replace(result, noise=noise, nearest=closest), _note_dtype(judgement, judged))
+    return _conclude(replace(result, noise=noise, nearest=nearest), _note_dtype(judgement, rows))
+
+
+def _judge_without_floor(
+    result: SiteResult, rows: Rows, metrics: PairMetrics, limits: NoiseLimits, context: LimitContext
+) -> SiteResult:
+    input_error = rows.input_error.overall if rows.input_error else 0.0
+    relative = RelativeError(value=metrics.relative_l2, incoming=input_error)
+    judgement, nearest = judge_without_floor(
+        relative, limits, site=result.site, num_tokens=rows.num_tokens, context=context
+    )
+    return _conclude(replace(result, relative=relative, nearest=nearest), _note_dtype(judgement, rows))
 
 
 def _measure(rows: Rows, criteria: Criteria) -> PairMetrics:
+    """Measure the classic figures; the worst element's index becomes row, position and channel."""
     metrics = compare_tensors(rows.reference, rows.target, rtol=criteria.rtol, atol=criteria.atol)
     token, channel = metrics.worst_index
     return replace(metrics, worst_index=(*rows.places[token].tolist(), channel))
 
 
 def _nearest_tokens(rows: Rows, limits: NoiseLimits, context: LimitContext) -> Rows:
-    """Keep the tokens nearest to the golden's, as many as are sure to have its experts."""
+    """Keep the tokens nearest to the golden's, as many as surely have the golden's experts."""
     input_error = rows.input_error.overall if rows.input_error else 0.0
     num_kept = count_unflipped(rows.num_tokens, limits, input_error=input_error, context=context)
     if num_kept == rows.num_tokens:
@@ -119,12 +135,12 @@ def _describe_nonfinite(rows: Rows, metrics: PairMetrics) -> str:
 
 
 def _note_dtype(judgement: Judgement, rows: Rows) -> Judgement:
-    """Warn of a pass in another dtype than the golden's."""
+    """Turn a pass in another dtype than the golden's into a warning."""
     if judgement[0] is SiteStatus.PASS and rows.dtype != rows.target.dtype:
         return SiteStatus.WARN, f"dtype: expected {rows.dtype}, found {rows.target.dtype}"
     return judgement
 
 
-def _concluded(result: SiteResult, judgement: Judgement) -> SiteResult:
+def _conclude(result: SiteResult, judgement: Judgement) -> SiteResult:
     status, reason = judgement
     return replace(result, status=status, reason=reason)

@@ -1,5 +1,7 @@
-"""LayerJudge: judges the sites of one layer, each from its real rows.
+"""LayerJudge: judges the sites of one layer.
 
+A flip is a token for which the port chose other experts than the golden. Behind the router, the values of such a token
+come from another computation: they are judged against the golden with the port's experts (see `replay`), or left out.
 T real tokens of the batch, F channels of a site, k experts per token.
 """
 
@@ -12,12 +14,17 @@ import torch
 from compare.judging.derived_choice import DerivedChoice, derive_choice, find_contradictions
 from compare.judging.judge import judge_values
 from compare.judging.nearest_choice import find_nearest_choice
-from compare.judging.noise_judge import judge_routing
 from compare.judging.replay import Replay
-from compare.judging.routing import RouterNoise, align_by_expert, align_by_size, compare_routing
+from compare.judging.routing import (
+    RouterNoise,
+    align_by_expert,
+    align_by_size,
+    compare_routing,
+    judge_routing,
+)
 from compare.limits.criteria import OUTPUTS_ALONE
 from compare.limits.limit_context import LimitContext
-from compare.noise.rho import Rows
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import Squares
 from compare.sides.captured_input import CapturedInput
 from compare.sides.layer_floor import LayerFloor
@@ -27,19 +34,15 @@ from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, ROUTER_NOISE, error
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
-# Past a flip these are computed with other experts: the golden replays them, or they are left out.
+# Sites behind the choice of experts.
 _PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
 
 
 class LayerJudge:
-    """Judges one layer of a target against its golden.
-
-    Args:
-        layer: The layer; both sides hold it.
-        layer_input: The input of the target's layer.
+    """Judges one layer, which both sides hold, of a device run against its golden.
 
     Attributes:
-        router_noise: How close the golden's choice of experts was; None where it kept no floor of it.
+        router_noise: Margin and noise of the golden's choice of experts; None if it kept no floor of them.
     """
 
     def __init__(self, sides: Sides, *, layer: int, layer_input: CapturedInput) -> None:
@@ -61,11 +64,11 @@ class LayerJudge:
         self._replay = None if choices is None else Replay(sides, layer=layer, experts=choices)
 
     def _derive_choice(self) -> DerivedChoice | None:
-        """Derive the port's choice from its router; where that does not tell, from what left its experts."""
+        """Derive the port's choice from its router; tokens that this leaves open, from the output of its experts."""
         derived = derive_choice(self._sides, self._layer)
         noise = self.router_noise
-        is_told = derived is not None and bool(derived.is_sure.all())
-        if is_told or noise is None or self._input_error is not None or self._sides.is_classic:
+        is_settled = derived is not None and bool(derived.is_sure.all())
+        if is_settled or noise is None or self._input_error is not None or self._sides.is_classic:
             return derived
         for site in (Site.MOE_DELTA, Site.OUTPUT):
             shown = self._sides.read_rows(self._layer, site)
@@ -80,7 +83,7 @@ class LayerJudge:
 
     @property
     def _hides_experts(self) -> bool:
-        """Return whether the port does not show its choice, and shows something behind it."""
+        """True if the port does not show its choice of experts, and shows a site behind it."""
         held, shown = self._reference.sites(self._layer), self._target.sites(self._layer)
         return (
             Site.ROUTER_EXPERTS in held
@@ -89,7 +92,7 @@ class LayerJudge:
         )
 
     def judge(self, site: Site) -> SiteResult:
-        """Judge one declared site; a site that cannot be judged has a status that says so."""
+        """Judge one declared site; if it cannot be judged, the status says so."""
         result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
         if site not in self._target.sites(self._layer):
             if site in self._target.not_exposed(self._layer):
@@ -120,9 +123,9 @@ class LayerJudge:
         )
 
     def judged_rows(self, site: Site) -> Rows | None:
-        """Return the tokens of a site that ρ is taken of, the golden's replayed with the port's experts.
+        """Return the tokens that ρ of a site judges, past a flip against the golden with the port's experts.
 
-        None where the values of both sides cannot be held against each other.
+        None for the choice of experts, and if both sides' values cannot be compared.
         """
         if site is Site.ROUTER_EXPERTS or self._sides.read_rows(self._layer, site) is None:
             return None
@@ -148,9 +151,9 @@ class LayerJudge:
         contradictions = find_contradictions(self._sides, self._layer, self._experts[1])
         if contradictions is None or not bool(contradictions.any()):
             return judged
-        return replace(judged, status=SiteStatus.FAIL, reason=self._tell_contradictions(contradictions))
+        return replace(judged, status=SiteStatus.FAIL, reason=self._describe_contradictions(contradictions))
 
-    def _tell_contradictions(self, contradictions: torch.Tensor) -> str:
+    def _describe_contradictions(self, contradictions: torch.Tensor) -> str:
         row, position = self._choice_places()[contradictions.nonzero()[0, 0]].tolist()
         return (
             f"{int(contradictions.sum())} of {len(contradictions)} tokens chose other experts than the port's own "
@@ -165,31 +168,26 @@ class LayerJudge:
     def judge_choice(
         self, result: SiteResult, experts: torch.Tensor, noise: RouterNoise | None
     ) -> SiteResult:
-        """Judge the port's experts, which both sides hold in one shape.
+        """Judge the port's experts against the right ones [T,k], and fill in the result.
 
-        Args:
-            result: Which layer and site.
-            experts: The right ones, [T,k].
-            noise: How close that choice is; None where the golden kept no floor.
+        `noise` is the margin and noise of the right choice; None if the golden kept no floor.
         """
         assert self._experts is not None, "both sides hold experts of one shape here"
         routing = compare_routing(experts, self._experts[1], noise, places=self._choice_places())
         if self._criteria.name == "classic":
             status, reason = SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
         else:
-            has_floor = noise is not None
-            input_error = self._input_error.overall if self._input_error else 0.0
             status, reason = judge_routing(
                 routing,
                 self._criteria.noise,
-                has_floor=has_floor,
-                input_error=input_error,
+                has_floor=noise is not None,
+                input_error=self._input_error.overall if self._input_error else 0.0,
                 context=self.limit_context(Site.ROUTER_EXPERTS),
             )
         return replace(result, status=status, reason=reason, routing=routing)
 
     def limit_context(self, site: Site) -> LimitContext:
-        """Return the context of a site's limits."""
+        """Return the facts that a site's limits depend on."""
         return self._sides.limit_context(hides_flips=site in _PAST_A_FLIP and self._replay is None)
 
     def stored_rows(self, site: Site) -> Rows:
@@ -204,9 +202,9 @@ class LayerJudge:
         else:
             floor = self._floor.measure(site, golden, exact, massive=massive)
         if site is Site.ROUTER_WEIGHTS:
-            # In another order they may be another distance apart.
-            floor, massive = None if exact is not None else floor, massive_channels(golden)
             golden, port, exact = self._align(golden, port, exact)
+            # Sorted by expert, golden and twin may be another distance apart: ρ measures the floor again from them.
+            floor = floor if exact is None else None
         return Rows(
             reference=golden,
             target=port,
@@ -214,15 +212,15 @@ class LayerJudge:
             places=self._batch.places(reference, site),
             twin=exact,
             floor=floor,
-            widest=self._floor.widened_squares(site),
-            widest_averages=self._floor.structure(site),
+            widened_floor=self._floor.widened_squares(site),
+            variant_averages=self._floor.variant_averages(site),
             input_error=self._input_error,
         )
 
     def _align(
         self, reference: torch.Tensor, target: torch.Tensor, twin: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Put router weights [T,k] in one order on all sides, whatever order the experts were chosen in."""
+        """Sort router weights [T,k] alike on all sides: by expert, or by size if a side hides its experts."""
         if self._experts is None:
             exact = None if twin is None else align_by_size(twin)
             return align_by_size(reference), align_by_size(target), exact
@@ -231,11 +229,14 @@ class LayerJudge:
         return align_by_expert(reference, golden), align_by_expert(target, port), exact
 
     def _replay_of(self, site: Site) -> Replay | None:
-        """Return the replay of a site behind the choice; without the experts their weights have no order."""
+        """Return the replay for a site; none for router weights without experts, which have no order."""
         return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
 
     def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
-        """Find tokens to leave out: past a flip and not replayed, or fragile where the port hides its experts."""
+        """Find tokens to leave out, bool [T]: flips that are not replayed, and tokens whose experts are not sure.
+
+        Without any choice of the port, every token that noise may have flipped is left out.
+        """
         if self._replay is not None:
             left_out = self._replay.flipped if replayed is None else self._replay.flipped & ~replayed
             return left_out if self._derived is None else left_out | ~self._derived.is_sure
@@ -256,5 +257,5 @@ class LayerJudge:
             return None
         logits = self._batch.rows(self._reference.read(self._layer, site), site)
         usual = floor.double().square().mean()
-        added = (self._input_error.widest * logits.double().norm(dim=-1)).square()
+        added = (self._input_error.inherited * logits.double().norm(dim=-1)).square()
         return ((usual + added) / usual).sqrt() if float(usual) > 0.0 else None

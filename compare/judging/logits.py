@@ -1,8 +1,11 @@
-"""Logits: how far the port's next-token distributions are from the golden's, and which choices noise explains.
+"""Logits: how far the port's next-token distributions are from the golden's, and whether noise explains it.
 
-Each token's distributions are compared whole (Kullback-Leibler divergence, in nats) and at their top. The noise to
-expect follows from σ, the error of a logit on either side. The divergence is about σ², and the distance between two
-logits is off by 2 σ.
+A token's distributions are compared whole (Kullback-Leibler divergence, in nats) and by their likeliest tokens. Noise
+adds an error of standard deviation σ to each logit, on either side:
+
+- the divergence that noise foretells is about σ²
+- the distance between two logits is off by 2 σ
+
 T judged tokens, V the vocabulary.
 """
 
@@ -10,44 +13,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from compare.noise.rho import Rows, foreseen_error
+from compare.judging.noise_judge import judge_broken
+from compare.limits.criteria import Judgement
+from compare.limits.limit_context import LimitContext
+from compare.limits.limits import NoiseLimits
+from compare.noise.rho import foreseen_error
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import square_rows
 from minimax_tools.results.choices import LogitsResult, TokenChoice
+from minimax_tools.results.results import SiteStatus
 
+# Overlap is measured among so many likeliest tokens of both sides.
 TOP = (1, 5, 10)
-# Two logits trade places when their errors, on both sides, add up to the distance between them. 2 σ is usual; four
-# times that does not happen in thousands of tokens.
+# In units of σ: the largest distance of two logits that noise may turn round. It is usually off by 2 σ; four times that
+# does not happen in thousands of tokens.
 REACH = 8.0
+# Tokens compared at once, in float64.
 _BLOCK_ROWS = 16
+# Differing choices that a result describes.
 _MOST_NAMED = 5
 
 
 def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
-    """Return σ, by which a right port's logits may be off from exact ones: of each token [T], in logits.
+    """Return σ, the standard deviation of a right port's logits from exact ones, for each token [T].
 
-    Args:
-        rows: Both sides' logits.
-        usual_error: What a right port is usually off by, relative to the logits, where the golden kept no floor.
+    If the golden kept no floor, `usual_error` of right ports counts, relative to the logits.
     """
     size = math.sqrt(rows.reference.shape[-1])
     if rows.has_floor:
         return foreseen_error(rows).whole.sqrt() / size
     relative = torch.full((rows.num_tokens,), usual_error, dtype=torch.float64)
     if rows.input_error is not None:
-        relative = torch.hypot(relative, rows.input_error.widest)
+        relative = torch.hypot(relative, rows.input_error.inherited)
     return relative * square_rows(rows.reference, massive=rows.massive).whole.sqrt() / size
 
 
 def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
-    """Compare logits [T,V], finite on both sides, a few tokens at a time in float64.
-
-    Args:
-        rows: Both sides' logits.
-        usual_error: As for `logit_noise`.
-    """
+    """Compare logits [T,V], finite on both sides, in float64; for `usual_error` see `logit_noise`."""
     divergence, overlap, golden, port, margin = (
         torch.cat(blocks) for blocks in zip(*_blocks(rows.reference, rows.target), strict=True)
     )
@@ -83,6 +89,58 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Limits on next-token distributions of right ports.
+
+    Args:
+        kl: Limit on the divergence's mean and 95th percentile, in units of the divergence that noise foretells. Right
+            ports reach 1; with errors inherited from 3 to 6 layers 0.4 (mean) and 0.7 (95th percentile).
+        fewest: Tokens from which `kl` holds; with fewer (a dump may hold each prompt's last token alone), the limit
+            grows with √(fewest / tokens). The divergence of one token exceeds 4 by chance once in 200 prompts, and 16
+            never.
+        unexplained: Allowed number of tokens whose likeliest next token differs beyond the reach of noise. A right port
+            has none: the reach is four standard deviations.
+    """
+
+    kl: float = 4.0
+    fewest: int = 16
+    unexplained: int = 0
+
+    def kl_of(self, num_tokens: int) -> float:
+        """Return the limit on the divergence over `num_tokens` tokens."""
+        return self.kl * math.sqrt(max(self.fewest / max(num_tokens, 1), 1.0))
+
+
+def judge_logits(
+    logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, context: LimitContext
+) -> Judgement:
+    """Judge next-token distributions; `noise` knows the backends of limits, and the slack of other backends."""
+    faults = []
+    if logits.num_unexplained > limits.unexplained:
+        worst = logits.worst_choices[0]
+        faults.append(
+            f"{logits.num_unexplained} of {logits.num_tokens} likeliest tokens are others beyond noise, the worst at "
+            f"row {worst.row}, position {worst.position}: {worst.target} for {worst.reference}, {worst.margin:.3g} "
+            f"below it where noise reaches {worst.reach:.3g}"
+        )
+    is_anywhere = bool(faults)
+    limit = limits.kl_of(logits.num_tokens)
+    for name, found, foreseen in (
+        ("mean", logits.kl_mean, logits.kl_mean_foreseen),
+        ("95th percentile", logits.kl_p95, logits.kl_p95_foreseen),
+    ):
+        if not found <= limit * foreseen:
+            faults.append(
+                f"{name} of the divergence is {found:.3g} nats, noise comes to {foreseen:.3g}, limit {limit:.3g}×"
+            )
+            # A divergence grows with the square of the error.
+            is_anywhere |= not found <= noise.slack**2 * limit * foreseen
+    if not faults:
+        return SiteStatus.PASS, ""
+    return judge_broken("; ".join(faults), noise, context=context, is_anywhere=is_anywhere)
+
+
 def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield divergence [t], overlaps at the `TOP` [t,3], both choices [t] and their margin [t] of some tokens."""
     for start in range(0, reference.shape[0], _BLOCK_ROWS):
@@ -92,7 +150,7 @@ def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[tor
         size = min(max(TOP), golden.shape[-1])
         top_golden, top_port = (side.topk(size, dim=-1).indices for side in (golden, port))
         best = golden.gather(-1, top_golden[:, :1]) - golden.gather(-1, top_port[:, :1])
-        # The first of equals is what a greedy choice takes, which topk does not promise.
+        # A greedy choice takes the first of equal logits; topk does not promise to.
         choices = golden.argmax(dim=-1), port.argmax(dim=-1)
         overlaps = [_overlap(top_golden[:, :k], top_port[:, :k]) for k in TOP]
         yield divergence, torch.stack(overlaps, dim=-1), *choices, best[:, 0]

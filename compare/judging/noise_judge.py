@@ -1,4 +1,8 @@
-"""Judging by noise: figures of one site against the limits that ports which are right stay below."""
+"""Judging by noise: the figures of one site, held against limits that right ports stay below.
+
+The figures are ρ and its averages (see noise/rho.py), or the relative error if the golden kept no noise floor. A limit
+measured on another backend than the port's warns first, and fails when it is broken by far.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from compare.limits.criteria import Judgement
-from compare.limits.limit import most_hits
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits import (
     FEWEST_FOR_STRUCTURE,
@@ -17,13 +20,10 @@ from compare.limits.limits import (
     NoiseLimits,
 )
 from minimax_tools.metrics.pair_metrics import PairMetrics
-from minimax_tools.model.sites import Site
-from minimax_tools.results.choices import RoutingResult
 from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteStatus
 
-# The scale of a value is told where it is this far off.
+# A reason states the ratio of the norms if it is further from 1 than this.
 _TELLING_SCALE = 0.02
-_MANY_TOKENS = 16
 _WORDS: Mapping[str, str] = MappingProxyType(
     {
         "whole": "error {value} the noise floor",
@@ -50,44 +50,31 @@ def judge_noise(
     num_channels: int,
     context: LimitContext,
 ) -> tuple[Judgement, NearestLimit | None]:
-    """Judge a site by ρ and the figures beside it.
+    """Judge a site by ρ and the figures beside it, over `num_tokens` tokens and `num_channels` channels.
 
-    Args:
-        noise: The figures.
-        metrics: The seeds' metrics, which tell the scale.
-        limits: What right ports stay below.
-        site: The site's name.
-        num_tokens: How many tokens the figures are of.
-        num_channels: How many channels the site has.
-        context: What else the limits hang on.
-
-    Returns:
-        The judgement, and the limit that decided or came nearest to it.
+    Beside the judgement stands the limit that decided it or came nearest; None if no figure is limited.
     """
-    found = tuple(
-        _held_limits(
+    figures = tuple(
+        _limited_figures(
             noise, limits, site=site, num_tokens=num_tokens, num_channels=num_channels, context=context
         )
     )
-    nearest = max(found, key=lambda one: one.excess, default=None)
+    nearest = max(figures, key=lambda figure: figure.excess, default=None)
     if nearest is None or nearest.excess <= 1.0:
         return (SiteStatus.PASS, ""), nearest
-    # The error over everything says more than a part of it that happens to be further beyond its limit.
-    told = found[0] if found[0].figure == "whole" and found[0].excess > 1.0 else nearest
+    # The error over all tokens and channels says more than a part of it that is further beyond its limit.
+    first = figures[0]
+    named = first if first.figure == "whole" and first.excess > 1.0 else nearest
     scale = f", norm ×{metrics.norm_ratio:.3g}" if abs(metrics.norm_ratio - 1.0) > _TELLING_SCALE else ""
-    reason = f"{_describe(told, noise)}, limit {told.limit:.3g}{scale}"
-    is_anywhere = any(_is_broken_anywhere(one, limits) for one in found)
+    reason = f"{_describe(named, noise)}, limit {named.limit:.3g}{scale}"
+    is_anywhere = any(_is_broken_anywhere(figure, limits) for figure in figures)
     return judge_broken(reason, limits, context=context, is_anywhere=is_anywhere), nearest
 
 
 def judge_broken(reason: str, limits: NoiseLimits, *, context: LimitContext, is_anywhere: bool) -> Judgement:
-    """Judge a broken limit: a warning where it was not measured on the port's backend, and is not broken by far.
+    """Judge a broken limit: it fails, or warns if it was measured on another backend and is not broken by far.
 
-    Args:
-        reason: Which limit, and by how much.
-        limits: Where they were measured.
-        context: Where the port ran.
-        is_anywhere: Whether it is broken so far that it hangs on no backend.
+    `is_anywhere` says that it is broken so far that no backend could explain it.
     """
     if limits.is_measured_on(context.backend) or is_anywhere:
         return SiteStatus.FAIL, reason
@@ -98,7 +85,7 @@ def judge_broken(reason: str, limits: NoiseLimits, *, context: LimitContext, is_
 def judge_without_floor(
     relative: RelativeError, limits: NoiseLimits, *, site: str, num_tokens: int, context: LimitContext
 ) -> tuple[Judgement, NearestLimit]:
-    """Judge a site by its relative L2 error, where the golden kept no floor: by what BF16 usually costs there."""
+    """Judge a site by its relative L2 error, against what BF16 usually costs there: for a golden without a floor."""
     limit = floorless_limit(relative.incoming, limits, site=site, num_tokens=num_tokens, context=context)
     nearest = NearestLimit(figure="relative_l2", value=relative.value, limit=limit)
     if not relative.value <= limit:
@@ -111,7 +98,7 @@ def judge_without_floor(
 def floorless_limit(
     input_error: float, limits: NoiseLimits, *, site: str, num_tokens: int, context: LimitContext
 ) -> float:
-    """Return the largest relative L2 error that is still noise, of a layer with that relative input error."""
+    """Return the largest relative L2 error that is still noise, for a layer with a relative input error."""
 
     def limit(figure: str) -> float:
         return limits.floorless(site, figure).at(num_tokens=num_tokens, share=context.share)
@@ -120,63 +107,7 @@ def floorless_limit(
     return math.hypot(layer_error, limit("amplification") * input_error if input_error else 0.0)
 
 
-def count_unflipped(
-    num_tokens: int, limits: NoiseLimits, *, input_error: float, context: LimitContext
-) -> int:
-    """Count the tokens that are sure to have the golden's experts, where the port does not show its choice.
-
-    In a deep chain nearly all may have others; the best quarter of many tokens is then judged all the same.
-    """
-    chance = flip_chance(input_error, limits, context=context)
-    sure = num_tokens - most_hits(num_tokens, chance=chance, share=context.share)
-    return max(sure, num_tokens // 4 if num_tokens >= _MANY_TOKENS else 0)
-
-
-def flip_chance(input_error: float, limits: NoiseLimits, *, context: LimitContext) -> float:
-    """Return the chance that a token's experts flip without a fault, where no floor tells its margin.
-
-    They flip the more, the more the router's logits are off: by their own noise, and by the input error.
-    """
-    chance = limits.floorless(Site.ROUTER_EXPERTS, "flipped_share").usual
-    layer_error = (
-        limits.float32 if context.is_float32 else limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
-    )
-    bfloat16 = limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
-    return min(chance * math.hypot(layer_error, input_error) / bfloat16, 1.0)
-
-
-def judge_routing(
-    routing: RoutingResult, limits: NoiseLimits, *, has_floor: bool, input_error: float, context: LimitContext
-) -> Judgement:
-    """Judge expert sets: noise must explain every flip; where the noise is not known, there must be few.
-
-    Args:
-        routing: The flips.
-        limits: What right ports stay below.
-        has_floor: Whether the golden tells margins and noise.
-        input_error: Relative error of the layer's input; 0 in isolated runs.
-        context: What else the limits hang on.
-    """
-    if has_floor and routing.num_unexplained:
-        margin = routing.widest_unexplained_margin
-        return (
-            SiteStatus.FAIL,
-            f"{routing.num_unexplained} of {routing.num_tokens} tokens chose other experts beyond noise "
-            f"(widest margin {margin:.3g})",
-        )
-    if has_floor:
-        return SiteStatus.PASS, f"{routing.num_flipped} flips within noise" if routing.num_flipped else ""
-    if routing.num_flipped == 0:
-        return SiteStatus.PASS, ""
-    chance = flip_chance(input_error, limits, context=context)
-    most = most_hits(routing.num_tokens, chance=chance, share=context.share)
-    flips = f"{routing.num_flipped} of {routing.num_tokens} tokens chose other experts (no noise floor)"
-    if routing.num_flipped <= most:
-        return SiteStatus.PASS, flips
-    return SiteStatus.FAIL, f"{flips}, limit {most}"
-
-
-def _held_limits(
+def _limited_figures(
     noise: NoiseRatio,
     limits: NoiseLimits,
     *,
@@ -185,11 +116,11 @@ def _held_limits(
     num_channels: int,
     context: LimitContext,
 ) -> Iterator[NearestLimit]:
-    """Yield every figure that has a limit, in their order."""
+    """Yield every figure that has a limit, with that limit, in the order of `NOISE_FIGURES`."""
     table = limits.of_ratios(
         is_chained=noise.incoming > 0.0, is_estimated=noise.is_estimated, is_widened=noise.is_widened
     )
-    # The worst of many is further off than one of them.
+    # The worst of many is further off by chance than a single one, so its share is divided by their number.
     among = {"token_worst": num_tokens, "channel_worst": num_channels}
     figures = NOISE_FIGURES if num_tokens >= FEWEST_FOR_STRUCTURE else RATIO_FIGURES
     for figure in figures:
@@ -198,21 +129,24 @@ def _held_limits(
             share = context.share / max(among.get(figure, 1), 1)
             yield NearestLimit(
                 figure=figure,
+                # NaN, which compares as not greater, must break the limit.
                 value=math.inf if math.isnan(value) else value,
                 limit=limit.at(num_tokens=num_tokens, share=share),
             )
 
 
-def _is_broken_anywhere(found: NearestLimit, limits: NoiseLimits) -> bool:
+def _is_broken_anywhere(nearest: NearestLimit, limits: NoiseLimits) -> bool:
     """Decide whether a limit is broken so far that the backend does not matter.
 
-    Hardware that was not measured may well round in other places; a function that it approximates may be off in
-    one direction, which averages show however little it is.
+    Averages never are: hardware that was not measured may approximate a function with an error in one direction, which
+    averages show however small it is.
     """
-    return found.figure not in STRUCTURE_FIGURES and found.excess > limits.slack
+    return nearest.figure not in STRUCTURE_FIGURES and nearest.excess > limits.slack
 
 
-def _describe(found: NearestLimit, noise: NoiseRatio) -> str:
+def _describe(nearest: NearestLimit, noise: NoiseRatio) -> str:
     row, position = noise.worst_token
-    words = _WORDS[found.figure]
-    return words.format(value=f"{found.value:.3g}×", row=row, position=position, channel=noise.worst_channel)
+    words = _WORDS[nearest.figure]
+    return words.format(
+        value=f"{nearest.value:.3g}×", row=row, position=position, channel=noise.worst_channel
+    )

@@ -1,19 +1,25 @@
-"""Replay: the golden computed with the port's own experts, so that tokens past a flip are judged.
+"""Replay: the golden computed with the port's own choice of experts, to judge tokens past a flip.
 
-Other experts are another computation, with a noise floor of its own. So past a flip all of it is computed anew from
-the golden's input to its experts: exactly, as a golden rounds, and with a random variant of its roundings.
-T real tokens, t those that are replayed, H hidden, E experts, k experts per token, F channels of a site.
+At a flip (a token for which the port chose other experts) the golden's values come from another computation. So the
+output of the port's experts is computed from the golden's own input to its experts, in three ways:
+
+- exactly: the float32 twin
+- rounded as a golden rounds: the golden
+- with random roundings: a variant, which widens the noise floor
+
+T real tokens, t of them replayed, H hidden, E experts, k experts per token, F channels of a site.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from compare.judging.routing import flipped_tokens
-from compare.noise.rho import Rows
-from compare.noise.squared_errors import TINY, square_difference
+from compare.noise.rows import Rows
+from compare.noise.squared_errors import TINY, Squares, square_difference
 from compare.sides.golden_weights import GoldenWeights, WeightSource
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Sides
@@ -23,7 +29,7 @@ from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.rounding import Rounding, RoundingKind
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 
-# Of these the other experts' products must be computed; of the router's weights its logits tell all.
+# Sites that need the experts' weights; router weights follow from the logits alone.
 _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
@@ -31,8 +37,12 @@ class Replay:
     """The golden with the port's experts, in one layer.
 
     Args:
-        sides: The captures, and the weights where they are known.
+        sides: The captures, and the golden's weights if they are known.
+        layer: The layer.
         experts: The golden's and the port's experts, [T,k] each.
+
+    Attributes:
+        flipped: Tokens whose experts differ, bool [T].
     """
 
     def __init__(self, sides: Sides, *, layer: int, experts: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -41,12 +51,12 @@ class Replay:
         self._port_experts = experts[1].long()
         self.flipped = flipped_tokens(*experts)
         self._logits = self._read(Site.ROUTER_LOGITS)
-        self._tokens = self.flipped & self._are_experts()
+        self._replayable = self.flipped & self._are_experts()
         self._opened: _Opened | None = None
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """Biased scores of the golden, float32 [T,E]; None where no token flipped, or the weights are not known.
+        """Biased scores of the golden, float32 [T,E]; None if no token flipped, or the weights are not known.
 
         Raises:
             IncomparableError: The weights are another model's.
@@ -60,15 +70,13 @@ class Replay:
         """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
         needs_weights = site in _BEHIND_EXPERTS
         if needs_weights and (self._sides.weights is None or self._read(Site.POST_NORM) is None):
-            return torch.zeros_like(self._tokens)
-        return self._tokens
+            return torch.zeros_like(self._replayable)
+        return self._replayable
 
     def rows(self, site: Site, rows: Rows) -> Rows:
         """Replace the golden's rows past a flip by what the port's own experts give.
 
-        Args:
-            site: The router's weights, ordered by the experts that they belong to, or a site behind the experts.
-            rows: As both sides stored them.
+        The site is behind the experts, or the router's weights, which are in ascending order of their experts.
 
         Raises:
             IncomparableError: The weights are another model's.
@@ -82,46 +90,33 @@ class Replay:
         assert self._sides.weights is not None, "tokens are replayed where the weights are known"
         experts = self._open(self._sides.weights).experts
         assert experts is not None, "tokens are replayed where the experts' input is known"
-        exact, *rounded = self._behind(site, experts, tokens, rows)
-        errors = [square_difference(exact, one, massive=rows.massive) for one in rounded]
-        return replace(
-            rows,
-            reference=_put(rows.reference, tokens, rounded[0]),
-            twin=None if rows.twin is None else _put(rows.twin, tokens, exact),
-            floor=None if rows.floor is None else rows.floor.put(tokens, errors[0]),
-            widest=None if rows.widest is None else rows.widest.put(tokens, errors[0].widest(errors[1])),
-        )
+        values = self._behind(site, experts, tokens, rows)
+        exact, golden = values.exact, values.golden
+        floor = square_difference(exact, golden, massive=rows.massive)
+        widened_floor = floor.maximum(square_difference(exact, values.variant, massive=rows.massive))
+        return _put_values(rows, tokens, exact, golden, floor=floor, widened_floor=widened_floor)
 
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
-        """Replay the router's weights, which its logits tell for any choice."""
-        golden = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
-        reference = _put(rows.reference, tokens, golden)
-        if self._logits is None:
-            return replace(rows, reference=reference)
+        """Replay the router's weights, which the golden's logits give for any choice."""
         exact = self._shares(self._logits, tokens)
-        error = square_difference(exact, golden, massive=rows.massive)
-        return replace(
-            rows,
-            reference=reference,
-            twin=None if rows.twin is None else _put(rows.twin, tokens, exact),
-            floor=None if rows.floor is None else rows.floor.put(tokens, error),
-            widest=None
-            if rows.widest is None
-            else rows.widest.put(tokens, error.times(self._logit_growth()[tokens])),
-        )
+        golden = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
+        floor = square_difference(exact, golden, massive=rows.massive)
+        widened_floor = None
+        if rows.widened_floor is not None:
+            # What a variant's weights would be is not stored: their error is taken to grow as that of its logits.
+            widened_floor = floor.times(self._logit_growth()[tokens])
+        return _put_values(rows, tokens, exact, golden, floor=floor, widened_floor=widened_floor)
 
     def _logit_growth(self) -> torch.Tensor:
         """Return the squared error of variants' logits over the golden's: float64 [T], at least 1."""
         floor = LayerFloor(self._sides.reference, self._sides.batch, layer=self._layer)
-        golden_squares, widest = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
-        if golden_squares is None or widest is None:
+        golden_squares, widened = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
+        if golden_squares is None or widened is None:
             return torch.ones(len(self.flipped), dtype=torch.float64)
-        return (widest.whole / golden_squares.whole.clamp(min=TINY)).clamp(min=1.0)
+        return (widened.whole / golden_squares.whole.clamp(min=TINY)).clamp(min=1.0)
 
-    def _behind(
-        self, site: Site, experts: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: Rows
-    ) -> tuple[torch.Tensor, ...]:
-        """Return a site behind the experts for each of their outputs [t,H]: exact, and rounded in several ways."""
+    def _behind(self, site: Site, experts: _Values, tokens: torch.Tensor, rows: Rows) -> _Values:
+        """Return the values of a site behind the experts, from what the experts add."""
         if site is Site.MOE_DELTA:
             return experts
         exact, golden = (
@@ -129,11 +124,11 @@ class Replay:
         )
         assert exact is not None, "the golden holds what its experts added"
         assert golden is not None, "the golden holds what its experts added"
-        rounded = ((golden[tokens] + one).to(rows.dtype).float() for one in experts[1:])
-        return (exact[tokens] + experts[0], *rounded)
+        rounded = ((golden[tokens] + added).to(rows.dtype).float() for added in experts[1:])
+        return _Values(exact[tokens] + experts.exact, *rounded)
 
     def _are_experts(self) -> torch.Tensor:
-        """Find tokens whose experts the port names by numbers that exist: bool [T]."""
+        """Find tokens for which the port names experts that exist: bool [T]."""
         if self._logits is None:
             return torch.zeros_like(self.flipped)
         return ((self._port_experts >= 0) & (self._port_experts < self._logits.shape[-1])).all(dim=-1)
@@ -150,18 +145,17 @@ class Replay:
         return expert_shares(logits[tokens].sigmoid(), self._port_experts[tokens].sort(dim=-1).values)
 
     def _open(self, source: WeightSource) -> _Opened:
-        """Read the layer's weights once, and compute from them."""
+        """Return the values that need the layer's weights, which are read once."""
         if self._opened is None:
             with source.open_layer(self._layer, self._sides.reference) as weights:
                 self._opened = _Opened(
-                    bias=weights.tensors[CORRECTION_BIAS].float(),
-                    experts=self._compute_experts(weights),
+                    bias=weights.tensors[CORRECTION_BIAS].float(), experts=self._compute_experts(weights)
                 )
         return self._opened
 
-    def _compute_experts(self, weights: GoldenWeights) -> tuple[torch.Tensor, ...] | None:
-        """Return what the port's experts give, [t,H] each: exactly, rounded to nearest, and with a random variant."""
-        tokens, states, logits = self._tokens, self._read(Site.POST_NORM), self._logits
+    def _compute_experts(self, weights: GoldenWeights) -> _Values | None:
+        """Compute what the port's experts add; None if the golden did not keep their input or the logits."""
+        tokens, states, logits = self._replayable, self._read(Site.POST_NORM), self._logits
         golden, golden_logits = (self._read_reference(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
         if states is None or logits is None or golden is None or golden_logits is None:
             return None
@@ -170,7 +164,7 @@ class Replay:
             expert_shares(side[tokens].sigmoid(), experts) for side in (logits, golden_logits, golden_logits)
         ]
         kinds = torch.tensor([RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM])
-        # One pass: each expert is read and upcast once.
+        # One call for the three ways, so that each expert is read and upcast once.
         outputs = upcast_experts(
             weights.tensors,
             torch.cat((states[tokens], golden[tokens], golden[tokens])),
@@ -180,7 +174,15 @@ class Replay:
                 rounding=Rounding(seed=self._layer), kinds=kinds.repeat_interleave(len(experts))
             ),
         )
-        return tuple(outputs.chunk(len(kinds)))
+        return _Values(*outputs.chunk(len(kinds)))
+
+
+class _Values(NamedTuple):
+    """Replayed values in three ways, float32 [t,F] each."""
+
+    exact: torch.Tensor
+    golden: torch.Tensor
+    variant: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,15 +191,35 @@ class _Opened:
 
     Args:
         bias: The correction bias, float32 [E].
-        experts: What the port's experts add, float32 [t,H]: exactly, and rounded in two ways; None where the golden did
-            not keep their input.
+        experts: What the port's experts add, [t,H]; None if the golden did not keep their input.
     """
 
     bias: torch.Tensor
-    experts: tuple[torch.Tensor, ...] | None
+    experts: _Values | None
+
+
+def _put_values(
+    rows: Rows,
+    tokens: torch.Tensor,
+    exact: torch.Tensor,
+    golden: torch.Tensor,
+    *,
+    floor: Squares,
+    widened_floor: Squares | None,
+) -> Rows:
+    """Put replayed values [t,F] and their floor in the place of the golden's, as far as the golden kept such."""
+    changes: dict[str, Any] = {"reference": _put(rows.reference, tokens, golden)}
+    if rows.twin is not None:
+        changes["twin"] = _put(rows.twin, tokens, exact)
+    if rows.floor is not None:
+        changes["floor"] = rows.floor.put(tokens, floor)
+    if rows.widened_floor is not None and widened_floor is not None:
+        changes["widened_floor"] = rows.widened_floor.put(tokens, widened_floor)
+    return replace(rows, **changes)
 
 
 def _put(rows: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of rows [T,F] with values [t,F] at the tokens, bool [T]."""
     changed = rows.clone()
     changed[tokens] = values.to(rows.dtype)
     return changed

@@ -1,6 +1,6 @@
 """Router dtypes: parts of the router that a port holds in another dtype than the golden, and what that does.
 
-Rounding the gate or the correction bias changes experts at near ties, and shows in no one tensor before.
+A rounded gate or correction bias changes experts at near ties, and shows in no tensor before the choice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results.results import RouterDtype, SiteResult
 
 _EXACT = "float32"
+# The effect of rounding a part of the router that the golden holds in float32.
 _ROUNDED: Mapping[str, str] = MappingProxyType(
     {
         "correction_bias": "in BF16 it moves in steps of 0.03 from 4 on and of 0.06 from 8 on, where experts that "
@@ -24,13 +25,7 @@ _ROUNDED: Mapping[str, str] = MappingProxyType(
 def find_router_dtypes(
     reference: CaptureSource, target: CaptureSource, sites: Iterable[SiteResult]
 ) -> tuple[RouterDtype, ...]:
-    """Find what the port's router holds in another dtype, by name.
-
-    Args:
-        reference: The golden.
-        target: The device run.
-        sites: What was found, so that it can be told whether experts changed.
-    """
+    """Find the parts of the port's router in another dtype, by name; `sites` tell whether experts changed."""
     if reference.known_description is None:
         return ()
     expected = reference.description.provenance.dtypes
@@ -48,10 +43,10 @@ def find_router_dtypes(
 
 
 def _consequence(name: str, expected: str, num_flips: int) -> str:
-    what = _ROUNDED.get(name, "") if expected == _EXACT else ""
-    seen = (
+    effect = _ROUNDED.get(name, "") if expected == _EXACT else ""
+    flips = (
         f"{num_flips} token{'s' * (num_flips != 1)} of this run chose other experts beyond noise"
         if num_flips
         else "no token of this run chose other experts beyond noise, others may"
     )
-    return f"{what}; {seen}" if what else seen
+    return f"{effect}; {flips}" if effect else flips

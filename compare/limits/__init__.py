@@ -1,6 +1,6 @@
 """Limits: figures that right ports stay below.
 
-- `limit`: one limit, by the number of tokens and of judged figures
+- `limit`: one limit, by the number of tokens and the share of false alarms
 - `limits`: limits by site and figure
 - `limits_file`: limits read from YAML; `calibration.yaml` holds mm2's own
 - `limit_context`: facts beside the figures that limits depend on

@@ -1,4 +1,4 @@
-"""Classic criteria: the owner's five limits on layer outputs; those of noise are in `limits`."""
+"""Criteria: what a comparison judges by: limits on noise (see `limits`), or five classic limits on layer outputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from minimax_tools.results.results import SiteResult, SiteStatus
 DEFAULT_RTOL, DEFAULT_ATOL = 1e-2, 1e-3
 
 OUTPUTS_ALONE = "the classic limits judge layer outputs alone"
-_DISTANCES = ("max_abs_diff", "mean_abs_diff")
-_CORRELATIONS = ("cosine_similarity", "pearson_correlation")
+# The classic figures that a limit bounds from above, and those that it bounds from below.
+_BOUNDED_ABOVE = ("max_abs_diff", "mean_abs_diff")
+_BOUNDED_BELOW = ("close_fraction", "cosine_similarity", "pearson_correlation")
 
+# A status and its reason in a sentence.
 Judgement = tuple[SiteStatus, str]
 
 
@@ -37,32 +39,34 @@ class ClassicLimits:
     pearson_correlation: float = 0.99
 
     def __str__(self) -> str:
-        upper = (f"{name} <= {getattr(self, name):g}" for name in _DISTANCES)
-        lower = (f"{name} >= {getattr(self, name):g}" for name in ("close_fraction", *_CORRELATIONS))
+        upper = (f"{name} <= {getattr(self, name):g}" for name in _BOUNDED_ABOVE)
+        lower = (f"{name} >= {getattr(self, name):g}" for name in _BOUNDED_BELOW)
         return ", ".join((*upper, *lower))
 
     def failures(self, metrics: PairMetrics) -> tuple[str, ...]:
         """Return the limits that are broken, in words."""
-        nonfinite = metrics.num_nonfinite_reference + metrics.num_nonfinite_target
+        num_nonfinite = metrics.num_nonfinite_reference + metrics.num_nonfinite_target
+        # `not <=`, so that NaN breaks a limit.
         upper = [
             f"{name} {getattr(metrics, name):.4g} > {getattr(self, name):g}"
-            for name in _DISTANCES
+            for name in _BOUNDED_ABOVE
             if not getattr(metrics, name) <= getattr(self, name)
         ]
-        lower = [self._shortfall(metrics, name) for name in ("close_fraction", *_CORRELATIONS)]
+        lower = [self._shortfall(metrics, name) for name in _BOUNDED_BELOW]
         broken = (*upper, *filter(None, lower))
-        return (f"{nonfinite} elements are not finite", *broken) if nonfinite else broken
+        return (f"{num_nonfinite} elements are not finite", *broken) if num_nonfinite else broken
 
     def _shortfall(self, metrics: PairMetrics, name: str) -> str | None:
+        """Return how a figure falls below its limit, in words; None if it does not."""
         value, limit = getattr(metrics, name), getattr(self, name)
         if value is None:
-            # A side is zero or constant; only where the other is the same may that pass.
+            # Not defined for a side that is zero or constant: it passes only if both sides are equal.
             return None if metrics.relative_l2 == 0.0 else f"{name} is not defined"
         return None if value >= limit else f"{name} {value:.4g} < {limit:g}"
 
 
 def judge_classic(result: SiteResult) -> Judgement:
-    """Judge a site whose figures are finite: a layer's output by the limits that it breaks, another site not at all."""
+    """Judge a layer's output, whose figures are finite, by its classic failures; leave other sites not judged."""
     if result.layer is None or result.site != Site.OUTPUT:
         return SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
     failures = result.classic_failures
@@ -70,10 +74,10 @@ def judge_classic(result: SiteResult) -> Judgement:
 
 
 def layers_without_output(results: Iterable[SiteResult]) -> tuple[int, ...]:
-    """Return the layers whose output was not compared, ascending: no classic verdict can stand on them."""
+    """Return the layers whose output was not compared, ascending: classic limits cannot judge them."""
     sites = tuple(result for result in results if result.layer is not None)
-    compared = {one.layer for one in sites if one.site == Site.OUTPUT and one.status.is_compared}
-    return tuple(sorted({one.layer for one in sites if one.layer is not None} - compared))
+    compared = {site.layer for site in sites if site.site == Site.OUTPUT and site.status.is_compared}
+    return tuple(sorted({site.layer for site in sites if site.layer is not None} - compared))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +86,10 @@ class Criteria:
 
     Args:
         name: `noise`, `classic`, or the file that the limits of noise were read from.
-        rtol, atol: Tolerances of an element's closeness.
+        rtol, atol: An element is close to the golden's within atol + rtol · |golden|.
         noise: The limits that tell noise from faults.
-        classic: The seeds' limits.
-        num_figures: How many figures a comparison judges: the more, the wider the limits.
+        classic: The five classic limits.
+        num_figures: Number of figures that the comparison judges: the more, the wider the limits (see `limit`).
     """
 
     name: str
@@ -97,5 +101,5 @@ class Criteria:
 
     @property
     def share(self) -> float:
-        """The share of false alarms that each figure may have."""
+        """Share of false alarms allowed to each figure."""
         return self.noise.share(self.num_figures)

@@ -1,7 +1,9 @@
-"""Limit of a figure, by the number of tokens that it averages and the allowed share of false alarms.
+"""Limit: the value that a figure of a right port stays below, except in an allowed share of false alarms.
 
-A figure of few tokens strays further than one of many, and the worst of a thousand figures further than a single one.
-So a limit is a rule: `usual` times the factor of chance at the allowed share.
+    limit = usual · exp(z · (spread + token_spread / √T))
+
+T is the number of tokens that the figure averages: with few, chance moves it further. z is the standard normal quantile
+of the allowed share: a comparison of many figures allows each of them a smaller share, so its limits are wider.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from scipy.special import bdtrc, ndtri
 
-# Smaller shares, and 0 above all, count as this one: limits stay finite.
+# Smaller shares count as this one: a share of 0 would make a limit infinite.
 _SMALLEST_SHARE = 1e-15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A limit on a figure whose logarithm is about normally distributed.
+    """A limit on a figure whose logarithm is about normally distributed among right ports.
 
     Args:
         usual: Usual figure of the right implementation that is furthest off.
@@ -44,7 +46,7 @@ class Limit:
     def at(self, *, num_tokens: int, share: float) -> float:
         """Compute the limit that a figure over `num_tokens` of a right port exceeds in a `share` of the cases."""
         deviation = self.spread + self.token_spread / math.sqrt(max(num_tokens, 1))
-        return self.usual * math.exp(max(quantile(share), 0.0) * deviation)
+        return self.usual * math.exp(quantile(share) * deviation)
 
     def scaled(self, factor: float) -> Limit:
         """Return this limit times a factor above 0."""
@@ -57,13 +59,11 @@ def quantile(share: float) -> float:
 
 
 def most_hits(num_trials: int, *, chance: float, share: float) -> int:
-    """Return the number of hits that is exceeded in at most a `share` of the cases.
+    """Return the largest number of hits that chance explains: more occur in at most a `share` of the cases.
 
-    Args:
-        num_trials: Independent trials.
-        chance: Probability that one trial hits; 1 and above is certain.
-        share: Allowed probability of more hits, below 1.
+    The trials are independent, and each hits with probability `chance`; 1 and above is certain.
     """
+    # bdtrc is the chance of more than `hits`, which falls with their number: bisection finds the first small enough.
     return bisect_left(
         range(num_trials), True, key=lambda hits: bool(bdtrc(hits, num_trials, min(chance, 1.0)) <= share)
     )

@@ -12,10 +12,10 @@ class LimitContext:
     """Facts of both sides that limits depend on.
 
     Args:
-        backend: Where the port ran; None where nothing tells.
+        backend: Backend that the port ran on; None if its capture does not say.
         is_float32: Whether the golden computed in float32, which has no BF16 noise.
-        share: Of false alarms that each judged figure may have.
-        hides_flips: Whether tokens whose experts differ cannot be told from the others.
+        share: Share of false alarms allowed to each judged figure.
+        hides_flips: Whether flips (tokens sent to other experts) cannot be told from other tokens.
     """
 
     backend: str | None
@@ -25,12 +25,12 @@ class LimitContext:
 
 
 def computes_in_float32(reference: CaptureSource) -> bool:
-    """Decide whether a golden computed in float32; a layout that does not say is taken for BF16."""
+    """Decide whether a golden computed in float32; a capture that does not say counts as BF16."""
     description = reference.known_description
     return description is not None and description.provenance.dtypes.get("weights") == "float32"
 
 
 def backend_of(target: CaptureSource) -> str | None:
-    """Return the backend that a port ran on; None where its layout does not say."""
+    """Return the backend that a port ran on; None if its capture does not say."""
     description = target.known_description
     return None if description is None else description.provenance.backend

@@ -1,7 +1,7 @@
-"""NoiseLimits: what ports that are right stay below, by site, figure and what is known of the noise.
+"""NoiseLimits: what right ports stay below, by site and figure, for each kind of run and golden.
 
-mm2's own are in calibration.yaml, as scripts/calibrate.py measured them on clean ports; `limits_file` reads them, and
-those that a user writes.
+scripts/calibrate.py measured mm2's own limits on ports without mistakes; they are in calibration.yaml. `limits_file`
+reads that file, and a user's.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ from compare.limits.limit import Limit
 from minimax_tools.errors import UsageError
 
 ALL_SITES = "all"
-# In this order a broken limit is told: what says most first.
+# Figures of ρ (see `NoiseRatio`), those that say most first: of equally broken limits, the first is named.
 RATIO_FIGURES = ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst")
-# Seen only beside a float32 twin, on layers whose input is the golden's.
+# Averages of the error, in which rounding cancels and a systematic mistake does not (see metrics/error_structure.py).
+# They need a float32 twin, and a layer whose input is the golden's.
 STRUCTURE_FIGURES = ("token_gain", "channel_gain", "channel_offset", "channel_worst")
-# An average over fewer tokens is noise itself.
+# Fewest tokens to judge these by: an average over fewer is noise itself.
 FEWEST_FOR_STRUCTURE = 16
 NOISE_FIGURES = (*RATIO_FIGURES, *STRUCTURE_FIGURES)
-# The error itself, its growth over the layer's input error, and the share of tokens whose experts flip.
+# For goldens without a floor: the error itself, its growth over the layer's input error, and the share of flips.
 FLOORLESS_FIGURES = ("relative_l2", "amplification", "flipped_share")
 
 
 @dataclass(frozen=True, slots=True)
 class SiteLimits:
-    """Limits by site and figure; those of `all` hold where a site has none of its own.
-
-    Args:
-        table: Site, or `all`, to figure to limit.
-    """
+    """Limits by site, then by figure; those under `all` hold for a site that has none of its own."""
 
     table: Mapping[str, Mapping[str, Limit]] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -42,18 +39,18 @@ class SiteLimits:
         return cls(MappingProxyType({site: MappingProxyType(dict(its)) for site, its in table.items()}))
 
     def find(self, site: str, figure: str) -> Limit | None:
-        """Return the limit on a figure of a site; None where it is not limited."""
+        """Return the limit on a figure of a site; None if it is not limited."""
         limit = self.table.get(site, {}).get(figure)
         return limit if limit is not None else self.table.get(ALL_SITES, {}).get(figure)
 
     def overlaid(self, other: SiteLimits) -> SiteLimits:
-        """Return these limits with the other's in their place; the other's for all sites hold for each site."""
+        """Return these limits replaced by the other's; the other's for all sites hold for each site."""
         kept = self.without(other.table.get(ALL_SITES, {})).table
         sites = (*self.table, *other.table)
         return SiteLimits.of({site: {**kept.get(site, {}), **other.table.get(site, {})} for site in sites})
 
     def without(self, figures: Collection[str]) -> SiteLimits:
-        """Return these limits without some figures, which are then not limited."""
+        """Return these limits without those on some figures."""
         return SiteLimits.of(
             {
                 site: {name: limit for name, limit in its.items() if name not in figures}
@@ -76,16 +73,16 @@ class NoiseLimits:
     """The limits that tell noise from faults.
 
     Args:
-        level: Share of comparisons of right ports that may fail, over all that one comparison judges.
-        isolated: On ρ and its like, of layers whose input is the golden's.
-        chained: Of layers that inherit an error, which widens the floor.
-        isolated_estimated, chained_estimated: The same where the floor's statistics alone were kept.
-        isolated_variants, isolated_variants_estimated: Those of isolated layers where variants widened the floor, which
-            right ports stray from less; None to judge them as others.
-        without_floor: On the error itself, where the golden kept no floor.
-        float32: On the relative L2 error of float32 runs, which have no BF16 noise.
-        backends: Where the limits were measured; None for limits that are meant for every backend.
-        slack: By how much more a limit must be broken to fail on another backend; up to there it warns.
+        level: Share of comparisons of right ports that may fail by chance.
+        isolated: Limits on ρ and its averages, for layers whose input is the golden's.
+        chained: The same for layers that inherit an error, which widens their floor.
+        isolated_estimated, chained_estimated: The same if the golden kept statistics of its floor and no float32 twin.
+        isolated_variants, isolated_variants_estimated: Limits for isolated layers whose floor the golden's variants
+            widened, so that right ports exceed it less; None to use the limits without variants.
+        without_floor: Limits on the error itself, for a golden without a noise floor.
+        float32: Limit on the relative L2 error of float32 runs, which have no BF16 noise.
+        backends: Backends on which the limits were measured; None for limits meant for every backend.
+        slack: Factor for other backends: up to this many times its limit, a figure warns instead of failing.
     """
 
     level: float
@@ -101,7 +98,7 @@ class NoiseLimits:
     isolated_variants_estimated: SiteLimits | None = None
 
     def of_ratios(self, *, is_chained: bool, is_estimated: bool, is_widened: bool = False) -> SiteLimits:
-        """Return the limits on ρ and its like; those of chains hold whether variants widened the floor or not."""
+        """Return the limits on ρ and its averages; those of chains hold whether variants widened the floor or not."""
         if is_chained:
             return self.chained_estimated if is_estimated else self.chained
         of_variants = self.isolated_variants_estimated if is_estimated else self.isolated_variants
@@ -110,10 +107,10 @@ class NoiseLimits:
         return self.isolated_estimated if is_estimated else self.isolated
 
     def floorless(self, site: str, figure: str) -> Limit:
-        """Return a limit without a floor.
+        """Return a limit on the error itself, for a golden without a floor.
 
         Raises:
-            UsageError: There is none: a file that stands alone must name each.
+            UsageError: The limits have none.
         """
         limit = self.without_floor.find(site, figure)
         if limit is None:
@@ -125,15 +122,15 @@ class NoiseLimits:
         return limit
 
     def share(self, num_judged: int) -> float:
-        """Return the share of false alarms that each of so many judged figures may have."""
+        """Return the share of false alarms allowed to each of `num_judged` figures."""
         return self.level / max(num_judged, 1)
 
     def is_measured_on(self, backend: str | None) -> bool:
-        """Decide whether the limits were measured on a backend; None where it is not known."""
+        """Decide whether the limits were measured on a backend; None is an unknown one."""
         return self.backends is None or backend in self.backends
 
     def of_noise_alone(self) -> NoiseLimits:
-        """Return these limits without the averages that show less than noise."""
+        """Return these limits for every backend, and without those on averages (`STRUCTURE_FIGURES`)."""
         isolated: dict[str, Any] = {
             name: table.without(STRUCTURE_FIGURES)
             for name in ("isolated", "isolated_variants")

@@ -4,8 +4,8 @@
       all: {whole: 1.5}       # a number, or {usual: …, spread: …, token_spread: …}
       moe_delta: {token_worst: 4}
 
-Limits that a file does not name stay as in calibration.yaml. Its limits for isolated layers hold for goldens with
-variants too, unless it names limits for these.
+Limits that a file does not name stay as in calibration.yaml. A file's limits for isolated layers hold for goldens with
+variants too, unless the file names limits for these (see `NoiseLimits`).
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _TABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "without_floor": FLOORLESS_FIGURES,
     }
 )
-# Limits of goldens with variants, and the limits that stand in for them where a file names only these.
-_WIDENED: Mapping[str, str] = MappingProxyType(
+# Tables for goldens with variants, and the table that stands in if a file names only that one.
+_STAND_INS: Mapping[str, str] = MappingProxyType(
     {"isolated_variants": "isolated", "isolated_variants_estimated": "isolated_estimated"}
 )
-# A key that `mm2-compare --criteria-template` shows and that is not read.
+# A key for remarks on how the limits were measured; not read.
 _REMARK = "measured"
 _KEYS = (*_TABLES, "level", "float32", "backends", "slack", _REMARK)
-_SPREADS = ("usual", "spread", "token_spread")
-# The loader of libyaml is several times as fast, where PyYAML was built with it.
+_LIMIT_KEYS = ("usual", "spread", "token_spread")
+# libyaml's loader is several times as fast; PyYAML may have been built without it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -86,21 +86,22 @@ def read_limits(path: Path) -> NoiseLimits:
     """
     values, limits = _File(path).read(), calibrated_limits()
     named = {name: values.pop(name) for name in tuple(values) if name in _TABLES}
-    tables: dict[str, Any] = {name: _own_table(limits, name).overlaid(table) for name, table in named.items()}
-    for widened, plain in _WIDENED.items():
+    tables: dict[str, Any] = {name: _table_of(limits, name).overlaid(table) for name, table in named.items()}
+    for widened, plain in _STAND_INS.items():
         if plain in named and widened not in named:
-            tables[widened] = _own_table(limits, widened).overlaid(named[plain])
+            tables[widened] = _table_of(limits, widened).overlaid(named[plain])
+    # A file that names tables is meant for every backend.
     backends = values.pop("backends", None if tables else limits.backends)
     return replace(limits, **tables, **values, backends=backends)
 
 
-def _own_table(limits: NoiseLimits, name: str) -> SiteLimits:
+def _table_of(limits: NoiseLimits, name: str) -> SiteLimits:
     table: SiteLimits | None = getattr(limits, name)
-    return getattr(limits, _WIDENED[name]) if table is None else table
+    return getattr(limits, _STAND_INS[name]) if table is None else table
 
 
 class _File:
-    """A limits file, read node by node, so that errors name line and key."""
+    """A limits file, read node by node, so that errors name line and key; `where` is a dotted key."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -139,7 +140,7 @@ class _File:
         if isinstance(node, yaml.ScalarNode):
             return Limit(usual=self._positive(node, where))
         values = {
-            key: self._number(value, f"{where}.{key}") for key, value in self._items(node, where, _SPREADS)
+            key: self._number(value, f"{where}.{key}") for key, value in self._items(node, where, _LIMIT_KEYS)
         }
         if "usual" not in values:
             raise self._wrong(
@@ -153,24 +154,24 @@ class _File:
     def _items(
         self, node: yaml.Node, where: str, allowed: tuple[str, ...]
     ) -> Iterator[tuple[str, yaml.Node]]:
-        """Yield the entries of a mapping; each key is allowed, and is there once."""
+        """Yield the entries of a mapping; refuse a key that is not allowed, or there twice."""
         expected = f"a mapping of {', '.join(allowed)}"
         if not isinstance(node, yaml.MappingNode):
             raise self._wrong(node, where or "the file", expected=expected, found=_word_node(node))
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, value in node.value:
             name = str(key.value)
             place = f"{where}.{name}" if where else name
             if name not in allowed:
                 raise self._wrong(key, place, expected=f"one of {', '.join(allowed)}", found=repr(name))
-            if name in seen:
+            if name in names:
                 raise self._wrong(key, place, expected="each key once", found=f"{name} again")
-            seen.add(name)
+            names.add(name)
             yield name, value
 
     def _number(self, node: yaml.Node, where: str) -> float:
         try:
-            # YAML reads 1e-3 as text; only 1.0e-3 is a number.
+            # Parsed here, since YAML takes 1e-3 for text: only 1.0e-3 is a number to it.
             return float(node.value) if isinstance(node, yaml.ScalarNode) else float("nan")
         except ValueError:
             raise self._wrong(node, where, expected="a number", found=_word_node(node)) from None

@@ -1,6 +1,7 @@
-"""InputError: the error of a chained layer's input, relative to the golden's input.
+"""InputError: how far the input of a chained layer is from the golden's.
 
-It widens the noise floor of all that is computed from it. T tokens, F channels.
+In a chained run a layer's input is the output of the layer before, with its error. That error widens the noise floor of
+every site of the layer, so that the layer is not blamed for it. T tokens, F channels.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from minimax_tools.metrics.noise_floor import massive_channels
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputError:
-    """‖target − reference‖ / ‖reference‖ of a layer's input.
+    """‖target − reference‖ / ‖reference‖ of a layer's input, over all channels or over ordinary ones.
 
-    Of all channels or of the ordinary ones alone, whichever is more: massive channels would hide the rest.
+    The larger of the two counts: massive channels would hide the error of the others.
 
     Args:
-        overall: Over all tokens.
-        tokens: Of each token, float64 [T]: a flipped expert upsets its own token far more than the others.
+        overall: The error over all tokens.
+        tokens: The error of each token, float64 [T]: a flipped expert upsets its own token far more than the others.
     """
 
     overall: float
@@ -30,12 +31,12 @@ class InputError:
 
     @property
     def is_finite(self) -> bool:
-        """True where the input holds no NaN or Inf."""
+        """True if the input holds no NaN or Inf."""
         return math.isfinite(self.overall)
 
     @property
-    def widest(self) -> torch.Tensor:
-        """Error that each token may suffer from, [T]: its own, or that of the tokens that it attends to."""
+    def inherited(self) -> torch.Tensor:
+        """Relative error that each token may inherit, [T]: its own, or `overall` from the tokens it attends to."""
         return self.tokens.clamp(min=self.overall)
 
     def select(self, tokens: torch.Tensor) -> InputError:

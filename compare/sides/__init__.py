@@ -1,8 +1,8 @@
 """Sides: the golden and the device run, and what both were computed from.
 
-- `opening`: both sides as a command names them
+- `opening`: both sides as a command's options name them
 - `pairing`: captures that may be compared, and their layers
-- `proving`: no verdict before all that was read is proved
+- `proving`: no verdict before all that was read is checked
 - `sides`: the pair, its batch, criteria and weights
 - `batch`: the real tokens
 - `captured_input`: a layer's input

@@ -1,4 +1,4 @@
-"""Batch: the real tokens of two captures, so that padding is never judged.
+"""Batch: the real tokens of two captures; padding is never judged.
 
 B batch, S sequence, T real tokens, F channels of a site.
 """
@@ -17,7 +17,7 @@ class Batch:
     """The real tokens of a batch.
 
     Args:
-        mask: [B,S], true on real tokens; None where neither side keeps it: every token is real then.
+        mask: [B,S], true on real tokens; None if neither side keeps it, so that every token counts as real.
 
     Raises:
         IncomparableError: No token is real.
@@ -45,7 +45,7 @@ class Batch:
         return cls(port if golden is None else golden)
 
     def rows(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """Return the real rows [T,F] of a site's tensor, which may be [B·S,F] too.
+        """Return the real rows [T,F] of a site's tensor, which is [B,S,…] or [B·S,F].
 
         Raises:
             IncomparableError: The tensor is of another batch.
@@ -76,16 +76,17 @@ class Batch:
         return torch.ones(self._laid_out(tensor, site).shape[:2]).nonzero()
 
     def _laid_out(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """Lay a tensor out as [B,S,F]; as one long row where a flat tensor does not tell B and S."""
-        if tensor.ndim <= 2:
-            is_ours = self._mask is not None and self._mask.numel() == tensor.shape[0]
-            batch = self._mask.shape if self._mask is not None and is_ours else (1, -1)
-            return tensor.reshape(*batch, tensor.shape[-1])
-        return token_rows(tensor, site) if isinstance(site, Site) else tensor
+        """Reshape a tensor to [B,S,F]; a flat tensor that does not fit the mask becomes one row, [1,T,F]."""
+        if tensor.ndim > 2:
+            return token_rows(tensor, site) if isinstance(site, Site) else tensor
+        batch: tuple[int, ...] = (1, -1)
+        if self._mask is not None and self._mask.numel() == tensor.shape[0]:
+            batch = tuple(self._mask.shape)
+        return tensor.reshape(*batch, tensor.shape[-1])
 
 
 def spread_evenly(num_tokens: int, most: int) -> torch.Tensor:
-    """Choose at most so many of the tokens, evenly spread: their places, int64, ascending."""
+    """Return the indices of at most `most` tokens, evenly spread: int64, ascending."""
     return torch.linspace(0, num_tokens - 1, min(num_tokens, most)).round().long()
 
 

@@ -1,4 +1,8 @@
-"""CapturedInput: a layer's input: the golden's own values, another layer's output, or not captured."""
+"""CapturedInput: where a layer's input comes from: the golden, another layer's output, or unknown.
+
+It decides by which limits the layer is judged: with the golden's input (isolated), its error is its own; with another
+layer's output (chained), it inherits an error.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 
-# Relative to the golden's: other tokens have inputs about as far away as these are long.
+# Relative error of an input that may still be of the golden's tokens; inputs of other tokens are off by about 1.
 _FARTHEST_INPUT = 0.5
 
 
@@ -22,9 +26,9 @@ class CapturedInput:
     """Input of one layer.
 
     Args:
-        known: Sites whose values were given to the layer and are the golden's own, or another layer's.
-        error: Error of an input that is another layer's output; None where it is the golden's own.
-        is_recorded: Whether both sides hold the input; else nothing was checked.
+        known: Sites whose values were given to the layer, and come from the golden or from another layer.
+        error: Error of an input that is another layer's output; None for the golden's own input.
+        is_recorded: Whether both sides hold the input; if not, nothing was checked.
     """
 
     known: tuple[Site, ...]
@@ -33,7 +37,7 @@ class CapturedInput:
 
     @property
     def is_inherited(self) -> bool:
-        """True where the input carries errors of other layers."""
+        """True if the input carries errors of other layers."""
         return self.error is not None
 
 
@@ -41,8 +45,7 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
     """Read the input of the target's layer.
 
     Raises:
-        IncomparableError: It is neither the golden's nor another layer's output, or mm2's own capture does not hold
-            it.
+        IncomparableError: The input is neither the golden's nor another layer's output, or mm2's own capture lacks it.
     """
     known: list[Site] = []
     input_error: InputError | None = None
@@ -60,7 +63,7 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
 
 
 def fed_sites(target: CaptureSource) -> tuple[Site, ...]:
-    """Return the sites whose values the run was given."""
+    """Return the sites whose values the run was given and did not compute."""
     description = target.known_description
     return description.run.fed_sites if description is not None else (Site.INPUT,)
 
@@ -75,21 +78,16 @@ def _is_inherited(target: CaptureSource, layer: int, input_error: InputError) ->
     """Decide whether the layer's input is what the layer before it, or the embedding, put out."""
     description = target.known_description
     if description is None:
-        return _repeats_the_layer_before(target, layer) or _comes_from_unseen_layers(
+        # Another tool's dump tells no mode.
+        return _repeats_the_layer_before(target, layer) or _may_come_from_unseen_layers(
             target, layer, input_error
         )
     run = description.run
     return run.mode is Mode.CHAINED and (layer > run.span.start or ModelSite.EMBEDDING in run.model_sites)
 
 
-def _comes_from_unseen_layers(target: CaptureSource, layer: int, input_error: InputError) -> bool:
-    """Decide whether a dump lacks the layer before, and the input is near the golden's."""
-    is_unseen = target.may_omit_inputs and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)
-    return is_unseen and input_error.overall < _FARTHEST_INPUT
-
-
 def _repeats_the_layer_before(target: CaptureSource, layer: int) -> bool:
-    """Decide by values whether the input is the output of the layer before, where a layout tells no mode."""
+    """Decide whether the input has the values of the output before it."""
     if Site.OUTPUT in target.sites(layer - 1):
         before = target.read(layer - 1, Site.OUTPUT)
     elif layer == 0 and ModelSite.EMBEDDING in target.model_sites():
@@ -99,8 +97,14 @@ def _repeats_the_layer_before(target: CaptureSource, layer: int) -> bool:
     return torch.equal(target.read(layer, Site.INPUT), before)
 
 
+def _may_come_from_unseen_layers(target: CaptureSource, layer: int, input_error: InputError) -> bool:
+    """Decide whether the dump lacks the output before the layer, and the input is near the golden's."""
+    is_unseen = target.may_omit_inputs and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)
+    return is_unseen and input_error.overall < _FARTHEST_INPUT
+
+
 def _refuse_unrecorded(sides: Sides, layer: int) -> None:
-    """Refuse mm2's own captures without a layer's input; other layouts may lack it."""
+    """Refuse mm2's own captures without a layer's input; other tools' dumps may lack it."""
     sources = (sides.reference, sides.target)
     if any(source.known_description is None for source in sources):
         return
@@ -113,10 +117,10 @@ def _refuse_unrecorded(sides: Sides, layer: int) -> None:
 
 
 def _fed_otherwise(sides: Sides, layer: int, site: Site) -> IncomparableError:
-    what = "hidden states" if site is Site.INPUT else str(site)
+    values = "hidden states" if site is Site.INPUT else str(site)
     description = sides.target.known_description
     return IncomparableError(
-        f"the captures have different inputs: layer {layer} got other {what}",
+        f"the captures have different inputs: layer {layer} got other {values}",
         expected="the golden's own, bit for bit",
         found=description.input_source if description else f"what {sides.target.directory} holds",
         next_step="Run the port on this golden: mm2-test … --golden DIR.",

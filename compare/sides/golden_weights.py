@@ -1,4 +1,7 @@
-"""Golden weights: a layer's weights, for what captures alone cannot tell."""
+"""Golden weights: the weights that a golden computed with, for what captures alone cannot tell.
+
+With them, a comparison recomputes a layer from the port's own values.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ class GoldenWeights:
     """Weights of one layer.
 
     Args:
-        tensors: By the hub's relative names, in the dtype that the golden computed in. Each is read when it is asked
-            for, and may be asked for by several threads.
+        tensors: Tensors by the hub's names within a layer, in the dtype that the golden computed in. Each is read when
+            it is asked for; several threads may ask.
     """
 
     spec: ModelSpec
@@ -40,8 +43,8 @@ class HeadWeights:
     """Weights behind the last layer, in the dtype that the golden computed in.
 
     Args:
-        norm: [H], of the final norm.
-        lm_head: [vocab,H].
+        norm: Weight of the final norm, [H], H hidden.
+        lm_head: Weight of the head, [vocab,H].
     """
 
     spec: ModelSpec
@@ -50,7 +53,7 @@ class HeadWeights:
 
 
 class WeightSource(Protocol):
-    """Gives the weights that a golden computed with, layer by layer."""
+    """Source of the weights that a golden computed with, layer by layer."""
 
     def open_head(self, reference: CaptureSource) -> AbstractContextManager[HeadWeights]:
         """Open the weights behind the last layer.
@@ -70,16 +73,16 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWeights:
-    """The weights of a checkpoint; of a hub's model the shards of the layers asked for are fetched.
+    """Source of weights in a checkpoint; of a hub's model, only the shards of the layers asked for are fetched.
 
-    The headers of a checkpoint that is whole are read once.
+    The headers of a complete checkpoint are read once.
 
     Args:
         model: A folder, or a hub's id.
     """
 
     model: str
-    _whole: dict[Path, TensorIndex] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _complete: dict[Path, TensorIndex] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextmanager
     def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
@@ -107,21 +110,21 @@ class CheckpointWeights:
             )
 
     def _open(self, folder: Path, layers: range) -> CheckpointReader:
-        reader = CheckpointReader(folder, index=self._whole.get(folder), layers=layers)
+        reader = CheckpointReader(folder, index=self._complete.get(folder), layers=layers)
         if not reader.index.absent:
-            self._whole[folder] = reader.index
+            self._complete[folder] = reader.index
         return reader
 
 
 @contextmanager
 def keep_layer_open(source: WeightSource | None) -> Iterator[WeightSource | None]:
-    """Give a source that keeps the layer open which was asked for last: several parts of a judgement ask for it."""
+    """Yield a source that keeps its last layer open, since several steps of a judgement ask for the same layer."""
     with ExitStack() as stack:
-        yield None if source is None else _Kept(source, stack)
+        yield None if source is None else _KeepingSource(source, stack)
 
 
-class _Kept:
-    """A source whose last layer stays open; no two are open at once."""
+class _KeepingSource:
+    """A source whose last layer stays open until another is asked for."""
 
     def __init__(self, source: WeightSource, stack: ExitStack) -> None:
         self._source = source
@@ -151,15 +154,9 @@ def _computed_dtype(reference: CaptureSource) -> torch.dtype:
 def find_weights(
     model: str | None, reference: CaptureSource, target: CaptureSource
 ) -> CheckpointWeights | None:
-    """Find the weights of the named checkpoint, else of the one that either capture was made from.
+    """Find the weights of the checkpoint `model`; without a name, of the one that either capture was made from.
 
-    Args:
-        model: As `--model` names it; None to look for the captures' own, which may not be on this machine.
-        reference: The golden.
-        target: The device run.
-
-    Returns:
-        None where no checkpoint was named, and neither capture's own is here and still the golden's.
+    None if none was named, and neither capture's own checkpoint is on this machine and still the golden's.
     """
     if model is not None:
         return CheckpointWeights(model=model)
@@ -167,26 +164,21 @@ def find_weights(
         description = source.known_description
         if description is None or not (Path(description.provenance.model_source) / "config.json").is_file():
             continue
-        found = CheckpointWeights(model=description.provenance.model_source)
+        weights = CheckpointWeights(model=description.provenance.model_source)
         try:
-            with found.open_layer(min(target.layers, default=0), reference):
-                return found
+            with weights.open_layer(min(target.layers, default=0), reference):
+                return weights
         except (IncomparableError, CheckpointError):
-            # What lies there today is no longer what the golden was made of.
+            # The folder no longer holds the golden's checkpoint.
             continue
     return None
 
 
 def refuse_other_model(golden: CaptureSource, found: ModelFingerprint, model: str) -> None:
-    """Refuse a checkpoint that the golden was not made of; one that does not say what it was made of may be of any.
-
-    Args:
-        golden: The golden.
-        found: Of the checkpoint, or of some of its layers.
-        model: The checkpoint, as it was given.
+    """Refuse the checkpoint `model`, with the fingerprint `found`, if the golden was made of another.
 
     Raises:
-        IncomparableError: They differ.
+        IncomparableError: The fingerprints differ; a golden without one passes.
     """
     description = golden.known_description
     if description is None:
@@ -196,6 +188,6 @@ def refuse_other_model(golden: CaptureSource, found: ModelFingerprint, model: st
         raise IncomparableError(
             f"the golden {golden.directory} is not of the checkpoint {model}",
             found="; ".join(differences),
-            next_step=f"Give --model the checkpoint that it was made of, {description.provenance.model_source} "
+            next_step=f"Give --model the golden's checkpoint, {description.provenance.model_source} "
             "(FP8 and BF16 copies agree).",
         )

@@ -1,6 +1,8 @@
-"""LayerFloor: a layer's noise floor as the golden kept it, for the real tokens.
+"""LayerFloor: a layer's noise floor (what BF16 alone costs the golden), as the golden stored it.
 
-T real tokens of the batch.
+The names of the stored statistics are listed in minimax_tools/metrics/noise_floor.py. Variants are other right ways to
+round the layer; their distances from the float32 twin widen the floor.
+T real tokens of the batch, F channels of a site.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from compare.sides.proven_floor import (
     refuse_other_choice,
     refuse_other_floor,
     refuse_other_router_noise,
-    refuse_torn_floor,
+    refuse_wrong_sums,
 )
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
@@ -30,15 +32,11 @@ from minimax_tools.metrics.noise_floor import (
     structure_name,
     variant_name,
 )
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import ModelSite, Site
 
 
 class LayerFloor:
-    """The floor statistics of one layer.
-
-    Args:
-        batch: Which rows are real.
-    """
+    """The stored floor of one layer, for the real tokens of `batch`."""
 
     def __init__(self, reference: CaptureSource, batch: Batch, *, layer: int) -> None:
         self._reference = reference
@@ -49,7 +47,7 @@ class LayerFloor:
         self._measured: dict[Site, Squares] = {}
 
     def statistic(self, name: str) -> torch.Tensor | None:
-        """Read one of the golden's own statistics, [T]; None where it kept none of that name."""
+        """Read one of the golden's own statistics, [T]; None if it kept none of that name."""
         statistic = self._reference.read_floor(self._layer, name)
         return None if statistic is None else self._batch.tokens(statistic)
 
@@ -62,33 +60,28 @@ class LayerFloor:
         stored = self.statistic(name)
         if stored is None:
             return None
-        return torch.stack((stored, *(self._of_variant(variant, name) for variant in self._variants))).amax(
-            dim=0
-        )
+        of_variants = (self._of_variant(variant, name) for variant in self._variants)
+        return torch.stack((stored, *of_variants)).amax(dim=0)
 
     def squares(self, site: Site) -> Squares | None:
-        """Return (golden − twin)² summed per token; None where the golden kept nothing of that site.
+        """Return (golden − twin)² summed per token; None if the golden kept nothing of that site.
 
         Raises:
             CaptureError: The golden was changed: the distances that it stored do not add up, or are all zero.
         """
-        squares = _squares(site, self.statistic)
+        squares = read_squares(site, self.statistic)
         if squares is not None:
             refuse_empty_floor(self._reference, self._layer, site, parts=squares)
             stored = self.statistic(error_name(site))
-            refuse_torn_floor(self._reference, self._layer, site, parts=squares, stored=stored)
+            refuse_wrong_sums(self._reference, self._layer, site, parts=squares, stored=stored)
         return squares
 
     def measure(
         self, site: Site, reference: torch.Tensor, twin: torch.Tensor, *, massive: torch.Tensor
     ) -> Squares:
-        """(golden − twin)² summed per token, once a site, as the golden's own rows [T,F] and its twin's give it.
+        """Measure (golden − twin)² per token, from rows [T,F] of both, and check the stored distances by it.
 
-        Args:
-            site: The site.
-            reference: The golden's rows.
-            twin: The rows of its float32 twin.
-            massive: bool [F], the channels that are massive.
+        Each site is measured once. The channels `massive`, bool [F], are summed apart.
 
         Raises:
             CaptureError: The golden was changed: it stored other distances.
@@ -102,10 +95,10 @@ class LayerFloor:
         return measured
 
     def prove_router(self) -> None:
-        """Pass where the golden's experts and the noise on their scores agree with its logits and their twin.
+        """Check the golden's experts, and the stored noise on their scores, against its logits and their twin.
 
         Raises:
-            CaptureError: It cannot: the golden was changed.
+            CaptureError: They disagree: the golden was changed.
         """
         site, golden = Site.ROUTER_LOGITS, self._reference
         twin, stored = golden.read_twin(self._layer, site), self.statistic(ROUTER_NOISE)
@@ -121,9 +114,9 @@ class LayerFloor:
         refuse_other_router_noise(
             golden, self._layer, errors=errors, stored=stored, num_competing=places.stop - places.start
         )
-        held = golden.read(self._layer, Site.ROUTER_EXPERTS)
         golden_experts, twin_experts = (
-            self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (held, chosen)
+            self._batch.rows(side, Site.ROUTER_EXPERTS)
+            for side in (golden.read(self._layer, Site.ROUTER_EXPERTS), chosen)
         )
         refuse_other_choice(golden, self._layer, golden_experts, twin_experts, errors=errors, margin=margin)
 
@@ -134,42 +127,42 @@ class LayerFloor:
             CaptureError: The golden says that it measured a variant, and has none of it.
         """
         for variant in self._variants:
-            self._refuse_torn(variant, site)
-        return _squares(site, self.largest) if self._variants else None
+            self._refuse_wrong_sums(variant, site)
+        return read_squares(site, self.largest) if self._variants else None
 
-    def _refuse_torn(self, variant: str, site: Site) -> None:
-        """Pass where a variant's stored distances add up, or there are none of the site."""
-        parts = _squares(site, lambda name: self.statistic(variant_name(variant, name)))
+    def _refuse_wrong_sums(self, variant: str, site: Site) -> None:
+        """Refuse a golden whose stored distances of a variant do not add up at a site."""
+        parts = read_squares(site, lambda name: self.statistic(variant_name(variant, name)))
         if parts is not None:
             stored = self.statistic(variant_name(variant, error_name(site)))
-            refuse_torn_floor(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
+            refuse_wrong_sums(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
 
-    def structure(self, site: Site) -> tuple[float, ...] | None:
-        """Return how many times as far as the golden's the averages of its variants stray, each at least 1.
+    def variant_averages(self, site: Site) -> tuple[float, ...] | None:
+        """Return the averages of the variants' errors over the golden's, the largest of all variants, at least 1 each.
 
-        Of `Structure.figures`, the largest of all variants; None of a golden that measured none.
+        They are in the order of `Structure.figures`; None if no variant was measured at the site.
         """
-        found = [
+        stored = [
             self._reference.read_floor(self._layer, variant_name(variant, structure_name(site)))
             for variant in self._variants
         ]
-        measured = [figures for figures in found if figures is not None]
+        measured = [figures for figures in stored if figures is not None]
         if not measured:
             return None
         return tuple(torch.stack(measured).amax(dim=0).clamp(min=1.0).tolist())
 
     def _of_variant(self, variant: str, name: str) -> torch.Tensor:
-        found = self.statistic(variant_name(variant, name))
-        if found is None:
+        statistic = self.statistic(variant_name(variant, name))
+        if statistic is None:
             raise CaptureError(
                 f"{self._reference.directory} holds no {name} of variant {variant} of layer {self._layer}",
                 expected="the statistics of every variant that its manifest names",
                 next_step="Run the capture again.",
             )
-        return found
+        return statistic
 
 
-def _squares(site: Site, read: Callable[[str], torch.Tensor | None]) -> Squares | None:
-    """Square a site's error norms, read by their names; None where one is missing."""
+def read_squares(site: Site | ModelSite, read: Callable[[str], torch.Tensor | None]) -> Squares | None:
+    """Square a site's error norms, which `read` gives by their names; None if one is missing."""
     ordinary, massive = (read(name) for name in (ordinary_error_name(site), massive_error_name(site)))
     return None if ordinary is None or massive is None else Squares.of(ordinary=ordinary, massive=massive)

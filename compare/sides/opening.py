@@ -1,4 +1,4 @@
-"""The two sides of a comparison as a command names them, and the layers to look at."""
+"""NamedSides: the two sides of a comparison as a command's options name them; and the option for its layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NamedSides:
         gpu_path: The golden; None for the newest under `captures`.
         neuron_path: The device run; None for the newest under `captures`.
         captures: Folder of all captures.
-        reading: The layout of the side that is not mm2's own, whichever that is.
+        reading: The layout of whichever side mm2 did not write.
         gpu_reading: The golden's layout.
         neuron_reading: The device run's layout.
     """
@@ -35,10 +35,10 @@ class NamedSides:
     neuron_reading: DumpReading
 
     def open(self) -> tuple[CaptureSource, CaptureSource]:
-        """Open the golden and the device run, whichever tool wrote them.
+        """Open the golden and the device run, in that order, whichever tool wrote them.
 
         Raises:
-            CaptureError: A directory is not there, holds no capture, or what it holds is damaged.
+            CaptureError: A directory is missing, holds no capture, or holds a damaged one.
             IncomparableError: Another tool's dump is of other prompts than the other side.
             UsageError: A map is wrong, or which side it is meant for cannot be told.
         """
@@ -51,10 +51,10 @@ class NamedSides:
         """Return the layout of each side; --format and --map go to the one that is not mm2's own."""
         if self.reading.is_default:
             return self.gpu_reading, self.neuron_reading
-        meant = (is_others(golden), is_others(device))
-        if meant == (True, False) and self.gpu_reading.is_default:
+        are_foreign = (is_others(golden), is_others(device))
+        if are_foreign == (True, False) and self.gpu_reading.is_default:
             return self.reading, self.neuron_reading
-        if meant == (False, True) and self.neuron_reading.is_default:
+        if are_foreign == (False, True) and self.neuron_reading.is_default:
             return self.gpu_reading, self.reading
         raise UsageError(
             "which side --format or --map is meant for cannot be told",
@@ -90,7 +90,9 @@ def _read_pattern(layer: str | None, layer_pattern: str | None) -> str | None:
     """
     if layer is not None and layer_pattern is not None:
         raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
-    return f"layer_{layer}" if layer is not None and layer.isdigit() else layer or layer_pattern
+    if layer is not None and layer.isdigit():
+        return f"layer_{layer}"
+    return layer or layer_pattern
 
 
 layers_options = stack_options(

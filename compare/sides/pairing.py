@@ -1,4 +1,4 @@
-"""Pairing: refuses captures that must not be compared, and selects the layers to compare."""
+"""Pairing: the refusal of captures that must not be compared, and the choice of layers to compare."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import Inputs
 
 _AGAIN = "Run the port on this golden: mm2-test … --golden DIR."
+# Layers, and modules of a dump, that a message names.
 _MAX_NAMED = 4
 _MAX_MODULES = 12
 
@@ -21,27 +22,27 @@ def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[
     """Refuse captures of different models, inputs, positions or dtypes.
 
     Returns:
-        Notes on what could not be checked, because a layout does not record it.
+        Notes on what could not be checked, since another tool's dump does not record it.
 
     Raises:
         IncomparableError: The captures must not be compared, or one was changed after it was certified.
         CaptureError: The stored inputs are missing or damaged.
     """
-    mine, theirs = reference.known_description, target.known_description
+    golden, port = reference.known_description, target.known_description
     for side in (reference, target):
         side.refuse_void_certificate()
-    if mine is None or theirs is None:
+    if golden is None or port is None:
         are_tokens_checked = reference.has_checked_tokens or target.has_checked_tokens
-        what = "model" if are_tokens_checked else "model and tokens"
-        return (f"one side does not record its {what}: that they agree was not checked",)
-    _refuse_other_model(mine, theirs)
-    _refuse_other_inputs(reference, target, mine, theirs)
-    _refuse_other_dtype(mine, theirs)
+        unchecked = "model" if are_tokens_checked else "model and tokens"
+        return (f"one side does not record its {unchecked}: that they agree was not checked",)
+    _refuse_other_model(golden, port)
+    _refuse_other_inputs(reference, target, golden, port)
+    _refuse_other_dtype(golden, port)
     return ()
 
 
 def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str) -> tuple[int, ...]:
-    """Return the layers of the target's run whose name `layer_N` matches, ascending, whether they have run or not.
+    """Return the target's declared layers whose name `layer_N` matches the pattern, ascending.
 
     Raises:
         UsageError: No layer matches.
@@ -69,7 +70,7 @@ def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str)
 
 
 def declared_layers(source: CaptureSource) -> tuple[int, ...]:
-    """Return the layers of a run, ascending, whether they have run or not."""
+    """Return the layers that a run declares, ascending; a run that stopped early may lack some."""
     description = source.known_description
     return tuple(description.run.span) if description is not None else source.layers
 
@@ -85,33 +86,33 @@ def _refuse_other_model(reference: Description, target: Description) -> None:
 
 
 def _refuse_other_inputs(
-    reference: CaptureSource, target: CaptureSource, mine: Description, theirs: Description
+    reference: CaptureSource, target: CaptureSource, golden: Description, port: Description
 ) -> None:
-    if mine.inputs_digest == theirs.inputs_digest:
+    if golden.inputs_digest == port.inputs_digest:
         return
     difference = _find_difference(reference.read_inputs(), target.read_inputs())
     if difference is not None:
         raise IncomparableError(
             f"the captures have different inputs: {difference}",
-            expected=f"{mine.input_source} (golden)",
-            found=theirs.input_source,
+            expected=f"{golden.input_source} (golden)",
+            found=port.input_source,
             next_step=_AGAIN,
         )
 
 
 def _refuse_other_dtype(reference: Description, target: Description) -> None:
-    mine, theirs = (side.provenance.dtypes.get("weights") for side in (reference, target))
-    if mine != theirs:
+    golden, port = (side.provenance.dtypes.get("weights") for side in (reference, target))
+    if golden != port:
         raise IncomparableError(
             "the captures computed in different dtypes",
-            expected=f"{mine} (golden)",
-            found=str(theirs),
+            expected=f"{golden} (golden)",
+            found=str(port),
             next_step="Run one side again with the other's --dtype.",
         )
 
 
 def _find_difference(reference: Inputs, target: Inputs) -> str | None:
-    """Return the first difference on real rows, in words; None where only padding differs."""
+    """Return the first difference on real rows, in words; None if only padding differs."""
     mask = reference.attention_mask
     if mask.shape != target.attention_mask.shape:
         shapes = [f"{inputs.batch_size}x{inputs.sequence_length}" for inputs in (reference, target)]
@@ -119,16 +120,16 @@ def _find_difference(reference: Inputs, target: Inputs) -> str | None:
     if not torch.equal(mask, target.attention_mask):
         return "attention_mask differs" + _first_place(mask, target.attention_mask, torch.ones_like(mask))
     for name in ("input_ids", "position_ids"):
-        mine, theirs = getattr(reference, name), getattr(target, name)
-        if not torch.equal(mine * mask, theirs * mask):
-            return f"{name} differ" + _first_place(mine, theirs, mask)
+        golden, port = getattr(reference, name), getattr(target, name)
+        if not torch.equal(golden * mask, port * mask):
+            return f"{name} differ" + _first_place(golden, port, mask)
     return None
 
 
 def _first_place(reference: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> str:
     row, position = ((reference != target) & mask.bool()).nonzero()[0].tolist()
-    mine, theirs = int(reference[row, position]), int(target[row, position])
-    return f", first at row {row}, position {position}: {mine} in the golden, {theirs} in the device run"
+    golden, port = int(reference[row, position]), int(target[row, position])
+    return f", first at row {row}, position {position}: {golden} in the golden, {port} in the device run"
 
 
 def _nothing_found(source: CaptureSource, listing: DumpListing) -> IncomparableError:
@@ -150,7 +151,7 @@ def _names(layers: tuple[int, ...]) -> str:
 
 
 def find_mismatch(reference: torch.Tensor, target: torch.Tensor) -> str | None:
-    """Return the reason why two tensors of a site cannot be compared; None where they can.
+    """Return the reason why two tensors of a site cannot be compared; None if they can.
 
     A target may be [B·S,F] where the reference is [B,S,F], and the other way round.
     """

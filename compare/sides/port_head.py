@@ -1,6 +1,7 @@
 """PortHeadGolden: a golden's final norm and logits, computed from the port's own last output.
 
-B batch, S sequence, H hidden.
+The last output of a chained run carries the errors of all layers. Measured against this golden, the head shows its own
+error alone.
 """
 
 from __future__ import annotations
@@ -23,13 +24,9 @@ from minimax_tools.reference.head import Float32Head
 
 
 class PortHeadGolden(Capture):
-    """Golden of the sites behind the last layer, computed from the port's own last output.
+    """A capture whose final norm and logits are computed anew; all else is the golden's.
 
-    Args:
-        golden: The golden; all else is read from it.
-        target: The device run, which holds the last layer's output, finite on real rows.
-        layer: The last layer.
-        weights: Of the head.
+    `layer` is the last one; its output in `target` is finite on real rows.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class PortHeadGolden(Capture):
 
     @property
     def description(self) -> Description:
-        """Return what the golden is, with a noise floor that is kept whole."""
+        """The golden's description; in BF16 with a full noise floor, since this file measures it."""
         if self._is_float32:
             return self.manifest.description
         return replace(self.manifest.description, noise_floor="full")
@@ -68,12 +65,12 @@ class PortHeadGolden(Capture):
         return self._output if is_fed else super().read(layer, site)
 
     def model_sites(self) -> tuple[ModelSite, ...]:
-        """Return those of the golden, and all behind the last layer."""
+        """Return the golden's sites outside the layers, and those computed here."""
         held = super().model_sites()
         return tuple(site for site in ModelSite if site in held or site in self._twin)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read a site's tensor as a golden rounds it."""
+        """Read a site's tensor, rounded as a golden rounds."""
         return self._rounded[site] if site in self._rounded else super().read_model(site)
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
@@ -90,15 +87,10 @@ class PortHeadGolden(Capture):
 
 
 def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
-    """Replace the golden behind the last layer by one on the port's own output.
+    """Return sides whose golden has its head computed from the port's own output of `last_layer`.
 
-    Args:
-        sides: The captures.
-        last_layer: The layer before the head.
-
-    Returns:
-        None where the port's output is the golden's own, is not held or not finite, the weights are not known, the
-        golden is not mm2's own, or the classic limits are asked for.
+    None if no weights are known, the criteria are classic, the golden is not mm2's own, or the port's output is
+    missing, not finite or equal to the golden's.
 
     Raises:
         CheckpointError: The weights cannot be read.

@@ -1,9 +1,13 @@
 """PortInputGolden: a golden of one layer, computed on the port's own input.
 
-A layer of a chained run inherits errors, and may choose other experts because of them. So the layer is computed anew
-from the checkpoint, on the port's own input: exactly, as a golden rounds, and with a random variant of its roundings.
-The remaining difference is the layer's own error, and the limits of isolated runs hold.
-B batch, S sequence, H hidden.
+A layer of a chained run inherits errors, and may choose other experts because of them. So the layer is computed again
+from the checkpoint on the port's own input, in three ways:
+
+- exactly: the float32 twin
+- rounded as a golden rounds: the golden
+- with random roundings: a variant, which widens the noise floor
+
+The port's difference from this golden is the layer's own error, and the limits of isolated runs hold.
 """
 
 from __future__ import annotations
@@ -26,17 +30,15 @@ from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import RoundingKind
 
+# A golden keeps these in float32.
 _FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
 _VARIANT = "random_1"
 
 
 class PortInputGolden(Capture):
-    """Golden of one layer, computed on the port's own input.
+    """A capture of which one layer is computed anew; all else is the golden's.
 
-    Args:
-        golden: The golden; other layers are read from it.
-        target: The device run, which holds the layer's input, finite on real rows.
-        weights: Its weights, in the dtype that the golden computed in.
+    The layer's input in `target` is finite on real rows; `weights` are in the dtype that the golden computed in.
     """
 
     def __init__(
@@ -50,32 +52,31 @@ class PortInputGolden(Capture):
         self._layer = layer
         self._input = layer_input.masked_fill(is_padding[..., None], 0.0)
         self._is_float32 = computes_in_float32(golden)
-        kinds = (
-            (RoundingKind.EXACT,)
-            if self._is_float32
-            else (RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM)
-        )
-        self._twin, *others = RoundedLayer(weights.spec, weights.tensors, kinds=kinds, seed=layer).run(
+        # A float32 golden rounds nothing: it is its own twin, and has no floor.
+        roundings = () if self._is_float32 else (RoundingKind.NEAREST, RoundingKind.RANDOM)
+        kinds = (RoundingKind.EXACT, *roundings)
+        computed = RoundedLayer(weights.spec, weights.tensors, kinds=kinds, seed=layer).run(
             self._input, inputs, router_experts=None
         )
-        self._rounded = others[0] if others else self._twin
+        self._twin = self._rounded = computed[0]
         self._floor: Mapping[str, torch.Tensor] = {}
         if not self._is_float32:
-            self._floor = self._measure_floor(others[1], weights, inputs.attention_mask)
+            _, self._rounded, variant = computed
+            self._floor = self._measure_floor(variant, weights, inputs.attention_mask)
 
     @property
     def description(self) -> Description:
-        """Return what the golden is, with a noise floor that is kept whole."""
+        """The golden's description; in BF16 with a full noise floor and one variant, since this file measures them."""
         if self._is_float32:
             return self.manifest.description
         return replace(self.manifest.description, noise_floor="full", floor_variants=(_VARIANT,))
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Return every site of the layer."""
+        """Return the sites of a layer: every one of the computed layer."""
         return tuple(Site) if layer == self._layer else super().sites(layer)
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor as a golden rounds it."""
+        """Read a site's tensor, rounded as a golden rounds."""
         if layer != self._layer:
             return super().read(layer, site)
         if site is Site.INPUT:
@@ -109,19 +110,14 @@ class PortInputGolden(Capture):
 
 
 def on_port_input(sides: Sides, layer: int) -> Sides | None:
-    """Replace the golden of one layer by one on the port's own input.
+    """Return sides whose golden has one layer computed on the port's own input of it.
 
-    Args:
-        sides: The captures; the target holds the layer's input.
-        layer: The layer.
-
-    Returns:
-        None where it cannot be computed: the weights are not known, the golden is not mm2's own, the classic limits
-        are asked for, or the input is not finite.
+    None if no weights are known, the criteria are classic, the golden is not mm2's own, or the port's input is missing
+    or not finite.
 
     Raises:
         IncomparableError: The weights are another model's.
-        CheckpointError: They cannot be read.
+        CheckpointError: The weights cannot be read.
     """
     golden, source = sides.reference, sides.weights
     if source is None or sides.is_classic or golden.known_description is None:

@@ -1,8 +1,8 @@
-"""Proven floor: the golden's error at a site from its own value and its twin, held against the distances it stored.
+"""Proven floor: refusals of a golden whose stored noise floor does not agree with its own values.
 
-The golden stores what BF16 cost it twice: as a float32 twin, and as distances per token. A golden whose value, twin or
-distances were changed after it was made no longer agrees with itself, whatever digests it was given.
-T real tokens.
+A golden stores its BF16 error twice: as a float32 twin beside its value, and as distances ‖value − twin‖ per token. If
+a value, a twin or a distance is changed after it was made, the two disagree, whatever digests the golden was given.
+T real tokens, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import error_name, massive_error_name, ordinary_error_name
 from minimax_tools.model.sites import ModelSite, Site
 
-# The stored distances are float32 sums in another order: 6e-7 were measured at 6144 channels, 2e-5 at 200 064.
+# Relative. Stored distances are float32 sums in another order: off by 6e-7 with 6144 channels, 2e-5 with 200 064.
 _TOLERANCE = 1e-3
-# Biased scores are float32 of about 1 to 10.
+# Absolute. Biased scores are float32 numbers from about 1 to 10, so this is a few roundings.
 _SCORE_SLACK = 2e-6
 _AGAIN = "Copy the golden again from where it was made, or make it again: mm2-gpu extract-all."
 
@@ -31,17 +31,12 @@ def refuse_other_floor(
     measured: Squares,
     stored: torch.Tensor | None,
 ) -> None:
-    """Refuse a golden whose stored distances are not those from its value to its twin.
+    """Refuse a golden that stored other distances [T] than `measured`, or none (None) beside its twin.
 
-    Args:
-        golden: The golden.
-        layer: The layer; None outside the layers.
-        site: The site.
-        measured: (golden − twin)² summed per token.
-        stored: The distances of the same tokens, [T]; None where there are none, though it kept a twin.
+    `measured` is (golden − twin)² summed per token; `layer` is None for a site outside the layers.
 
     Raises:
-        CaptureError: They are others, or none.
+        CaptureError: The golden stored other distances, or none.
     """
     if stored is None:
         group = _group(layer)
@@ -50,7 +45,7 @@ def refuse_other_floor(
             f"{group}.fp32.safetensors a float32 twin of {_place(site, layer)}",
             next_step=_AGAIN,
         )
-    # A golden's NaN is refused where its values are judged.
+    # NaN in the golden is refused later, when its values are judged.
     is_finite = measured.whole.isfinite()
     _refuse_unlike(
         golden,
@@ -61,7 +56,7 @@ def refuse_other_floor(
     )
 
 
-def refuse_torn_floor(
+def refuse_wrong_sums(
     golden: CaptureSource,
     layer: int | None,
     site: Site | ModelSite,
@@ -70,18 +65,13 @@ def refuse_torn_floor(
     stored: torch.Tensor | None,
     variant: str | None = None,
 ) -> None:
-    """Refuse a golden whose ordinary and massive distances do not add up to those over all channels.
+    """Refuse a golden whose distances over ordinary and massive channels do not add up to those over all channels.
 
-    Args:
-        golden: The golden.
-        layer: The layer; None outside the layers.
-        site: The site.
-        parts: The squared distances per token over ordinary and over massive channels.
-        stored: The distances over all channels, [T]; None where there are none.
-        variant: The variant that the distances are of; None for the golden itself.
+    `parts` are the former, squared; `stored` are the latter, [T], or None, which passes. They are the golden's own, or
+    those of a variant.
 
     Raises:
-        CaptureError: They are not.
+        CaptureError: They do not add up.
     """
     if stored is None:
         return
@@ -97,16 +87,10 @@ def refuse_torn_floor(
 
 
 def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: Squares) -> None:
-    """Refuse a BF16 golden that says that its rounding cost nothing at any token.
-
-    Args:
-        golden: The golden.
-        layer: The layer.
-        site: The site.
-        parts: The squared distances per token that it stored.
+    """Refuse a BF16 golden that stored a distance of 0 for every token, though its values are not all 0.
 
     Raises:
-        CaptureError: It does.
+        CaptureError: All stored distances, squared in `parts`, are 0.
     """
     entry = golden.entry(layer, site)
     if entry is None or computes_in_float32(golden) or not entry.statistics.l2 or bool(parts.whole.any()):
@@ -122,20 +106,14 @@ def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: 
 def refuse_other_router_noise(
     golden: CaptureSource, layer: int, *, errors: torch.Tensor, stored: torch.Tensor, num_competing: int
 ) -> None:
-    """Refuse a golden whose stored router noise is not that of some of its scores.
+    """Refuse a golden whose stored router noise cannot come from its scores.
 
-    Which scores compete hangs on the correction bias, which a golden does not hold: the noise is the largest error of
-    `num_competing` of them.
-
-    Args:
-        golden: The golden.
-        layer: The layer.
-        errors: |golden − twin| of every expert's score, [T,E].
-        stored: The noise that the golden stored, [T].
-        num_competing: How many scores compete; none where all experts are chosen.
+    The noise is the largest error among the scores that compete for the k-th place. Which scores these are depends on
+    the correction bias, which a golden does not store; only their number is known, and so a range for the noise.
+    `errors` [T,E] are |golden − twin| of every expert's score, `stored` [T] is the noise.
 
     Raises:
-        CaptureError: It is not.
+        CaptureError: The noise of a token lies outside its range.
     """
     smallest, largest = torch.zeros_like(stored), torch.zeros_like(stored)
     if num_competing:
@@ -161,18 +139,11 @@ def refuse_other_choice(
     errors: torch.Tensor,
     margin: torch.Tensor,
 ) -> None:
-    """Refuse a golden that chose other experts than its twin though the scores are far apart.
-
-    Args:
-        golden: The golden.
-        layer: The layer.
-        experts: Those that it chose, [T,k].
-        chosen: Those that its twin chose, [T,k].
-        errors: |golden − twin| of every expert's score, [T,E].
-        margin: How far the twin's k-th score is above the next, [T].
+    """Refuse a golden that chose other experts [T,k] than its twin (`chosen`), though the scores are far apart.
 
     Raises:
-        CaptureError: It chose others elsewhere.
+        CaptureError: A token's choice differs, and its `margin` [T], the distance of the twin's k-th score from the
+            next, is more than twice the largest of its `errors` [T,E].
     """
     is_other = (experts.sort(dim=-1).values != chosen.sort(dim=-1).values).any(dim=-1)
     wrong = is_other & (margin > 2 * errors.amax(dim=-1) + _SCORE_SLACK)

@@ -1,4 +1,4 @@
-"""Proving: checks both sides against their digests while they are judged, before any verdict is returned."""
+"""Proving: what was read of both sides is checked against their digests, before any verdict is returned."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Judging = Callable[Concatenate[CaptureSource, CaptureSource, P], R]
 
 
 def proved(judge: Judging[P, R]) -> Judging[P, R]:
-    """Let a judge of two captures return only when all that it read of them is checked.
+    """Decorate a judge of two captures: it returns only when all that it read of them is checked.
 
-    Args:
-        judge: A function of the golden, the device run, and further arguments.
+    The check runs beside the judge, a function of the golden, the device run, and further arguments.
 
     Raises:
         CaptureError: A capture was damaged or changed, even if the judge itself raised.
@@ -27,7 +26,7 @@ def proved(judge: Judging[P, R]) -> Judging[P, R]:
     @functools.wraps(judge)
     def run(reference: CaptureSource, target: CaptureSource, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with ExitStack() as proofs:
-            # The golden's is left last: where both are damaged, it is named.
+            # Entered first, the golden's check is left last: if both sides are damaged, the golden's error is raised.
             for side in (reference, target):
                 proofs.enter_context(side.proving_beside())
             return judge(reference, target, *args, **kwargs)

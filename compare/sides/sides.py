@@ -1,4 +1,4 @@
-"""Sides: two captures that may be compared, what they have in common, and how to judge them."""
+"""Sides: the two captures of a comparison, their common batch, and what they are judged by."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minimax_tools.model.sites import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sides:
-    """The golden, the device run, their common batch, the criteria, and the golden's weights where they are known."""
+    """The golden (`reference`), the device run (`target`), and what they are judged by; weights if they are known."""
 
     reference: CaptureSource
     target: CaptureSource
@@ -27,11 +27,11 @@ class Sides:
 
     @property
     def is_classic(self) -> bool:
-        """True where the five classic limits judge."""
+        """True if the five classic limits judge."""
         return self.criteria.name == "classic"
 
     def limit_context(self, *, hides_flips: bool = False) -> LimitContext:
-        """Return the context of limits; the caller knows whether flips are hidden."""
+        """Return the facts that limits depend on; see there for `hides_flips`."""
         return LimitContext(
             backend=backend_of(self.target),
             is_float32=computes_in_float32(self.reference),
@@ -40,7 +40,7 @@ class Sides:
         )
 
     def read_rows(self, layer: int, site: Site) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Read both sides' real rows [T,F]; None where a side lacks them, or they cannot be compared."""
+        """Read both sides' real rows [T,F]; None if a side lacks them, or they cannot be compared."""
         if site not in self.reference.sites(layer) or site not in self.target.sites(layer):
             return None
         reference, target = self.reference.read(layer, site), self.target.read(layer, site)
@@ -49,22 +49,20 @@ class Sides:
         return self.batch.rows(reference, site), self.batch.rows(target, site)
 
     def read_golden(self, layer: int, site: Site) -> torch.Tensor | None:
-        """Read the golden's real rows, [T,F] float32; None where it lacks them."""
+        """Read the golden's real rows, [T,F] float32; None if it lacks them."""
         if site not in self.reference.sites(layer):
             return None
         return self.batch.rows(self.reference.read(layer, site), site).float()
 
     def read_exact(self, layer: int, site: Site) -> torch.Tensor | None:
-        """Read the float32 twin, else the golden: real rows, [T,F] float32."""
+        """Read the real rows of the float32 twin, or of the golden if it kept no twin: [T,F] float32."""
         twin = self.reference.read_twin(layer, site)
         return self.read_golden(layer, site) if twin is None else self.batch.rows(twin, site).float()
 
     def read_stream(self, layer: int, *, is_exact: bool) -> torch.Tensor | None:
-        """Read the stream that the experts' sum is added to, [T,H] float32: the residual, else output − sum.
+        """Read the golden's residual stream that the experts' sum is added to, [T,H] float32.
 
-        Args:
-            layer: The layer.
-            is_exact: Whether to read the best that is known of it, and not what the golden holds.
+        A golden that did not keep it has it as output − sum. `is_exact` prefers float32 twins to the golden's values.
         """
         read = self.read_exact if is_exact else self.read_golden
         residual, output, added = (

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.tampering import sign
 
-from compare.noise.rho import Rows, noise_ratio
+from compare.noise.rho import noise_ratio
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import Squares
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
@@ -154,7 +155,7 @@ def test_floor_is_the_largest_token_by_token() -> None:
         massive=massive,
         places=torch.stack((torch.zeros(4, dtype=torch.int64), torch.arange(4)), dim=-1),
         twin=twin,
-        widest=widest,
+        widened_floor=widest,
     )
     noise = noise_ratio(rows)
     assert noise.whole == pytest.approx((4.0 / 7.0) ** 0.5, rel=1e-3)

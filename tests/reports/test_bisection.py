@@ -55,9 +55,9 @@ def test_culprit_is_named_with_what_to_run_next(culprit: Bisection) -> None:
     assert "compared 3 of 8 outputs in 3 runs, in chains of at most 2 layers" in text
     assert "layers 0-2 are right, as far as chains see" in text
     words = " ".join(text.split())
-    assert "In the output of a chain, noise from 1.70 % on is seen if it is on every token" in words
-    assert "In the output of a layer alone, such noise is seen from 0.600 % on." in words
-    assert "sees it from 0.0400 % of the output on in what the experts add" in words
+    assert "At the end of a chain, noise of 1.70 % or more on every token is seen." in words
+    assert "In the output of a layer alone, noise of 0.600 % or more is seen." in words
+    assert "sees noise of 0.0400 % or more of the output in what the experts add" in words
     assert "4 layers did not run." in text
     assert "mm2-test single-layer --layer 3 --model 'my model' --golden golden" in text
 

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.logits import compare_logits
-from compare.judging.model_judge import TokenLimits, judge_logits
+from compare.judging.logits import TokenLimits, compare_logits, judge_logits
 from compare.limits.criteria import Judgement
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits_file import calibrated_limits
-from compare.noise.rho import Rows
+from compare.noise.rows import Rows
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.results.choices import LogitsResult

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from compare.judging.noise_judge import (
-    count_unflipped,
     floorless_limit,
     judge_noise,
-    judge_routing,
     judge_without_floor,
 )
+from compare.judging.routing import count_unflipped, judge_routing
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits import NOISE_FIGURES, STRUCTURE_FIGURES
 from compare.limits.limits_file import calibrated_limits

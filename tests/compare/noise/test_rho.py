@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from compare.noise.input_error import InputError, measure_input_error
-from compare.noise.rho import Rows, noise_ratio
+from compare.noise.rho import noise_ratio
+from compare.noise.rows import Rows
 from compare.noise.squared_errors import square_difference
 from minimax_tools.metrics.noise_floor import massive_channels
 
@@ -248,8 +249,10 @@ class TestIncoming:
         input_error = measure_input_error(fed, handed)
         assert float(input_error.tokens[4]) == pytest.approx(0.5, rel=1e-4)
         assert float(input_error.tokens[5]) == 0.0
-        assert float(input_error.widest[5]) == input_error.overall > 0.0
-        assert input_error.select(torch.arange(TOKENS) == 4).widest.tolist() == pytest.approx([0.5], rel=1e-4)
+        assert float(input_error.inherited[5]) == input_error.overall > 0.0
+        assert input_error.select(torch.arange(TOKENS) == 4).inherited.tolist() == pytest.approx(
+            [0.5], rel=1e-4
+        )
 
     def test_same_input_has_no_error(self) -> None:
         fed = random(TOKENS, CHANNELS, seed=0)

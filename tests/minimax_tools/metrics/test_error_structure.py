@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compare.noise.rho import rho_interval
+from compare.noise.interval import rho_interval
 from minimax_tools.metrics.error_structure import Structure, measure_structure
 
 TOKENS, CHANNELS = 160, 256

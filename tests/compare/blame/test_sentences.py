@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from compare.blame.regions import Bounds, describe_regions
-from compare.noise.rho import Rows
+from compare.blame.sentences import Bounds, describe_regions
+from compare.noise.rows import Rows
 
 ROWS, LENGTH, HEAD_DIM, HEADS = 3, 40, 16, 4
 BOUNDS = Bounds(token=3.0, channel=2.0)

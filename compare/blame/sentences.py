@@ -1,0 +1,161 @@
+"""Sentences on where the error of a site lies, and on what the wrong values are.
+
+A token is wrong if its ρ, its error in units of the noise floor (see noise/rho.py), is above a limit.
+T judged tokens, F channels of a site, D channels of a head, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from compare.blame.regions import (
+    Region,
+    channel_regions,
+    expert_regions,
+    range_regions,
+    row_regions,
+    tightest,
+)
+from compare.noise.rho import token_ratios
+from compare.noise.rows import Rows
+from compare.noise.squared_errors import TINY_FLOAT32
+
+# Wrong values are a multiple of the golden's if the multiple leaves at most this share of the error.
+_LEFT_BY_SCALE = 0.2
+# Two heads hold the same values if their cosine similarity is above this.
+_SAME_HEAD = 0.98
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Limits above which a token's ρ, and a channel's, is wrong; None for channels that are not limited."""
+
+    token: float
+    channel: float | None
+
+
+def describe_regions(
+    rows: Rows,
+    *,
+    bounds: Bounds,
+    decoded: torch.Tensor | None,
+    experts: torch.Tensor | None,
+    head_dim: int | None,
+    channel_word: str = "channel",
+) -> tuple[str, ...]:
+    """Describe where the error of a site lies; empty if it is everywhere.
+
+    Args:
+        rows: The judged tokens, with their floor.
+        bounds: The limits that tell wrong tokens and channels from right ones.
+        decoded: Tokens computed one at a time, bool [T]; None if none or all are.
+        experts: The experts of each token, [T,k]; None if the site does not depend on them.
+        head_dim: D, if the channels are heads side by side; else None.
+        channel_word: The noun for one channel.
+    """
+    broken = ~rows.target.isfinite().all(dim=1)
+    if bool(broken.any()):
+        return tuple(_describe_tokens("NaN or Inf", broken, rows.places, decoded=decoded, experts=experts))
+    wrong = token_ratios(rows) > bounds.token
+    sentences: list[str] = []
+    if bool(wrong.any()):
+        sentences += _describe_tokens("wrong tokens", wrong, rows.places, decoded=decoded, experts=experts)
+    # If no single token is wrong, all tokens together may still tell which channels are.
+    rows = rows.select(wrong) if bool(wrong.any()) else rows
+    channels = _wrong_channels(rows, bounds)
+    if channels is not None and bool(channels.any()):
+        region = tightest(channels, channel_regions(channels, head_dim, channel_word))
+        if region is not None:
+            sentences.append(_describe_share(f"wrong {channel_word}s", channels, region))
+        sentences += _describe_values(rows, channels, head_dim)
+    return tuple(sentences)
+
+
+def _describe_tokens(
+    subject: str,
+    wrong: torch.Tensor,
+    places: torch.Tensor,
+    *,
+    decoded: torch.Tensor | None,
+    experts: torch.Tensor | None,
+) -> Iterator[str]:
+    """Yield a sentence on the smallest region that holds the wrong tokens, or an intersection of two; else nothing."""
+
+    def candidates(within: torch.Tensor) -> Iterator[Region]:
+        yield from row_regions(wrong, places[:, 0])
+        yield from range_regions(wrong, places[:, 1], within, word="at position")
+        if decoded is not None:
+            yield Region(words="decoded one at a time", items=decoded, num_choices=1)
+            yield Region(words="computed in one pass", items=~decoded, num_choices=1)
+        if experts is not None:
+            yield from expert_regions(wrong, experts, within)
+
+    single = list(candidates(torch.ones_like(wrong)))
+    pairs = [
+        first & second
+        for first in single
+        for second in candidates(first.items)
+        if second.adds_to(first, wrong) and first.adds_to(second, wrong)
+    ]
+    region = tightest(wrong, (*single, *pairs))
+    if region is not None:
+        yield _describe_share(subject, wrong, region)
+
+
+def _describe_share(subject: str, wrong: torch.Tensor, region: Region) -> str:
+    num_wrong = int(wrong.sum())
+    share = f"all {num_wrong}" if num_wrong == region.size else f"{num_wrong} of the {region.size}"
+    return f"{subject}: {share} {region.words}; the {wrong.numel() - region.size} others are right"
+
+
+def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:
+    """Find channels whose ρ is above its limit, bool [F]; None if there is no twin or no limit on channels."""
+    if rows.twin is None or bounds.channel is None or rows.input_error is not None:
+        return None
+    twin = rows.twin.float()
+    error = (rows.target.float() - twin).square().sum(dim=0, dtype=torch.float64)
+    floor = (rows.reference.float() - twin).square().sum(dim=0, dtype=torch.float64)
+    # A channel whose own floor is below the median channel's is judged by the median.
+    ratios = (error / floor.clamp(min=max(float(floor.median()), TINY_FLOAT32))).sqrt()
+    return ratios > bounds.channel
+
+
+def _describe_values(rows: Rows, channels: torch.Tensor, head_dim: int | None) -> Iterator[str]:
+    """Describe the wrong values, if they are zeros, a multiple of the golden's, or other heads of the golden."""
+    golden, port = rows.reference[:, channels].double(), rows.target[:, channels].double()
+    error, size = float((port - golden).norm()), float(golden.norm())
+    if size <= TINY_FLOAT32 or error <= TINY_FLOAT32:
+        return
+    if not bool(port.any()):
+        yield "the port's values there are all 0"
+        return
+    factor = float((port * golden).sum()) / size**2
+    if float((port - factor * golden).norm()) < _LEFT_BY_SCALE * error:
+        yield f"the port's values there are {factor:.4g} times the golden's"
+    elif head_dim is not None and rows.reference.shape[1] % head_dim == 0:
+        moved = _moved_heads(rows, head_dim)
+        if moved:
+            yield "the port holds " + ", ".join(
+                f"in head {head} the golden's head {origin}" for head, origin in moved
+            )
+
+
+def _moved_heads(rows: Rows, head_dim: int) -> list[tuple[int, int]]:
+    """Find heads of the port that hold another head of the golden: pairs of the port's head and the golden's."""
+    # Rows of all tokens' values of a head, of length 1.
+    golden, port = (
+        torch.nn.functional.normalize(
+            side.double().unflatten(-1, (-1, head_dim)).transpose(0, 1).flatten(1), dim=-1
+        )
+        for side in (rows.reference, rows.target)
+    )
+    likeness = port @ golden.T
+    best = likeness.argmax(dim=-1).tolist()
+    return [
+        (head, origin)
+        for head, origin in enumerate(best)
+        if origin != head and float(likeness[head, origin]) > _SAME_HEAD
+    ]

@@ -1,0 +1,72 @@
+"""Rows: the judged tokens of one site on both sides, with the golden's noise floor.
+
+T judged tokens, F channels of the site.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from compare.noise.input_error import InputError
+from compare.noise.squared_errors import Squares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Judged tokens of one site on both sides, with the noise floor.
+
+    Args:
+        reference: [T,F], the golden.
+        target: [T,F], the port.
+        massive: bool [F], the massive channels, over all real tokens of the golden.
+        places: [T,2], row and position of each token in the batch.
+        twin: [T,F] float32, the golden's float32 twin; None if it was not kept.
+        floor: (reference − twin)² summed per token; None if only the twin is known.
+        widened_floor: The same of the golden or of its variant that is furthest off, token by token; None if the
+            golden has no variants. (Variants: other right ways to round the layer, measured with the golden.)
+        variant_averages: Averages of the variants' errors over those of the golden's, in the order of
+            `Structure.figures`; None if they were not measured.
+        input_error: Error of a chained layer's input; None in isolated runs.
+        stored_dtype: Dtype of the golden's stored values; None if it is the dtype of `reference`.
+    """
+
+    reference: torch.Tensor
+    target: torch.Tensor
+    massive: torch.Tensor
+    places: torch.Tensor
+    twin: torch.Tensor | None = None
+    floor: Squares | None = None
+    widened_floor: Squares | None = None
+    variant_averages: tuple[float, ...] | None = None
+    input_error: InputError | None = None
+    stored_dtype: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the golden's stored values."""
+        return self.stored_dtype or self.reference.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of judged tokens, T."""
+        return self.reference.shape[0]
+
+    @property
+    def has_floor(self) -> bool:
+        """True if ρ can be computed."""
+        return self.twin is not None or self.floor is not None
+
+    def select(self, tokens: torch.Tensor) -> Rows:
+        """Select tokens, bool [T]; the massive channels stay."""
+        return replace(
+            self,
+            reference=self.reference[tokens],
+            target=self.target[tokens],
+            places=self.places[tokens],
+            twin=None if self.twin is None else self.twin[tokens],
+            floor=None if self.floor is None else self.floor.select(tokens),
+            widened_floor=None if self.widened_floor is None else self.widened_floor.select(tokens),
+            input_error=None if self.input_error is None else self.input_error.select(tokens),
+        )
