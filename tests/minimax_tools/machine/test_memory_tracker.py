@@ -24,7 +24,7 @@ SLACK = 12 * MB
 
 @pytest.fixture(autouse=True)
 def freed_before() -> None:
-    """What tests before left with the allocator is no memory of these."""
+    """Free what earlier tests left with the allocator, so that it is not counted here."""
     give_back_freed_memory()
 
 
