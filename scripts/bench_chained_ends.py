@@ -51,16 +51,11 @@ PORTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainEnd:
-    """The end of one chain.
-
-    Args:
-        error: Error of the chain's last output, in the unit of `compare.chains.chain_noise`.
-        unit: That unit, relative to the output.
-    """
+    """The end of one chain."""
 
     length: int
-    error: ChainError
-    unit: float
+    error: ChainError  # error of the chain's last output, in the unit of `compare.chains.chain_noise`
+    unit: float  # that unit, relative to the output
 
 
 def main() -> int:

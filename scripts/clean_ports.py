@@ -61,21 +61,13 @@ _TRANSFORMERS_PORTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model and a golden of it, before they are made.
+    """A model and a golden of it, before they are made."""
 
-    Args:
-        shape: Name in `SHAPES`, or the folder of a trained model.
-        seed: Seed of a synthetic model's weights, and of the prompts.
-        lengths: Tokens of the prompts.
-        attention: transformers' attention implementation of the golden.
-        experts: transformers' experts implementation of the golden.
-    """
-
-    shape: str
-    seed: int
-    lengths: tuple[int, ...]
-    attention: str
-    experts: str
+    shape: str  # name in `SHAPES`, or the folder of a trained model
+    seed: int  # seed of a synthetic model's weights, and of the prompts
+    lengths: tuple[int, ...]  # tokens of the prompts
+    attention: str  # transformers' attention implementation of the golden
+    experts: str  # transformers' experts implementation of the golden
 
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths))
@@ -131,16 +123,12 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanPort:
-    """A right port.
-
-    Args:
-        tp_degree: Number of ranks that share a layer; 1 runs in this process.
-    """
+    """A right port."""
 
     name: str
     target: str
     backend: str
-    tp_degree: int = 1
+    tp_degree: int = 1  # number of ranks that share a layer; 1 runs in this process
 
     def __str__(self) -> str:
         ranks = f", {self.tp_degree} ranks" if self.tp_degree > 1 else ""

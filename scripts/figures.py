@@ -14,17 +14,12 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A measured figure and its goal.
-
-    Args:
-        goal: The goal as text; `-` without one.
-        holds: False if the goal is missed.
-    """
+    """A measured figure and its goal."""
 
     figure: str
     value: float
-    goal: str = "-"
-    holds: bool = True
+    goal: str = "-"  # the goal as text; `-` without one
+    holds: bool = True  # False if the goal is missed
 
     @classmethod
     def plain(cls, figure: str, value: float) -> Figure:

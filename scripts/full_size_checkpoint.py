@@ -90,24 +90,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSizeCheckpoint:
-    """A checkpoint on this machine.
-
-    Args:
-        image: File of the image that holds it; None if the folder's own file system has reflinks.
-        is_read_directly: False if the file system below the image caches it too.
-        was_there: True if this call did not build it.
-        logical_bytes: Size of the tensors.
-        disk_bytes: Disk space that the tensors take.
-    """
+    """A checkpoint on this machine."""
 
     folder: Path
-    image: Path | None
-    is_read_directly: bool
-    was_there: bool
+    image: Path | None  # file of the image that holds it; None if the folder's own file system has reflinks
+    is_read_directly: bool  # False if the file system below the image caches it too
+    was_there: bool  # True if this call did not build it
     num_hidden_layers: int
     distinct_layers: int
-    logical_bytes: int
-    disk_bytes: int
+    logical_bytes: int  # size of the tensors
+    disk_bytes: int  # disk space that the tensors take
     seconds: float
 
 

@@ -25,21 +25,14 @@ _STATE = "State"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """Time and peaks of memory of a process that has ended.
+    """Time and peaks of memory of a process that has ended."""
 
-    Args:
-        exit_code: Exit code; minus the signal's number if a signal ended it.
-        peak_anonymous_bytes: Largest sample of anonymous memory.
-        peak_resident_bytes: Peak of resident memory, counted by the kernel.
-        peaks: Peaks of other gauges, by name.
-    """
-
-    exit_code: int
+    exit_code: int  # exit code; minus the signal's number if a signal ended it
     wall_s: float
     cpu_s: float
-    peak_anonymous_bytes: int
-    peak_resident_bytes: int
-    peaks: Mapping[str, int]
+    peak_anonymous_bytes: int  # largest sample of anonymous memory
+    peak_resident_bytes: int  # peak of resident memory, counted by the kernel
+    peaks: Mapping[str, int]  # peaks of other gauges, by name
 
 
 def watch(

@@ -187,15 +187,10 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Opened:
-    """Values that need the layer's weights.
+    """Values that need the layer's weights."""
 
-    Args:
-        bias: The correction bias, float32 [E].
-        experts: What the port's experts add, [t,H]; None if the golden did not keep their input.
-    """
-
-    bias: torch.Tensor
-    experts: _Values | None
+    bias: torch.Tensor  # the correction bias, float32 [E]
+    experts: _Values | None  # what the port's experts add, [t,H]; None if the golden did not keep their input
 
 
 def _put_values(

@@ -24,19 +24,12 @@ _NAME = "floor_variants"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _VariantError:
-    """The distance of a variant from the float32 twin, at a site of a layer.
+    """The distance of a variant from the float32 twin, at a site of a layer."""
 
-    Args:
-        where: Site, layer and variant, in words.
-        distance: Distance relative to the golden's values.
-        limit: Largest distance that BF16 explains.
-        widening: Distance in units of the golden's own error; 1 if both compute the same.
-    """
-
-    where: str
-    distance: float
-    limit: float
-    widening: float
+    where: str  # site, layer and variant, in words
+    distance: float  # distance relative to the golden's values
+    limit: float  # largest distance that BF16 explains
+    widening: float  # distance in units of the golden's own error; 1 if both compute the same
 
 
 def check_variants(capture: Capture) -> tuple[Check, ...]:

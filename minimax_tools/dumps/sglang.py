@@ -46,23 +46,15 @@ _OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A file of the dump.
+    """A file of the dump."""
 
-    Args:
-        index: Its place in the order of writing.
-        num_ranks: Number of ranks in its tensor-parallel group.
-        pieces: Its tensors, whose passes are not known yet.
-        name: Name of the tensor, which is written once in each pass.
-        rids: Ids of the requests, in the file that holds them.
-    """
-
-    index: int
+    index: int  # its place in the order of writing
     step: int
     world_rank: int
-    num_ranks: int
-    pieces: tuple[DumpPiece, ...]
-    name: str
-    rids: tuple[str, ...] = ()
+    num_ranks: int  # number of ranks in its tensor-parallel group
+    pieces: tuple[DumpPiece, ...]  # its tensors, whose passes are not known yet
+    name: str  # name of the tensor, which is written once in each pass
+    rids: tuple[str, ...] = ()  # ids of the requests, in the file that holds them
 
     @property
     def group(self) -> tuple[int, int]:

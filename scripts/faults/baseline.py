@@ -22,31 +22,18 @@ from minimax_tools.text.prompts import InputRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineRequest:
-    """A baseline before it is made.
+    """A baseline before it is made."""
 
-    Args:
-        name: Name in reports, and of the folder.
-        seed: Seed of a synthetic model's weights, and of the tokens.
-        lengths: Number of tokens of each prompt.
-        padding_side: `left` or `right`.
-        start_positions: Position of each prompt's first token; empty if all begin at 0.
-        num_layers: Number of layers of the model.
-        intermediate_size: Width of a synthetic model's experts.
-        attention: transformers' attention implementation of the golden.
-        experts: transformers' experts implementation of the golden.
-        trained: The trained model; None for a synthetic one.
-    """
-
-    name: str
-    seed: int
-    lengths: tuple[int, ...]
-    padding_side: str = "right"
-    start_positions: tuple[int, ...] = ()
-    num_layers: int = 4
-    intermediate_size: int = 256
-    attention: str = "sdpa"
-    experts: str = "grouped_mm"
-    trained: TrainedModel | None = None
+    name: str  # name in reports, and of the folder
+    seed: int  # seed of a synthetic model's weights, and of the tokens
+    lengths: tuple[int, ...]  # number of tokens of each prompt
+    padding_side: str = "right"  # `left` or `right`
+    start_positions: tuple[int, ...] = ()  # position of each prompt's first token; empty if all begin at 0
+    num_layers: int = 4  # number of layers of the model
+    intermediate_size: int = 256  # width of a synthetic model's experts
+    attention: str = "sdpa"  # transformers' attention implementation of the golden
+    experts: str = "grouped_mm"  # transformers' experts implementation of the golden
+    trained: TrainedModel | None = None  # the trained model; None for a synthetic one
 
     def on_implementation(self, number: int) -> BaselineRequest:
         """Return the same request with a golden by implementation `number` of `IMPLEMENTATIONS`."""
@@ -71,19 +58,12 @@ class BaselineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """An open checkpoint, and its golden of all sites with their float32 twins.
+    """An open checkpoint, and its golden of all sites with their float32 twins."""
 
-    Args:
-        request: Description of the baseline.
-        folder: Folder of the checkpoint.
-        golden: Capture of the golden.
-        reader: Reader of the checkpoint; it is closed behind `open_baseline`.
-    """
-
-    request: BaselineRequest
-    folder: Path
-    golden: Capture
-    reader: CheckpointReader
+    request: BaselineRequest  # description of the baseline
+    folder: Path  # folder of the checkpoint
+    golden: Capture  # capture of the golden
+    reader: CheckpointReader  # reader of the checkpoint; it is closed behind `open_baseline`
 
     @cached_property
     def spec(self) -> ModelSpec:

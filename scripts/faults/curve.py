@@ -20,25 +20,15 @@ FACTORS = (0.5, 0.63, 0.8, 0.9, 1.0, 1.12, 1.25, 1.6, 2.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoint:
-    """Detection and false alarms if all limits are multiplied by a factor.
-
-    Args:
-        factor: The factor.
-        num_mistakes: Mistakes above the floor.
-        num_detected: Mistakes whose layer fails.
-        num_visible: Mistakes that change the output by more than its floor.
-        num_visible_detected: Those of them whose layer fails by its output alone.
-        num_clean: Right layers.
-        num_alarms: Right layers that fail, with all sites or by the output alone.
-    """
+    """Detection and false alarms if all limits are multiplied by a factor."""
 
     factor: float
-    num_mistakes: int
-    num_detected: int
-    num_visible: int
-    num_visible_detected: int
-    num_clean: int
-    num_alarms: int
+    num_mistakes: int  # mistakes above the floor
+    num_detected: int  # mistakes whose layer fails
+    num_visible: int  # mistakes that change the output by more than its floor
+    num_visible_detected: int  # those of them whose layer fails by its output alone
+    num_clean: int  # right layers
+    num_alarms: int  # right layers that fail, with all sites or by the output alone
 
 
 def trace_operating_curve(cases: Sequence[Case]) -> tuple[OperatingPoint, ...]:

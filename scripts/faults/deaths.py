@@ -44,21 +44,13 @@ _PLACES = ("imported", "built", "converted", "asked", "run")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """A way in which a port ends its process.
+    """A way in which a port ends its process."""
 
-    Args:
-        name: Name of the death and of the port's file.
-        place: Place of the code: imported, built, converted, asked (for its state_dict) or run.
-        code: One line of Python.
-        words: Words that the error must contain, beside target and layer.
-        is_endless: Whether only a time limit ends it.
-    """
-
-    name: str
-    place: str
-    code: str
-    words: tuple[str, ...]
-    is_endless: bool = False
+    name: str  # name of the death and of the port's file
+    place: str  # place of the code: imported, built, converted, asked (for its state_dict) or run
+    code: str  # one line of Python
+    words: tuple[str, ...]  # words that the error must contain, beside target and layer
+    is_endless: bool = False  # whether only a time limit ends it
 
     @property
     def is_in_forward(self) -> bool:

@@ -38,17 +38,11 @@ _FIRST_LAYER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDump:
-    """The planted port over a whole model.
+    """The planted port over a whole model."""
 
-    Args:
-        request: Description of the baseline.
-        plant: The mistake; None for a right port.
-        layer: Layer of the mistake; None for a right port.
-    """
-
-    request: BaselineRequest
-    plant: Plant | None = None
-    layer: int | None = None
+    request: BaselineRequest  # description of the baseline
+    plant: Plant | None = None  # the mistake; None for a right port
+    layer: int | None = None  # layer of the mistake; None for a right port
 
     @property
     def backend(self) -> str:

@@ -24,17 +24,11 @@ TRIED, PASSED = "wrong_things", "false_passes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedCounts:
-    """Counts of another benchmark.
+    """Counts of another benchmark."""
 
-    Args:
-        benchmark: Name of the benchmark.
-        num_tried: Number of wrong things that it tried.
-        num_passed: Number of these that ended in exit code 0.
-    """
-
-    benchmark: str
-    num_tried: int
-    num_passed: int
+    benchmark: str  # name of the benchmark
+    num_tried: int  # number of wrong things that it tried
+    num_passed: int  # number of these that ended in exit code 0
 
     @classmethod
     def read(cls, path: Path) -> JoinedCounts:

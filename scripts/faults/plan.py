@@ -42,19 +42,12 @@ _FEW = (1, 4, 24)
 
 
 class _Rows(NamedTuple):
-    """Prompts and golden of one baseline of a part.
+    """Prompts and golden of one baseline of a part."""
 
-    Args:
-        seed_offset: Number that is added to the seed of the benchmark.
-        lengths: Number of tokens of each prompt.
-        num_layers: Layers of a synthetic model.
-        implementation: Index into `IMPLEMENTATIONS` of the golden.
-    """
-
-    seed_offset: int
-    lengths: tuple[int, ...]
-    num_layers: int = 4
-    implementation: int = 0
+    seed_offset: int  # number that is added to the seed of the benchmark
+    lengths: tuple[int, ...]  # number of tokens of each prompt
+    num_layers: int = 4  # layers of a synthetic model
+    implementation: int = 0  # index into `IMPLEMENTATIONS` of the golden
 
 
 _ON_SYNTHETIC = {

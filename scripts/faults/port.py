@@ -77,17 +77,11 @@ class PlantedLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedPort:
-    """Factory of the port's layers, called as `port(config, layer_idx)`.
+    """Factory of the port's layers, called as `port(config, layer_idx)`."""
 
-    Args:
-        plant: The mistake; None for the right port.
-        layers: Layers of the mistake.
-        decode_only: Whether only decoded rows are wrong.
-    """
-
-    plant: Plant | None
-    layers: frozenset[int] = frozenset()
-    decode_only: bool = False
+    plant: Plant | None  # the mistake; None for the right port
+    layers: frozenset[int] = frozenset()  # layers of the mistake
+    decode_only: bool = False  # whether only decoded rows are wrong
 
     def __call__(self, config: Any, layer_idx: int) -> PlantedLayer:
         """Build the module of one layer, without weights."""

@@ -13,19 +13,12 @@ from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A folder that `mm2-split train` wrote.
+    """A folder that `mm2-split train` wrote."""
 
-    Args:
-        folder: Path as text, so that a run's `repr` is its key in the journal.
-        digest: First 16 digits of the sha256 over the files of the folder.
-        num_layers: Layers of the model.
-        is_fp8: Whether the matrices are stored as FP8 codes with scales.
-    """
-
-    folder: str
-    digest: str
-    num_layers: int
-    is_fp8: bool
+    folder: str  # path as text, so that a run's `repr` is its key in the journal
+    digest: str  # first 16 digits of the sha256 over the files of the folder
+    num_layers: int  # layers of the model
+    is_fp8: bool  # whether the matrices are stored as FP8 codes with scales
 
     @classmethod
     def open(cls, folder: Path) -> TrainedModel:

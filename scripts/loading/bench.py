@@ -49,25 +49,15 @@ WRITE_QWEN2 = "loading.splits:write_qwen2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """Result of a probe.
+    """Result of a probe."""
 
-    Args:
-        seconds: Seconds after the imports.
-        peak_bytes: Peak of anonymous memory above the baseline.
-        peak_resident_bytes: Peak of resident memory above the baseline, mapped files included.
-        rchar: Bytes that were read from files, the kernel's count of this name.
-        disk_bytes: Bytes that came from a disk.
-        extra_disk_bytes: Peak of the disk space written in the scratch folder, without captures.
-        values: Numbers and digests by name, from the probe's function.
-    """
-
-    seconds: float
-    peak_bytes: int
-    peak_resident_bytes: int
-    rchar: int
-    disk_bytes: int
-    extra_disk_bytes: int
-    values: Mapping[str, Any]
+    seconds: float  # seconds after the imports
+    peak_bytes: int  # peak of anonymous memory above the baseline
+    peak_resident_bytes: int  # peak of resident memory above the baseline, mapped files included
+    rchar: int  # bytes that were read from files, the kernel's count of this name
+    disk_bytes: int  # bytes that came from a disk
+    extra_disk_bytes: int  # peak of the disk space written in the scratch folder, without captures
+    values: Mapping[str, Any]  # numbers and digests by name, from the probe's function
 
     def describe(self) -> str:
         """Describe the result in a line."""
@@ -80,20 +70,14 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint and its sizes.
-
-    Args:
-        stored_bytes: Stored size of all tensors.
-        layer_bytes: Stored size of the tensors of layer 0.
-        whole_bytes: Memory of a process that loads all tensors in BF16.
-    """
+    """A checkpoint and its sizes."""
 
     folder: Path
     shards: tuple[Path, ...]
-    stored_bytes: int
+    stored_bytes: int  # stored size of all tensors
     num_layers: int
-    layer_bytes: int
-    whole_bytes: int
+    layer_bytes: int  # stored size of the tensors of layer 0
+    whole_bytes: int  # memory of a process that loads all tensors in BF16
 
     @classmethod
     def of(cls, folder: Path) -> Checkpoint:

@@ -10,23 +10,14 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingScale:
-    """Sizes of a measurement.
+    """Sizes of a measurement."""
 
-    Args:
-        model: The model that is loaded, streamed and offloaded.
-        large: A model of few large layers, for packed experts.
-        shard_bytes: Largest size of a BF16 shard; FP8 shards have half of it.
-        split_layers: Number of layers of `model` that are split in three.
-        qwen2: Quantities of the Qwen2 that is split too.
-        expert: Experts that are dequantised: their number, intermediate and hidden size.
-    """
-
-    model: SyntheticModel
-    large: SyntheticModel
-    shard_bytes: int
-    split_layers: int
-    qwen2: Mapping[str, int]
-    expert: tuple[int, int, int]
+    model: SyntheticModel  # the model that is loaded, streamed and offloaded
+    large: SyntheticModel  # a model of few large layers, for packed experts
+    shard_bytes: int  # largest size of a BF16 shard; FP8 shards have half of it
+    split_layers: int  # number of layers of `model` that are split in three
+    qwen2: Mapping[str, int]  # quantities of the Qwen2 that is split too
+    expert: tuple[int, int, int]  # experts that are dequantised: their number, intermediate and hidden size
     rounds: int
 
 

@@ -42,18 +42,12 @@ _TFLOPS = (91.0, 125.0, 312.0, 989.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningScale:
-    """Size of the measurement.
-
-    Args:
-        balanced_every: The planner `balanced`, which takes longer, plans one of this many clusters.
-        num_small: Number of small clusters, whose optimum is found by trying all divisions.
-        num_times: Number of times that the largest plan is timed.
-    """
+    """Size of the measurement."""
 
     num_clusters: int
-    balanced_every: int
-    num_small: int
-    num_times: int
+    balanced_every: int  # the planner `balanced`, which takes longer, plans one of this many clusters
+    num_small: int  # number of small clusters, whose optimum is found by trying all divisions
+    num_times: int  # number of times that the largest plan is timed
 
 
 SCALES: Mapping[str, PlanningScale] = {
