@@ -32,16 +32,11 @@ class SiteContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContents:
-    """Contents of a layer, or of the model outside its layers if `layer` is None.
-
-    Args:
-        sites: Its sites, in execution order.
-        not_exposed: Sites that the run asked for and the port does not expose.
-    """
+    """Contents of a layer, or of the model outside its layers if `layer` is None."""
 
     layer: int | None
-    sites: tuple[SiteContents, ...]
-    not_exposed: tuple[str, ...] = ()
+    sites: tuple[SiteContents, ...]  # its sites, in execution order
+    not_exposed: tuple[str, ...] = ()  # sites that the run asked for and the port does not expose
 
 
 def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:

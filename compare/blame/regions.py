@@ -25,17 +25,11 @@ _EXPERTS_PER_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
-    """A named subset of the tokens or channels.
+    """A named subset of the tokens or channels."""
 
-    Args:
-        words: The region in words, such as `at positions from 7 on`.
-        items: The tokens or channels that it holds, bool [T] or [F].
-        num_choices: Number of regions of that kind and size that might have been found instead.
-    """
-
-    words: str
-    items: torch.Tensor
-    num_choices: float
+    words: str  # the region in words, such as `at positions from 7 on`
+    items: torch.Tensor  # the tokens or channels that it holds, bool [T] or [F]
+    num_choices: float  # number of regions of that kind and size that might have been found instead
 
     @property
     def size(self) -> int:

@@ -67,15 +67,10 @@ PARTS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainUnit:
-    """The unit at the end of one chain, per token.
+    """The unit at the end of one chain, per token."""
 
-    Args:
-        squares: The unit squared, [T].
-        norms: Squared norms of the golden's output there, [T].
-    """
-
-    squares: Squares
-    norms: Squares
+    squares: Squares  # the unit squared, [T]
+    norms: Squares  # squared norms of the golden's output there, [T]
 
     @property
     def relative(self) -> float:

@@ -70,15 +70,10 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Change:
-    """A replacement of parts of the layer.
+    """A replacement of parts of the layer."""
 
-    Args:
-        stages: New stages by node.
-        recipe: New arithmetic of the experts; None keeps the base's.
-    """
-
-    stages: Mapping[GraphNode, Stage] = field(default_factory=dict)
-    recipe: Recipe | None = None
+    stages: Mapping[GraphNode, Stage] = field(default_factory=dict)  # new stages by node
+    recipe: Recipe | None = None  # new arithmetic of the experts; None keeps the base's
 
     @property
     def nodes(self) -> frozenset[GraphNode]:

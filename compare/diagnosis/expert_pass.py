@@ -34,34 +34,21 @@ def read_matrix(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Arithmetic of all experts.
+    """Arithmetic of all experts."""
 
-    Args:
-        mix: Function that activates the gate and combines it with up.
-        read: Function that reads the matrices named in `changed`.
-        changed: Matrices that a mistake reads wrongly, of w1, w2 and w3.
-    """
-
-    mix: Mix = _mix
-    read: ReadMatrix = read_matrix
-    changed: tuple[str, ...] = ()
+    mix: Mix = _mix  # function that activates the gate and combines it with up
+    read: ReadMatrix = read_matrix  # function that reads the matrices named in `changed`
+    changed: tuple[str, ...] = ()  # matrices that a mistake reads wrongly, of w1, w2 and w3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertJob:
-    """Input of the experts in one evaluation.
+    """Input of the experts in one evaluation."""
 
-    Args:
-        states: Input of the experts, float32 [T,H].
-        experts: Experts whose weights are used, int64 [T,k]; a negative number gives zeros.
-        shares: Routing weights, float32 [T,k].
-        recipe: Arithmetic of the experts.
-    """
-
-    states: torch.Tensor
-    experts: torch.Tensor
-    shares: torch.Tensor
-    recipe: Recipe = field(default_factory=Recipe)
+    states: torch.Tensor  # input of the experts, float32 [T,H]
+    experts: torch.Tensor  # experts whose weights are used, int64 [T,k]; a negative number gives zeros
+    shares: torch.Tensor  # routing weights, float32 [T,k]
+    recipe: Recipe = field(default_factory=Recipe)  # arithmetic of the experts
 
 
 def run_experts(weights: LayerWeights, jobs: Sequence[ExpertJob]) -> list[torch.Tensor]:

@@ -117,25 +117,15 @@ class SiteDiagnosis(PartDiagnosis):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """A whole diagnosis.
+    """A whole diagnosis."""
 
-    Args:
-        reference: Folder of the golden.
-        target: Folder of the device run.
-        is_failed: Whether the comparison of the chosen layers fails.
-        layers: Diagnoses of the layers that were looked at, ascending.
-        sites: Diagnoses of the sites outside the layers.
-        unexplained: Blame of the comparison that no named mistake explains.
-        notes: Sentences on layers and sites that were not diagnosed.
-    """
-
-    reference: str
-    target: str
-    is_failed: bool
-    layers: tuple[LayerDiagnosis, ...]
-    sites: tuple[SiteDiagnosis, ...] = ()
-    unexplained: tuple[Blame, ...] = ()
-    notes: tuple[str, ...] = ()
+    reference: str  # folder of the golden
+    target: str  # folder of the device run
+    is_failed: bool  # whether the comparison of the chosen layers fails
+    layers: tuple[LayerDiagnosis, ...]  # diagnoses of the layers that were looked at, ascending
+    sites: tuple[SiteDiagnosis, ...] = ()  # diagnoses of the sites outside the layers
+    unexplained: tuple[Blame, ...] = ()  # blame of the comparison that no named mistake explains
+    notes: tuple[str, ...] = ()  # sentences on layers and sites that were not diagnosed
 
     @property
     def findings(self) -> tuple[MistakeFinding, ...]:

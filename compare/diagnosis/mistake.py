@@ -80,17 +80,11 @@ class Mistake:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hypothesis:
-    """A mistake, or two that happened together, with their parameters.
+    """A mistake, or two that happened together, with their parameters."""
 
-    Args:
-        mistakes: The mistakes; none for the right layer.
-        parameters: Parameters of each mistake, in the same order.
-        change: Change of the layer by all mistakes together.
-    """
-
-    mistakes: tuple[Mistake, ...]
-    parameters: tuple[Parameters, ...]
-    change: Change
+    mistakes: tuple[Mistake, ...]  # the mistakes; none for the right layer
+    parameters: tuple[Parameters, ...]  # parameters of each mistake, in the same order
+    change: Change  # change of the layer by all mistakes together
 
     @property
     def name(self) -> str:

@@ -30,21 +30,13 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Yardstick:
-    """A site on both sides, and its noise.
+    """A site on both sides, and its noise."""
 
-    Args:
-        port: The port's values, float32 [T,F].
-        golden: The golden's values, float32 [T,F].
-        exact: The values of the layer in float32, [T,F].
-        variance: Variance of the noise that BF16 causes, float32 [T,F].
-        dtype: Dtype that the golden computes in.
-    """
-
-    port: torch.Tensor
-    golden: torch.Tensor
-    exact: torch.Tensor
-    variance: torch.Tensor
-    dtype: torch.dtype
+    port: torch.Tensor  # the port's values, float32 [T,F]
+    golden: torch.Tensor  # the golden's values, float32 [T,F]
+    exact: torch.Tensor  # the values of the layer in float32, [T,F]
+    variance: torch.Tensor  # variance of the noise that BF16 causes, float32 [T,F]
+    dtype: torch.dtype  # dtype that the golden computes in
 
     @classmethod
     def of(

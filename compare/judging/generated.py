@@ -23,15 +23,10 @@ _NOISE_QUANTILE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FirstLogits:
-    """Logits behind each prompt, from which the first token is chosen.
+    """Logits behind each prompt, from which the first token is chosen."""
 
-    Args:
-        reference: The golden's logits, [B,V].
-        target: The port's logits, [B,V].
-    """
-
-    reference: torch.Tensor
-    target: torch.Tensor
+    reference: torch.Tensor  # the golden's logits, [B,V]
+    target: torch.Tensor  # the port's logits, [B,V]
 
 
 def compare_generated(

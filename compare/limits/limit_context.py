@@ -9,19 +9,12 @@ from minimax_tools.capture.source import CaptureSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitContext:
-    """Facts of both sides that limits depend on.
+    """Facts of both sides that limits depend on."""
 
-    Args:
-        backend: Backend that the port ran on; None if its capture does not say.
-        is_float32: Whether the golden computed in float32, which has no BF16 noise.
-        share: Share of false alarms allowed to each judged figure.
-        hides_flips: Whether flips (tokens sent to other experts) cannot be told from other tokens.
-    """
-
-    backend: str | None
-    is_float32: bool
-    share: float
-    hides_flips: bool = False
+    backend: str | None  # backend that the port ran on; None if its capture does not say
+    is_float32: bool  # whether the golden computed in float32, which has no BF16 noise
+    share: float  # share of false alarms allowed to each judged figure
+    hides_flips: bool = False  # whether flips (tokens sent to other experts) cannot be told from other tokens
 
 
 def computes_in_float32(reference: CaptureSource) -> bool:

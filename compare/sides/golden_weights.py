@@ -40,16 +40,11 @@ class GoldenWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadWeights:
-    """Weights behind the last layer, in the dtype that the golden computed in.
-
-    Args:
-        norm: Weight of the final norm, [H], H hidden.
-        lm_head: Weight of the head, [vocab,H].
-    """
+    """Weights behind the last layer, in the dtype that the golden computed in."""
 
     spec: ModelSpec
-    norm: torch.Tensor
-    lm_head: torch.Tensor
+    norm: torch.Tensor  # weight of the final norm, [H], H hidden
+    lm_head: torch.Tensor  # weight of the head, [vocab,H]
 
 
 class WeightSource(Protocol):
@@ -76,12 +71,9 @@ class CheckpointWeights:
     """Source of weights in a checkpoint; of a hub's model, only the shards of the layers asked for are fetched.
 
     The headers of a complete checkpoint are read once.
-
-    Args:
-        model: A folder, or a hub's id.
     """
 
-    model: str
+    model: str  # a folder, or a hub's id
     _complete: dict[Path, TensorIndex] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextmanager

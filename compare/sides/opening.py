@@ -16,23 +16,14 @@ from minimax_tools.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSides:
-    """The two sides of a comparison, as a user named them.
+    """The two sides of a comparison, as a user named them."""
 
-    Args:
-        gpu_path: The golden; None for the newest under `captures`.
-        neuron_path: The device run; None for the newest under `captures`.
-        captures: Folder of all captures.
-        reading: The layout of whichever side mm2 did not write.
-        gpu_reading: The golden's layout.
-        neuron_reading: The device run's layout.
-    """
-
-    gpu_path: Path | None
-    neuron_path: Path | None
-    captures: Path
-    reading: DumpReading
-    gpu_reading: DumpReading
-    neuron_reading: DumpReading
+    gpu_path: Path | None  # the golden; None for the newest under `captures`
+    neuron_path: Path | None  # the device run; None for the newest under `captures`
+    captures: Path  # folder of all captures
+    reading: DumpReading  # the layout of whichever side mm2 did not write
+    gpu_reading: DumpReading  # the golden's layout
+    neuron_reading: DumpReading  # the device run's layout
 
     def open(self) -> tuple[CaptureSource, CaptureSource]:
         """Open the golden and the device run, in that order, whichever tool wrote them.

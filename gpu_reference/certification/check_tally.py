@@ -10,17 +10,12 @@ from minimax_tools.capture.certificate import Check, Outcome
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """A check that passes if no item has a fault.
-
-    Args:
-        missing: Reason why the check did not run, if no item comes.
-        faults: Faults so far, in words.
-    """
+    """A check that passes if no item has a fault."""
 
     name: str
-    missing: str
+    missing: str  # reason why the check did not run, if no item comes
     count: int = 0
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # faults so far, in words
 
     def add(self, *faults: str) -> None:
         """Add an item with its faults in words; without faults the item is right."""
@@ -37,16 +32,11 @@ class Tally:
 
 @dataclass(slots=True, kw_only=True)
 class Worst:
-    """A check that passes if the worst figure is within its limit; figures are compared relative to their limits.
-
-    Args:
-        missing: Reason why the check did not run, if no figure comes.
-        figure: Worst figure so far; `limit` is its limit, and `where` its place in words.
-    """
+    """A check that passes if the worst figure is within its limit; figures are compared relative to their limits."""
 
     name: str
-    missing: str
-    figure: float | None = None
+    missing: str  # reason why the check did not run, if no figure comes
+    figure: float | None = None  # worst figure so far; `limit` is its limit, and `where` its place in words
     limit: float | None = None
     where: str = ""
 

@@ -98,20 +98,13 @@ class GoldenRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Golden:
-    """A golden model, loaded or streamed, proved and ready to run; made by `open_golden`.
-
-    Args:
-        model: transformers' model.
-        reader: Reader of its checkpoint, which counts the bytes read.
-        weights: Weights that the model computes with.
-        proved: Names of the proofs that the model passed.
-    """
+    """A golden model, loaded or streamed, proved and ready to run; made by `open_golden`."""
 
     request: GoldenRequest
-    model: MiniMaxM2ForCausalLM
-    reader: CheckpointReader
-    weights: TwinWeights
-    proved: tuple[str, ...]
+    model: MiniMaxM2ForCausalLM  # transformers' model
+    reader: CheckpointReader  # reader of its checkpoint, which counts the bytes read
+    weights: TwinWeights  # weights that the model computes with
+    proved: tuple[str, ...]  # names of the proofs that the model passed
 
     def describe(self) -> Description:
         """Return the description that a capture of this golden begins with."""

@@ -17,20 +17,13 @@ from minimax_tools.model.sites import ModelSite, Site
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GoldenWriter:
-    """The writer of a golden's layers and of its sites outside them.
-
-    Args:
-        run: Layers and sites to keep.
-        floor: Noise floor to measure; None for none.
-        keeps_twins: Whether to keep the floor's float32 twins too.
-        reader: Reader of the checkpoint, which counts the bytes read.
-    """
+    """The writer of a golden's layers and of its sites outside them."""
 
     writer: CaptureWriter
-    run: Run
-    floor: NoiseFloor | None
-    keeps_twins: bool
-    reader: CheckpointReader
+    run: Run  # layers and sites to keep
+    floor: NoiseFloor | None  # noise floor to measure; None for none
+    keeps_twins: bool  # whether to keep the floor's float32 twins too
+    reader: CheckpointReader  # reader of the checkpoint, which counts the bytes read
     progress: Progress
     _num_bytes_read: int = field(init=False)
 

@@ -27,23 +27,16 @@ _FLOAT64_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The memory of a golden, in bytes.
-
-    Args:
-        num_layers: Number of layers that run.
-        dtype: Dtype of weights and activations.
-        keeps_logits: Whether the logits of every position are captured.
-        floor_variants: Names of the variants that run after each layer, all at once.
-    """
+    """The memory of a golden, in bytes."""
 
     spec: ModelSpec
-    num_layers: int
-    dtype: torch.dtype
+    num_layers: int  # number of layers that run
+    dtype: torch.dtype  # dtype of weights and activations
     inputs: Inputs
-    keeps_logits: bool
+    keeps_logits: bool  # whether the logits of every position are captured
     attn_implementation: str
     experts_implementation: str
-    floor_variants: tuple[str, ...] = ()
+    floor_variants: tuple[str, ...] = ()  # names of the variants that run after each layer, all at once
 
     @property
     def layer_bytes(self) -> int:

@@ -31,19 +31,13 @@ ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenModelRequest:
-    """A golden model to load.
-
-    Args:
-        num_hidden_layers: Number of layers to load, from the first on.
-        dtype: Dtype of weights and activations; the router stays float32.
-        placement: Devices that hold the parts of the model.
-    """
+    """A golden model to load."""
 
     folder: Path
     spec: ModelSpec
-    num_hidden_layers: int
-    dtype: torch.dtype
-    placement: Placement
+    num_hidden_layers: int  # number of layers to load, from the first on
+    dtype: torch.dtype  # dtype of weights and activations; the router stays float32
+    placement: Placement  # devices that hold the parts of the model
     attn_implementation: str
     experts_implementation: str
 

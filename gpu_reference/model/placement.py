@@ -35,17 +35,11 @@ MaxMemory = Mapping[int | str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The devices and limits of the golden model.
+    """The devices and limits of the golden model."""
 
-    Args:
-        device_map: A strategy of accelerate, or a map from module names to devices.
-        max_memory: Limit per device in bytes; None for what is free.
-        offload_folder: Folder of modules that fit nowhere else.
-    """
-
-    device_map: DeviceMap
-    max_memory: MaxMemory | None = None
-    offload_folder: Path | None = None
+    device_map: DeviceMap  # a strategy of accelerate, or a map from module names to devices
+    max_memory: MaxMemory | None = None  # limit per device in bytes; None for what is free
+    offload_folder: Path | None = None  # folder of modules that fit nowhere else
 
     def loading_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `from_pretrained`."""

@@ -29,17 +29,11 @@ from minimax_tools.ranks.rank_group import RankGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureProposal:
-    """The capture that one rank would write.
+    """The capture that one rank would write."""
 
-    Args:
-        plan: Digest of the rank's plan.
-        description: Description of the capture, with the layers of the rank's slice only.
-        shapes: Shapes of the slice's tensors outside the layers, by name.
-    """
-
-    plan: str
-    description: Description
-    shapes: Mapping[str, tuple[int, ...]]
+    plan: str  # digest of the rank's plan
+    description: Description  # description of the capture, with the layers of the rank's slice only
+    shapes: Mapping[str, tuple[int, ...]]  # shapes of the slice's tensors outside the layers, by name
 
     @classmethod
     def of(cls, golden: Golden, plan: PartitionPlan) -> CaptureProposal:

@@ -16,19 +16,12 @@ from minimax_tools.partition.stage import Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The work of one rank.
+    """The work of one rank."""
 
-    Args:
-        layers: Layers to run; may be none.
-        runs_head: Whether the final norm and the lm_head run.
-        source: Source of the first layer's input: `tokens`, `stored`, or `rank` for the rank before.
-        passes_on: Whether the next rank needs the output.
-    """
-
-    layers: range
-    runs_head: bool
-    source: str
-    passes_on: bool
+    layers: range  # layers to run; may be none
+    runs_head: bool  # whether the final norm and the lm_head run
+    source: str  # source of the first layer's input: `tokens`, `stored`, or `rank` for the rank before
+    passes_on: bool  # whether the next rank needs the output
 
     @property
     def is_idle(self) -> bool:

@@ -50,21 +50,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """A way to stream.
+    """A way to stream."""
 
-    Args:
-        device: Device that runs the layers.
-        prefetch: Whether to read the next layer while one runs; two layers are then in memory.
-        packed: Whether to keep experts in FP8, and to dequantise each when it is used.
-        part: Slice of a plan that runs here; None for the whole model.
-        holds_part: Whether to read all layers of the slice before they run, and to keep them.
-    """
-
-    device: torch.device
-    prefetch: bool = True
-    packed: bool = False
-    part: Slice | None = None
-    holds_part: bool = False
+    device: torch.device  # device that runs the layers
+    prefetch: bool = True  # whether to read the next layer while one runs; two layers are then in memory
+    packed: bool = False  # whether to keep experts in FP8, and to dequantise each when it is used
+    part: Slice | None = None  # slice of a plan that runs here; None for the whole model
+    holds_part: bool = False  # whether to read all layers of the slice before they run, and to keep them
 
 
 @contextmanager
@@ -108,20 +100,15 @@ def open_streamed_model(
 
 @dataclass(slots=True, eq=False)
 class StreamedModel:
-    """A model without weights, whose parts fetch theirs just before they run. It also serves as `TwinWeights`.
-
-    Args:
-        model: transformers' model on the meta device.
-        budget: Limit of anonymous memory; unlimited on a GPU.
-    """
+    """A model without weights, whose parts fetch theirs just before they run. It also serves as `TwinWeights`."""
 
     request: GoldenModelRequest
-    model: MiniMaxM2ForCausalLM
+    model: MiniMaxM2ForCausalLM  # transformers' model on the meta device
     reader: OnceReader
     loader: LayerLoader
     streaming: Streaming
     footprint: Footprint
-    budget: MemoryBudget
+    budget: MemoryBudget  # limit of anonymous memory; unlimited on a GPU
     _held: dict[int, LayerStorage] = field(default_factory=dict)
     _running: int | None = None
     _is_proved: bool = False

@@ -32,14 +32,10 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigests:
-    """Digests of all tensors of one file.
-
-    Args:
-        tensors: Name and digest of each tensor, sorted by name.
-    """
+    """Digests of all tensors of one file."""
 
     file: str
-    tensors: tuple[tuple[str, TensorDigest], ...]
+    tensors: tuple[tuple[str, TensorDigest], ...]  # name and digest of each tensor, sorted by name
 
     @classmethod
     def of(cls, file: str, tensors: Mapping[str, TensorDigest]) -> FileDigests:

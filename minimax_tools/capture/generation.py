@@ -21,14 +21,10 @@ NUM_LIKELIEST = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likely:
-    """A token that could have come next.
-
-    Args:
-        behind: Logit of the likeliest token minus the logit of this one.
-    """
+    """A token that could have come next."""
 
     token: int
-    behind: float
+    behind: float  # logit of the likeliest token minus the logit of this one
 
     def to_json(self) -> list[Any]:
         """Return the token as a pair, which is shorter than an object: there are many of them."""
@@ -62,15 +58,10 @@ omit_default(Continuation, "likeliest")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The continuations of all rows.
+    """The continuations of all rows."""
 
-    Args:
-        sampling: Options by which the next token was chosen, under transformers' names.
-        rows: The prompts and their continuations.
-    """
-
-    sampling: Mapping[str, Any]
-    rows: tuple[Continuation, ...]
+    sampling: Mapping[str, Any]  # options by which the next token was chosen, under transformers' names
+    rows: tuple[Continuation, ...]  # the prompts and their continuations
 
     @classmethod
     def of(

@@ -7,25 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedTensor:
-    """A tensor of another tool's dump, in all layers, forward passes and ranks.
+    """A tensor of another tool's dump, in all layers, forward passes and ranks."""
 
-    Args:
-        name: Its place as a user's map (`dumps.name_map`) writes it, with `{layer}` for the layer's number.
-        layers: Layers that hold it, ascending.
-        shapes: Its shapes, each once.
-        dtypes: Its dtypes, each once.
-        steps: Labels of the passes that hold it.
-        ranks: Ranks that wrote it, ascending.
-        sites: Sites that it maps to.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    steps: tuple[str, ...]
-    ranks: tuple[int, ...]
-    sites: tuple[str, ...]
+    name: str  # its place as a user's map (`dumps.name_map`) writes it, with `{layer}` for the layer's number
+    layers: tuple[int, ...]  # layers that hold it, ascending
+    shapes: tuple[tuple[int, ...], ...]  # its shapes, each once
+    dtypes: tuple[str, ...]  # its dtypes, each once
+    steps: tuple[str, ...]  # labels of the passes that hold it
+    ranks: tuple[int, ...]  # ranks that wrote it, ascending
+    sites: tuple[str, ...]  # sites that it maps to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,22 +33,14 @@ _SCHEMA_WITHOUT_DIGESTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A stored tensor of a site, as its manifest lists it.
+    """A stored tensor of a site, as its manifest lists it."""
 
-    Args:
-        layer: The layer; None for a site outside the layers.
-        site: Name of the site.
-        file: Name of the safetensors file, which holds the tensor under the site's name.
-        dtype: Name of the dtype, such as `bfloat16`.
-        sha256: Digest of the tensor's bytes in row-major order.
-    """
-
-    layer: int | None
-    site: str
-    file: str
+    layer: int | None  # the layer; None for a site outside the layers
+    site: str  # name of the site
+    file: str  # name of the safetensors file, which holds the tensor under the site's name
     shape: tuple[int, ...]
-    dtype: str
-    sha256: str
+    dtype: str  # name of the dtype, such as `bfloat16`
+    sha256: str  # digest of the tensor's bytes in row-major order
     statistics: TensorStatistics
 
     @classmethod

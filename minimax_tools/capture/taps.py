@@ -19,17 +19,11 @@ _NOTATION = re.compile(r"(?P<path>[\w.]*)(:(?P<point>input|output)(\[(?P<index>\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tap:
-    """An input or output of a submodule.
+    """An input or output of a submodule."""
 
-    Args:
-        path: Path of the submodule, as `named_modules` gives it; empty for the module itself.
-        point: `input` or `output`.
-        index: Index among several inputs or outputs.
-    """
-
-    path: str
-    point: str = "output"
-    index: int = 0
+    path: str  # path of the submodule, as `named_modules` gives it; empty for the module itself
+    point: str = "output"  # `input` or `output`
+    index: int = 0  # index among several inputs or outputs
 
     @classmethod
     def parse(cls, text: str) -> Tap:

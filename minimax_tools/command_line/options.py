@@ -85,15 +85,10 @@ def grouped_as(name: str, build: Callable[..., Any], *, prefix: str = "") -> Cal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureStore:
-    """The place of a run's capture, as the user chose it.
+    """The place of a run's capture, as the user chose it."""
 
-    Args:
-        captures: Folder of all captures.
-        output_dir: Capture directory of this run; None for a directory under `captures`.
-    """
-
-    captures: Path
-    output_dir: Path | None = None
+    captures: Path  # folder of all captures
+    output_dir: Path | None = None  # capture directory of this run; None for a directory under `captures`
 
     def directory(self, side: str, run_name: str) -> Path:
         """Return the capture directory of a run of one side."""

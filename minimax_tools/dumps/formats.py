@@ -15,19 +15,12 @@ _RANK = "rank"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """The layout of one tool's dumps.
+    """The layout of one tool's dumps."""
 
-    Args:
-        name: Its name, a value of `--format`.
-        layout: Its files in words, for messages.
-        recognises: Decides by file names whether a folder has this layout.
-        read_dump: Lists the tensors of a folder by file names and headers.
-    """
-
-    name: str
-    layout: str
-    recognises: Callable[[Path], bool]
-    read_dump: Callable[[Path], Dump]
+    name: str  # its name, a value of `--format`
+    layout: str  # its files in words, for messages
+    recognises: Callable[[Path], bool]  # decides by file names whether a folder has this layout
+    read_dump: Callable[[Path], Dump]  # lists the tensors of a folder by file names and headers
 
 
 FORMATS: Mapping[str, Format] = {

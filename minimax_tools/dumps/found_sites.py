@@ -14,19 +14,13 @@ from minimax_tools.model.site_layouts import SiteLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteTerm:
-    """A tensor that a site is made of.
-
-    Args:
-        pieces: Its pieces, by label of the pass and rank.
-        layout: How the ranks' pieces are put together.
-        is_declared: Whether the map or the dump itself declares the layout.
-    """
+    """A tensor that a site is made of."""
 
     place: SitePlace
     module: str
-    pieces: Mapping[tuple[str, int], DumpPiece]
-    layout: SiteLayout
-    is_declared: bool
+    pieces: Mapping[tuple[str, int], DumpPiece]  # its pieces, by label of the pass and rank
+    layout: SiteLayout  # how the ranks' pieces are put together
+    is_declared: bool  # whether the map or the dump itself declares the layout
 
     @property
     def steps(self) -> frozenset[str]:

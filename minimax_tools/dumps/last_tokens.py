@@ -21,21 +21,13 @@ from minimax_tools.errors import CaptureError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastToken:
-    """The last token of a prompt in one pass.
+    """The last token of a prompt in one pass."""
 
-    Args:
-        step: Label of the pass.
-        row: The token's row in the site's tensor.
-        num_rows: R, the rows that the tensor must have.
-        prompt: Number of the prompt.
-        position: The token's place among the prompt's real tokens.
-    """
-
-    step: str
-    row: int
-    num_rows: int
-    prompt: int
-    position: int
+    step: str  # label of the pass
+    row: int  # the token's row in the site's tensor
+    num_rows: int  # R, the rows that the tensor must have
+    prompt: int  # number of the prompt
+    position: int  # the token's place among the prompt's real tokens
 
 
 def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...] | None:

@@ -72,16 +72,11 @@ _RUN_FILES: Mapping[str, _RunFile] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LegacyLayout:
-    """The contents of a folder.
-
-    Args:
-        mask: The attention mask as it was saved; None if no file holds one.
-        batch_shape: (B, S) of the token rows; None if no file tells.
-    """
+    """The contents of a folder."""
 
     places: Mapping[SiteKey, LegacyPlace]
-    mask: Any
-    batch_shape: tuple[int, int] | None
+    mask: Any  # the attention mask as it was saved; None if no file holds one
+    batch_shape: tuple[int, int] | None  # (B, S) of the token rows; None if no file tells
 
 
 class LegacyFiles:

@@ -21,15 +21,10 @@ _TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpReading:
-    """A user's options for reading another tool's dump.
+    """A user's options for reading another tool's dump."""
 
-    Args:
-        format: Name of the format; None if the map or the files tell it.
-        names: The user's map of the dump.
-    """
-
-    format: str | None = None
-    names: NameMap = field(default_factory=NameMap)
+    format: str | None = None  # name of the format; None if the map or the files tell it
+    names: NameMap = field(default_factory=NameMap)  # the user's map of the dump
 
     @property
     def is_default(self) -> bool:

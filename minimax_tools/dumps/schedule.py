@@ -75,18 +75,12 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Consecutive tokens of one request, computed in one pass.
-
-    Args:
-        row: Row of the first token in the pass's tensors.
-        start: Position of the first token in the prompt.
-        length: Number of tokens.
-    """
+    """Consecutive tokens of one request, computed in one pass."""
 
     step: str
-    row: int
-    start: int
-    length: int
+    row: int  # row of the first token in the pass's tensors
+    start: int  # position of the first token in the prompt
+    length: int  # number of tokens
 
     @property
     def stop(self) -> int:

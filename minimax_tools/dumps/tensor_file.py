@@ -25,16 +25,11 @@ _COPY_AGAIN = "Copy it again from the host that wrote it, or run the capture aga
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A description of a tensor in a file.
+    """A description of a tensor in a file."""
 
-    Args:
-        keys: Its keys in the file's value.
-        dtype: Its dtype, as in `bfloat16`.
-    """
-
-    keys: tuple[str | int, ...]
+    keys: tuple[str | int, ...]  # its keys in the file's value
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # its dtype, as in `bfloat16`
 
 
 def describe_structure(path: Path) -> Any:

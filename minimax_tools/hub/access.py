@@ -78,19 +78,12 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubCommit:
-    """A commit of a hub model, and its place in the cache.
+    """A commit of a hub model, and its place in the cache."""
 
-    Args:
-        model: `owner/name`.
-        revision: Branch, tag or commit that was asked for.
-        commit: Commit of that revision; the revision itself while it is not known.
-        access: Access to the hub.
-    """
-
-    model: str
-    revision: str
-    commit: str
-    access: HubAccess
+    model: str  # `owner/name`
+    revision: str  # branch, tag or commit that was asked for
+    commit: str  # commit of that revision; the revision itself while it is not known
+    access: HubAccess  # access to the hub
 
     @property
     def cache(self) -> Path:

@@ -152,16 +152,11 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySnapshot:
-    """A labelled reading.
+    """A labelled reading."""
 
-    Args:
-        label: Name of the moment, such as "layer 7 loaded".
-        peak_anonymous_bytes: Peak of anonymous memory since the snapshot before, or the start.
-    """
-
-    label: str
+    label: str  # name of the moment, such as "layer 7 loaded"
     usage: MemoryUsage
-    peak_anonymous_bytes: int
+    peak_anonymous_bytes: int  # peak of anonymous memory since the snapshot before, or the start
 
 
 def _if_risen(counted: int | None, before: int | None) -> int:

@@ -22,21 +22,13 @@ _BLOCK_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Averages of the port's error, each divided by the same average of the golden's; 1 is as good as the golden.
+    """Averages of the port's error, each divided by the same average of the golden's; 1 is as good as the golden."""
 
-    Args:
-        token_gain: L2 norm of the gains of the tokens, each over ordinary channels.
-        channel_gain: L2 norm of the gains of the channels, each over all tokens.
-        channel_offset: L2 norm of the errors of the channels, each summed over all tokens.
-        channel_worst: L2 error of the worst channel over all tokens.
-        worst_channel: Index of the worst channel.
-    """
-
-    token_gain: float
-    channel_gain: float
-    channel_offset: float
-    channel_worst: float
-    worst_channel: int
+    token_gain: float  # L2 norm of the gains of the tokens, each over ordinary channels
+    channel_gain: float  # L2 norm of the gains of the channels, each over all tokens
+    channel_offset: float  # L2 norm of the errors of the channels, each summed over all tokens
+    channel_worst: float  # L2 error of the worst channel over all tokens
+    worst_channel: int  # index of the worst channel
 
     def divided(self, divisors: Sequence[float]) -> Structure:
         """Return the structure with each of its `figures` divided by its own divisor."""

@@ -24,20 +24,14 @@ _NODE_FORM = "NAME:memory=40GB,tflops=312 (tflops and layers=A:B where the plann
 class Node:
     """A machine that can hold a slice.
 
-    Args:
-        name: Letters, digits, `.`, `_` and `-`, because files are named after it.
-        memory_bytes: Memory for its slice: weights, keys, values and activations.
-        tflops: Throughput in 10¹² floating-point operations a second; None if unknown.
-        layers: Layers chosen by hand for the manual planner; None for the other planners.
-
     Raises:
         UsageError: The name has other characters, or a quantity is not positive.
     """
 
-    name: str
-    memory_bytes: int
-    tflops: float | None = None
-    layers: Span | None = None
+    name: str  # letters, digits, `.`, `_` and `-`, because files are named after it
+    memory_bytes: int  # memory for its slice: weights, keys, values and activations
+    tflops: float | None = None  # throughput in 10¹² floating-point operations a second; None if unknown
+    layers: Span | None = None  # layers chosen by hand for the manual planner; None for the other planners
 
     def __post_init__(self) -> None:
         faults: list[str] = []

@@ -43,26 +43,17 @@ _TENSORS = re.compile(rf'\[\n\s*("[^"\n]*"),{_NUMBER},{_NUMBER}\n\s*\]')
 class PartitionPlan:
     """The division of a checkpoint's tensors among nodes.
 
-    Args:
-        model: The checkpoint: a folder as it was given, or `owner/name@commit` of a model on a hub.
-        model_type: The checkpoint's `model_type` in config.json.
-        planner: Name of the planner that divided the layers.
-        workload: Inputs that the costs are for.
-        num_hidden_layers: Number of layers of the whole model.
-        shared: Tensors that several slices hold on purpose; by name, the reason.
-        slices: The slices in the order in which a token passes them; idle nodes last.
-
     Raises:
         UsageError: There is no slice, or a count is below 1.
     """
 
-    model: str
-    model_type: str
-    planner: str
-    workload: Workload
-    num_hidden_layers: int
-    shared: Mapping[str, str]
-    slices: tuple[Slice, ...]
+    model: str  # the checkpoint: a folder as it was given, or `owner/name@commit` of a model on a hub
+    model_type: str  # the checkpoint's `model_type` in config.json
+    planner: str  # name of the planner that divided the layers
+    workload: Workload  # inputs that the costs are for
+    num_hidden_layers: int  # number of layers of the whole model
+    shared: Mapping[str, str]  # tensors that several slices hold on purpose; by name, the reason
+    slices: tuple[Slice, ...]  # the slices in the order in which a token passes them; idle nodes last
 
     def __post_init__(self) -> None:
         # A plan file may come from anywhere, so its numbers are checked.

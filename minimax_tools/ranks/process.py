@@ -10,15 +10,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A process.
+    """A process."""
 
-    Args:
-        pid: Process id.
-        place: Machine, boot and pid namespace. Only processes of the same place see each other's ids.
-    """
-
-    pid: int
-    place: str
+    pid: int  # process id
+    place: str  # machine, boot and pid namespace. Only processes of the same place see each other's ids.
 
     @classmethod
     def current(cls) -> Process:

@@ -14,19 +14,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """A rank among those of a run.
+    """A rank among those of a run."""
 
-    Args:
-        rank: Number of the rank in the run, from 0.
-        num_ranks: Number of ranks of the run.
-        local_rank: Number of the rank on its machine, from 0.
-        num_local: Number of ranks on this machine.
-    """
-
-    rank: int = 0
-    num_ranks: int = 1
-    local_rank: int = 0
-    num_local: int = 1
+    rank: int = 0  # number of the rank in the run, from 0
+    num_ranks: int = 1  # number of ranks of the run
+    local_rank: int = 0  # number of the rank on its machine, from 0
+    num_local: int = 1  # number of ranks on this machine
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RankPlace:

@@ -14,17 +14,11 @@ _SLAB_ROWS = 16384
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float32Head:
-    """The model's head in float32.
+    """The model's head in float32."""
 
-    Args:
-        norm: Weight of the final norm [H], of any float dtype.
-        lm_head: Weight of lm_head [vocab,H], of any float dtype; upcast a slab of rows at a time.
-        eps: Epsilon of the final norm.
-    """
-
-    norm: torch.Tensor
-    lm_head: torch.Tensor
-    eps: float = field(kw_only=True)
+    norm: torch.Tensor  # weight of the final norm [H], of any float dtype
+    lm_head: torch.Tensor  # weight of lm_head [vocab,H], of any float dtype; upcast a slab of rows at a time
+    eps: float = field(kw_only=True)  # epsilon of the final norm
 
     def run(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
         """Compute final_norm [B,S,H] and logits [B,S,vocab], float32, of the last layer's output [B,S,H]."""

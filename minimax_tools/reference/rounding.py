@@ -29,13 +29,9 @@ class RoundingKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """A source of roundings.
+    """A source of roundings."""
 
-    Args:
-        seed: Seed of the random steps. The same `seed` and `draw` give the same steps.
-    """
-
-    seed: int
+    seed: int  # seed of the random steps. The same `seed` and `draw` give the same steps.
 
     def apply(self, values: torch.Tensor, kinds: torch.Tensor, *, draw: int) -> torch.Tensor:
         """Round float32 values [R,…] in place, and return them.

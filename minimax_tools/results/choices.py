@@ -31,20 +31,13 @@ class RoutingResult:
 
     A flip is explained if noise may reverse its margin. The margin is the distance between the k-th and the (k+1)-th
     score; if the weights are known, the distance between the experts that changed places.
-
-    Args:
-        num_tokens: Judged tokens.
-        num_flipped: Judged tokens with other experts.
-        num_explained: Flips that noise explains.
-        widest_unexplained_margin: The widest margin of an unexplained flip; None without a floor.
-        worst_flips: Some unexplained flips, the widest margin first.
     """
 
-    num_tokens: int
-    num_flipped: int
-    num_explained: int
-    widest_unexplained_margin: float | None
-    worst_flips: tuple[Flip, ...] = ()
+    num_tokens: int  # judged tokens
+    num_flipped: int  # judged tokens with other experts
+    num_explained: int  # flips that noise explains
+    widest_unexplained_margin: float | None  # the widest margin of an unexplained flip; None without a floor
+    worst_flips: tuple[Flip, ...] = ()  # some unexplained flips, the widest margin first
 
     @property
     def num_unexplained(self) -> int:
@@ -54,23 +47,14 @@ class RoutingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """A place where the port's likeliest next token is not the golden's.
+    """A place where the port's likeliest next token is not the golden's."""
 
-    Args:
-        row: The prompt.
-        position: The position in the row.
-        reference: The golden's likeliest token.
-        target: The port's likeliest token.
-        margin: The golden's logit of its own token minus its logit of the port's token.
-        reach: The largest margin that noise may reverse.
-    """
-
-    row: int
-    position: int
-    reference: int
-    target: int
-    margin: float
-    reach: float
+    row: int  # the prompt
+    position: int  # the position in the row
+    reference: int  # the golden's likeliest token
+    target: int  # the port's likeliest token
+    margin: float  # the golden's logit of its own token minus its logit of the port's token
+    reach: float  # the largest margin that noise may reverse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,15 +62,10 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A run over a part of the layers; it ends with the first chain that is wrong.
+    """A run over a part of the layers; it ends with the first chain that is wrong."""
 
-    Args:
-        span: The layers asked for.
-        chains: The chains that ran, ascending.
-    """
-
-    span: Span
-    chains: tuple[Chain, ...]
+    span: Span  # the layers asked for
+    chains: tuple[Chain, ...]  # the chains that ran, ascending
 
     def __post_init__(self) -> None:
         starts = [self.span.start, *(chain.span.stop for chain in self.chains)]
@@ -106,13 +101,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BisectionFinding:
-    """Finding of a search: a layer that is wrong alone, or layers that are wrong only in a chain.
+    """Finding of a search: a layer that is wrong alone, or layers that are wrong only in a chain."""
 
-    Args:
-        chain: The shortest chain that is wrong; of one layer if that is the culprit.
-    """
-
-    chain: Chain
+    chain: Chain  # the shortest chain that is wrong; of one layer if that is the culprit
 
     @property
     def is_culprit(self) -> bool:

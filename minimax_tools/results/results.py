@@ -85,28 +85,19 @@ class NoiseRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeError:
-    """‖target − reference‖ / ‖reference‖ over the judged tokens; used if the golden kept no floor.
-
-    Args:
-        incoming: Relative error of a chained layer's input; 0 in isolated runs.
-    """
+    """‖target − reference‖ / ‖reference‖ over the judged tokens; used if the golden kept no floor."""
 
     value: float
-    incoming: float
+    incoming: float  # relative error of a chained layer's input; 0 in isolated runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestLimit:
-    """Figure of a site that comes nearest to its limit, or is furthest beyond it.
+    """Figure of a site that comes nearest to its limit, or is furthest beyond it."""
 
-    Args:
-        figure: Its name, a field of `NoiseRatio`, or `relative_l2`.
-        limit: What right ports stay below.
-    """
-
-    figure: str
+    figure: str  # its name, a field of `NoiseRatio`, or `relative_l2`
     value: float
-    limit: float
+    limit: float  # what right ports stay below
 
     @property
     def excess(self) -> float:
@@ -194,20 +185,13 @@ class Blame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlameGroup:
-    """Layers in which the same sites are to blame.
+    """Layers in which the same sites are to blame."""
 
-    Args:
-        layers: The layers, ascending; None is the model outside them.
-        worst_layer: The layer in which the sites are furthest beyond their limits.
-        reason: `Blame.reason` of the worst layer.
-        where: `SiteResult.where` of the worst layer.
-    """
-
-    layers: tuple[int | None, ...]
+    layers: tuple[int | None, ...]  # the layers, ascending; None is the model outside them
     sites: tuple[str, ...]
-    worst_layer: int | None
-    reason: str
-    where: tuple[str, ...] = ()
+    worst_layer: int | None  # the layer in which the sites are furthest beyond their limits
+    reason: str  # `Blame.reason` of the worst layer
+    where: tuple[str, ...] = ()  # `SiteResult.where` of the worst layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,17 +215,11 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Growth of a chained run's error.
+    """Growth of a chained run's error."""
 
-    Args:
-        points: Layer by layer, ascending.
-        onset: The first layer that adds more than noise to its input error; None if no layer does.
-        command: Command that tells which site is to blame in that layer; empty without an onset.
-    """
-
-    points: tuple[CurvePoint, ...]
-    onset: int | None
-    command: str
+    points: tuple[CurvePoint, ...]  # layer by layer, ascending
+    onset: int | None  # the first layer that adds more than noise to its input error; None if no layer does
+    command: str  # command that tells which site is to blame in that layer; empty without an onset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

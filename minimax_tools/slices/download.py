@@ -17,17 +17,11 @@ from minimax_tools.slices.source import SliceSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadedFile:
-    """A file that a slice needs.
+    """A file that a slice needs."""
 
-    Args:
-        name: Its path in the repository.
-        expected_bytes: Its size in the repository; None if unknown.
-        actual_bytes: Its size on this machine; None if it is not here.
-    """
-
-    name: str
-    expected_bytes: int | None
-    actual_bytes: int | None
+    name: str  # its path in the repository
+    expected_bytes: int | None  # its size in the repository; None if unknown
+    actual_bytes: int | None  # its size on this machine; None if it is not here
 
     @property
     def size_bytes(self) -> int:

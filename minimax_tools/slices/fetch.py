@@ -22,21 +22,13 @@ from minimax_tools.slices.sparse_source import sparse_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedSlice:
-    """A slice that was fetched.
+    """A slice that was fetched."""
 
-    Args:
-        node: Name of its node.
-        folder: The model's folder in the hub's cache, or the slice's own folder.
-        files: Names of the slice's files, relative to the folder.
-        size_bytes: Size of the files, or of the tensors if only their bytes were fetched.
-        bytes_fetched: Bytes of tensors that came from the hub now; None if whole files were fetched.
-    """
-
-    node: str
-    folder: Path
-    files: tuple[str, ...]
-    size_bytes: int
-    bytes_fetched: int | None
+    node: str  # name of its node
+    folder: Path  # the model's folder in the hub's cache, or the slice's own folder
+    files: tuple[str, ...]  # names of the slice's files, relative to the folder
+    size_bytes: int  # size of the files, or of the tensors if only their bytes were fetched
+    bytes_fetched: int | None  # bytes of tensors that came from the hub now; None if whole files were fetched
 
 
 def fetch_slice(

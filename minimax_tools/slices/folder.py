@@ -39,21 +39,13 @@ _REMEDY = "Choose an --output with more room, or make room."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceFolder:
-    """A slice on the disk.
+    """A slice on the disk."""
 
-    Args:
-        folder: Folder of the slice.
-        description: Content of its slice.json.
-        files: Paths of its weight files.
-        size_bytes: Size of its tensors' data.
-        is_new: True if it was written now, False if it was there already.
-    """
-
-    folder: Path
-    description: SliceDescription
-    files: tuple[Path, ...]
-    size_bytes: int
-    is_new: bool
+    folder: Path  # folder of the slice
+    description: SliceDescription  # content of its slice.json
+    files: tuple[Path, ...]  # paths of its weight files
+    size_bytes: int  # size of its tensors' data
+    is_new: bool  # True if it was written now, False if it was there already
 
 
 def write_slice(

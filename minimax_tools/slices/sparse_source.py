@@ -37,17 +37,11 @@ _JOURNAL_SUFFIX = ".fetched"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseSource:
-    """The fetched bytes of a slice.
+    """The fetched bytes of a slice."""
 
-    Args:
-        source: The checkpoint, its files replaced by the sparse ones.
-        bytes_asked: Bytes of the slice's tensors.
-        bytes_fetched: Bytes that came from the hub now; fewer if some were here already.
-    """
-
-    source: SliceSource
-    bytes_asked: int
-    bytes_fetched: int
+    source: SliceSource  # the checkpoint, its files replaced by the sparse ones
+    bytes_asked: int  # bytes of the slice's tensors
+    bytes_fetched: int  # bytes that came from the hub now; fewer if some were here already
 
 
 @contextmanager

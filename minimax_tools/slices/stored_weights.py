@@ -23,17 +23,11 @@ from minimax_tools.torch_files.reader import PickledReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
-    """Weights of a checkpoint on this machine.
+    """Weights of a checkpoint on this machine."""
 
-    Args:
-        model: The checkpoint as the user named it: a folder or a hub id.
-        folder: Folder of its files, even before they are fetched.
-        index: Headers of the shards that are here; None if no shard is.
-    """
-
-    model: str
-    folder: Path
-    index: TensorIndex | None
+    model: str  # the checkpoint as the user named it: a folder or a hub id
+    folder: Path  # folder of its files, even before they are fetched
+    index: TensorIndex | None  # headers of the shards that are here; None if no shard is
 
     @classmethod
     def of(cls, model: str) -> StoredWeights:

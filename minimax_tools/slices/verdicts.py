@@ -63,19 +63,12 @@ class NodeVerification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceVerdict:
-    """A claim with its judgement.
+    """A claim with its judgement."""
 
-    Args:
-        name: Name of the verdict.
-        claim: The claim in words.
-        holds: True or False, or None if it was not judged.
-        found: Contradictions, or the reason why it was not judged.
-    """
-
-    name: str
-    claim: str
-    holds: bool | None
-    found: tuple[str, ...] = ()
+    name: str  # name of the verdict
+    claim: str  # the claim in words
+    holds: bool | None  # True or False, or None if it was not judged
+    found: tuple[str, ...] = ()  # contradictions, or the reason why it was not judged
 
     @classmethod
     def of(cls, name: str, claim: str, faults: Iterable[str]) -> SliceVerdict:

@@ -32,19 +32,12 @@ from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The result of verifying a plan.
+    """The result of verifying a plan."""
 
-    Args:
-        plan: The plan.
-        model: The checkpoint: a folder or a hub id.
-        nodes: Evidence about the nodes asked for, in the plan's order.
-        verdicts: Verdicts over all nodes.
-    """
-
-    plan: PartitionPlan
-    model: str
-    nodes: tuple[NodeVerification, ...]
-    verdicts: tuple[SliceVerdict, ...]
+    plan: PartitionPlan  # the plan
+    model: str  # the checkpoint: a folder or a hub id
+    nodes: tuple[NodeVerification, ...]  # evidence about the nodes asked for, in the plan's order
+    verdicts: tuple[SliceVerdict, ...]  # verdicts over all nodes
 
     @property
     def holds(self) -> bool:

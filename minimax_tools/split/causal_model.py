@@ -30,17 +30,11 @@ _FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportErro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """Dtype and kernels of a model; None means transformers' choice.
+    """Dtype and kernels of a model; None means transformers' choice."""
 
-    Args:
-        dtype: Dtype of weights and activations; the router of a MiniMax-M2 stays float32.
-        attn: Attention implementation of transformers.
-        experts: Experts implementation of transformers.
-    """
-
-    dtype: torch.dtype
-    attn: str | None = None
-    experts: str | None = None
+    dtype: torch.dtype  # dtype of weights and activations; the router of a MiniMax-M2 stays float32
+    attn: str | None = None  # attention implementation of transformers
+    experts: str | None = None  # experts implementation of transformers
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments for transformers' `from_config` and `from_pretrained`."""

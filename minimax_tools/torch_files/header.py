@@ -37,13 +37,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledEntry(TensorEntry):
-    """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` the size of its values.
+    """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` the size of its values."""
 
-    Args:
-        stored: Place of the elements in the file, and the computation of the values from them.
-    """
-
-    stored: StoredTensor
+    stored: StoredTensor  # place of the elements in the file, and the computation of the values from them
 
 
 def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:

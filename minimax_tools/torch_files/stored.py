@@ -31,21 +31,13 @@ class StorageId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """A storage, or a window of one, by its bytes in the file.
+    """A storage, or a window of one, by its bytes in the file."""
 
-    Args:
-        key: Name of the storage in the file; all windows of the storage have the same.
-        dtype: Dtype of its elements; uint8 if each tensor has its own dtype.
-        offset: Offset of its first byte in the file.
-        size_bytes: Length in bytes.
-        crc32: Checksum of exactly these bytes; None if the file has none.
-    """
-
-    key: str
-    dtype: torch.dtype
-    offset: int
-    size_bytes: int
-    crc32: int | None = None
+    key: str  # name of the storage in the file; all windows of the storage have the same
+    dtype: torch.dtype  # dtype of its elements; uint8 if each tensor has its own dtype
+    offset: int  # offset of its first byte in the file
+    size_bytes: int  # length in bytes
+    crc32: int | None = None  # checksum of exactly these bytes; None if the file has none
 
     def narrow(self, window: tuple[int, int] | None) -> Storage:
         """Return a window (first element, number of elements) of the storage, or for None the storage itself.
@@ -65,28 +57,18 @@ class Storage:
 class StoredTensor:
     """A tensor by its place in a storage.
 
-    Args:
-        storage: Storage of its elements.
-        dtype: Stored dtype of the elements.
-        shape: Shape of the tensor.
-        stride: Strides in elements, one per dim, none negative.
-        start: Index of its first element in the storage.
-        is_conjugate: Whether the values are the conjugates of the stored elements.
-        is_negative: Whether the values are the negatives of the stored elements.
-        cast: Dtype to which the values are cast when they are read; None for `dtype`.
-
     Raises:
         ValueError: The tensor reaches outside its storage.
     """
 
-    storage: Storage
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-    is_conjugate: bool = False
-    is_negative: bool = False
-    cast: torch.dtype | None = None
+    storage: Storage  # storage of its elements
+    dtype: torch.dtype  # stored dtype of the elements
+    shape: tuple[int, ...]  # shape of the tensor
+    stride: tuple[int, ...]  # strides in elements, one per dim, none negative
+    start: int  # index of its first element in the storage
+    is_conjugate: bool = False  # whether the values are the conjugates of the stored elements
+    is_negative: bool = False  # whether the values are the negatives of the stored elements
+    cast: torch.dtype | None = None  # dtype to which the values are cast when they are read; None for `dtype`
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.stride) or min((self.start, *self.shape, *self.stride)) < 0:

@@ -20,20 +20,15 @@ class Ranks:
     The whole process group is one tensor-parallel group. If experts are divided too, a group of consecutive ranks holds
     the same experts, and each rank a part of every one.
 
-    Args:
-        rank: This rank, from 0.
-        degree: The number of ranks. Heads and the experts' intermediate size are divided among them.
-        expert_degree: The number of groups of ranks that the experts are divided among.
-        reduce_dtype: Dtype in which partial sums are sent and added up.
 
     Raises:
         UsageError: `expert_degree` does not divide `degree`.
     """
 
-    rank: int = 0
-    degree: int = 1
-    expert_degree: int = 1
-    reduce_dtype: torch.dtype = torch.float32
+    rank: int = 0  # this rank, from 0
+    degree: int = 1  # the number of ranks. Heads and the experts' intermediate size are divided among them.
+    expert_degree: int = 1  # the number of groups of ranks that the experts are divided among
+    reduce_dtype: torch.dtype = torch.float32  # dtype in which partial sums are sent and added up
 
     def __post_init__(self) -> None:
         if self.degree < 1 or not 0 <= self.rank < self.degree:

@@ -44,19 +44,13 @@ class CompileCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """An open backend; made by `open_runtime`.
-
-    Args:
-        ranks: The processes that share a layer.
-        messages: Messages between these processes.
-        spmd: Devices of this process that share a layer; None for one device.
-    """
+    """An open backend; made by `open_runtime`."""
 
     backend: Backend
     device: torch.device
-    ranks: Ranks = field(default_factory=Ranks)
-    messages: RankMessages = field(default_factory=RankMessages)
-    spmd: Spmd | None = None
+    ranks: Ranks = field(default_factory=Ranks)  # the processes that share a layer
+    messages: RankMessages = field(default_factory=RankMessages)  # messages between these processes
+    spmd: Spmd | None = None  # devices of this process that share a layer; None for one device
 
     @property
     def sharing(self) -> Mapping[str, int | str]:

@@ -47,29 +47,17 @@ Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedProgram:
-    """The description in a traced file.
+    """The description in a traced file."""
 
-    Args:
-        program: Compiler: `torch.export` or `torch_neuronx.trace`.
-        port: The --target that was traced.
-        port_digest: sha256 of the port's source.
-        layer: The layer whose weights are inside.
-        sites: Sites returned after the layer's output, in order.
-        shape: Shape [B,S,H] of the hidden states.
-        dtype: Dtype of hidden states and weights.
-        model: Fingerprint of the checkpoint that the weights come from.
-        versions: Library versions during compilation.
-    """
-
-    program: str
-    port: str
-    port_digest: str
-    layer: int
-    sites: tuple[Site, ...]
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    model: ModelFingerprint
-    versions: Mapping[str, str]
+    program: str  # compiler: `torch.export` or `torch_neuronx.trace`
+    port: str  # the --target that was traced
+    port_digest: str  # sha256 of the port's source
+    layer: int  # the layer whose weights are inside
+    sites: tuple[Site, ...]  # sites returned after the layer's output, in order
+    shape: tuple[int, int, int]  # shape [B,S,H] of the hidden states
+    dtype: torch.dtype  # dtype of hidden states and weights
+    model: ModelFingerprint  # fingerprint of the checkpoint that the weights come from
+    versions: Mapping[str, str]  # library versions during compilation
 
     @classmethod
     def read(cls, path: Path) -> TracedProgram:

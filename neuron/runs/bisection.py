@@ -60,21 +60,15 @@ _SEARCHES = {Extent.FIRST: find_until_proof, Extent.ALL: find_all, Extent.EXHAUS
 class BisectRequest(PortSetup):
     """A bisection before it starts; its inputs are the golden's.
 
-    Args:
-        golden: Source of the chains' inputs, and their judge.
-        span: The layers to search.
-        chain_length: Number of layers of a chain, at most.
-        criteria: Limits for a layer that ran alone.
-
     Raises:
         UsageError: A chain would be too long to be judged.
     """
 
-    golden: Capture
-    span: Span
+    golden: Capture  # source of the chains' inputs, and their judge
+    span: Span  # the layers to search
     extent: Extent
-    chain_length: int
-    criteria: Criteria
+    chain_length: int  # number of layers of a chain, at most
+    criteria: Criteria  # limits for a layer that ran alone
 
     def __post_init__(self) -> None:
         if not 1 <= self.chain_length <= LONGEST_CHAIN:

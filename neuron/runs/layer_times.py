@@ -9,23 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Wall time of one layer, or the sum of several, in seconds.
+    """Wall time of one layer, or the sum of several, in seconds."""
 
-    Args:
-        read_s: Reading bytes from the disk or its cache.
-        regroup_s: Making weights of these bytes: dequantising, converting dtypes, cutting, joining.
-        transfer_s: Copying weights to the device.
-        compile_s: Compiling graphs.
-        run_s: The forward passes, without compiling.
-        copy_back_s: Copying the results to the host.
-    """
-
-    read_s: float = 0.0
-    regroup_s: float = 0.0
-    transfer_s: float = 0.0
-    compile_s: float = 0.0
-    run_s: float = 0.0
-    copy_back_s: float = 0.0
+    read_s: float = 0.0  # reading bytes from the disk or its cache
+    regroup_s: float = 0.0  # making weights of these bytes: dequantising, converting dtypes, cutting, joining
+    transfer_s: float = 0.0  # copying weights to the device
+    compile_s: float = 0.0  # compiling graphs
+    run_s: float = 0.0  # the forward passes, without compiling
+    copy_back_s: float = 0.0  # copying the results to the host
 
     @property
     def total_s(self) -> float:

@@ -19,17 +19,12 @@ class RankAssembly:
     """A pass of a layer that ranks share: each rank holds a piece of every tensor.
 
     All ranks make the same calls in the same order. On a single rank, the piece is the whole tensor.
-
-    Args:
-        exposure: The sites that the port exposes, and how each site's pieces make up the whole.
-        batch_shape: Batch size, and rows of this pass.
-        what: Target and layer, for errors.
     """
 
     runtime: Runtime
-    exposure: Exposure
-    batch_shape: tuple[int, int]
-    what: str
+    exposure: Exposure  # the sites that the port exposes, and how each site's pieces make up the whole
+    batch_shape: tuple[int, int]  # batch size, and rows of this pass
+    what: str  # target and layer, for errors
 
     def cut_past(self, layer_input: LayerInput) -> LayerInput:
         """Cut the past down to the heads that this rank holds.

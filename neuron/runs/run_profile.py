@@ -29,24 +29,16 @@ _OWN_KEY = "mm2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProfile:
-    """Time and memory of every layer of a run.
-
-    Args:
-        num_ranks: Number of ranks that shared each layer.
-        decode_rows: Number of decoded rows of each prompt.
-        batch_size: Rows of the batch.
-        sequence_length: Tokens of each row, padding included.
-        layers: The layers, in the order in which they ran.
-    """
+    """Time and memory of every layer of a run."""
 
     backend: str
     spec_digest: str
     dtype: str
-    num_ranks: int
-    decode_rows: int
-    batch_size: int
-    sequence_length: int
-    layers: tuple[LayerProfile, ...]
+    num_ranks: int  # number of ranks that shared each layer
+    decode_rows: int  # number of decoded rows of each prompt
+    batch_size: int  # rows of the batch
+    sequence_length: int  # tokens of each row, padding included
+    layers: tuple[LayerProfile, ...]  # the layers, in the order in which they ran
 
     @property
     def median_times(self) -> LayerTimes:

@@ -13,17 +13,11 @@ from neuron.runs.layer_times import LayerTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
-    """Graphs that a run compiled.
+    """Graphs that a run compiled."""
 
-    Args:
-        first_layer: Number of graphs compiled for the first layer that ran.
-        later_layers: Number of graphs compiled after it; 0 if all layers share their graphs.
-        fallbacks: Operations that ran on the CPU instead of the device.
-    """
-
-    first_layer: int
-    later_layers: int
-    fallbacks: tuple[str, ...]
+    first_layer: int  # number of graphs compiled for the first layer that ran
+    later_layers: int  # number of graphs compiled after it; 0 if all layers share their graphs
+    fallbacks: tuple[str, ...]  # operations that ran on the CPU instead of the device
 
     @classmethod
     def of(cls, counts: Sequence[CompileCounts]) -> CompileReport:
@@ -40,17 +34,12 @@ class CompileReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureEffect:
-    """Effect of recording its sites on a layer's output.
-
-    Args:
-        num_changed: Number of output values with other bits when nothing is recorded.
-        max_abs_diff: The largest difference; NaN where only one of two values is NaN.
-    """
+    """Effect of recording its sites on a layer's output."""
 
     layer: int
-    num_changed: int
+    num_changed: int  # number of output values with other bits when nothing is recorded
     num_values: int
-    max_abs_diff: float
+    max_abs_diff: float  # the largest difference; NaN where only one of two values is NaN
 
     @classmethod
     def between(cls, layer: int, recorded: torch.Tensor, bare: torch.Tensor) -> CaptureEffect:
@@ -67,19 +56,13 @@ class CaptureEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """Time and memory of one layer of a run.
-
-    Args:
-        started_s: The layer's start, in seconds since the run's start.
-        peak_host_bytes: Peak of this process's anonymous memory while the layer ran.
-        peak_device_bytes: Peak of the device's memory; None where it is unknown.
-    """
+    """Time and memory of one layer of a run."""
 
     layer: int
-    started_s: float
+    started_s: float  # the layer's start, in seconds since the run's start
     times: LayerTimes
-    peak_host_bytes: int
-    peak_device_bytes: int | None
+    peak_host_bytes: int  # peak of this process's anonymous memory while the layer ran
+    peak_device_bytes: int | None  # peak of the device's memory; None where it is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,12 +22,9 @@ class IndexSequence:
     | 3 5 6 3 5 6 | `3, 5–6, repeated 2 times` |
     | 1 0 3 2 | `in each 2: 1, 0` |
     | 4 5 0 1 9 | `4–5, 0–1, 9` |
-
-    Args:
-        indices: 1-D, int64, at least one index, none below 0.
     """
 
-    indices: torch.Tensor
+    indices: torch.Tensor  # 1-D, int64, at least one index, none below 0
 
     @property
     def is_forward(self) -> bool:

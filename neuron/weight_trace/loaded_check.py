@@ -42,14 +42,10 @@ class LoadedPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheck:
-    """Result of the check.
-
-    Args:
-        compared: Kinds of source tensors whose values were all compared.
-    """
+    """Result of the check."""
 
     findings: tuple[WeightFinding, ...]
-    compared: tuple[str, ...]
+    compared: tuple[str, ...]  # kinds of source tensors whose values were all compared
 
 
 def check_loaded(

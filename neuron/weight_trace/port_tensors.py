@@ -63,14 +63,10 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """Values of a port tensor after one pass.
-
-    Args:
-        values: A copy of the tensor; a single element of no dims if all elements are equal.
-    """
+    """Values of a port tensor after one pass."""
 
     shape: torch.Size
-    values: torch.Tensor
+    values: torch.Tensor  # a copy of the tensor; a single element of no dims if all elements are equal
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Snapshot:
@@ -95,13 +91,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorPart:
-    """A part of a port tensor: some indices along each dim.
+    """A part of a port tensor: some indices along each dim."""
 
-    Args:
-        indices: For each dim its indices, int64; None for all of them.
-    """
-
-    indices: tuple[torch.Tensor | None, ...]
+    indices: tuple[torch.Tensor | None, ...]  # for each dim its indices, int64; None for all of them
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> TensorPart:

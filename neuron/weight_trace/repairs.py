@@ -38,17 +38,12 @@ _MAX_EXPERTS_LISTED = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """A change to a conversion's input.
+    """A change to a conversion's input."""
 
-    Args:
-        mistake: The kind of mistake in the conversion that the repair undoes.
-        change: Returns the changed tensors, each made on access.
-    """
-
-    mistake: WeightMistake
+    mistake: WeightMistake  # the kind of mistake in the conversion that the repair undoes
     kinds: tuple[str, ...]
     text: str
-    change: Change
+    change: Change  # returns the changed tensors, each made on access
 
     def apply(self, tensors: Tensors) -> Tensors:
         """Return all tensors of a layer, those that the repair changes in their changed form."""

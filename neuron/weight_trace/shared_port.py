@@ -27,18 +27,13 @@ from neuron.weight_trace.trial import TrialInput, TrialPort
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TraceAssignment:
-    """Values that another rank needs to build its `TracedPort`.
-
-    Args:
-        target: The port, as the user named it.
-        config: config.json of the traced model.
-    """
+    """Values that another rank needs to build its `TracedPort`."""
 
     folder: Path
-    target: str
+    target: str  # the port, as the user named it
     layer: int
     dtype: torch.dtype
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # config.json of the traced model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,17 +22,11 @@ _MAX_EXPERTS_LISTED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor:
-    """A tensor of a checkpoint's layer.
+    """A tensor of a checkpoint's layer."""
 
-    Args:
-        name: The hub's name, relative to the layer.
-        shape: One dim (norms, correction bias) or two.
-        start: Number of the first element.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
+    name: str  # the hub's name, relative to the layer
+    shape: tuple[int, ...]  # one dim (norms, correction bias) or two
+    start: int  # number of the first element
 
     @property
     def size(self) -> int:

@@ -19,18 +19,12 @@ Matrix = tuple[LayoutSegment, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """Layout of a port tensor.
-
-    Args:
-        matrices: Segments of each matrix; the dims before the last two count the matrices.
-        experts: The expert of each matrix; empty if a matrix holds no expert, or several.
-        text: The layout as text, such as `experts 0–11: w2 (down)`.
-    """
+    """Layout of a port tensor."""
 
     origin: TensorOrigin
-    matrices: tuple[Matrix, ...]
-    experts: tuple[int, ...]
-    text: str
+    matrices: tuple[Matrix, ...]  # segments of each matrix; the dims before the last two count the matrices
+    experts: tuple[int, ...]  # the expert of each matrix; empty if a matrix holds no expert, or several
+    text: str  # the layout as text, such as `experts 0–11: w2 (down)`
 
     @property
     def segments(self) -> Matrix:

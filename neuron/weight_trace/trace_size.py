@@ -24,15 +24,10 @@ _MIN_EXPERTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSample:
-    """Experts whose elements are traced. The tensors outside the experts are always traced.
+    """Experts whose elements are traced. The tensors outside the experts are always traced."""
 
-    Args:
-        experts: Numbers of the traced experts, sorted.
-        num_experts: Number of experts in the layer.
-    """
-
-    experts: tuple[int, ...]
-    num_experts: int
+    experts: tuple[int, ...]  # numbers of the traced experts, sorted
+    num_experts: int  # number of experts in the layer
 
     @classmethod
     def fitting(

@@ -32,22 +32,15 @@ _MAX_COPIED = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedPort:
-    """A rank's part of a port's layer.
+    """A rank's part of a port's layer."""
 
-    Args:
-        target: The port.
-        spec: The traced model; it may be smaller than the checkpoint's.
-        dtype: Dtype of the run, in which the port is traced and loaded.
-        pool: Threads that fill parameters.
-    """
-
-    target: Target
-    spec: ModelSpec
+    target: Target  # the port
+    spec: ModelSpec  # the traced model; it may be smaller than the checkpoint's
     layer: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # dtype of the run, in which the port is traced and loaded
     reader: CheckpointReader
     ranks: Ranks
-    pool: ReadingPool
+    pool: ReadingPool  # threads that fill parameters
 
     def trace(self, sample: ExpertSample) -> list[TensorOrigin]:
         """Return the origin of every port tensor.

@@ -12,15 +12,10 @@ from compare.noise.squared_errors import TINY_FLOAT32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteNoise:
-    """Noise at a site, by channel.
+    """Noise at a site, by channel."""
 
-    Args:
-        variance: Mean square of the golden's error, at least that of one rounding: float32 [F].
-        size: Mean square of the golden's values, float32 [F].
-    """
-
-    variance: torch.Tensor
-    size: torch.Tensor
+    variance: torch.Tensor  # mean square of the golden's error, at least that of one rounding: float32 [F]
+    size: torch.Tensor  # mean square of the golden's values, float32 [F]
 
     @classmethod
     def measure(cls, golden: torch.Tensor, exact: torch.Tensor, *, rounding: float) -> SiteNoise:
