@@ -215,7 +215,8 @@ def test_right_port_passes_and_is_told_what_could_not_be_seen(bisect: Any, tmp_p
     visible = record["smallest_visible"]
     assert 0.001 < visible["alone"] < visible["in_chains"] < 0.05
     again = bisect("builtin", "--quiet")
-    assert re.search(r"In the output of a chain, noise from [12]\.\d+ % on is\s+seen", again.stdout)
+    seen = r"At the end of a chain, noise of [12]\.\d+ % or more on\s+every\s+token\s+is\s+seen"
+    assert re.search(seen, again.stdout)
     assert "mm2-test sweep --layers 0:12" in again.stdout
     # Nothing is kept of the layers' outputs.
     directory = Path(record["directory"])
