@@ -39,7 +39,7 @@ OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node"}
 READERS_FILES = {"my_port.py", "PATH.py"}
 
 GLOSSARY = """site, golden, port, reference, target, isolated run, chained run, noise floor, rho, float32 twin,
-massive channel, flip, replay, blame, verdict, shard, slice, probe, dump"""
+massive channel, row, variant, flip, replay, blame, verdict, shard, slice, probe, dump"""
 
 _LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
 _PACKAGES = "compare|docs|gpu_reference|minimax_tools|neuron|reports|scripts|tests"
