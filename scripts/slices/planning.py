@@ -259,11 +259,7 @@ def _seconds(cost: ModelCost, stage: Stage) -> float:
 def _measure_time(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
     rng = random.Random(2)
     nodes = [
-        Node(
-            name=f"node{number}",
-            memory_bytes=rng.randint(10, 80) * 10**9,
-            tflops=rng.choice(_TFLOPS),
-        )
+        Node(name=f"node{number}", memory_bytes=rng.randint(10, 80) * 10**9, tflops=rng.choice(_TFLOPS))
         for number in range(MAX_NODES)
     ]
     medians = {}
