@@ -100,7 +100,7 @@ class FullSizeCheckpoint:
     distinct_layers: int
     logical_bytes: int  # size of the tensors
     disk_bytes: int  # disk space that the tensors take
-    seconds: float
+    seconds: float  # time that it took to build
 
 
 def provide(request: Request, *, output: Path, image: Path | None) -> FullSizeCheckpoint:

@@ -37,7 +37,7 @@ class RunJournal:
             path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
 
     def find(self, run: str) -> tuple[AnyCase, ...] | None:
-        """Find the cases of a finished run; None if it has not finished."""
+        """Find the cases of a finished run by the `repr` of its plan; None if it has not finished."""
         return self._runs.get(run)
 
     def add(self, run: str, cases: Iterable[AnyCase]) -> None:

@@ -45,12 +45,13 @@ _FEW = (1, 4, 24)
 class _Prompts(NamedTuple):
     """Prompts of one baseline of a part, with its model and golden."""
 
-    seed_offset: int  # number that is added to the seed of the benchmark, so that parts differ
+    seed_offset: int  # number that is added to the seed of the benchmark
     lengths: tuple[int, ...]  # number of tokens of each prompt
     num_layers: int = 4  # layers of a synthetic model
     implementation: int = 0  # index into `IMPLEMENTATIONS` of the golden; in "few" they take turns
 
 
+# Baselines by part.
 _ON_SYNTHETIC = {
     "short": (_Prompts(0, _SHORT),),
     "xla": (_Prompts(0, _SHORT, num_layers=1),),

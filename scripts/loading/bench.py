@@ -28,7 +28,7 @@ from minimax_tools.model.weight_names import layer_of
 from minimax_tools.synthetic.checkpoint import FP8, plan_tensors, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
-COULD_NOT_RUN = 3
+COULD_NOT_RUN = 3  # exit code
 _SCRIPTS = Path(__file__).parents[1]
 # How often a probe is run again if the page cache did not stay as prepared.
 _ATTEMPTS = 4

@@ -46,7 +46,7 @@ _TFLOPS = (91.0, 125.0, 312.0, 989.0)
 class PlanningScale:
     """Size of the measurement."""
 
-    num_clusters: int
+    num_clusters: int  # number of clusters for MiniMax-M2
     balanced_every: int  # the planner `balanced`, which is slow, plans one of this many clusters
     num_small: int  # number of small clusters, whose optimum is found by trying all divisions
     num_times: int  # number of times that the largest plan is timed
