@@ -12,7 +12,7 @@ from pathlib import Path
 # The layer whose forward dies.
 LAYER = 2
 
-# A name in braces is a place; places without code get `pass`. With `self.ranks.rank` code can choose one rank.
+# Names in braces are places, except `layer`. Places without code get `pass`. Code can ask `self.ranks.rank`.
 _PORT = """
 import atexit, ctypes, os, re, signal, sys, threading, time
 from pathlib import Path
