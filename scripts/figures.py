@@ -16,7 +16,7 @@ import psutil
 class Figure:
     """A measured figure and its goal."""
 
-    figure: str
+    figure: str  # name of the figure
     value: float
     goal: str = "-"  # the goal as text; `-` without one
     holds: bool = True  # False if the goal is missed

@@ -1,14 +1,15 @@
 """Limits fitted to the differences of right ports from their goldens.
 
-A *figure* is one measure of the difference, such as ρ; a *record* holds the figures of one site in one comparison (see
-`measure_noise`). A `Limit` has three parts:
+A *figure* is one measure of the difference, such as ρ. A *record*, by `measure_noise`, holds the figures of one site in
+one comparison: `whole` is ρ over all tokens, `incoming` the inherited error, `tokens` the number of tokens judged;
+`hidden` is true if the run hid its choice of experts. A `Limit` has three parts:
 
 - `usual`: the median figure of the implementation that is furthest off. Implementations round in different places.
 - `spread`: standard deviation of the figure's logarithm around it, over layers, seeds and prompts.
 - `token_spread`: what is added to `spread`, over √T, for few tokens T.
 
-The limit grows from the usual figure until chance exceeds it in the allowed share of cases. Planted mistakes play no
-part.
+The limit grows from the usual figure until chance exceeds it in the allowed share of cases: `quantile` gives the number
+of standard deviations that chance exceeds in a share of cases. Planted mistakes play no part.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from compare.limits.limits import (
 from minimax_tools.model.sites import ModelSite, Site
 
 Record = Mapping[str, Any]
-Table = dict[str, dict[str, Limit]]
+Table = dict[str, dict[str, Limit]]  # limits by site and figure
 
 # From this many tokens on, more tokens do not lower the spread.
 _MANY_TOKENS = 100
@@ -43,8 +44,8 @@ _LEAST_SPREAD = {"isolated": 0.02, "chained": 0.05}
 _LEAST_TOKEN_SPREAD = {"token_gain": 1.0, "channel_worst": 1.0, "massive": 0.5}
 # Factor on the worst token's limit: few of the worst possible tokens were measured.
 _WORST_MARGIN = 1.5
-# Factor on structure figures: they show differences below the noise, and those of right ports grow with model and
-# prompts.
+# Factor on structure figures, averages in which noise almost cancels: they show differences below the noise, and those
+# of right ports grow with model and prompts.
 _STRUCTURE_MARGIN = 1.25
 # Factor on limits without a noise floor: on other models right ports may differ more than on synthetic ones.
 _FLOORLESS_MARGIN = 1.5
@@ -56,8 +57,8 @@ _MODEL_MARGINS = {
     **dict.fromkeys(("token_p99", "token_worst"), 1.25),
     **dict.fromkeys(STRUCTURE_FIGURES, 2.0),
 }
-# Least token spread of ρ with a floor that variants widen: that of one token's error in a few dozen channels. The floor
-# is the largest of three draws, so most figures are below 1 and do not show it.
+# Least token spread of ρ with a floor that variants (copies that round elsewhere) widen: that of one token's error in a
+# few dozen channels. The floor is the largest of three draws, so most figures are below 1 and do not show it.
 _TOKEN_SPREAD = 0.1
 # A smaller inherited error, of a few roundings to BF16, tells nothing of its growth: the site's own error outweighs it.
 _LEAST_INHERITED = 5e-3
@@ -76,12 +77,8 @@ _SITES = (*(str(site) for site in Site), *(str(site) for site in ModelSite))
 def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
     """Fit the limits on ρ and the figures in its unit, by site, and for `ALL_SITES` the median of the sites.
 
-    Values below 1 are better than the golden, and count as 1. A site gets a limit of its own if that is wider.
-
-    Args:
-        records: Records of right ports.
-        mode: `isolated` or `chained`.
-        floor: Kind of the goldens' noise floor: `full` or `stats`, with the suffix `_variants` if variants widen it.
+    Values below 1 are better than the golden, and count as 1. A site gets a limit of its own if that is wider. Only
+    records count that have this mode, `isolated` or `chained`, and this floor of `measure_noise`, other than `off`.
     """
     chosen = [
         record
@@ -101,6 +98,7 @@ def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
         }
         if not by_site:
             continue
+        # A figure that a comparison could not measure is None.
         largest = {site: max(r[figure] or 0.0 for r in chosen if r["site"] == site) for site in by_site}
         typical = [
             site for site in by_site if site not in _UNLIKE_OTHERS and largest[site] > _LEAST_OF_LARGEST
@@ -158,9 +156,7 @@ def with_model_margin(table: Table) -> Table:
 def fit_floorless(records: Sequence[Record], ratios: Table) -> Table:
     """Fit the limits for goldens without a noise floor: relative error, growth of an inherited error, share of flips.
 
-    Args:
-        records: Records of right ports.
-        ratios: Limits on ρ of isolated layers: how far golden and port may each be from the exact value.
+    `ratios` are the limits on ρ of isolated layers, which tell how far a port may be from the exact value.
     """
     table: Table = defaultdict(dict)
     for site in _SITES:
@@ -182,6 +178,7 @@ def fit_floorless(records: Sequence[Record], ratios: Table) -> Table:
 
 
 def _find(table: Table, site: str, figure: str) -> Limit | None:
+    """Find the limit of a site, else that of all sites."""
     return table.get(site, {}).get(figure) or table.get(ALL_SITES, {}).get(figure)
 
 
@@ -285,12 +282,8 @@ def capped(limit: Limit, *, largest: float, rho: float) -> Limit:
     """Cap a limit on the relative error near the largest error that was measured.
 
     Models differ more than the tokens of one model, and not normally. A spread extrapolated to a single token would let
-    any error pass.
-
-    Args:
-        limit: The fitted limit.
-        largest: Largest error of a golden at the site, for any number of tokens.
-        rho: Usual ρ of right ports.
+    any error pass. `largest` is the largest error of a golden at the site, for any number of tokens; `rho` is the usual
+    ρ of right ports.
     """
     cap = _MAX_OVER_LARGEST * _FLOORLESS_MARGIN * float(np.hypot(1.0, rho)) * largest
     # The spread with which a single token reaches the cap at the rarest chance.

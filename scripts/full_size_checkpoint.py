@@ -100,16 +100,14 @@ class FullSizeCheckpoint:
     distinct_layers: int
     logical_bytes: int  # size of the tensors
     disk_bytes: int  # disk space that the tensors take
-    seconds: float
+    seconds: float  # time that it took to build
 
 
 def provide(request: Request, *, output: Path, image: Path | None) -> FullSizeCheckpoint:
     """Find the checkpoint at `output`, mount its image there, or build it.
 
-    Args:
-        request: The checkpoint.
-        output: A folder: new, empty, or with the same checkpoint.
-        image: File of the image; None makes an image beside `output`, and only if reflinks are missing.
+    `output` is new, empty, or holds the same checkpoint. `image` is the file of the image; None makes an image beside
+    `output`, and only if reflinks are missing.
 
     Raises:
         UsageError: Something else is at `output` or `image`.
@@ -182,7 +180,7 @@ def _build_in_image(request: Request, output: Path, image: ReflinkImage) -> None
     plan = request.plan()
     with new_image(image.file, size_bytes=_disk_bytes(plan), scratch=_partial(output)) as folder:
         _write(request, plan, folder)
-    # Mounted again: so its files are not in the page cache.
+    # Mounted anew, so the files that were just written are not in the page cache.
     image.mount(output, is_read_only=True)
 
 
@@ -207,6 +205,7 @@ def _write(request: Request, plan: tuple[PlannedShard, ...], folder: Path) -> No
 
 
 def _describe(request: Request, output: Path, *, was_there: bool) -> FullSizeCheckpoint:
+    """Describe the checkpoint at `output` by its record, and check that it is the requested one."""
     record = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
     if record["request"] != asdict(request):
         raise UsageError(
@@ -256,6 +255,7 @@ def _default_image(output: Path) -> Path:
 
 
 def _partial(path: Path) -> Path:
+    """Return the hidden folder beside `path` in which it is built, or its image is mounted meanwhile."""
     return path.with_name(f".{path.name}.partial")
 
 

@@ -17,10 +17,8 @@ from minimax_tools.errors import Mm2Error
 def run_groups(name: str, description: str | None, groups: Mapping[str, tuple[str, ...]]) -> int:
     """Measure and print; return 1 if a goal is missed, 3 if a measurement could not run, else 0.
 
-    Args:
-        name: Name of the benchmark and of its folder.
-        description: Text of the benchmark's help.
-        groups: Names of figures by group, for `--only`; a group may yield more figures.
+    `name` is the benchmark's and its folder's. `description` is its help. `groups` holds names of figures by group, for
+    `--only`; a group may yield more figures.
     """
     parser = benchmark_parser(description)
     parser.add_argument(

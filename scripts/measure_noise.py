@@ -7,7 +7,9 @@ A run is compared with several forms of its golden, named in `FLOORS`:
 | `full` | float32 twins |
 | `stats` | only the statistics of the noise floor |
 | `off` | no noise floor |
-| `full_variants`, `stats_variants` | the first two, with a floor that variants widen: another unit |
+| `full_variants`, `stats_variants` | the first two, with a floor that variants widen: another unit of ρ |
+
+Variants are copies of the layer that round in other places. They widen the floor to the error of the farthest of them.
 
 With `full` and `off`, a copy of the run that hides its choice of experts is compared too: then nobody knows which
 tokens are past a flip.
@@ -34,9 +36,9 @@ FLOORS = ("full", "stats", "off", "full_variants", "stats_variants")
 _WITH_VARIANTS = "_variants"
 # Fields of `SiteResult.noise` that a record holds.
 _NOISE_FIELDS = (
-    *("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst", "incoming", "interval"),
-    *("token_gain", "channel_gain", "channel_offset", "channel_worst"),
-)
+    "whole", "ordinary", "massive", "token_median", "token_p99", "token_worst", "incoming", "interval",
+    "token_gain", "channel_gain", "channel_offset", "channel_worst",
+)  # fmt: skip
 # Sites that are judged differently if the choice of experts is hidden.
 _PAST_A_FLIP = ("router_weights", "moe_delta", "output")
 
@@ -122,6 +124,7 @@ def _relative_floor(golden: Capture, site: SiteResult) -> float | None:
 
 
 def _figures(site: SiteResult) -> dict[str, Any]:
+    """Return the fields of a record that come from the site's judgement."""
     record: dict[str, Any] = {
         "layer": site.layer,
         "site": site.site,
@@ -129,7 +132,7 @@ def _figures(site: SiteResult) -> dict[str, Any]:
         "tokens": site.num_judged,
     }
     if site.noise is not None:
-        assert site.metrics is not None, "ρ is measured beside the seeds' metrics"
+        assert site.metrics is not None, "ρ is measured beside the metrics of the classic limits"
         record["channels"] = site.metrics.num_elements // (site.num_judged + site.num_set_aside)
         record |= {name: getattr(site.noise, name) for name in _NOISE_FIELDS}
     if site.relative is not None:

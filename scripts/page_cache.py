@@ -7,12 +7,12 @@ from enum import Enum
 from pathlib import Path
 
 _PIECE_BYTES = 8 << 20
-# Share of a checkpoint that may come from the disk if the cache was warm, and share that must if it was cold.
+# Largest share of a checkpoint that comes from the disk if the cache was warm, and smallest if it was cold.
 _WARM_SHARE, _COLD_SHARE = 0.02, 0.98
 
 
 class CacheState(Enum):
-    """State of a checkpoint in the page cache when a probe begins."""
+    """State of a checkpoint in the page cache when a probe (one measurement) begins."""
 
     ANY = "as it was"
     WARM = "warm"
@@ -26,7 +26,7 @@ class CacheState(Enum):
             drop_cache(files)
 
     def fits(self, disk_share: float) -> bool:
-        """Decide whether a probe that read this share from the disk found this state."""
+        """Decide whether a probe, which read this share of the checkpoint from the disk, began in this state."""
         if self is CacheState.ANY:
             return True
         return disk_share <= _WARM_SHARE if self is CacheState.WARM else disk_share >= _COLD_SHARE
@@ -46,6 +46,7 @@ def drop_cache(files: tuple[Path, ...]) -> None:
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            # Only pages that are on the disk can be dropped.
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:

@@ -32,7 +32,7 @@ class Watched:
     cpu_s: float
     peak_anonymous_bytes: int  # largest sample of anonymous memory
     peak_resident_bytes: int  # peak of resident memory, counted by the kernel
-    peaks: Mapping[str, int]  # peaks of other gauges, by name
+    peaks: Mapping[str, int]  # peaks of the gauges, by name
 
 
 def watch(
@@ -43,10 +43,8 @@ def watch(
 ) -> Watched:
     """Run a command, and sample the memory of its processes until it ends; its stdout is dropped.
 
-    Args:
-        words: The command.
-        environment: Environment of the command; None for that of this process.
-        gauges: Functions that are read ten times per second, and once at the end.
+    Without an `environment` it has that of this process. `gauges` are other quantities to watch, such as a folder's
+    size: functions that are read ten times per second, and once at the end.
     """
     began_s = time.monotonic()
     with subprocess.Popen(

@@ -240,10 +240,10 @@ def unmount(folder: Path) -> None:
 
 
 def refuse_foreign(image: ReflinkImage) -> None:
-    """Check that this script made an image.
+    """Refuse an image that this script did not make.
 
     Raises:
-        UsageError: It did not.
+        UsageError: It did not make it.
     """
     if not image.is_ours():
         raise UsageError(
@@ -254,6 +254,7 @@ def refuse_foreign(image: ReflinkImage) -> None:
 
 
 def _partial(file: Path) -> ReflinkImage:
+    """Return the image beside `file` that gets its name when it is complete."""
     return ReflinkImage(file=file.with_name(f".{file.name}.partial"))
 
 

@@ -29,7 +29,7 @@ RECIPES = {
     # A wide residual stream with massive channels, few experts, the language of lawyers.
     "c": "--text licences --steps 250 --seed 2 --hidden-size 1024 --num-hidden-layers 4 --num-local-experts 8 "
     "--num-experts-per-tok 2 --intermediate-size 128 --massive-channels 3",
-    # Trained until its experts differ: more steps, two experts to a token.
+    # Trained longer than the others, until its experts differ; two experts to a token.
     "d": "--text python-standard-library --steps 2500 --seed 3 --num-attention-heads 4 --rotary-dim 64 "
     "--num-hidden-layers 4 --num-experts-per-tok 2 --vocab-size 512",
     # Eight experts to a token, as MiniMax-M2 itself has, out of many small ones.
@@ -110,6 +110,7 @@ def _row(name: str, record: dict[str, Any]) -> str:
         f"{model['num_attention_heads']}/{model['num_key_value_heads']} heads of {model['head_dim']}, "
         f"{model['num_experts_per_tok']} of {model['num_local_experts']} experts of {model['intermediate_size']}"
     )
+    # What the chosen experts tell of the token, in the first and the last layer: before and after training.
     information = [
         "{:.2f} → {:.2f}".format(
             *(record[when]["layers"][layer]["token_information"] for when in ("before", "after"))

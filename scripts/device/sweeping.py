@@ -1,4 +1,4 @@
-"""Figures of a sweep: its graphs, and its time over that of a bare loop.
+"""Figures of a sweep, an isolated run of all layers: its compiled graphs, and its time over that of a bare loop.
 
 - `sweep_over_bare`: the time of a sweep over that of a bare loop, both of 62 toy layers on XLA's CPU device (hidden
   256, 32 experts, two rows). The sweep reads the golden and writes all sites. The loop compiles one resident layer,

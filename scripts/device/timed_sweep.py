@@ -2,8 +2,8 @@
 
     python -m device.timed_sweep sweep|bare|bare-loading MODEL GOLDEN OUTPUT
 
-Prints one JSON object: the seconds from the open device to the last layer, how many of these were spent compiling, and
-for a sweep its numbers of graphs.
+`bare` runs all layers with the weights of layer 0, `bare-loading` loads each layer's. Prints one JSON object: seconds
+from the open device to the last layer, how many of these were spent compiling, and for a sweep its numbers of graphs.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def _run_bare(
     spec, target = ModelSpec.from_folder(reader.folder), find_target("builtin")
     with ReadingPool(torch.get_num_threads()) as pool:
         loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)
+        module = target.build(spec, 0, dtype=torch.bfloat16)
 
         def load(layer: int) -> None:
             tensors = LayerTensors.open(reader, spec, layer, torch.bfloat16)
             target.load(module, tensors, spec, loader=loader)
 
-        module = target.build(spec, 0, dtype=torch.bfloat16)
-        rows = golden.read_inputs()
+        inputs = golden.read_inputs()
         states = [golden.read(layer, Site.INPUT) for layer in range(spec.num_hidden_layers)]
         if not loads:
             load(0)
@@ -77,11 +77,12 @@ def _run_bare(
         for layer, hidden_states in enumerate(states):
             if loads:
                 load(layer)
-            _step(module, runtime, rows, hidden_states)
+            _step(module, runtime, inputs, hidden_states)
         return {"seconds": time.perf_counter() - started}
 
 
 def _step(module: nn.Module, runtime: Runtime, inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Run a layer, and copy its output to the host."""
     device = runtime.device
     with torch.no_grad():
         output, _ = module(

@@ -5,9 +5,9 @@ A port that decodes accepts `past_key_value`, and returns the new past as its se
     mm2-test sweep --model DIR --golden DIR --decode 8 --target scripts/examples/cached_port.py:DecoderLayer
     mm2-test full --model DIR --golden DIR --target scripts/examples/cached_port.py:DecoderLayer
 
-The past is a pair [B,K,P,D]: the rotated keys and the values of the positions before. The mask is then [B,P+S], and
-positions with a 0 must not be attended to. All steps get a past of one length, part of it unused, so no step compiles
-again.
+The past is a pair [B,K,P,D]: the rotated keys and the values of the tokens before. The mask is then [B,P+S], and tokens
+with a 0 must not be attended to. All steps get a past of one length, so no step compiles again; the mask is 0 where the
+past is not filled yet.
 
 B batch, S sequence, P length of the past, H hidden, K kv heads, D head_dim.
 """
@@ -29,7 +29,8 @@ class Attention(port.Attention):
         k = self.k_rope(self.rotate(self.heads(self.k_norm(k)), position_ids))
         v = self.heads(v)
         if past_key_value is not None:
-            k, v = (torch.cat(parts, dim=2) for parts in zip(past_key_value, (k, v), strict=True))
+            past_k, past_v = past_key_value
+            k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
         return self.o_proj(self.attend(q, k, v, attention_mask)), (k, v)
 
     def attend(self, q, k, v, attention_mask):

@@ -167,6 +167,7 @@ class DecoderLayer(nn.Module):
     """The port: one module for all layers, its weights swapped, so that it compiles once."""
 
     reuse = True
+    # Submodule whose output is the site; `:input` takes its input, `:output[0]` the first of several outputs.
     sites = {
         "input_norm": "input_layernorm",
         "q_proj": "self_attn.q_proj",

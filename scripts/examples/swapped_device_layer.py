@@ -1,6 +1,7 @@
-"""mm2's own device layer with gate and up swapped: a mistake that fits in memory at the true size.
+"""mm2's own device layer with gate and up swapped: an example mistake that needs no more memory than the right layer.
 
-It also shows how a port streams its weights: a `Deferred` weight is written straight into its storage.
+It also shows how a port streams its weights: a `Deferred` weight is written straight into its storage, so that layers
+of MiniMax-M2's true size fit in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An example port divided among ranks: each holds a part of the heads and experts, and sums add the parts up.
+"""An example port divided among ranks: each holds a part of the heads, and a part of every expert's width.
 
 Every rank is a process that builds this module and holds its part of the weights. Judge it on one rank, then on more:
 
@@ -9,9 +9,9 @@ What ranks add to `port.py`:
 
 - `convert_state_dict` cuts the rank's part
 - the norms of q and k cover all heads, so they need a sum over all ranks
-- o_proj and the experts end in a sum
-- `sites` says after `@` what a rank shows of each site: a part of a dim, or the whole; `@partial` would be a sum that
-  is still to be reduced
+- o_proj and the experts end in a sum over all ranks
+- `sites` says after `@` what a rank shows of each site: `@shard(2)` a part of dim 2, `@replicate` the whole; `@partial`
+  would be a sum that is still to be reduced
 
 B batch, S sequence, T tokens, H hidden, N heads, K kv heads, D head_dim.
 """
@@ -38,7 +38,7 @@ class WideNorm(nn.Module):
 
     Args:
         width: Width of all heads of the model together.
-        num_copies: Number of ranks that hold each head.
+        num_copies: Number of ranks that hold each head: all ranks together hold so many copies of the width.
     """
 
     def __init__(self, width, num_copies, eps):
@@ -52,16 +52,18 @@ class WideNorm(nn.Module):
         squares = exact.pow(2).sum(-1, keepdim=True)
         # The norm covers all heads: without this sum every rank would scale its heads by another number.
         dist.all_reduce(squares)
+        # The sum over the ranks counts each head `num_copies` times, and so must the width.
         exact = exact * torch.rsqrt(squares / (self.width * self.num_copies) + self.eps)
         return self.weight * exact.to(states.dtype)
 
 
 class Attention(port.Attention):
-    """The rank's query heads, and the kv heads that they read; ranks hold copies if kv heads are fewer than ranks."""
+    """The rank's query heads, and the kv heads that they read; ranks share a kv head if there are fewer of them."""
 
     def __init__(self, config):
         num_ranks = dist.get_world_size()
         num_copies = max(1, num_ranks // config.num_key_value_heads)
+        # `port.Attention` builds the rank's part as if it were a whole model with fewer heads.
         rank_config = copy.copy(config)
         rank_config.num_attention_heads = config.num_attention_heads // num_ranks
         rank_config.num_key_value_heads = config.num_key_value_heads * num_copies // num_ranks
@@ -91,14 +93,16 @@ class Moe(port.Moe):
 
 
 class DecoderLayer(port.DecoderLayer):
-    """The port; the number of ranks divides the heads and the intermediate size."""
+    """The port; the number of ranks must divide the query heads and the intermediate size."""
 
     def __init__(self, config, layer_idx):
+        # Not that of `port.DecoderLayer`, which would build modules with all heads.
         nn.Module.__init__(self)
         num_ranks, num_kv_heads = dist.get_world_size(), config.num_key_value_heads
         if config.num_attention_heads % num_ranks or config.intermediate_size % num_ranks:
             raise ValueError(
-                f"{num_ranks} ranks do not divide {config.num_attention_heads} heads and the experts"
+                f"{num_ranks} ranks do not divide {config.num_attention_heads} heads "
+                f"and an intermediate size of {config.intermediate_size}"
             )
         if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
             raise ValueError(f"{num_ranks} ranks and {num_kv_heads} kv heads do not divide each other")
@@ -124,6 +128,7 @@ class DecoderLayer(port.DecoderLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         """Cut the rank's part of each tensor, and name it as this module does."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        # With fewer kv heads than ranks, neighbouring ranks get the same part: of 2 heads, 4 ranks get 0, 0, 1 and 1.
         num_kv_parts = min(num_ranks, config.num_key_value_heads)
 
         def part(tensor, dim, index=rank, num_parts=num_ranks):

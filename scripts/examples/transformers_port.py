@@ -18,7 +18,7 @@ class _Layer(nn.Module):
 
     attn_implementation = "sdpa"
     experts_implementation = "grouped_mm"
-    reuse = True
+    reuse = True  # mm2 builds one module and gives it the weights of each layer in turn
     sites = {
         "input_norm": "layer.input_layernorm",
         "q_proj": "layer.self_attn.q_proj",
@@ -38,10 +38,10 @@ class _Layer(nn.Module):
 
     def __init__(self, config, layer_idx):
         super().__init__()
-        names = {
+        known = {
             name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__
         }
-        self.config = MiniMaxM2Config(**names, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
+        self.config = MiniMaxM2Config(**known, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
         self.config._attn_implementation = self.attn_implementation
         self.config._experts_implementation = self.experts_implementation
         self.layer = MiniMaxM2DecoderLayer(self.config, layer_idx)
@@ -111,7 +111,7 @@ class BatchedExperts(_Layer):
 
 
 class Same(_Layer):
-    """The golden's default choices."""
+    """The implementations that a golden has by default."""
 
 
 class LaterPositions(_Layer):
@@ -131,6 +131,7 @@ class RoundedWeights(_Layer):
 
 
 def _round_weights(gate, arguments, outputs):
+    """Replace the outputs of the router's gate."""
     logits, weights, experts = outputs
     return logits, weights.bfloat16().float(), experts
 
@@ -151,7 +152,7 @@ class Float32NormWeights(_Layer):
 
 
 def _weigh_in_float32(norm, arguments, _):
-    (states,) = arguments
-    exact = states.float()
+    """Replace a norm's output: compute it again from its only argument."""
+    exact = arguments[0].float()
     exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    return (norm.weight.float() * exact).to(states.dtype)
+    return (norm.weight.float() * exact).to(arguments[0].dtype)

@@ -1,7 +1,7 @@
 """Arithmetic of a device port of MiniMax-M2's layer, in stages; a planted mistake overrides one of them.
 
 It is plain PyTorch with the numerics of a device port: q, k and v are fused, experts are grouped.
-B batch, S rows of this pass, P rows of past, H hidden, K kv heads, D head_dim.
+B prompts, S tokens of this pass (its rows), P tokens of the past, H hidden, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Arithmetic(AttentionStages, MoeStages):
-    """The right arithmetic; mistakes derive from it."""
+    """The right arithmetic. A mistake is a subclass that overrides some of its methods."""
 
     def edit(self, tensors: LayerTensors) -> None:
         """Change the layer's tensors, named as on the hub, before they are fused; the right port changes none."""
@@ -54,10 +54,10 @@ class Arithmetic(AttentionStages, MoeStages):
 
         Args:
             states: [B,S,H].
-            mask: 0 or 1, [B,P+S].
+            mask: 0 at padding, else 1, [B,P+S].
             positions: [B,S].
             past: Keys and values [B,K,P,D]; None in a prefill.
-            tap: Called with each site's value.
+            tap: Called with the name and value of each site, which it shows; returns the value.
         """
         normed = tap("input_norm", self.input_norm(states))
         q, k, v = self.project(normed)

@@ -22,14 +22,14 @@ class Tiled(Arithmetic):
 
 
 class KeysAndValuesSwapped(Arithmetic):
-    """The fused rows are cut in the wrong order."""
+    """Keys and values change places, as if the fused projection were cut in the wrong order."""
 
     def edit(self, tensors: LayerTensors) -> None:
         tensors[K_PROJ], tensors[V_PROJ] = tensors[V_PROJ], tensors[K_PROJ]
 
 
 class QueryHeadsInterleaved(Arithmetic):
-    """Rows that lie group by group are taken as if the groups alternated."""
+    """Query heads, which lie kv group by kv group, are taken as if the groups alternated."""
 
     def edit(self, tensors: LayerTensors) -> None:
         weight = tensors[Q_PROJ]
@@ -40,14 +40,14 @@ class QueryHeadsInterleaved(Arithmetic):
 
 
 class Scaled(Arithmetic):
-    """Scores are scaled by another factor."""
+    """Scores are `factor` times too large."""
 
     def attention_scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return super().attention_scores(q, k) * self.number("factor")
 
 
 class CausalMaskMissing(Arithmetic):
-    """The rows behind a row are visible to it."""
+    """Later tokens are visible too."""
 
     def causal(self, length: int, num_rows: int, device: torch.device) -> torch.Tensor:
         return torch.ones((num_rows, length), dtype=torch.bool, device=device)
@@ -61,7 +61,7 @@ class PaddingMaskMissing(Arithmetic):
 
 
 class SlidingWindow(Arithmetic):
-    """A sliding window on a model that has none; distances count real rows."""
+    """A sliding window on a model that has none; distances count real tokens, not padding."""
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
         places = mask.cumsum(-1)
@@ -93,35 +93,35 @@ class OutputProjectionZero(Arithmetic):
 
 
 class DeltaScaled(Arithmetic):
-    """The output is reduced more than once."""
+    """The output is reduced over the ranks more than once, so it is `factor` times too large."""
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
         return super().project_out(context) * self.number("factor")
 
 
 class AttentionResidualMissing(Arithmetic):
-    """The residual of the attention is not added."""
+    """The layer's input is not added to attn_delta."""
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return delta
 
 
 class MoeResidualMissing(Arithmetic):
-    """The residual of the experts is not added."""
+    """The residual is not added to moe_delta."""
 
     def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return moe
 
 
 class ResidualAfterNorm(Arithmetic):
-    """The normed states are added, not the layer's input."""
+    """The normed layer's input is added to attn_delta, not the input itself."""
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed + delta
 
 
 class MoeResidualFromInput(Arithmetic):
-    """The second residual is the layer's input."""
+    """The layer's input is added to moe_delta, not attn_residual."""
 
     def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return states + moe

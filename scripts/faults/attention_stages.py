@@ -1,6 +1,6 @@
-"""Arithmetic of a layer from its input to the residual, each stage a method that can be wrong.
+"""Arithmetic of a layer from its input to attn_residual, each stage a method that a mistake may override.
 
-B batch, S rows of this pass, P rows of past, H hidden, N heads, K kv heads, D head_dim.
+B prompts, S tokens of this pass (its rows), P tokens of the past, H hidden, N heads, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AttentionStages(Stages):
         return self.head_norm(flat, self.weights.k_norm)
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute q_norm or k_norm."""
+        """Compute q_norm or k_norm; a mistake of both overrides this."""
         return self.normalise(flat, weight)
 
     def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,7 +77,7 @@ class AttentionStages(Stages):
         return self.ladder(width, width, float(self.config.rope_theta), device)
 
     def ladder(self, width: int, divisor: int, theta: float, device: torch.device) -> torch.Tensor:
-        """Compute the frequencies of `width` dims, which fall with the dim over `divisor`."""
+        """Compute theta^(−dim ∕ divisor) for dims 0, 2, 4, … below `width`, float32 [width/2]."""
         dims = torch.arange(0, width, 2, dtype=torch.float32, device=device)
         return 1.0 / theta ** (dims / divisor)
 
@@ -108,11 +108,11 @@ class AttentionStages(Stages):
         return torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the real rows up to each row itself, bool [B,1,S,P+S]."""
+        """Mark what each of the last `num_rows` tokens sees: real tokens up to itself, bool [B,1,S,P+S]."""
         return self.causal(mask.shape[1], num_rows, mask.device) & mask[:, None, None, :].bool()
 
     def causal(self, length: int, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return the rows up to each of the last `num_rows`, bool [S,P+S]."""
+        """Mark the tokens up to each of the last `num_rows` of `length`, padding too, bool [S,P+S]."""
         places = torch.arange(length, device=device)
         return places <= places[length - num_rows :, None]
 
@@ -125,5 +125,5 @@ class AttentionStages(Stages):
         return functional.linear(context, self.weights.o_proj)
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Add attention and residual: attn_residual [B,S,H]."""
+        """Add attn_delta to the layer's input: attn_residual [B,S,H]; a mistake may add `normed` instead."""
         return states + delta

@@ -63,7 +63,7 @@ class Baseline:
     request: BaselineRequest  # description of the baseline
     folder: Path  # folder of the checkpoint
     golden: Capture  # capture of the golden
-    reader: CheckpointReader  # reader of the checkpoint; it is closed behind `open_baseline`
+    reader: CheckpointReader  # reader of the checkpoint; open within `open_baseline`
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -72,7 +72,7 @@ class Baseline:
 
     @cached_property
     def inputs(self) -> Inputs:
-        """The token rows."""
+        """The prompts as ids, mask and positions."""
         return self.golden.read_inputs()
 
     @property
@@ -84,7 +84,7 @@ class Baseline:
 
 @contextmanager
 def open_baseline(request: BaselineRequest, scratch: Path) -> Iterator[Baseline]:
-    """Make the model and its golden in the folder `scratch`, and open them; a model that is there is kept."""
+    """Make the model, unless it is there, and its golden in the folder `scratch`, and open both within the block."""
     folder = _prepare_model(request, scratch)
     golden = capture_cpu_golden(
         folder,

@@ -1,4 +1,4 @@
-"""Cases: one layer of one run, or one chained run in one view, as it was judged."""
+"""Cases: a layer of a run, or a whole chained run in one view, with what was planted and what mm2 said of it."""
 
 from __future__ import annotations
 
@@ -8,41 +8,29 @@ from typing import Any
 
 from minimax_tools.results.results import Verdict
 
-# The view of a chained run with all its sites.
+# Name of the view of a chained run that shows all its sites.
 WHOLE = "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedCase:
-    """The run of a case, and the mistake that was planted.
+    """The run of a case, and the mistake that was planted."""
 
-    Args:
-        run: The run in words.
-        stage: Name of the baseline.
-        kind: `catalogued`, `uncatalogued`, `pair`, `equivalent`, or `right` if nothing was planted.
-        mistake: Name of the plant; empty if there is none.
-        parameters: Parameters of the plant.
-        sites: Sites of the mistake: wrong although their inputs are right.
-        effects: Change by the mistake in float32 over the golden's noise floor, by site.
-        reason: Reason of the first blame or failure, or why the run cannot be compared.
-        model: Folder name of the trained model; empty for a synthetic one.
-        verdict: Verdict on the whole run.
-    """
-
-    run: str
-    stage: str
-    kind: str = "right"
-    mistake: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    sites: tuple[str, ...] = ()
+    run: str  # the run in words
+    baseline: str  # name of the baseline: the model, prompts and golden of the run
+    kind: str = "right"  # a `Kind` of plant, or `right` if nothing was planted
+    mistake: str = ""  # name of the plant; empty if there is none
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # parameters of the plant
+    sites: tuple[str, ...] = ()  # sites of the mistake: wrong although their inputs are right
+    # Size of the mistake by site: its change in float32, over the golden's noise floor. At 1 it equals the noise.
     effects: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
-    model: str = ""
-    verdict: str = ""
+    reason: str = ""  # reason of the first blame or failure, or why the run cannot be compared
+    model: str = ""  # folder name of the trained model; empty for a synthetic one
+    verdict: str = ""  # verdict on the whole run
 
     @property
     def is_mistake(self) -> bool:
-        """True if the layer is wrong."""
+        """True if one mistake was planted; a pair counts apart."""
         return self.kind in ("catalogued", "uncatalogued")
 
     @property
@@ -58,47 +46,30 @@ class PlantedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case(PlantedCase):
-    """A layer of a run, as it was judged.
+    """A layer of a run, as it was judged: with all sites shown, and as a black box, by its output alone."""
 
-    Args:
-        port: The port in words.
-        backend: Device of the run.
-        rows: `prefill`, or `decode` if some rows were decoded.
-        layer: The layer.
-        halves: Sites of each mistake of a pair.
-        failed: Sites that mm2 fails.
-        warned: Sites that it warns of.
-        blamed: The sets of sites that it blames.
-        black_box_detected: Whether mm2 fails the layer by its output alone.
-        rivals: Sites that each rule of another tool calls different.
-        akin: Names that the diagnosis has for the same computation.
-        black_box_verdict: Verdict on the outputs alone.
-        excess: Largest ratio of a figure to its limit, by site; infinite if the site fails for another reason, such as
-            its shape.
-        black_box_excess: The same of the output alone.
-        named: Mistakes that the diagnosis names by the output alone, best first, as `(name, parameters)`; None if
-            it was not asked.
-    """
-
-    port: str
-    backend: str
-    rows: str
+    port: str  # the port in words
+    backend: str  # device of the run
+    rows: str  # `prefill`, or `decode` if the last tokens were decoded
     layer: int
-    halves: tuple[tuple[str, ...], ...] = ()
-    failed: tuple[str, ...] = ()
-    warned: tuple[str, ...] = ()
-    blamed: tuple[tuple[str, ...], ...] = ()
-    black_box_detected: bool = False
+    halves: tuple[tuple[str, ...], ...] = ()  # sites of each mistake of a pair
+    failed: tuple[str, ...] = ()  # sites that mm2 fails
+    warned: tuple[str, ...] = ()  # sites that it warns of
+    blamed: tuple[tuple[str, ...], ...] = ()  # sets of sites that it blames
+    black_box_detected: bool = False  # whether mm2 fails the layer as a black box
+    # Sites that another tool's rule calls different, by the name of the rule in `rivals`.
     rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Mistakes that the diagnosis names for the black box, as `(name, parameters)`, best first; None if not asked.
     named: tuple[tuple[str, Mapping[str, Any]], ...] | None = None
-    akin: tuple[str, ...] = ()
-    black_box_verdict: str = ""
+    akin: tuple[str, ...] = ()  # `Plant.akin`: names that count as right answers beside the mistake's own
+    black_box_verdict: str = ""  # verdict on the whole run as a black box
+    # Largest ratio of a figure to its limit, by site; infinite if the site fails for another reason, such as its shape.
     excess: Mapping[str, float] = field(default_factory=dict)
-    black_box_excess: float = 0.0
+    black_box_excess: float = 0.0  # the same of the output, as a black box
 
     @property
     def is_right(self) -> bool:
-        """True if the layer is right."""
+        """True if the layer computes the right output."""
         return self.kind in ("right", "equivalent")
 
     @property
@@ -150,7 +121,7 @@ class Case(PlantedCase):
 
     @property
     def is_learned(self) -> bool:
-        """True if the model was trained."""
+        """True if the model is a trained one, not a synthetic one."""
         return bool(self.model)
 
     @property
@@ -174,34 +145,25 @@ class Case(PlantedCase):
         return bool(self.named and self.named[0][0] == self.mistake)
 
     def __str__(self) -> str:
-        return (
-            f"{self.word_mistake(self.port)}, {self.stage}, layer {self.layer}, {self.rows}, {self.backend}"
-        )
+        return f"{self.word_mistake(self.port)}, {self.baseline}, layer {self.layer}, {self.rows}, {self.backend}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpCase(PlantedCase):
-    """A chained run, as it was judged in one view.
+    """A chained run, as it was judged in one view."""
 
-    Args:
-        view: Sites that were shown: `whole`, `no_experts`, `outputs`, or the tool that wrote it.
-        has_checkpoint: Whether the checkpoint was at hand.
-        layer: Layer of the mistake; None if there is none.
-        shown: Sites of that layer that the view shows.
-        blamed: Layers and sites that mm2 blames; None is the model outside its layers.
-    """
-
-    view: str
-    has_checkpoint: bool
-    layer: int | None = None
-    shown: tuple[str, ...] = ()
+    view: str  # sites that were shown: `whole`, `no_experts`, `outputs`, or the tool whose dump shows them
+    has_checkpoint: bool  # whether mm2 had the golden's checkpoint, with which it judges more
+    layer: int | None = None  # layer of the mistake; None if there is none
+    shown: tuple[str, ...] = ()  # sites of that layer that the view shows
+    # Layers and sites that mm2 blames. The layer None is the model outside its layers.
     blamed: tuple[tuple[int | None, tuple[str, ...]], ...] = ()
 
     @property
     def effect(self) -> float:
         """Largest effect that the view can show: at the sites of the mistake, or at the layer's output.
 
-        The effect at the output counts up to that at the sites: flipped experts, which noise causes too, enlarge it.
+        The effect at the output counts only up to that at the sites: the rest is flipped experts, as noise causes too.
         """
         at_sites = {site: self.effects.get(site, 0.0) for site in self.sites}
         shown = [effect for site, effect in at_sites.items() if site in self.shown]
@@ -231,5 +193,5 @@ class DumpCase(PlantedCase):
         return self.is_layer_named and named <= set(self.sites)
 
     def __str__(self) -> str:
-        checkpoint = "with" if self.has_checkpoint else "without"
-        return f"{self.word_mistake('right')}, {self.stage}, layer {self.layer}, {self.view}, {checkpoint} checkpoint"
+        with_ = "with" if self.has_checkpoint else "without"
+        return f"{self.word_mistake('right')}, {self.baseline}, layer {self.layer}, {self.view}, {with_} checkpoint"

@@ -1,7 +1,7 @@
 """Curve of detection against false alarms, as all limits of noise are scaled by a factor.
 
-A case keeps each ratio of a figure to its limit, and fails if a ratio exceeds the factor: no port runs again. Flips of
-experts beyond noise, other shapes and NaN fail at each factor. Blame plays no part.
+A case keeps its excess, the largest ratio of a figure to its limit, and fails if that exceeds the factor: no port runs
+again. Flips of experts beyond noise, other shapes and NaN have an infinite excess. Blame plays no part.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class OperatingPoint:
     factor: float
     num_mistakes: int  # mistakes above the floor
     num_detected: int  # mistakes whose layer fails
-    num_visible: int  # mistakes that change the output by more than its floor
-    num_visible_detected: int  # those of them whose layer fails by its output alone
+    num_visible: int  # those of them that also change the output by more than its floor
+    num_visible_detected: int  # visible mistakes whose layer fails by its output alone
     num_clean: int  # right layers
     num_alarms: int  # right layers that fail, with all sites or by the output alone
 
@@ -77,7 +77,7 @@ def render_curve(cases: Sequence[Case]) -> str:
 
 
 def _margins(cases: Sequence[Case]) -> Iterator[str]:
-    """Yield a sentence on the largest figure of right layers, and one on the smallest of mistakes."""
+    """Yield a sentence on the largest excess of right layers, and one on the smallest of mistakes."""
     clean = [max(case.largest_excess, case.black_box_excess) for case in clean_cases(cases)]
     finite = sorted(excess for excess in clean if math.isfinite(excess))
     if finite:

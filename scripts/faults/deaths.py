@@ -1,6 +1,6 @@
 """Ports that end the process that runs them, or never end.
 
-Each is mm2's reference layer with one line of code in one place. Code in `forward` runs in layer 2.
+Each is mm2's reference layer with one line of code in one place. Code in `forward` runs in layer 2 alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 # The layer whose forward dies.
 LAYER = 2
 
+# Names in braces are places, except `layer`. Places without code get `pass`. Code can ask `self.ranks.rank`.
 _PORT = """
 import atexit, ctypes, os, re, signal, sys, threading, time
 from pathlib import Path
@@ -49,12 +50,12 @@ class Death:
     name: str  # name of the death and of the port's file
     place: str  # place of the code: imported, built, converted, asked (for its state_dict) or run
     code: str  # one line of Python
-    words: tuple[str, ...]  # words that the error must contain, beside target and layer
+    words: tuple[str, ...]  # words that mm2's error must contain, beside target and layer
     is_endless: bool = False  # whether only a time limit ends it
 
     @property
     def is_in_forward(self) -> bool:
-        """True if earlier layers have run before."""
+        """True if it dies in `forward`: so earlier layers have run before."""
         return self.place == "run"
 
     def write(self, folder: Path) -> str:
@@ -94,6 +95,6 @@ DEATHS = (
     _death("killed", "run", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", "memory ran out"),
     _death("memory_error", "run", "bytearray(1 << 62)", "MemoryError"),
     _endless("loop", "while True: pass", "running", "took more than", "in forward ("),
-    # It holds the interpreter's lock.
+    # This match holds the interpreter's lock: no Python code beside it runs.
     _endless("native_loop", "re.match('(a+)+b', 'a' * 60)", "running", "took more than"),
 )

@@ -1,7 +1,8 @@
 """Chained runs of the planted port over a whole model, as dumps of other tools show them.
 
-A mistake is planted in one layer from the third on. Layers before it are right; layers behind it compute on wrong
-inputs.
+In a chained run each layer computes on the output of the layer before. A mistake is planted in one layer from the third
+on, so that layers before it are right and layers behind it compute on wrong inputs. A view is a choice of the sites
+that a tool may dump.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _FIRST_LAYER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDump:
-    """The planted port over a whole model."""
+    """A chained run of the planted port over a whole model."""
 
     request: BaselineRequest  # description of the baseline
     plant: Plant | None = None  # the mistake; None for a right port
@@ -87,7 +88,7 @@ def carry_out_dump(
             cases.append(
                 DumpCase(
                     run=str(planned),
-                    stage=planned.request.name,
+                    baseline=planned.request.name,
                     view=view,
                     has_checkpoint=has_checkpoint,
                     verdict=str(verdict),
@@ -115,7 +116,7 @@ def _open_views(capture: Capture, golden: Capture, directory: Path) -> Iterator[
 def _judge(
     baseline: Baseline, source: CaptureSource, *, has_checkpoint: bool
 ) -> tuple[Verdict, tuple[tuple[int | None, tuple[str, ...]], ...], str]:
-    """Return the verdict, the blamed sites by layer, and the reason."""
+    """Return the verdict, the blamed layers and sites, and the reason of the first blame or why it is incomparable."""
     try:
         comparison = compare_captures(
             baseline.golden,
@@ -126,5 +127,5 @@ def _judge(
         )
     except IncomparableError as error:
         return Verdict.INCOMPARABLE, (), str(error)
-    reasons = [*(one.reason for one in comparison.blame), ""]
-    return comparison.verdict, tuple((one.layer, one.sites) for one in comparison.blame), reasons[0]
+    blamed = tuple((blame.layer, blame.sites) for blame in comparison.blame)
+    return comparison.verdict, blamed, comparison.blame[0].reason if comparison.blame else ""

@@ -41,21 +41,23 @@ def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
 def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
     """Yield each case that went wrong, with a word for it."""
     for case in cases:
-        is_known = case.is_above_floor and case.has_checkpoint
+        # Without the checkpoint mm2 may call a wrong run incomparable, but never pass it.
+        must_be_found = case.is_above_floor and case.has_checkpoint
         if case.is_above_floor and case.is_passed:
             yield "false pass", case
-        elif is_known and not case.is_detected:
+        elif must_be_found and not case.is_detected:
             yield "missed", case
-        elif is_known and not case.is_layer_named:
+        elif must_be_found and not case.is_layer_named:
             yield "wrong layer", case
         elif not case.is_mistake and case.is_detected:
             yield "false alarm", case
 
 
 def _view_figures(view: str, with_checkpoint: Sequence[DumpCase]) -> Iterator[Figure]:
+    """Yield detection and blame of the mistakes above the floor in one view."""
     detected = [case for case in with_checkpoint if case.is_detected]
     yield Figure.share(f"dumps_{view}_detected_%", [case.is_detected for case in with_checkpoint])
     yield Figure.share(f"dumps_{view}_layer_named_%", [case.is_layer_named for case in detected])
     if view == WHOLE:
-        # In other views hidden sites are suspects too.
+        # In other views mm2 must also suspect the sites that they hide.
         yield Figure.share(f"dumps_{view}_site_named_%", [case.is_site_named for case in detected])

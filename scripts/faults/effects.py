@@ -1,4 +1,7 @@
-"""Effects: the change that a plant makes in float32 at each site, over the golden's noise floor there."""
+"""Effects: the change that a plant makes in float32 at each site, over the golden's noise floor there.
+
+An effect of 1 is as large as the error that BF16 alone costs the golden.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def run_float32(
 ) -> dict[Site, torch.Tensor]:
     """Run one layer of the port in float32, on the golden's input and the values of the BF16 weights.
 
-    Where the last `decode_rows` rows are decoded, the mistake is limited to them.
+    The last `decode_rows` tokens are decoded, from the golden's keys and values. Then the mistake is limited to them.
     """
     config = target_config(baseline.spec)
     module = PlantedLayer(config, plant, decode_only=decode_rows > 0)
@@ -48,19 +51,20 @@ def run_float32(
     decoding = sweep_run(Span.single(layer), sites_level="all").decoding(decode_rows)
     past = GoldenInputs(golden=baseline.golden, run=decoding).past(layer)
     assert past is not None, "a run that decodes begins with a past"
-    # Prompts are padded on the right: decoding starts at the last rows of the shortest one.
+    # Prompts are padded on the right: decoding starts at the last tokens of the shortest one, for all of them.
     lengths = baseline.inputs.lengths
     rows = range(max(min(lengths) - decode_rows, 1), max(lengths))
-    given = (past[0].float(), past[1].float())
-    return dict(run_decoding(run, all_rows, rows=rows, sites=_SITES, past=given).tensors)
+    past_float32 = (past[0].float(), past[1].float())
+    return dict(run_decoding(run, all_rows, rows=rows, sites=_SITES, past=past_float32).tensors)
 
 
 def measure_effects(
     baseline: Baseline, layer: int, plant: Plant, *, decode_rows: int = 0
 ) -> dict[Site, float]:
-    """Compute ‖planted − right‖ / ‖golden − float32 twin‖ on the real rows, by site.
+    """Compute ‖planted − right‖ / ‖golden − float32 twin‖ on the real tokens, by site.
 
-    The effect on router_experts is a ratio of flipped tokens. A changed shape has an infinite effect.
+    At router_experts it is the number of tokens that the plant flips, over the number that BF16 flips. A changed shape
+    has an infinite effect.
     """
     planted = _with_sorted_experts(run_float32(baseline, layer, plant, decode_rows=decode_rows))
     right = _with_sorted_experts(_right_float32(baseline, layer, decode_rows))
@@ -88,7 +92,9 @@ def _effect(
         noise = math.hypot(noise, float((exact - exact.bfloat16().double()).norm()))
     if not math.isfinite(change):
         return math.inf
-    return change / noise if noise else (math.inf if change else 0.0)
+    if noise == 0.0:
+        return math.inf if change else 0.0
+    return change / noise
 
 
 def _count_flips(experts: torch.Tensor, others: torch.Tensor) -> int:
@@ -104,10 +110,12 @@ def _with_sorted_experts(tensors: SiteTensors) -> SiteTensors:
 
 @lru_cache(maxsize=16)
 def _right_float32(baseline: Baseline, layer: int, decode_rows: int) -> SiteTensors:
+    """Run the right layer; the result serves all plants of a baseline's few layers."""
     return run_float32(baseline, layer, None, decode_rows=decode_rows)
 
 
 def _run_once(module: PlantedLayer, given: LayerInput) -> LayerRun:
+    """Run the layer on one input, and record all its sites."""
     taps = {Site(site): Tap(path=path) for site, path in module.sites.items()}
     # Sites that a plant hides are recorded too.
     taps |= {site: Tap(path=f"taps.{site}") for site in _SITES if site is not Site.OUTPUT}
@@ -118,6 +126,7 @@ def _run_once(module: PlantedLayer, given: LayerInput) -> LayerRun:
         )
     shape = (given.batch_size, given.num_rows)
     tensors = {site: shape_to_batch(site, tensor, shape) for site, tensor in recorder.tensors.items()}
+    # `keys` and `values` begin with the past: the run keeps those of its own tokens.
     count = given.num_rows
     return LayerRun(
         output=output,

@@ -1,6 +1,6 @@
-"""Equivalents: changes that look like mistakes and give the same layer; none of them may fail.
+"""Equivalents: changes that look like mistakes but leave the layer's output the same; mm2 must fail none of them.
 
-A port with another order of heads or experts does not show the sites that have this order.
+They hide (`hides`) the sites whose values do change, such as those with another order of heads or experts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ROUTER = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
 
 
 class PositionsOffset(Arithmetic):
-    """Positions are three higher: rotary embedding is relative."""
+    """Positions are three higher: attention sees only their differences."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions + 3)
 
 
 class PaddingGarbage(Arithmetic):
-    """Padded rows hold other numbers."""
+    """Padding holds other numbers."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.where(mask[:, :, None].bool(), moe, 1000.0)
@@ -80,15 +80,17 @@ class OtherPadding(Arithmetic):
         past: KeyValues | None,
         tap: Tap,
     ) -> tuple[torch.Tensor, KeyValues]:
-        assert past is None, "rows that are decoded are not moved"
+        assert past is None, "decoded tokens are not moved"
         length = mask.shape[1]
         places = torch.arange(length, device=mask.device)
-        # A row moves by the length of its padding: right if it is padded on the right (+1), else left (-1).
+        # A prompt moves by the length of its padding: right if it is padded on the right, else left. A prompt that is
+        # padded on the right begins with a real token, whose mask is 1: 2 · 1 − 1 = 1. Else 2 · 0 − 1 = −1.
         shift = (length - mask.sum(-1)) * (2 * mask[:, 0] - 1)
         there = (places[None] - shift[:, None]) % length
         back = (places[None] + shift[:, None]) % length
 
         def tap_moved(site: str, value: torch.Tensor) -> torch.Tensor:
+            """Show a site's value with its padding moved back: [T,…], [B,S,…] or [B,heads,S,D]."""
             if value.ndim == 2:
                 shown = _move(value.unflatten(0, mask.shape), back, dim=1).flatten(0, 1)
             else:
@@ -154,7 +156,7 @@ PLANTS = (
 
 
 def _move(value: torch.Tensor, places: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """Take rows of a batch from other places, int64 [B,S]."""
+    """Take the tokens of dim `dim` of [B,…] from other places in their prompt, int64 [B,S]."""
     shape = [1] * value.ndim
     shape[0], shape[dim] = places.shape
     return value.gather(dim, places.view(shape).expand(value.shape))

@@ -84,7 +84,7 @@ class IdsShifted(Arithmetic):
 
 
 class TextOrder(Arithmetic):
-    """The experts are stacked in the order of their names."""
+    """The experts are stacked in the order of their numbers as text: 0, 1, 10, 11, …, 2."""
 
     def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
         state = super().fuse(tensors)
@@ -93,7 +93,7 @@ class TextOrder(Arithmetic):
 
 
 class Capacity(Arithmetic):
-    """An expert takes a limited number of tokens, in their order; the others are dropped."""
+    """An expert takes `factor` times its even share of the tokens, the first ones; it drops the others."""
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         wanted = super().affinities(experts, weights, real) * real[:, None]
@@ -103,14 +103,14 @@ class Capacity(Arithmetic):
 
 
 class MoeScaled(Arithmetic):
-    """The output is reduced more than once."""
+    """The output is reduced over the ranks more than once, or otherwise `factor` times too large."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * self.number("factor")
 
 
 class WidthPartial(Arithmetic):
-    """The slice of a single rank of the experts' width computes; the sum over ranks is missing."""
+    """A single rank's slice of the experts' width computes; the sum over ranks is missing."""
 
     def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
         inner = super().activated(tokens, slab)

@@ -1,7 +1,7 @@
 """A chained run as vLLM Neuron's own writer dumps it.
 
 The writer keeps the first output of each module: the router shows its logits and no choice of experts. The tokens of
-all prompts follow each other, padded to a bucket. T tokens, F channels.
+all prompts follow each other, padded to a bucket. B prompts, S tokens of each, T tokens of all, F channels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from minimax_tools.model.sites import ModelSite, Site
 TOOL = "vllm_neuron"
 # The number of tokens of a dump is rounded up to a multiple of it.
 _BUCKET = 64
+# Modules of a layer that the writer dumps, and the site that the first output of each is.
 _MODULES = {
     "input_layernorm": Site.INPUT_NORM,
     "self_attn.q_proj": Site.Q_PROJ,
@@ -50,6 +51,7 @@ def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> C
     for module, values in _shown_modules(capture):
         folder = directory / "dp0" / name / module
         folder.mkdir(parents=True)
+        # A site's values are [B,S,F], but those of the router are [B·S,F]: padding is left out of both.
         tokens = values.unflatten(0, mask.shape)[mask] if values.ndim == 2 else values[mask]
         torch.save(_fill(tokens, size), folder / "rank0.pt")
     lengths = [int(row.sum()) for row in mask]

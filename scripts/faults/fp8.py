@@ -13,6 +13,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import ATTENTION_MATRICES, expert_weight, layer_prefix, scale_name
 
+# Site that is wrong if a matrix is read wrongly.
 _SITES = {
     "q_proj": Site.Q_PROJ,
     "k_proj": Site.K_PROJ,
@@ -23,8 +24,8 @@ _SITES = {
     "w3": Site.MOE_DELTA,
 }
 _ALL_SITES = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.ATTN_DELTA, Site.MOE_DELTA)
-_BLOCK = 128
-_GROUP = 128
+_BLOCK = 128  # rows and columns of a block of weights with one scale
+_GROUP = 128  # channels of a token with one scale
 
 
 class Fp8Mistake(Arithmetic):
@@ -32,8 +33,8 @@ class Fp8Mistake(Arithmetic):
 
     def edit(self, tensors: LayerTensors) -> None:
         for name in self._names():
-            full = layer_prefix(tensors.layer) + name
-            codes, scale = tensors.reader.read(full), tensors.reader.read(scale_name(full))
+            name_on_hub = layer_prefix(tensors.layer) + name
+            codes, scale = tensors.reader.read(name_on_hub), tensors.reader.read(scale_name(name_on_hub))
             tensors[name] = self.weight(codes.float(), scale).to(tensors.given_dtype(name))
 
     def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -41,6 +42,7 @@ class Fp8Mistake(Arithmetic):
         return codes * spread(scale, codes)
 
     def _names(self) -> list[str]:
+        """Return the names of the wrong matrices: the parameter `tensor` names one kind of them, else all are wrong."""
         experts = range(self.config.num_local_experts)
         tensor = getattr(self.parameters, "tensor", None)
         if tensor is None:
@@ -94,14 +96,15 @@ class Activations(Arithmetic):
 
 
 def spread(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Spread the scales of blocks over the numbers of [R,C]."""
+    """Spread the scales of blocks over the codes [R,C]; blocks at the edges may be smaller."""
     wide = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
     return wide[: codes.shape[0], : codes.shape[1]]
 
 
 def round_to_fp8(states: torch.Tensor) -> torch.Tensor:
-    """Round to E4M3 and back, with a scale per group of 128 channels or of a divisor that fits the width."""
+    """Round to E4M3 and back, with a scale per group of 128 channels, or fewer if 128 does not divide the width."""
     groups = states.float().unflatten(-1, (-1, math.gcd(_GROUP, states.shape[-1])))
+    # The least scale keeps groups of zeros from 0 / 0.
     scale = (groups.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
     rounded: torch.Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
     return rounded.flatten(-2).to(states.dtype)

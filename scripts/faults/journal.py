@@ -13,17 +13,14 @@ from faults.cases import Case, DumpCase
 
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]
-# Files that plan runs, or count and print cases: a change in them changes no case.
+# A journal is valid for one state of the code in these folders, except the files that plan runs, or count and print
+# cases: a change in them changes no case.
 _WITHOUT_EFFECT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py")
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 
 class RunJournal:
-    """A file of finished runs, one per line; it starts anew if the code has changed.
-
-    Args:
-        path: The file; None keeps nothing.
-    """
+    """A file of finished runs, one per line, that starts anew if the code has changed; without a path, no file."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -40,14 +37,14 @@ class RunJournal:
             path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
 
     def find(self, run: str) -> tuple[AnyCase, ...] | None:
-        """Find the cases of a finished run; None if it has not finished."""
+        """Find the cases of a finished run by the `repr` of its plan; None if it has not finished."""
         return self._runs.get(run)
 
     def add(self, run: str, cases: Iterable[AnyCase]) -> None:
         """Keep a finished run."""
         self._runs[run] = tuple(cases)
         if self._path is not None:
-            records = [{"kind_of_case": type(case).__name__, **asdict(case)} for case in self._runs[run]]
+            records = [_record(case) for case in self._runs[run]]
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"run": run, "cases": records}) + "\n")
 
@@ -73,9 +70,17 @@ def _parsed(line: str) -> Any:
         return None
 
 
+def _record(case: AnyCase) -> dict[str, Any]:
+    """Return the fields of a case by name; `baseline` has the name `stage` in the file."""
+    fields = asdict(case)
+    return {"kind_of_case": type(case).__name__, "stage": fields.pop("baseline"), **fields}
+
+
 def _case(record: dict[str, Any]) -> AnyCase:
+    """Build the case of a record by `_record`."""
     kinds: dict[str, type[Case] | type[DumpCase]] = {"Case": Case, "DumpCase": DumpCase}
     kind = kinds[record.pop("kind_of_case")]
+    record["baseline"] = record.pop("stage")
     return kind(**{name: _without_lists(value) for name, value in record.items()})
 
 

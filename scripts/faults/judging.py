@@ -1,4 +1,7 @@
-"""Judging: mm2's verdict on a capture and its diagnosis, with all sites or with each layer's output alone."""
+"""Judging: mm2's verdict on a capture, with all its sites or as a black box, and its diagnosis of a black box.
+
+A black box is a port that shows each layer's output and no other site.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,13 @@ from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVerdict:
-    """The verdict on one layer.
+    """The verdict on one layer."""
 
-    Args:
-        failed: Sites that fail.
-        warned: Sites that warn.
-        blamed: Sets of sites that are blamed, in execution order.
-        reason: Reason of the first blame, or of the first failure.
-        excess: Largest ratio of a figure to its limit, by site; infinite if the site fails for another reason.
-    """
-
-    failed: tuple[str, ...]
-    warned: tuple[str, ...]
-    blamed: tuple[tuple[str, ...], ...]
-    reason: str
-    excess: Mapping[str, float]
+    failed: tuple[str, ...]  # sites that fail
+    warned: tuple[str, ...]  # sites that warn
+    blamed: tuple[tuple[str, ...], ...]  # sets of sites that are blamed, in execution order
+    reason: str  # reason of the first blame, else of the first failure; empty if nothing fails
+    excess: Mapping[str, float]  # largest ratio of a figure to its limit, by site; see `_measure_excess`
 
     @property
     def is_detected(self) -> bool:
@@ -45,10 +40,10 @@ class LayerVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """The verdict on a whole run, and those on its layers, by number."""
+    """The verdict on a whole run."""
 
     verdict: str
-    layers: Mapping[int, LayerVerdict]
+    layers: Mapping[int, LayerVerdict]  # the verdicts on its layers, by number
 
 
 def judge_run(baseline: Baseline, capture: Capture, *, limits: NoiseLimits | None = None) -> RunVerdict:
@@ -72,7 +67,10 @@ def default_criteria(limits: NoiseLimits | None = None) -> Criteria:
 
 
 def _measure_excess(result: SiteResult) -> float:
-    """Return the largest ratio of a site's figure to its limit; infinite if the site fails for another reason."""
+    """Return the largest ratio of a site's figure to its limit; infinite if the site fails for another reason.
+
+    Such reasons are NaN, another shape, and flips of experts beyond noise.
+    """
     excess = result.nearest.excess if result.nearest else 0.0
     return math.inf if result.status is SiteStatus.FAIL and excess <= 1.0 else excess
 
@@ -80,12 +78,12 @@ def _measure_excess(result: SiteResult) -> float:
 def _judge_layer(comparison: Comparison, layer: int) -> LayerVerdict:
     sites = comparison.of_layer(layer)
     failed = [site for site in sites if site.status is SiteStatus.FAIL]
-    blame = [blame for blame in comparison.blame if blame.layer == layer]
-    reasons = [*(one.reason for one in blame), *(site.reason for site in failed), ""]
+    blames = [blame for blame in comparison.blame if blame.layer == layer]
+    reasons = [*(blame.reason for blame in blames), *(site.reason for site in failed), ""]
     return LayerVerdict(
         failed=tuple(site.site for site in failed),
         warned=tuple(site.site for site in sites if site.status is SiteStatus.WARN),
-        blamed=tuple(one.sites for one in blame),
+        blamed=tuple(blame.sites for blame in blames),
         reason=reasons[0],
         excess={site.site: _measure_excess(site) for site in sites},
     )
@@ -112,7 +110,7 @@ def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
 
 
 def as_black_box(capture: Capture) -> Capture:
-    """Return the capture with the layers' outputs alone, as of a port that shows nothing else."""
+    """Return the capture of the same port as a black box."""
     return hide_sites(capture, [site for site in Site if site not in (Site.INPUT, Site.OUTPUT)])
 
 

@@ -1,7 +1,8 @@
-"""Arithmetic of a layer from the residual to its output, each stage a method that can be wrong.
+"""Arithmetic of a layer from attn_residual to its output, each stage a method that a mistake may override.
 
-Experts are grouped, and each sees all tokens: no shape depends on the routing.
-B batch, S sequence, T tokens (B·S), H hidden, E experts, k of them per token, I their width.
+Each expert computes all tokens, and a token's share in an expert that it did not choose is 0: no shape depends on the
+routing. A slab is the experts that are computed at once.
+B prompts, S tokens of each, T tokens of all (B·S), H hidden, E experts, k of them per token, I their width.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ from torch.nn import functional
 
 from faults.stages import Stages
 
-# Experts that are computed at once.
-_SLAB = 16
+_SLAB = 16  # number of experts in a slab
 
 
 class MoeStages(Stages):
     """Norm, router and experts."""
 
     def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Compute post_norm, [B,S,H]; a mistake may take the layer's input for the residual."""
+        """Compute post_norm, [B,S,H]; a mistake may take `states`, the layer's input, for the residual."""
         return self.block_norm(residual, self.weights.post_norm)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,10 @@ class MoeStages(Stages):
     def mix_experts(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor
     ) -> torch.Tensor:
-        """Run each token [T,H] through each expert and add up with the routing weights; bool [T] are real tokens."""
+        """Run the tokens [T,H] through all experts, and add up with the routing weights.
+
+        Chosen experts and their weights are [T,k]; `real` is bool [T], False for padding.
+        """
         affinities = self.affinities(experts, weights, real)
         total = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         for start in range(0, affinities.shape[1], _SLAB):
@@ -64,7 +67,7 @@ class MoeStages(Stages):
         return total.to(tokens.dtype)
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Compute the weight of each expert, float32 [T,E]; 0 if the expert was not chosen."""
+        """Compute the weight of each expert, float32 [T,E]; 0 if the token did not choose it."""
         numbers = torch.arange(self.config.num_local_experts, device=experts.device)
         return torch.where(experts[:, :, None] == numbers, weights[:, :, None], 0.0).sum(1)
 
@@ -74,7 +77,7 @@ class MoeStages(Stages):
         return torch.matmul(inner, self.weights.down[slab].transpose(1, 2)).float() * shares
 
     def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
-        """Compute the activation [slab,T,I] of [T,H] or [slab,T,H]."""
+        """Compute the activation [slab,T,I] of [T,H]; a mistake may give each expert its own input [slab,T,H]."""
         gate, up = self.cut_gate_up(torch.matmul(tokens, self.weights.gate_up[slab].transpose(1, 2)))
         return self.activate(gate, up)
 
@@ -96,5 +99,5 @@ class MoeStages(Stages):
         return moe
 
     def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Add experts and residual: the layer's output [B,S,H]."""
+        """Add moe_delta to attn_residual: the layer's output [B,S,H]; a mistake may add it to `states`, its input."""
         return residual + moe

@@ -16,14 +16,14 @@ _BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)
 
 
 class InputNormPlusOne(Arithmetic):
-    """The weight is taken as a distance from one."""
+    """The weight is taken as a distance from one: as in other models, one is added to it."""
 
     def input_norm(self, states: torch.Tensor) -> torch.Tensor:
         return self.normalise(states, self.weights.input_norm + 1)
 
 
 class PostNormPlusOne(Arithmetic):
-    """The weight is taken as a distance from one."""
+    """The weight is taken as a distance from one: as in other models, one is added to it."""
 
     def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self.normalise(residual, self.weights.post_norm + 1)
@@ -58,7 +58,7 @@ class MeanSubtracted(Arithmetic):
 
 
 class SumPartial(Arithmetic):
-    """A rank norms its part of the channels by the mean square of this part."""
+    """Channels are divided among ranks, and each rank norms its group by the mean square of this group."""
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ones = torch.ones((), dtype=weight.dtype, device=weight.device)
@@ -73,7 +73,7 @@ class HeadNormMissing(Arithmetic):
 
 
 class HeadNormPerRank(Arithmetic):
-    """A rank norms its heads by their own mean square; no kv head is divided."""
+    """A rank norms its heads by their own mean square; kv heads fewer than ranks are copied, not divided."""
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         is_key = flat.shape[-1] == self.widths()[1]
@@ -107,14 +107,14 @@ class HeadNormFirstSlice(Arithmetic):
 
 
 class KeyNormScaled(Arithmetic):
-    """The mean square of the keys is divided by a wrong number."""
+    """The mean square of the keys is divided by a wrong number of channels: the norm is off by a factor."""
 
     def k_norm(self, flat: torch.Tensor) -> torch.Tensor:
         return super().k_norm(flat) * self.number("factor")
 
 
 class QueryNormScaled(Arithmetic):
-    """The mean square of the queries is divided by a wrong number."""
+    """The mean square of the queries is divided by a wrong number of channels: the norm is off by a factor."""
 
     def q_norm(self, flat: torch.Tensor) -> torch.Tensor:
         return super().q_norm(flat) * self.number("factor")
@@ -158,6 +158,6 @@ PLANTS = (
     Plant("k_norm_scaled", (Site.K_NORM,), KeyNormScaled, {"factor": 8**-0.5}, decodes=True),
     Plant("q_norm_scaled", (Site.Q_NORM,), QueryNormScaled, {"factor": 2**-0.5}),
     Plant("qk_norm_low_precision", _QK_NORM, HeadNormLowPrecision),
-    # The norm is not of the projection, and the rotation is not of the norm.
+    # All four sites are wrong: the norms do not follow from the projections, nor the rotations from the norms.
     Plant("qk_norm_swapped_order", (*_QK_NORM, Site.Q_ROPE, Site.K_ROPE), HeadNormAfterRotation),
 )

@@ -17,12 +17,12 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 
 _MOE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.MOE_DELTA})
-# Sites between or behind the two halves: a mistake there belongs to neither.
+# Sites between or behind attention and experts: a mistake there belongs to neither half of a pair.
 _BETWEEN = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})
 
 
 class PairArithmetic(Arithmetic):
-    """The attention of one wrong port and the experts of another: their stages are taken over as attributes."""
+    """The attention of one wrong port and the experts of another: their methods, set here, hide the right ones."""
 
     def __init__(self, config: Any, weights: FusedWeights, *, attention: Plant, moe: Plant) -> None:
         super().__init__(config, weights)
@@ -37,12 +37,12 @@ class PairArithmetic(Arithmetic):
             half.edit(tensors)
 
     def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
-        # No mistake of the attention is one of fusing.
+        # Both halves fuse alike, except for mistakes of the experts.
         return self._halves[1].fuse(tensors)
 
 
 def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:
-    """Pair each plant of the attention with a random one of the experts; plants of certain rows are left out."""
+    """Pair each plant of the attention with a random one of the experts, if both show in any prefill with all sites."""
     pairable = [
         plant
         for plant in plants

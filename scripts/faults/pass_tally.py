@@ -16,9 +16,10 @@ from figures import Figure
 from faults.cases import Case, DumpCase
 from minimax_tools.errors import UsageError
 
-# Effect, in noise floors, from which a port must not pass: right ports reach 1.5 over all tokens, and a mistake of one
-# floor adds up with the noise to 1.4.
+# Effect, in noise floors, from which a port must not pass. The ρ of right ports reaches 1.5 over all tokens. A mistake
+# of one floor and the noise of one floor make a ρ of √2: such a port may pass.
 _BEYOND_DOUBT = 2.0
+# Names of the figures.
 TRIED, PASSED = "wrong_things", "false_passes"
 
 
@@ -59,14 +60,14 @@ class JoinedCounts:
 def give_pass_figures(
     cases: Sequence[Case], dumps: Sequence[DumpCase], joined: Sequence[JoinedCounts] = ()
 ) -> Iterator[Figure]:
-    """Count wrong things and those that pass: ports by run, dumps by view of a run.
+    """Count wrong things and those that pass: each run of a port is one, and each view of a dump.
 
     A port or dump is wrong if a mistake changes a shown site by two noise floors or more: right implementations may
     differ by less. Changes of one to two floors are counted apart, and so are ports that show their output alone.
     """
     ports = _by_run([case for case in cases if _effect(case) >= _BEYOND_DOUBT])
-    clear = {run[0].run for run in ports}
-    faint = _by_run([case for case in cases if _effect(case) >= 1.0 and case.run not in clear])
+    beyond_doubt = {run[0].run for run in ports}
+    faint = _by_run([case for case in cases if _effect(case) >= 1.0 and case.run not in beyond_doubt])
     wrong_dumps = [case for case in dumps if case.is_mistake and case.effect >= _BEYOND_DOUBT]
     faint_dumps = [case for case in dumps if case.is_above_floor and case.effect < _BEYOND_DOUBT]
     counts = {
@@ -106,10 +107,12 @@ def _effect(case: Case) -> float:
 
 
 def _count_passed(runs: Sequence[Sequence[Case]]) -> int:
+    """Count the runs that ended in exit code 0; all cases of a run hold its verdict."""
     return sum(all(case.is_passed for case in run) for run in runs)
 
 
 def _by_run(cases: Sequence[Case]) -> list[list[Case]]:
+    """Group the cases, which are layers, by run."""
     runs: dict[str, list[Case]] = {}
     for case in cases:
         runs.setdefault(case.run, []).append(case)

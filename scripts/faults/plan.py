@@ -1,4 +1,4 @@
-"""Plan: the ports to run, and the baselines that they run against."""
+"""Plan: the ports to run, and the baselines that they run against: models with prompts and a golden."""
 
 from __future__ import annotations
 
@@ -24,50 +24,52 @@ AnyRun = PlannedRun | PlannedDump
 PARTS = (
     "short",  # short prompts
     "xla",  # the same on XLA
-    "decode",  # decoded rows
+    "decode",  # mistakes in decoded tokens alone
     "left",  # padding on the left
     "long",  # one long prompt
     "few",  # few tokens
-    "far",  # default rows, with far positions
+    "far",  # mm2's default prompts, most of which begin far from position 0
     "pairs",  # two mistakes in one port
     "dumps",  # chained runs of whole models
     "clean",  # right ports
 )
+# Numbers of tokens, by prompt.
 _SHORT = (96, 61, 7)
-# Prompts of nearly one length: decoding starts at the last rows of the shortest one, for all of them.
+# Prompts of nearly one length: decoding starts at the last tokens of the shortest one, for all of them.
 _DECODED = (70, 69, 67)
 _LEFT = (80, 33, 7)
-# One prompt each.
+# Each is the only prompt of a baseline.
 _FEW = (1, 4, 24)
 
 
-class _Rows(NamedTuple):
-    """Prompts and golden of one baseline of a part."""
+class _Prompts(NamedTuple):
+    """Prompts of one baseline of a part, with its model and golden."""
 
     seed_offset: int  # number that is added to the seed of the benchmark
     lengths: tuple[int, ...]  # number of tokens of each prompt
     num_layers: int = 4  # layers of a synthetic model
-    implementation: int = 0  # index into `IMPLEMENTATIONS` of the golden
+    implementation: int = 0  # index into `IMPLEMENTATIONS` of the golden; in "few" they take turns
 
 
+# Baselines by part.
 _ON_SYNTHETIC = {
-    "short": (_Rows(0, _SHORT),),
-    "xla": (_Rows(0, _SHORT, num_layers=1),),
-    "decode": (_Rows(0, _DECODED),),
-    "left": (_Rows(1, _LEFT, num_layers=2, implementation=1),),
-    "long": (_Rows(2, (512,), num_layers=1),),
-    "few": tuple(_Rows(4 + n, (length,), 1, n % 2) for n, length in enumerate(_FEW)),
-    "pairs": (_Rows(3, _SHORT),),
-    "dumps": (_Rows(7, _SHORT, num_layers=5),),
+    "short": (_Prompts(0, _SHORT),),
+    "xla": (_Prompts(0, _SHORT, num_layers=1),),
+    "decode": (_Prompts(0, _DECODED),),
+    "left": (_Prompts(1, _LEFT, num_layers=2, implementation=1),),
+    "long": (_Prompts(2, (512,), num_layers=1),),
+    "few": tuple(_Prompts(4 + n, (length,), 1, n % 2) for n, length in enumerate(_FEW)),
+    "pairs": (_Prompts(3, _SHORT),),
+    "dumps": (_Prompts(7, _SHORT, num_layers=5),),
 }
 _ON_TRAINED = {
-    "short": (_Rows(0, _SHORT),),
-    "decode": (_Rows(1, _DECODED),),
-    "left": (_Rows(2, _LEFT, implementation=1),),
-    "long": (_Rows(3, (500,)),),
-    "few": tuple(_Rows(4 + n, (length,), implementation=(n + 1) % 2) for n, length in enumerate(_FEW)),
-    "pairs": (_Rows(7, _SHORT, implementation=1),),
-    "dumps": (_Rows(8, _SHORT),),
+    "short": (_Prompts(0, _SHORT),),
+    "decode": (_Prompts(1, _DECODED),),
+    "left": (_Prompts(2, _LEFT, implementation=1),),
+    "long": (_Prompts(3, (500,)),),
+    "few": tuple(_Prompts(4 + n, (length,), implementation=(n + 1) % 2) for n, length in enumerate(_FEW)),
+    "pairs": (_Prompts(7, _SHORT, implementation=1),),
+    "dumps": (_Prompts(8, _SHORT),),
 }
 _QUICK = ("gate_up_swapped", "router_bias_missing", "tile_twice", "weights_bfloat16")
 _BACKENDS = ("cpu", "xla-cpu")
@@ -107,7 +109,7 @@ def plan_part(
 def plan_part_on_model(
     part: str, plants: Sequence[Plant], model: TrainedModel, *, seed: int, asks_names: bool
 ) -> Iterator[AnyRun]:
-    """Plan one of `PARTS` on a trained model; XLA runs its right ports alone.
+    """Plan one of `PARTS` on a trained model. On XLA only right ports run, in the part `clean`.
 
     Plants that cannot show are left out. In `short` the diagnosis may be asked for names.
     """
@@ -126,6 +128,7 @@ def name_left_out(plants: Sequence[Plant], model: TrainedModel) -> tuple[str, ..
 def _plan_on(
     request: BaselineRequest, part: str, plants: Sequence[Plant], *, seed: int, asks_names: bool
 ) -> Iterator[AnyRun]:
+    """Plan the plants of a part on one of its baselines."""
     shown = tuple(plant for plant in plants if may_show(plant, request))
     if part == "decode":
         yield from plan_decoding(request, shown)
@@ -144,24 +147,26 @@ def _on_synthetic(part: str, seed: int) -> Iterator[BaselineRequest]:
     """Yield the baselines of a part on synthetic models."""
     if part == "far":
         yield _far(part, seed=seed + 4, num_layers=2)
-    for rows in _ON_SYNTHETIC.get(part, ()):
+    # "far" was planned above, and "clean" has baselines of its own.
+    for prompts in _ON_SYNTHETIC.get(part, ()):
         yield BaselineRequest(
-            name=f"few-{rows.lengths[0]}" if part == "few" else part,
-            seed=seed + rows.seed_offset,
-            lengths=rows.lengths,
+            name=f"few-{prompts.lengths[0]}" if part == "few" else part,
+            seed=seed + prompts.seed_offset,
+            lengths=prompts.lengths,
             padding_side="left" if part == "left" else "right",
-            num_layers=rows.num_layers,
-        ).on_implementation(rows.implementation)
+            num_layers=prompts.num_layers,
+        ).on_implementation(prompts.implementation)
 
 
 def _on_trained(part: str, model: TrainedModel, seed: int) -> Iterator[BaselineRequest]:
-    """Yield the baselines of a part on a trained model."""
-    for rows in _ON_TRAINED.get(part, ()):
-        seed_of_rows = seed + rows.seed_offset
-        yield _trained(part, model, rows.lengths, seed=seed_of_rows, implementation=rows.implementation)
+    """Yield the baselines of a part on a trained model; there are none for `xla` and `far`."""
+    for prompts in _ON_TRAINED.get(part, ()):
+        prompt_seed = seed + prompts.seed_offset
+        yield _trained(part, model, prompts.lengths, seed=prompt_seed, implementation=prompts.implementation)
 
 
 def _far(name: str, *, seed: int, num_layers: int) -> BaselineRequest:
+    """Request a synthetic baseline with mm2's default prompts."""
     rows = default_rows(SyntheticModel().spec().max_position_embeddings)
     return BaselineRequest(
         name=name,
@@ -173,13 +178,9 @@ def _far(name: str, *, seed: int, num_layers: int) -> BaselineRequest:
 
 
 def _trained(
-    part: str,
-    model: TrainedModel,
-    lengths: tuple[int, ...],
-    *,
-    seed: int,
-    implementation: int,
+    part: str, model: TrainedModel, lengths: tuple[int, ...], *, seed: int, implementation: int
 ) -> BaselineRequest:
+    """Request a baseline on a trained model; its name tells its prompts and its golden apart."""
     attention, _ = IMPLEMENTATIONS[implementation]
     return BaselineRequest(
         name=f"{model.name}-{part}-{'-'.join(map(str, lengths))}-{attention}",
@@ -192,7 +193,8 @@ def _trained(
 
 
 def _plan_clean_synthetic(num_seeds: int) -> Iterator[PlannedRun]:
-    """Plan right ports on models of 16 layers, on goldens of either implementation and padding, and far out."""
+    """Plan right ports on models of 16 layers, goldens of either implementation and padding, and far positions."""
+    # No other part has seeds from 1000 and 2000 on.
     for seed in range(num_seeds):
         request = BaselineRequest(
             name=f"clean-{seed}",
@@ -212,7 +214,7 @@ def _plan_clean_trained(model: TrainedModel, *, seed: int) -> Iterator[PlannedRu
         for implementation in range(len(IMPLEMENTATIONS)):
             yield from _plan_right_ports(
                 _trained("clean", model, lengths, seed=seed + 20 + number, implementation=implementation),
-                backends=_BACKENDS if (number + implementation) % 2 == 0 else _BACKENDS[:1],
+                backends=_BACKENDS if (number + implementation) % 2 == 0 else ("cpu",),
                 ranks=_NUM_RANKS.get(lengths, ()),
                 with_flex=lengths == _SHORT,
             )

@@ -1,4 +1,4 @@
-"""Plant: one mistake with its parameters, its sites and its arithmetic."""
+"""Plant: a mistake, or a harmless change, that is put into a right port on purpose to test what mm2 says of it."""
 
 from __future__ import annotations
 
@@ -17,44 +17,30 @@ class Kind(TextEnum):
     """Kind of a plant."""
 
     CATALOGUED = "catalogued"  # a mistake that the diagnosis has a name for
-    UNCATALOGUED = "uncatalogued"  # a mistake that it has no name for
-    PAIR = "pair"  # a mistake of the attention and one of the experts
-    EQUIVALENT = "equivalent"  # no mistake: the layer's output is the same
+    UNCATALOGUED = "uncatalogued"  # a mistake that it has no name for: mm2 must find it all the same
+    PAIR = "pair"  # two mistakes in one port, one in the attention and one in the router or the experts
+    EQUIVALENT = "equivalent"  # no mistake: the layer's output stays the same, and mm2 must not fail it
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A mistake that is planted.
+    """A mistake, or a harmless change, that is planted in a layer."""
 
-    Args:
-        name: Name of the mistake; the diagnosis's, if it has one.
-        sites: Sites of the mistake: wrong although their inputs are right.
-        arithmetic: Class of the wrong arithmetic.
-        parameters: Parameters of the arithmetic, by name.
-        kind: Kind of the mistake.
-        hides: Sites that the port does not show.
-        prefills: Whether the mistake shows in a prefill, which computes all rows at once.
-        decodes: Whether it is also planted in decoded rows alone.
-        needs_left_padding: Whether it shows only if rows are padded on the left.
-        needs_far_positions: Whether it shows only if rows begin far from position 0.
-        needs_fp8: Whether it is a mistake in reading an FP8 checkpoint.
-        halves: The two mistakes of a pair.
-        akin: Names that the diagnosis has for the same computation, if it has none for the mistake.
-    """
-
-    name: str
-    sites: tuple[Site, ...]
-    arithmetic: type[Arithmetic]
+    name: str  # name of the mistake; the diagnosis's own name if it is catalogued
+    sites: tuple[Site, ...]  # sites of the mistake: wrong although their inputs are right
+    arithmetic: type[Arithmetic]  # the right arithmetic with the wrong stages overridden
+    # Keyword arguments of `arithmetic`; those of a pair are its two plants.
     parameters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     _: KW_ONLY
     kind: Kind = Kind.CATALOGUED
-    hides: tuple[Site, ...] = ()
-    prefills: bool = True
-    decodes: bool = False
-    needs_left_padding: bool = False
-    needs_far_positions: bool = False
-    needs_fp8: bool = False
-    halves: tuple[Plant, ...] = ()
+    hides: tuple[Site, ...] = ()  # sites that the port does not show: they differ though its output is right
+    prefills: bool = True  # whether it is planted in runs that prefill, which compute all tokens at once
+    decodes: bool = False  # whether it is also planted in decoded tokens alone, after a right prefill
+    needs_left_padding: bool = False  # whether it shows only if prompts are padded on the left
+    needs_far_positions: bool = False  # whether it shows only if prompts begin far from position 0
+    needs_fp8: bool = False  # whether it is a mistake in reading an FP8 checkpoint
+    halves: tuple[Plant, ...] = ()  # the two plants of a pair
+    # For an uncatalogued mistake: catalogued ones that compute nearly the same, which the diagnosis may answer with.
     akin: tuple[str, ...] = ()
 
     def build(self, config: Any, weights: FusedWeights) -> Arithmetic:
@@ -67,6 +53,7 @@ class Plant:
         return {
             "kind": str(self.kind),
             "mistake": self.name,
+            # The parameters of a pair are plants: its name holds both with their own parameters.
             "parameters": {} if self.halves else dict(self.parameters),
             "sites": tuple(map(str, self.sites)),
         }

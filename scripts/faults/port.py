@@ -1,6 +1,7 @@
 """The port in which mistakes are planted: a target of mm2 that is right in all layers but the chosen ones.
 
 The port knows nothing of the diagnosis and its catalogue.
+B prompts, S tokens of this pass, P tokens of the past, H hidden, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class PlantedLayer(nn.Module):
     Args:
         config: Quantities of the model, with Hugging Face's names.
         plant: The mistake; None for the right port.
-        decode_only: Whether only decoded rows are wrong.
+        decode_only: Whether only decoded tokens are wrong.
     """
 
     def __init__(self, config: Any, plant: Plant | None = None, *, decode_only: bool = False) -> None:
@@ -46,7 +47,10 @@ class PlantedLayer(nn.Module):
     def convert_state_dict(
         self, tensors: LayerTensors, config: Any, layer_idx: int
     ) -> Mapping[str, torch.Tensor]:
-        """Fuse and group the hub's tensors; mistakes in the weights are made here, for all rows alike."""
+        """Fuse and group the hub's tensors, with the mistakes that are in the weights.
+
+        If only decoded tokens are wrong, the weights are right: the prefill computes with them too.
+        """
         arithmetic = self._right if self._decode_only else self._planted
         arithmetic.edit(tensors)
         return {f"weights.{name}": tensor for name, tensor in arithmetic.fuse(tensors).items()}
@@ -60,17 +64,14 @@ class PlantedLayer(nn.Module):
     ) -> tuple[torch.Tensor, KeyValues]:
         """Compute the output [B,S,H], and keys and values [B,K,P+S,D].
 
-        Args:
-            hidden_states: [B,S,H].
-            attention_mask: 0 or 1, [B,P+S].
-            position_ids: [B,S].
-            past_key_value: Keys and values [B,K,P,D]; None in a prefill.
+        The mask [B,P+S] is 0 at padding. The past is a pair of keys and values [B,K,P,D]; None in a prefill.
         """
         is_right = self._decode_only and past_key_value is None
         arithmetic = self._right if is_right else self._planted
         return arithmetic.run(hidden_states, attention_mask, position_ids, past_key_value, self._tap)
 
     def _tap(self, site: str, value: torch.Tensor) -> torch.Tensor:
+        """Pass a site's value through its submodule, whose output mm2 records."""
         shown: torch.Tensor = self.taps[site](value)
         return shown
 
@@ -81,7 +82,7 @@ class PlantedPort:
 
     plant: Plant | None  # the mistake; None for the right port
     layers: frozenset[int] = frozenset()  # layers of the mistake
-    decode_only: bool = False  # whether only decoded rows are wrong
+    decode_only: bool = False  # whether only decoded tokens are wrong
 
     def __call__(self, config: Any, layer_idx: int) -> PlantedLayer:
         """Build the module of one layer, without weights."""

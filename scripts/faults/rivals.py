@@ -1,7 +1,7 @@
 """Rivals: rules by which other tools call two tensors different, as these tools publish them.
 
-A rule takes the real rows of one site, all float64 [T,F]: golden, port, and the golden's float32 twin. It returns
-True if the tool would report a difference.
+A rule takes the real tokens of one site, all float64 [T,F]: golden, port, and the golden's float32 twin. It returns
+True if the tool would report a difference. `not x <= limit` counts NaN as a difference, where `x > limit` would not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SITES = tuple(site for site in Site if site not in (Site.INPUT, Site.ROUTER_EXP
 
 
 def seeds(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """Apply the five limits of `ClassicLimits`: largest and mean difference, close share, two correlations."""
+    """Apply the five limits of the scripts that came before mm2, the seeds: of differences and correlations."""
     metrics = compare_tensors(golden, port, rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     return bool(ClassicLimits().failures(metrics))
 
@@ -98,13 +98,14 @@ def aws_equivalence(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor
     return not ratio <= 1.2
 
 
+# Rules by name, with which the names of their figures begin.
 RULES: Mapping[str, Rule] = {
     rule.__name__: rule
     for rule in (
-        *(seeds, msprobe, msprobe_both, polygraphy, sglang),
-        *(vllm_neuron, vllm_neuron_dense, tenstorrent, aws_equivalence),
+        seeds, msprobe, msprobe_both, polygraphy, sglang,
+        vllm_neuron, vllm_neuron_dense, tenstorrent, aws_equivalence,
     )
-}
+}  # fmt: skip
 
 
 def find_differences(golden: Capture, capture: Capture, layer: int) -> Mapping[str, tuple[str, ...]]:
@@ -123,7 +124,7 @@ def find_differences(golden: Capture, capture: Capture, layer: int) -> Mapping[s
             continue
         rows = [batch.rows(tensor, site).double() for tensor in (reference, target, twin)]
         if site is Site.ROUTER_WEIGHTS:
-            # The order of the experts is free: no tool is charged with it.
+            # A port may list a token's experts in any order: no tool is blamed for this difference.
             rows = [row.sort(dim=-1).values for row in rows]
         for name, rule in RULES.items():
             if rule(*rows):
@@ -132,10 +133,14 @@ def find_differences(golden: Capture, capture: Capture, layer: int) -> Mapping[s
 
 
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Compute the cosine; if a side is all zero, 1 if both are, else 0."""
     norms = float(x.norm()) * float(y.norm())
-    return float((x * y).sum()) / norms if norms else (1.0 if torch.equal(x, y) else 0.0)
+    if norms == 0.0:
+        return 1.0 if torch.equal(x, y) else 0.0
+    return float((x * y).sum()) / norms
 
 
 def _l2_ratio_reaches(limit: float, golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """Decide whether the port's distance from the twin is `limit` times the golden's or more, or not 0 beside 0."""
     error, floor = float((port - twin).norm()), float((golden - twin).norm())
     return not error < limit * floor if floor else error != 0.0

@@ -80,7 +80,7 @@ class LowPrecisionAngles(Arithmetic):
 
 
 class WrongSlice(Arithmetic):
-    """The second slice of dims is rotated in all heads but the first of each chunk."""
+    """The second slice of dims is rotated, not the first, except in every `period`-th head."""
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         width = self.rotary_width()
@@ -96,14 +96,14 @@ class WrongSlice(Arithmetic):
 
 
 class ModuloPositions(Arithmetic):
-    """Positions begin anew."""
+    """Positions begin anew after every `modulo` tokens."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions % self.parameters.modulo)
 
 
 class ClampedPositions(Arithmetic):
-    """A table that ends too early: its last row stands for all further ones."""
+    """The table of angles ends too early: its last entry stands for all later positions."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions.clamp(max=self.parameters.last))
@@ -117,7 +117,7 @@ class RoundedPositions(Arithmetic):
 
 
 class CountedPositions(Arithmetic):
-    """Rows are counted from 0, whatever their positions."""
+    """Tokens are counted from 0, whatever their positions."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(torch.arange(positions.shape[1], device=positions.device)[None])

@@ -13,7 +13,8 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import GATE
 
 _LOGITS, _EXPERTS, _WEIGHTS = (Site.ROUTER_LOGITS,), (Site.ROUTER_EXPERTS,), (Site.ROUTER_WEIGHTS,)
-_BLOCK, _GROUP = 128, 128
+_BLOCK = 128  # rows and columns of an FP8 block with one scale
+_GROUP = 128  # numbers of a row in an INT4 group with one scale
 
 
 class Softmax(Arithmetic):
@@ -80,7 +81,7 @@ class LowPrecisionGate(Arithmetic):
 
 
 class Quantised(Arithmetic):
-    """The gate is quantised: a list of exceptions misspells its name."""
+    """The router's gate is quantised too, as if it were missing from the modules that must not be."""
 
     def edit(self, tensors: LayerTensors) -> None:
         gate = tensors[GATE]
@@ -88,7 +89,7 @@ class Quantised(Arithmetic):
 
 
 class WeightsOnInput(Arithmetic):
-    """The experts' input is weighed instead of their output."""
+    """The experts' input is multiplied by the routing weights instead of their output."""
 
     def expert_outputs(self, tokens: torch.Tensor, slab: slice, shares: torch.Tensor) -> torch.Tensor:
         weighed = tokens * shares.to(tokens.dtype)
@@ -110,7 +111,7 @@ class WeightsUniform(Arithmetic):
 
 
 class SigmoidMissing(Arithmetic):
-    """Raw logits and the bias choose."""
+    """Raw logits plus the bias choose the experts; their weights are right."""
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         return logits

@@ -30,32 +30,23 @@ RANKS_PREFIX = "ranks of "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A port over all layers of a baseline.
+    """A port over all layers of a baseline: of a model with prompts and a golden."""
 
-    Args:
-        request: Description of the baseline.
-        port: `planted`, `ranks of N`, or a target as mm2-test names it.
-        backend: `cpu` or `xla-cpu`.
-        plant: The mistake, in the first, a middle and the last layer; None for a right port.
-        decodes: Whether rows are decoded, and the mistake is limited to them.
-        asks_name: Whether the diagnosis is asked for the name of the middle layer's mistake.
-    """
-
-    request: BaselineRequest
-    port: str
-    backend: str
-    plant: Plant | None = None
-    decodes: bool = False
-    asks_name: bool = False
+    request: BaselineRequest  # description of the baseline
+    port: str  # `planted`, `ranks of N`, or a target as mm2-test names it
+    backend: str  # `cpu` or `xla-cpu`
+    plant: Plant | None = None  # the mistake in the first, a middle and the last layer; None for a right port
+    decodes: bool = False  # whether the last tokens are decoded, and the mistake is limited to them
+    asks_name: bool = False  # whether the diagnosis is asked for the name of the middle layer's mistake
 
     @property
     def rows(self) -> str:
-        """`decode` if some rows are decoded, else `prefill`."""
+        """`decode` if some tokens are decoded, else `prefill`."""
         return "decode" if self.decodes else "prefill"
 
     @property
     def decode_rows(self) -> int:
-        """Number of rows of each prompt that are decoded."""
+        """Number of tokens of the shortest prompt that are decoded, one by one."""
         return _NUM_DECODE_ROWS if self.decodes else 0
 
     def __str__(self) -> str:
@@ -75,7 +66,7 @@ def plan_plants(
 
 
 def plan_decoding(request: BaselineRequest, plants: tuple[Plant, ...]) -> Iterator[PlannedRun]:
-    """Plan a right port, and each plant that can be limited to decoded rows, on the CPU."""
+    """Plan a right port, and each plant that can be limited to decoded tokens, on the CPU."""
     for plant in (None, *plants):
         if plant is None or (plant.decodes and may_show(plant, request)):
             yield PlannedRun(request=request, port="planted", backend="cpu", plant=plant, decodes=True)
@@ -93,7 +84,7 @@ def may_show(plant: Plant, request: BaselineRequest) -> bool:
 def carry_out(
     planned: PlannedRun, baseline: Baseline, *, runtime: Runtime, directory: Path
 ) -> tuple[Case, ...]:
-    """Run a port, judge it with all sites and with the output alone, and apply the other rules."""
+    """Run a port, judge it with all sites and with the output alone, and apply the rules of other tools."""
     capture = _capture(planned, baseline, runtime=runtime, directory=directory)
     with_all_sites = judge_run(baseline, capture)
     by_output = judge_run(baseline, as_black_box(capture))
@@ -106,7 +97,7 @@ def carry_out(
         cases.append(
             Case(
                 run=str(planned),
-                stage=planned.request.name,
+                baseline=planned.request.name,
                 port=Path(planned.port).name,
                 backend=planned.backend,
                 rows=planned.rows,
@@ -135,7 +126,7 @@ def carry_out(
 def run_port(
     baseline: Baseline, target: Target, *, runtime: Runtime, directory: Path, decode_rows: int = 0
 ) -> Capture:
-    """Run each layer on the golden's input, and decode the last `decode_rows` rows; `directory` is emptied first."""
+    """Run each layer on the golden's input, and decode the last `decode_rows` tokens; `directory` is emptied first."""
     run = sweep_run(Span(0, baseline.spec.num_hidden_layers), sites_level="all").decoding(decode_rows)
     return port_runs.run_port(
         baseline.golden, target, run, reader=baseline.reader, runtime=runtime, directory=directory
@@ -154,6 +145,7 @@ def _measure_effects(baseline: Baseline, layer: int, plant: Plant, decode_rows: 
 
 
 def _capture(planned: PlannedRun, baseline: Baseline, *, runtime: Runtime, directory: Path) -> Capture:
+    """Run the planned port, of any of its three kinds, and return its capture."""
     if planned.port.startswith(RANKS_PREFIX):
         return port_runs.run_on_ranks(
             "sweep",

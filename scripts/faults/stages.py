@@ -1,6 +1,8 @@
-"""Stages of a layer's arithmetic, each a method that can be wrong, and the weights that they compute with.
+"""Base of the stages of a layer's arithmetic, and the weights that they compute with.
 
-B batch, S rows of this pass, H hidden.
+A stage is a method that a mistake may override. `AttentionStages` and `MoeStages` have the stages of a layer's halves.
+
+B prompts, S tokens of this pass (its rows), H hidden.
 """
 
 from __future__ import annotations
@@ -47,15 +49,16 @@ class FusedWeights(nn.Module):
         }
         for name, shape in shapes.items():
             self.register_buffer(name, torch.empty(shape))
+        # The router stays in float32 when the module is cast to BF16.
         self.register_buffer("gate", torch.empty((experts, hidden), dtype=torch.float32))
         self.register_buffer("bias", torch.empty(experts, dtype=torch.float32))
 
 
 class Stages:
-    """Parts that all stages of a layer share.
+    """Parts that both halves of a layer share: parameters and norms.
 
     Args:
-        config: The model's quantities.
+        config: Quantities of the model, with Hugging Face's names.
         weights: The module that holds the weights.
         parameters: Parameters of the mistake; a stage reads them as attributes of `self.parameters`.
     """

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from faults.cases import Case
 from faults.rivals import RULES
 
+# Two rules are stricter or looser variants of other ones: the table has no column for them.
 _RIVALS = tuple(rule for rule in RULES if rule not in ("msprobe_both", "vllm_neuron_dense"))
 
 
 def render_table(cases: Sequence[Case]) -> str:
-    """Render a row for each mistake: cases, effect, findings of mm2, and findings of the other rules."""
+    """Render a row for each mistake: cases, effect, findings of mm2, and findings of the other tools' rules."""
     rows = defaultdict(list)
     for case in cases:
         if case.is_mistake:
@@ -25,6 +26,7 @@ def render_table(cases: Sequence[Case]) -> str:
 
 
 def _row(name: str, given: str, cases: Sequence[Case]) -> str:
+    """Render the row of one mistake; `given` is its parameters."""
     effects = sorted(case.effect for case in cases)
     above = [case for case in cases if case.is_above_floor]
     cells = [

@@ -1,4 +1,4 @@
-"""Tally: figures of the cases, and the cases that went wrong."""
+"""Tally: figures of the cases with the goals of BENCHMARKS.md, and the cases that went wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from faults.rivals import RULES
 
 
 def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
-    """Yield detection and naming of mistakes, false alarms on right layers, and the same of the other rules."""
+    """Yield detection and naming of mistakes, false alarms on right layers, and the same of other tools' rules."""
     above = [case for case in cases if case.is_above_floor]
     clean = list(clean_cases(cases))
     if any(case.is_mistake for case in cases):
@@ -78,9 +78,11 @@ def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator
     detected = [case for case in above if case.is_detected]
     yield Figure.plain("mistakes_above_floor", len(above))
     yield Figure.share("detected_%", [case.is_detected for case in above], at_least=99)
-    strange = [case for case in above if case.kind == "uncatalogued"]
-    if strange:
-        yield Figure.share("detected_uncatalogued_%", [case.is_detected for case in strange], at_least=99)
+    uncatalogued = [case for case in above if case.kind == "uncatalogued"]
+    if uncatalogued:
+        yield Figure.share(
+            "detected_uncatalogued_%", [case.is_detected for case in uncatalogued], at_least=99
+        )
     # Runs in which a right layer fails beside a wrong one.
     misled = {case.run for case in cases if case.kind == "right" and case.is_detected}
     placed = [bool(case.blamed) and case.run not in misled for case in detected]
@@ -99,12 +101,12 @@ def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator
 
 def _naming_figures(asked: Sequence[Case]) -> Iterator[Figure]:
     """Yield how often the diagnosis names the mistake by the output alone."""
-    known = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
-    yield Figure.plain("mistakes_asked_for_by_name", len(known))
-    yield Figure.share("mistake_named_%", [case.is_named for case in known], at_least=95)
-    yield Figure.share("mistake_named_first_%", [case.is_named_first for case in known])
-    strange = [bool(case.named) for case in asked if case.kind == "uncatalogued"]
-    yield Figure.share("uncatalogued_given_a_name_%", strange)
+    catalogued = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
+    yield Figure.plain("mistakes_asked_for_by_name", len(catalogued))
+    yield Figure.share("mistake_named_%", [case.is_named for case in catalogued], at_least=95)
+    yield Figure.share("mistake_named_first_%", [case.is_named_first for case in catalogued])
+    uncatalogued = [bool(case.named) for case in asked if case.kind == "uncatalogued"]
+    yield Figure.share("uncatalogued_given_a_name_%", uncatalogued)
     wrongly = [bool(case.named) and not case.is_named for case in asked]
     yield Figure.share("given_a_wrong_name_%", wrongly, at_most=1)
     harmless = [bool(case.named) for case in asked if case.kind == "equivalent"]
@@ -117,6 +119,7 @@ def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
     yield Figure.plain("clean_layer_comparisons", len(clean))
     yield Figure.exactly("false_alarms", num_alarms, 0)
     yield Figure.plain("false_alarms_upper_bound_%", 100 * upper_bound(num_alarms, len(clean)))
+    # Trained models, and synthetic ones, whose weights are drawn at random.
     for word, is_learned, goal in (("learned", True, 3000), ("drawn", False, 1000)):
         alarms = [case.is_alarmed for case in clean if case.is_learned is is_learned]
         if alarms:

@@ -1,4 +1,4 @@
-"""Mistakes of attention without an entry in the diagnosis's catalogue: mm2 must find and place them all the same."""
+"""Mistakes of attention that the diagnosis has no name for, but mm2 must find; numbers in them are arbitrary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OutputHeadZero(Arithmetic):
 
 
 class Saturating(Arithmetic):
-    """A cast saturates at three standard deviations of a row."""
+    """A cast saturates at three standard deviations of a token's values."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         context = super().attend(q, k, v, mask)
@@ -54,7 +54,7 @@ class TileTwice(Arithmetic):
 
 
 class RotaryTableShort(Arithmetic):
-    """The table of angles ends at position 40: rows behind it get its last entry."""
+    """The table of angles ends at position 40: later tokens get its last entry."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions.clamp(max=40))
@@ -99,19 +99,19 @@ class SoftCapped(Arithmetic):
 
 
 class OldestForgotten(Arithmetic):
-    """The first cached row was overwritten."""
+    """The first token of a prompt was overwritten in the cache: later passes do not see it."""
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
         is_first = (mask.cumsum(-1) == 1) & mask.bool()
         is_query = torch.zeros_like(is_first)
         is_query[:, -num_rows:] = True
-        # A row still sees itself.
+        # A pass that holds the first token still sees it: only a later pass reads it from the cache.
         is_gone = is_first & ~is_query
         return super().visible(mask, num_rows) & ~is_gone[:, None, None, :]
 
 
 class StepAhead(Arithmetic):
-    """A step counts its own position one too high."""
+    """A pass counts its own positions one too high."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions + 1)

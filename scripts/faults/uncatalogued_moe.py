@@ -1,4 +1,4 @@
-"""Mistakes of the experts without an entry in the diagnosis's catalogue: mm2 must find and place them all the same."""
+"""Mistakes of the experts that the diagnosis has no name for, but mm2 must find; numbers in them are arbitrary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOE = (Site.MOE_DELTA,)
 
 
 class BufferNotCleared(Arithmetic):
-    """The last channels of a row's experts are added to those of the row before it in the batch."""
+    """The last channels of moe_delta also hold those of the prompt before it in the batch."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         channels = torch.arange(moe.shape[-1], device=moe.device)
@@ -25,7 +25,7 @@ class BufferNotCleared(Arithmetic):
 
 
 class BucketEndWrong(Arithmetic):
-    """The last row of every bucket of 64 gets what the row before it got."""
+    """The last token of every bucket of 64 gets what the token before it got."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         is_last = torch.arange(moe.shape[1], device=moe.device) % 64 == 63
@@ -43,7 +43,7 @@ class GatherOffByOne(Arithmetic):
 
 
 class SumCountsTwice(Arithmetic):
-    """A quarter of the channels is counted twice in the mean square."""
+    """A quarter of the channels is counted twice in the mean square of post_norm."""
 
     def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         exact = residual.float()
@@ -55,7 +55,7 @@ class SumCountsTwice(Arithmetic):
 
 
 class LaterRowsDiffer(Arithmetic):
-    """A kernel's result depends on the place in the batch."""
+    """A kernel's result depends on the place in the batch: all prompts but the first are 5 % too large."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         factors = torch.ones(moe.shape[0], dtype=moe.dtype, device=moe.device)
@@ -72,7 +72,7 @@ class LastExpertsNeverChosen(Arithmetic):
 
 
 class RowOfBefore(Arithmetic):
-    """A sixteenth of the rows get the experts of the row before."""
+    """A token in sixteen gets the experts of the token before."""
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         experts = super().choose(scores)
@@ -106,7 +106,7 @@ class RemainderDropped(Arithmetic):
 
 
 class MoeTruncated(Arithmetic):
-    """The sum of the experts is too small by one truncation to BF16."""
+    """The sum of the experts is too small by half a step of BF16."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * (1 - 2**-8)
@@ -130,7 +130,7 @@ class LogitPairsSwapped(Arithmetic):
 
 
 class InfInOneRow(Arithmetic):
-    """A corrupted payload: one value of one row overflows."""
+    """A corrupted payload: one value of one token of each prompt overflows."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(moe.shape[1], device=moe.device)[:, None]

@@ -1,7 +1,7 @@
 """Bench of `bench_loading.py`: writes checkpoints into a scratch folder, and runs probes on them.
 
-A probe is one measurement in a process of its own. Its seconds begin after its imports, and its memory counts above the
-memory held then, the baseline.
+A probe is one measurement in a process of its own: one of the functions named below, called by `loading/probe.py`. Its
+seconds begin after its imports, and its memory counts above the memory held then, the baseline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minimax_tools.model.weight_names import layer_of
 from minimax_tools.synthetic.checkpoint import FP8, plan_tensors, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
-COULD_NOT_RUN = 3
+COULD_NOT_RUN = 3  # exit code
 _SCRIPTS = Path(__file__).parents[1]
 # How often a probe is run again if the page cache did not stay as prepared.
 _ATTEMPTS = 4
@@ -142,15 +142,9 @@ class LoadingBench:
         idle: bool = False,
         command: tuple[str, ...] = ("extract-all",),
     ) -> ProbeResult:
-        """Make a golden by `mm2-gpu`, with its defaults except for `options`.
+        """Make a golden in the directory `capture` by a command of `mm2-gpu`, with its defaults except for `options`.
 
-        Args:
-            checkpoint: The checkpoint.
-            capture: Directory of the capture.
-            options: Options of the command.
-            cache: State of the page cache at the beginning.
-            idle: True to leave out most of the reading.
-            command: Command of `mm2-gpu`.
+        With `idle` it leaves out most of the reading, so that the rest of the work is measured; see `IdleReader`.
         """
         words = [*command, "--model", str(checkpoint.folder), "--output-dir", str(capture)]
         words += ["--seq-len", ",".join(map(str, self.seq_lens)), "--quiet", *options]
@@ -158,6 +152,7 @@ class LoadingBench:
             RUN_COMMAND,
             cache=cache,
             checkpoint=checkpoint,
+            # The option `--stream off` loads the whole model.
             needs_bytes=checkpoint.whole_bytes if "off" in options else 0,
             words=words,
             idle=idle,
@@ -178,7 +173,7 @@ class LoadingBench:
             place: The function, as `loading.goldens:run_command`.
             cache: State of the page cache at the beginning; if it did not last, the probe runs again.
             checkpoint: The checkpoint whose files `cache` is about; None if the state does not matter.
-            needs_bytes: Memory that must be free.
+            needs_bytes: Memory that must be free; with less, the benchmark ends.
             arguments: Arguments of the function.
         """
         require_memory(needs_bytes, place)
@@ -224,7 +219,7 @@ class LoadingBench:
     def _environment(self) -> dict[str, str]:
         temporary = self.scratch / "tmp"
         temporary.mkdir(exist_ok=True)
-        # Temporary files of a probe must show in the scratch folder.
+        # Temporary files of a probe count as disk space that it wrote: they must lie in the scratch folder.
         return {
             "PJRT_DEVICE": "CPU",
             **os.environ,
@@ -265,6 +260,7 @@ def _bf16_bytes(entry: TensorEntry) -> int:
 
 
 def _word(values: Mapping[str, Any]) -> str:
+    """Word values by name, as `load_s 1.25, num_bytes 512`."""
     return ", ".join(f"{name} {_word_value(value)}" for name, value in values.items())
 
 

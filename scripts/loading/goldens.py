@@ -42,7 +42,7 @@ transformers_logging.disable_progress_bar()
 
 
 class WatchedReader(CheckpointReader):
-    """A reader that stands in `opened` after its command has ended."""
+    """A reader that is kept in `opened`, so that its count of bytes outlives the command that opened it."""
 
     opened: list[CheckpointReader] = []  # noqa: RUF012  # one process, one command
 
@@ -52,11 +52,11 @@ class WatchedReader(CheckpointReader):
 
 
 class WatchedOnceReader(WatchedReader, OnceReader):
-    """A stream's reader that stands in `opened` too."""
+    """The reader of a streamed model, kept in `opened` too."""
 
 
 class IdleReader(WatchedOnceReader):
-    """A stream's reader that reads no matrices from the third layer on, so that only the other work is left.
+    """The reader of a streamed model that reads no matrices from the third layer on: only the other work is left.
 
     The matrices of the first two layers, and FP8 codes in each thread's buffer, are used instead: the arithmetic stays
     the same.

@@ -39,7 +39,7 @@ def measure_peaks(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figur
 
 
 def measure_packed(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """Yield the peaks of goldens of small FP8 layers, and whether packed experts equal the eager golden."""
+    """Yield the peaks of goldens of small FP8 layers, and whether packed experts (left in FP8) give the same golden."""
     with bench.folder("captures") as captures:
         packed = bench.golden(checkpoint, captures / "packed", *_ALONE, "--packed-experts", *_EAGER)
         unpacked = bench.golden(checkpoint, captures / "unpacked", *_ALONE, *_EAGER)

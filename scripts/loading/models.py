@@ -102,7 +102,7 @@ def _split_figures(bench: LoadingBench, folder: Path, model_type: str, num_layer
             results.append(
                 bench.probe(
                     SPLIT,
-                    needs_bytes=3 * tree_bytes(folder),
+                    needs_bytes=3 * tree_bytes(folder),  # with room to spare
                     model=str(folder),
                     model_type=model_type,
                     split_points=[outer, num_layers - outer],

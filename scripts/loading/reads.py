@@ -5,6 +5,7 @@ A probe is a function that `loading/probe.py` calls in a process of its own; it 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -70,6 +71,7 @@ def read_plainly(
     entries = [
         entry
         for entry in TensorIndex.from_folder(Path(model)).entries.values()
+        # Tensors outside the layers count as those of layer 0.
         if num_layers is None or (layer_of(entry.name) or 0) < num_layers
     ]
     extents = list(
@@ -77,26 +79,28 @@ def read_plainly(
     )
     flags = os.O_RDONLY | (os.O_DIRECT if past_cache else 0)
     descriptors = {path: os.open(path, flags) for path, _, _ in extents}
+    # Memory of each thread: whole pieces, and at least one.
     share_bytes = max(memory_bytes // num_threads // _PIECE_BYTES, 1) * _PIECE_BYTES
     of_thread = threading.local()
 
     def read_piece(path: Path, offset: int, size: int) -> None:
         if not hasattr(of_thread, "memory"):
             # Direct reads need memory that begins on a page.
+            # Rounding to pages adds up to two of them to a piece.
             of_thread.memory = memoryview(mmap.mmap(-1, share_bytes + 2 * mmap.PAGESIZE))
             of_thread.position = 0
         if past_cache:
-            # Direct reads begin and end on a page.
+            # Direct reads begin and end on a page: the offset is rounded down, the size up.
             skip = offset % mmap.PAGESIZE
             offset, size = offset - skip, size + skip
-            size += -size % mmap.PAGESIZE
+            size = math.ceil(size / mmap.PAGESIZE) * mmap.PAGESIZE
         piece = of_thread.memory[of_thread.position : of_thread.position + size]
         of_thread.position = (of_thread.position + _PIECE_BYTES) % share_bytes
         done = 0
         while done < size:
             count = os.preadv(descriptors[path], [piece[done:]], offset + done)
             if count == 0:
-                # The last page of a file is not whole.
+                # The file ends within the last page.
                 break
             done += count
 
@@ -162,6 +166,7 @@ def _normal_codes(shape: tuple[int, int]) -> torch.Tensor:
 
 def _extents(entries: Iterable[TensorEntry]) -> Iterator[tuple[Path, int, int]]:
     """Yield file, offset and size of each run of adjacent tensors, in the order of files and offsets."""
+    # The run so far; an empty one, as at the beginning, is not yielded.
     path, start, stop = Path(), 0, 0
     for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
         if (entry.file, entry.offset) != (path, stop):

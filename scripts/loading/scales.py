@@ -18,7 +18,7 @@ class LoadingScale:
     split_layers: int  # number of layers of `model` that are split in three
     qwen2: Mapping[str, int]  # quantities of the Qwen2 that is split too
     expert: tuple[int, int, int]  # experts that are dequantised: their number, intermediate and hidden size
-    rounds: int
+    rounds: int  # number of times that each ratio is measured
 
 
 SCALES: Mapping[str, LoadingScale] = {

@@ -74,7 +74,7 @@ def measure_dequantising(bench: LoadingBench) -> Iterator[Figure]:
 def measure_stream(
     bench: LoadingBench, checkpoint: Checkpoint, *, floor: str = "full", suffix: str = ""
 ) -> Iterator[Figure]:
-    """Yield the time of a whole streamed, cold golden over its bound, the longer of two times.
+    """Yield the time of a whole streamed, cold golden over its bound, the longer of two times; `suffix` ends the names.
 
     - The cold read: a plain read of all tensors by all threads, through the page cache or past it, whichever is faster.
     - The golden without its reads: the same command on a warm cache, whose reader leaves out the matrices from the
@@ -149,7 +149,7 @@ def _read_s(
     layers_only: bool = True,
     past_cache: bool = False,
 ) -> float:
-    """Measure the seconds of `loading.reads.read_plainly`, by default with as many threads as torch has."""
+    """Measure the seconds of `loading.reads.read_plainly`, by default with torch's threads and small buffers."""
     measured = bench.probe(
         READ_PLAINLY,
         cache=cache,

@@ -1,7 +1,8 @@
 """Figures of extraction: its speed against `cp`, and its memory.
 
-Both sides of a ratio read from the page cache, write as many bytes to the same file system, and sync them to the disk.
-The rounds alternate, and the figure is the median of their ratios.
+An extraction cuts the slice of one node out of a checkpoint, and `cp` copies such a slice. Both read from the page
+cache, write as many bytes to the same file system, and sync them to the disk. The rounds alternate, and the figure is
+the median of their ratios.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _MANY_TENSORS = {
 }
 _SMALL_SHARD_BYTES = 2_000_000
 _ROUNDS = {"full": 7, "toy": 2}
-_NODE = "a"
+_NODE = "a"  # the first of the plan's two nodes
 
 # A process that extracts as the command does, and prints its anonymous memory after the imports and at its peak.
 _MEASURE = """
@@ -101,6 +102,7 @@ def _make_checkpoint(folder: Path, model: SyntheticModel, shard_size_bytes: int,
 def _measure_speed(folder: Path, plan_file: Path, *, rounds: int) -> Iterator[Figure]:
     sources = tuple(sorted((folder / "model").glob("*.safetensors")))
     slice_folder, kept, copied = folder / "slice", folder / "kept", folder / "copied"
+    # This slice is what `cp` copies.
     num_bytes = _extract(plan_file, kept)
     extractions: list[float] = []
     copies: list[float] = []
@@ -142,6 +144,7 @@ def _extract(plan_file: Path, output: Path) -> int:
 
 
 def _copy(folder: Path, output: Path) -> None:
+    """Copy the bytes, not by reflink, and sync them as an extraction does."""
     subprocess.run(["cp", "--reflink=never", "-r", str(folder), str(output)], check=True)
     for path in (*output.iterdir(), output, output.parent):
         sync_path(path)

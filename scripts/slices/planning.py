@@ -1,8 +1,9 @@
 """Figures of planning: plans found, valid, near the optimum, and quick.
 
-A cluster is a tuple of nodes. Clusters are drawn around a division of MiniMax-M2's 62 layers, so that a plan exists for
-each. The rival is exo's rule, which divides the layers by the nodes' memory and then checks whether they fit. The
-optimum of small models is found by trying all divisions.
+A cluster is a tuple of nodes. To be sure that a plan exists, a cluster is drawn backwards: MiniMax-M2's 62 layers are
+divided at random, and each node gets at least the memory of its part. The rival is the planner of exo, which runs
+models on several home computers: it divides the layers by memory and then checks whether they fit. The optimum of small
+models is found by trying all divisions.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from minimax_tools.partition.stage import Stage
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
-PLANNERS = ("memory", "compute", "balanced")
-# Largest memory of a node beyond its part of the known division, as a share of that part. The rival then rejects about
-# a sixth of the clusters: nearly all tight ones of many nodes, and loose ones because of rounding.
+_QUICK_PLANNERS = ("memory", "compute")
+PLANNERS = (*_QUICK_PLANNERS, "balanced")
+# A node has up to this much more memory than its part of the drawn division needs, as a share of that part: 4 % in a
+# tight cluster, 800 % in a loose one. One cluster in 25 is tight. All this is chosen so that the rival rejects about a
+# sixth of the clusters: nearly all tight ones of many nodes, and loose ones where its rounding does not fit.
 _TIGHT_SLACK, _LOOSE_SLACK = 0.04, 8.0
-# Share of clusters that are tight.
 _TIGHT_SHARE = 0.04
-# Speeds of nodes, in TFLOPS.
+# Speeds of nodes in TFLOPS, as of several generations of GPUs.
 _TFLOPS = (91.0, 125.0, 312.0, 989.0)
 
 
@@ -44,8 +46,8 @@ _TFLOPS = (91.0, 125.0, 312.0, 989.0)
 class PlanningScale:
     """Size of the measurement."""
 
-    num_clusters: int
-    balanced_every: int  # the planner `balanced`, which takes longer, plans one of this many clusters
+    num_clusters: int  # number of clusters for MiniMax-M2
+    balanced_every: int  # the planner `balanced`, which is slow, plans one of this many clusters
     num_small: int  # number of small clusters, whose optimum is found by trying all divisions
     num_times: int  # number of times that the largest plan is timed
 
@@ -82,7 +84,7 @@ def _measure_feasible(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]
     for number in range(scale.num_clusters):
         nodes = draw_cluster(cost, rng)
         num_rejected += not rival_fits(cost, nodes)
-        for planner in PLANNERS if number % scale.balanced_every == 0 else PLANNERS[:2]:
+        for planner in PLANNERS if number % scale.balanced_every == 0 else _QUICK_PLANNERS:
             num_planned += 1
             try:
                 stages = plan_stages(planner, cost, nodes)
@@ -97,11 +99,12 @@ def _measure_feasible(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]
 
 
 def draw_cluster(cost: ModelCost, rng: random.Random) -> tuple[Node, ...]:
-    """Draw 1 to 64 nodes that can hold the model, around a division of it, in any order."""
+    """Draw 1 to 64 nodes that can hold the model, in any order; small clusters are as likely as large ones."""
     num_layers = len(cost.layers)
+    # The logarithm of the number is uniform.
     num_nodes = min(round(math.exp(rng.uniform(0, math.log(MAX_NODES + 1)))), MAX_NODES)
     slack = _TIGHT_SLACK if rng.random() < _TIGHT_SHARE else _LOOSE_SLACK
-    # Each node holds at least one layer, as long as there are enough.
+    # In the drawn division each node holds at least one layer. Nodes beyond the 62nd hold none.
     num_holders = min(num_nodes, num_layers)
     bounds = sorted(rng.sample(range(1, num_layers), num_holders - 1))
     memories = []
@@ -110,6 +113,7 @@ def draw_cluster(cost: ModelCost, rng: random.Random) -> tuple[Node, ...]:
             range(start, stop), has_embedding=position == 0, has_head=position == num_holders - 1
         )
         memories.append(math.ceil(part.memory_bytes * (1 + rng.random() * slack)))
+    # These nodes need no memory: they get any.
     memories += [rng.randint(10**9, 10**10) for _ in range(num_nodes - num_holders)]
     rng.shuffle(memories)
     return tuple(
@@ -122,7 +126,7 @@ def rival_fits(cost: ModelCost, nodes: Sequence[Node]) -> bool:
     """Decide whether each node can hold the layers that exo's rule gives it.
 
     The rule gives layers in proportion to memory, to the largest nodes first. Shares are rounded down, and the layers
-    left go to the largest fractions. Each node gets at least one layer.
+    left go to the largest fractions. A node that still has no layer takes one from the node with the most.
     """
     num_layers = len(cost.layers)
     if len(nodes) > num_layers:
@@ -130,12 +134,14 @@ def rival_fits(cost: ModelCost, nodes: Sequence[Node]) -> bool:
     order = sorted(nodes, key=lambda node: (node.memory_bytes, node.name), reverse=True)
     total = sum(node.memory_bytes for node in order)
     shares = [node.memory_bytes * num_layers / total for node in order]
-    counts = [max(int(share), 1) for share in shares]
-    by_fraction = sorted(range(len(order)), key=lambda position: int(shares[position]) - shares[position])
-    for position in by_fraction[: max(num_layers - sum(counts), 0)]:
+    counts = [int(share) for share in shares]
+    by_fraction = sorted(range(len(order)), key=lambda position: shares[position] % 1, reverse=True)
+    for position in by_fraction[: num_layers - sum(counts)]:
         counts[position] += 1
-    while sum(counts) > num_layers:
-        counts[counts.index(max(counts))] -= 1
+    for position in range(len(counts)):
+        if counts[position] == 0:
+            counts[counts.index(max(counts))] -= 1
+            counts[position] = 1
     start = 0
     for position, (node, count) in enumerate(zip(order, counts, strict=True)):
         part = cost.of_slice(
@@ -162,6 +168,7 @@ def is_valid(cost: ModelCost, nodes: Sequence[Node], stages: Sequence[Stage]) ->
 
 
 def _measure_optimum(scale: PlanningScale) -> Iterator[Figure]:
+    """Yield the slowest stage of the planner `balanced` over that of the best division; inf if it has no valid plan."""
     rng = random.Random(1)
     ratios: list[float] = []
     while len(ratios) < scale.num_small:
@@ -169,7 +176,11 @@ def _measure_optimum(scale: PlanningScale) -> Iterator[Figure]:
         optimum = find_optimum(cost, nodes)
         if math.isinf(optimum):
             continue
-        stages = plan_stages("balanced", cost, nodes)
+        try:
+            stages = plan_stages("balanced", cost, nodes)
+        except CannotRunError:
+            ratios.append(math.inf)
+            continue
         slowest = max(_seconds(cost, stage) for stage in stages)
         ratios.append(slowest / optimum if is_valid(cost, nodes, stages) else math.inf)
     yield Figure.at_most("slowest_stage_over_optimum", max(ratios), 1.02)
@@ -177,12 +188,16 @@ def _measure_optimum(scale: PlanningScale) -> Iterator[Figure]:
 
 
 def draw_small(rng: random.Random) -> tuple[ModelCost, tuple[Node, ...]]:
-    """Draw a model of up to 8 layers, equal or not, and up to 4 nodes that can just hold it, or just cannot."""
+    """Draw a model of up to 8 layers, equal or not, and up to 4 nodes that can just hold it, or just cannot.
+
+    Its quantities are arbitrary: a layer, the embedding and the head cost about equally much.
+    """
     num_layers, num_nodes = rng.randint(1, 8), rng.randint(1, 4)
     kinds = [
         PartCost(
             loaded_bytes=rng.randint(40, 200), flops_per_token=rng.randint(1, 30) * 10**8, activation_bytes=12
         )
+        # In half of the models all layers cost the same, as in MiniMax-M2.
         for _ in range(rng.choice((1, 1, 2, 3)))
     ]
     layers = rng.choices(kinds, k=num_layers)
@@ -195,6 +210,7 @@ def draw_small(rng: random.Random) -> tuple[ModelCost, tuple[Node, ...]]:
         ),
         workload=Workload(context_length=1),
     )
+    # From 0.6 to 2 times an even share: some clusters are too small, and the memory matters in most others.
     mean = cost.whole.memory_bytes / num_nodes
     nodes = tuple(
         Node(name=f"n{number}", memory_bytes=int(mean * rng.uniform(0.6, 2)) + 1, tflops=rng.uniform(1, 9))
@@ -236,17 +252,14 @@ def _cost_of(stage: Stage, cost: ModelCost) -> PartCost:
 
 
 def _seconds(cost: ModelCost, stage: Stage) -> float:
-    return _cost_of(stage, cost).flops_per_token / ((stage.node.tflops or 0.0) * 1e12)
+    """Return the seconds that a stage takes for one token."""
+    return _cost_of(stage, cost).flops_per_token / stage.node.flops_per_second
 
 
 def _measure_time(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
     rng = random.Random(2)
     nodes = [
-        Node(
-            name=f"node{number}",
-            memory_bytes=rng.randint(10, 80) * 10**9,
-            tflops=rng.choice(_TFLOPS),
-        )
+        Node(name=f"node{number}", memory_bytes=rng.randint(10, 80) * 10**9, tflops=rng.choice(_TFLOPS))
         for number in range(MAX_NODES)
     ]
     medians = {}

@@ -2,7 +2,8 @@
 
     python -m slices.timed_capture MODEL OUTPUT SEQ_LENS [PLAN]
 
-Rank 0 prints one JSON object: the seconds until the capture is complete. They begin when all ranks are ready.
+SEQ_LENS are the lengths of the prompts, such as 24,15. Rank 0 prints one JSON object: the seconds until the capture is
+complete. They begin when all ranks are ready.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
         ranks.join(_CPU)
         streaming = Streaming(device=_CPU, prefetch=False, part=plan.used[place.rank], holds_part=True)
         with open_golden(_request(Path(model), lengths, streaming)) as golden:
+            # The time begins when all ranks have got here.
             ranks.publish(f"here/{ranks.rank}", True)
             for rank in range(ranks.num_ranks):
                 ranks.wait_for(f"here/{rank}")

@@ -46,7 +46,7 @@ STAGE = BaselineRequest(
 
 CASE = Case(
     run="a run",
-    stage="a stage",
+    baseline="a baseline",
     port="planted",
     backend="cpu",
     rows="prefill",

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_slices
 from slices import planning
 
+from minimax_tools.errors import CannotRunError
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.planners import plan_stages
@@ -123,3 +124,20 @@ def test_the_rival_divides_by_memory_and_then_looks_whether_that_fits() -> None:
     # Two layers each by memory; with the embedding the first has room for one of them and a bit.
     assert not planning.rival_fits(cost, (node("a", 205), node("b", 205)))
     assert not planning.rival_fits(cost, tuple(node(name, 500) for name in "abcde"))
+
+
+def test_the_rival_gives_a_layer_at_least_after_it_has_rounded() -> None:
+    # Shares of 2.6, 2.5 and 0.9 become 3, 2 and 1. With one layer each to begin with, they would be 2, 2 and 2.
+    nodes = (node("a", 390), node("b", 375), node("c", 135))
+    assert planning.rival_fits(model_of(1, 1, 1, 1, 1, 1), nodes)
+    # A node without a share takes a layer from the largest one.
+    assert planning.rival_fits(model_of(1, 1, 1), (node("a", 3000), node("b", 110)))
+
+
+def test_a_planner_that_finds_no_plan_misses_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_nothing(*_: object) -> None:
+        raise CannotRunError("no plan")
+
+    monkeypatch.setattr(planning, "plan_stages", plan_nothing)
+    slowest = next(planning._measure_optimum(planning.SCALES["toy"]))
+    assert (slowest.value, slowest.holds) == (math.inf, False)

@@ -25,7 +25,7 @@ from neuron.devices.runtime import open_runtime
 def case(kind: str, *, run: str, excess: float, black_box_excess: float = 0.0) -> Case:
     return Case(
         run=run,
-        stage="a stage",
+        baseline="a baseline",
         port="planted",
         backend="cpu",
         rows="prefill",

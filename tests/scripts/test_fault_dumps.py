@@ -27,7 +27,7 @@ VIEWS = ("whole", "no_experts", "outputs", "vllm_neuron")
 
 DUMP = DumpCase(
     run="a run",
-    stage="a stage",
+    baseline="a baseline",
     view="no_experts",
     has_checkpoint=True,
     verdict="fail",
@@ -41,7 +41,7 @@ DUMP = DumpCase(
 )
 PORT = Case(
     run="a port",
-    stage="a stage",
+    baseline="a baseline",
     port="planted",
     backend="cpu",
     rows="prefill",

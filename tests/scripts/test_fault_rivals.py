@@ -84,7 +84,7 @@ def test_nan_is_a_difference(rule: str) -> None:
 def test_table_has_a_row_for_every_mistake() -> None:
     case = Case(
         run="a run",
-        stage="a stage",
+        baseline="a baseline",
         port="planted",
         backend="cpu",
         rows="prefill",
