@@ -95,7 +95,7 @@ def trimmed_mean(values: torch.Tensor) -> float:
         return float("inf")
     # The number of trimmed values is rounded up; 0.999 keeps a whole number that float arithmetic made a bit larger.
     num_kept = max(len(values) - int(_TRIMMED_SHARE * len(values) + 0.999), 1)
-    kept = values.nan_to_num(nan=torch.inf).sort().values[:num_kept]
+    kept = values.nan_to_num(nan=torch.inf, posinf=torch.inf).sort().values[:num_kept]
     return float(kept.mean())
 
 
