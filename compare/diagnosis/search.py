@@ -35,19 +35,12 @@ _MOST_NEAREST = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """Outcome of the search in one layer.
+    """Outcome of the search in one layer."""
 
-    Args:
-        null: Score of the layer without a mistake.
-        named: Scores that explain the layer, best first; the later ones cannot be told from the first.
-        nearest: The best scores, best first, if nothing explains the layer.
-        num_tried: Number of hypotheses that were tried.
-    """
-
-    null: Score
-    named: tuple[Score, ...] = ()
-    nearest: tuple[Score, ...] = ()
-    num_tried: int = 0
+    null: Score  # score of the null hypothesis: the layer without a mistake
+    named: tuple[Score, ...] = ()  # scores that explain the layer, best first: the later resemble the first
+    nearest: tuple[Score, ...] = ()  # the best scores, best first, if nothing explains the layer
+    num_tried: int = 0  # number of hypotheses that were tried
 
 
 def search_layer(
@@ -63,11 +56,8 @@ def search_layer(
     4. those of the tried mistakes that the noise may cover
     5. pairs of mistakes
 
-    Args:
-        trial: Trial on all tokens.
-        mistakes: Entries of the catalogue to try.
-        suspects: Blamed sites; empty if none is known.
-        expected: Mistakes that explained other layers of this run, with the parameters that were fitted there.
+    The trial is on all tokens. `suspects` are blamed sites; empty if none is known. `expected` are the mistakes that
+    explained other layers of this run, with the parameters that were fitted there.
     """
     null = trial.null()
     if not bool(trial.is_usable.any()):
@@ -85,6 +75,7 @@ def search_layer(
         on_screen += _judge_survivors(first, screen, scores)
         finals = _judge_finalists(trial, screen, on_screen)
         named = name_mistakes(finals)
+        # A mistake of another layer must be proved here, as others of this layer have not been tried yet.
         if named and (not is_expected or is_proof(named[0])):
             return SearchOutcome(null=null, named=named, num_tried=num_tried)
     named = name_mistakes(_judge_faint(trial, screen, [score.hypothesis for score in (*on_screen, *finals)]))
@@ -114,22 +105,24 @@ def _with_few_tokens(trial: Trial, most: int) -> Trial:
 def _turns(
     trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
 ) -> Iterator[tuple[bool, list[Hypothesis]]]:
-    """Yield the hypotheses in turns, and whether a turn is of mistakes that explained other layers."""
+    """Yield the turns of `search_layer`, 1 to 3: whether they are the expected hypotheses, and the hypotheses."""
     # The catalogue's candidates come first: a value that was fitted elsewhere must explain more than they do.
     hypotheses = [hypothesis for mistake in mistakes for hypothesis in mistake.hypotheses(trial.base.inputs)]
     hypotheses += expected
     expected_names = {hypothesis.name for hypothesis in expected}
-    turns: tuple[list[Hypothesis], ...] = ([], [], [])
+    seen_elsewhere: list[Hypothesis] = []
+    at_suspects: list[Hypothesis] = []
+    others: list[Hypothesis] = []
     for hypothesis in hypotheses:
         if hypothesis.name in expected_names:
-            turns[0].append(hypothesis)
+            seen_elsewhere.append(hypothesis)
         elif hypothesis.sites & suspects:
-            turns[1].append(hypothesis)
+            at_suspects.append(hypothesis)
         else:
-            turns[2].append(hypothesis)
-    for number, turn in enumerate(turns):
+            others.append(hypothesis)
+    for is_expected, turn in ((True, seen_elsewhere), (False, at_suspects), (False, others)):
         if turn:
-            yield number == 0, turn
+            yield is_expected, turn
 
 
 def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
@@ -165,13 +158,14 @@ def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> li
     if screen is trial:
         return finalists
     logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
+    # `judge` scores each hypothesis in all rows and in decoded ones; only the finalists of both count.
     judged = trial.judge([score.hypothesis for score in finalists])
     wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
     return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
 
 
 def _judge_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-    """Score mistakes that the noise may cover; none if the error is far above the noise."""
+    """Score mistakes that the noise may cover (see `Trial.judge_faint`); none if the error is far above the noise."""
     if trial.null().leaves > FAINT_RHO:
         return []
     unique = list(dict.fromkeys(hypotheses))
