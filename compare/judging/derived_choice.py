@@ -25,15 +25,10 @@ _BFLOAT16_ERROR = 2.0**-8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DerivedChoice:
-    """A choice of experts that the port did not show.
+    """A choice of experts that the port did not show."""
 
-    Args:
-        experts: Experts of each token, int64 [T,k].
-        is_sure: Tokens whose choice is certain, bool [T]; of the others, what the port shows is too coarse.
-    """
-
-    experts: torch.Tensor
-    is_sure: torch.Tensor
+    experts: torch.Tensor  # experts of each token, int64 [T,k]
+    is_sure: torch.Tensor  # tokens whose choice is certain, bool [T]; else the port's values are too coarse
 
     def completed(self, other: DerivedChoice | None) -> DerivedChoice:
         """Return this choice, with the other's for tokens that are not sure here."""
@@ -94,7 +89,7 @@ def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedC
     sizes = logits.abs()
     error = _BFLOAT16_ERROR * sizes if is_rounded else _FLOAT32_ERROR * sizes.amax(dim=-1, keepdim=True)
     scores = logits.sigmoid()
-    # The sigmoid's slope turns an error of the logits into one of the scores.
+    # The sigmoid's slope turns an error of the logits into one of the scores; two scores next to the margin may err.
     reach = (scores * (1.0 - scores) * error).amax(dim=-1)
     biased = scores + weights.tensors[CORRECTION_BIAS].float()
     return DerivedChoice(

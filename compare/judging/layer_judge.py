@@ -64,7 +64,10 @@ class LayerJudge:
         self._replay = None if choices is None else Replay(sides, layer=layer, experts=choices)
 
     def _derive_choice(self) -> DerivedChoice | None:
-        """Derive the port's choice from its router; tokens that this leaves open, from the output of its experts."""
+        """Derive the port's choice from its router; tokens that this leaves open, from the output of its experts.
+
+        The latter needs the golden's input, and the noise of its router and of that output.
+        """
         derived = derive_choice(self._sides, self._layer)
         noise = self.router_noise
         is_settled = derived is not None and bool(derived.is_sure.all())
@@ -112,13 +115,13 @@ class LayerJudge:
         if site not in _PAST_A_FLIP or self._criteria.name == "classic":
             return judge_values(result, rows, criteria=self._criteria, context=context)
         replay = self._replay_of(site)
-        replayed = None if replay is None else replay.tokens(site)
+        replayed_tokens = None if replay is None else replay.tokens(site)
         return judge_values(
-            replace(result, num_replayed=0 if replayed is None else int(replayed.sum())),
+            replace(result, num_replayed=0 if replayed_tokens is None else int(replayed_tokens.sum())),
             rows,
             criteria=self._criteria,
             context=context,
-            set_aside=self._find_set_aside(replayed),
+            set_aside=self._find_set_aside(replayed_tokens),
             replayed=None if replay is None else replay.rows(site, rows),
         )
 
@@ -232,17 +235,19 @@ class LayerJudge:
         """Return the replay for a site; none for router weights without experts, which have no order."""
         return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
 
-    def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
+    def _find_set_aside(self, replayed_tokens: torch.Tensor | None) -> torch.Tensor | None:
         """Find tokens to leave out, bool [T]: flips that are not replayed, and tokens whose experts are not sure.
 
-        Without any choice of the port, every token that noise may have flipped is left out.
+        Without any choice of the port, every token that noise may have flipped is left out; None if noise is not known.
         """
         if self._replay is not None:
-            left_out = self._replay.flipped if replayed is None else self._replay.flipped & ~replayed
+            flipped = self._replay.flipped
+            left_out = flipped if replayed_tokens is None else flipped & ~replayed_tokens
             return left_out if self._derived is None else left_out | ~self._derived.is_sure
         return None if self.router_noise is None else self.router_noise.is_fragile()
 
     def _read_router_noise(self) -> RouterNoise | None:
+        """Read margin and noise of the golden's choice, and refuse a golden whose logits contradict them."""
         margin, noise = self._floor.statistic(ROUTER_MARGIN), self._floor.largest(ROUTER_NOISE)
         if margin is None or noise is None:
             return None

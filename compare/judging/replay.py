@@ -36,13 +36,7 @@ _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 class Replay:
     """The golden with the port's experts, in one layer.
 
-    Args:
-        sides: The captures, and the golden's weights if they are known.
-        layer: The layer.
-        experts: The golden's and the port's experts, [T,k] each.
-
-    Attributes:
-        flipped: Tokens whose experts differ, bool [T].
+    `experts` are the golden's and the port's, [T,k] each; `flipped` are the tokens for which they differ, bool [T].
     """
 
     def __init__(self, sides: Sides, *, layer: int, experts: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -56,7 +50,7 @@ class Replay:
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """Biased scores of the golden, float32 [T,E]; None if no token flipped, or the weights are not known.
+        """Scores of the golden with the correction bias, float32 [T,E]; None if no token flipped, or without weights.
 
         Raises:
             IncomparableError: The weights are another model's.
@@ -116,7 +110,7 @@ class Replay:
         return (widened.whole / golden_squares.whole.clamp(min=TINY)).clamp(min=1.0)
 
     def _behind(self, site: Site, experts: _Values, tokens: torch.Tensor, rows: Rows) -> _Values:
-        """Return the values of a site behind the experts, from what the experts add."""
+        """Return the values of a site behind the experts, from what the experts add; the output adds the stream."""
         if site is Site.MOE_DELTA:
             return experts
         exact, golden = (
@@ -124,8 +118,10 @@ class Replay:
         )
         assert exact is not None, "the golden holds what its experts added"
         assert golden is not None, "the golden holds what its experts added"
-        rounded = ((golden[tokens] + added).to(rows.dtype).float() for added in experts[1:])
-        return _Values(exact[tokens] + experts.exact, *rounded)
+        golden_sum, variant_sum = (
+            (golden[tokens] + added).to(rows.dtype).float() for added in (experts.golden, experts.variant)
+        )
+        return _Values(exact[tokens] + experts.exact, golden_sum, variant_sum)
 
     def _are_experts(self) -> torch.Tensor:
         """Find tokens for which the port names experts that exist: bool [T]."""
