@@ -24,6 +24,7 @@ from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
+from compare.sides.pairing import declared_layers
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
@@ -75,7 +76,7 @@ def diagnose(
     )
     comparison = run.comparison
     # Whoever asks for some of the layers does not ask for the sites outside them.
-    includes_outside = layers is None or set(comparison.layers) <= set(layers)
+    includes_outside = layers is None or set(declared_layers(target)) <= set(layers)
     sites, site_notes = (
         _diagnose_outside(run, reference, weights, find_model_mistakes(mistakes))
         if includes_outside
