@@ -92,7 +92,7 @@ class Recomputation:
                     massive=selected.massive,
                     places=selected.places,
                     floor=floor,
-                    # Whether it is set selects the limits. The values are the floor's, which was scaled from it.
+                    # Set if the golden's is, since that selects the limits; `floor` is scaled from the widened one.
                     widened_floor=None if selected.widened_floor is None else floor,
                     stored_dtype=selected.dtype,
                 )

@@ -31,9 +31,10 @@ def measure_point(
     result, rows = results.get(Site.OUTPUT), sides.read_rows(layer, Site.OUTPUT)
     if result is None or rows is None or result.nearest is None:
         return None
-    massive = massive_channels(rows[0])
-    error, size = square_difference(*rows, massive=massive).whole, square_rows(rows[0], massive=massive).whole
-    noise = result.noise
+    golden, port = rows
+    massive, noise = massive_channels(golden), result.noise
+    error = square_difference(golden, port, massive=massive).whole
+    size = square_rows(golden, massive=massive).whole
     return CurvePoint(
         layer=layer,
         error=float((error.sum() / size.sum().clamp(min=TINY)).sqrt()),

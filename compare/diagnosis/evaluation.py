@@ -188,8 +188,7 @@ class Evaluation:
 
 
 def _expert_outputs(layer: Evaluation) -> torch.Tensor:
-    (outputs,) = run_experts(layer.weights, [layer.expert_job()])
-    return outputs
+    return run_experts(layer.weights, [layer.expert_job()])[0]
 
 
 def _moe_delta(layer: Evaluation) -> torch.Tensor:

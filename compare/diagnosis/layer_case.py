@@ -158,7 +158,7 @@ def _judging_sites(
 ) -> tuple[Site, ...]:
     """Return the sites that judge a layer: the suspects that both sides hold, and the last common site.
 
-    A suspected router is judged by the experts' output, a layer without suspects by its two deltas too.
+    A suspected router is judged by the experts' output, a layer without suspects by `attn_delta` and `moe_delta` too.
     """
     given = fed_sites(target)
     held = [

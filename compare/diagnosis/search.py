@@ -85,7 +85,7 @@ def search_layer(
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(first.base.tokens))
         survivors = _judge_survivors(first, screen, first.judge(pairs))
         named = name_mistakes(_judge_finalists(trial, screen, survivors))
-    nearest = sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST]
+    nearest = sorted(best_first(finals), key=lambda score: score.explains, reverse=True)[:_MOST_NEAREST]
     return SearchOutcome(
         null=null,
         named=named,
@@ -143,7 +143,7 @@ def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> li
 def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
     """Fit the parameters of the best scores, and judge them on all tokens."""
     best = best_first(scores)
-    faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
+    faint = sorted(best, key=lambda score: abs(score.z), reverse=True)[:_MOST_FAINT]
     finalists = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
     if best and not is_proof(best[0]):
         # A parameter that is far off spoils the misfit, but not the direction of the predicted error.
@@ -171,14 +171,14 @@ def _judge_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) 
     unique = list(dict.fromkeys(hypotheses))
     logger.info("Trying %d hypotheses as filters.", len(unique))
     screened = best_first(screen.judge_faint(unique))
-    best = sorted(screened, key=lambda score: -score.z)[:_MOST_FINALISTS]
+    best = sorted(screened, key=lambda score: score.z, reverse=True)[:_MOST_FINALISTS]
     chosen = list(dict.fromkeys([*best, *_most_alike(screened)]))
     return chosen if screen is trial else trial.judge_faint([score.hypothesis for score in chosen])
 
 
 def _most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
-    """Return the few whose predicted error has the direction of the port's, however large it is."""
-    return sorted(scores, key=lambda score: -score.likeness)[:most]
+    """Return the `most` scores whose predicted error is nearest to the port's in direction, whatever its size."""
+    return sorted(scores, key=lambda score: score.likeness, reverse=True)[:most]
 
 
 def _with_fitted_parameter(scores: Sequence[Score]) -> list[Score]:

@@ -169,7 +169,8 @@ class Trial:
     def _growth(self, evaluation: Evaluation, site: Site) -> torch.Tensor:
         """Return by how much a site's squared norm exceeds the base's, [T]; at the output, with that of both deltas."""
         growth = torch.zeros(len(self.base.tokens))
-        for grown in (site, *(_STREAM_DELTAS if site is Site.OUTPUT else ())):
+        # The output holds the rounding errors of both deltas too.
+        for grown in (site, *_STREAM_DELTAS) if site is Site.OUTPUT else (site,):
             added = _squares(evaluation.rows(grown)) - _squares(self.base.rows(grown))
             growth = growth + added.clamp(min=0.0)
         return growth

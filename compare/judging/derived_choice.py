@@ -51,6 +51,7 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
     """
     if sides.weights is None or sides.is_classic:
         return None
+    # Rows of both sides, of which the port's, `rows[1]`, are needed.
     shown = {site: sides.read_rows(layer, site) for site in (Site.ROUTER_LOGITS, Site.POST_NORM)}
     usable = {
         site: rows[1].float()
@@ -75,8 +76,9 @@ def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torc
     rows = sides.read_rows(layer, Site.ROUTER_LOGITS)
     if sides.weights is None or rows is None or not bool(rows[1].isfinite().all()):
         return None
+    port_logits = rows[1].float()
     with sides.weights.open_layer(layer, sides.reference) as weights:
-        derived = _derive({Site.ROUTER_LOGITS: rows[1].float()}, weights)
+        derived = _derive({Site.ROUTER_LOGITS: port_logits}, weights)
     return derived.is_sure & flipped_tokens(derived.experts, experts)
 
 

@@ -105,6 +105,7 @@ def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) ->
 def _compare_row(
     row: int, golden: Continuation, port: Continuation, num_alike: int, *, reach: float | None, is_drawn: bool
 ) -> GeneratedRow:
+    """Judge the first token that differs by its distance in the golden; if the golden drew, nothing is judged."""
     num_compared = min(len(golden.generated_ids), len(port.generated_ids))
     alike = GeneratedRow(
         row=row,

@@ -41,8 +41,7 @@ _PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
 class LayerJudge:
     """Judges one layer, which both sides hold, of a device run against its golden.
 
-    Attributes:
-        router_noise: Margin and noise of the golden's choice of experts; None if it kept no floor of them.
+    `router_noise` is margin and noise of the golden's choice of experts; None if it kept no floor of them.
     """
 
     def __init__(self, sides: Sides, *, layer: int, layer_input: CapturedInput) -> None:
@@ -54,6 +53,7 @@ class LayerJudge:
         self._layer = layer
         self._input_error = layer_input.error
         self._floor = LayerFloor(sides.reference, sides.batch, layer=layer)
+        # The golden's and the port's, [T,k] each; None if a side hides them.
         self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
         self.router_noise = self._read_router_noise()
         self._derived = self._derive_choice() if self._hides_experts else None
@@ -74,8 +74,8 @@ class LayerJudge:
         if is_settled or noise is None or self._input_error is not None or self._sides.is_classic:
             return derived
         for site in (Site.MOE_DELTA, Site.OUTPUT):
-            shown = self._sides.read_rows(self._layer, site)
-            if shown is None or not bool(shown[1].isfinite().all()):
+            golden_and_port = self._sides.read_rows(self._layer, site)
+            if golden_and_port is None or not bool(golden_and_port[1].isfinite().all()):
                 continue
             rows = self.stored_rows(site)
             if not rows.has_floor:
@@ -255,7 +255,7 @@ class LayerJudge:
         return RouterNoise(margin=margin, noise=noise, widening=self._widening())
 
     def _widening(self) -> torch.Tensor | None:
-        """Return the factor by which an input error widens the noise on the router's logits, per token."""
+        """Return the factor by which an input error widens the noise on the router's logits, [T]; None without one."""
         site = Site.ROUTER_LOGITS
         floor = self._floor.largest(error_name(site))
         if self._input_error is None or floor is None or site not in self._reference.sites(self._layer):

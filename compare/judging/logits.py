@@ -129,16 +129,16 @@ def judge_logits(
         )
     is_anywhere = bool(faults)
     limit = limits.kl_of(logits.num_tokens)
-    for name, found, foreseen in (
+    for figure, measured, foreseen in (
         ("mean", logits.kl_mean, logits.kl_mean_foreseen),
         ("95th percentile", logits.kl_p95, logits.kl_p95_foreseen),
     ):
-        if not found <= limit * foreseen:
+        if not measured <= limit * foreseen:
             faults.append(
-                f"{name} of the divergence is {found:.3g} nats, noise comes to {foreseen:.3g}, limit {limit:.3g}×"
+                f"{figure} of the divergence is {measured:.3g} nats, noise comes to {foreseen:.3g}, limit {limit:.3g}×"
             )
             # A divergence grows with the square of the error.
-            is_anywhere |= not found <= noise.slack**2 * limit * foreseen
+            is_anywhere |= not measured <= noise.slack**2 * limit * foreseen
     if not faults:
         return SiteStatus.PASS, ""
     return judge_broken("; ".join(faults), noise, context=context, is_anywhere=is_anywhere)

@@ -121,6 +121,7 @@ def _sum_in_bfloat16(layer: Evaluation) -> torch.Tensor:
 
 
 def _offsets(inputs: LayerInputs) -> tuple[int, ...]:
+    """List distances of expert numbers: 1, of those that count from 1, and the share of one of 2 or 4 ranks."""
     half = inputs.spec.num_local_experts // 2
     return tuple(dict.fromkeys(offset for offset in (1, -1, half, half // 2, -(half // 2)) if offset))
 

@@ -119,6 +119,7 @@ class ModelCases:
         if not bool(is_usable.any()):
             return "no token of it is held and finite"
         indices = is_usable.nonzero()[:, 0]
+        # Spread as if they were one prompt.
         indices = indices[spread_tokens(len(indices), [len(indices)], _MOST_TOKENS[site])]
         golden_inputs, port_inputs = _select(golden_inputs, indices), _select(port_inputs, indices)
         num_lost = int((~port_rows.isfinite().all(dim=-1)).sum())

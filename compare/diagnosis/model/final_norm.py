@@ -25,9 +25,7 @@ def norm_states(inputs: ModelInputs) -> torch.Tensor:
 
 def _states(inputs: ModelInputs) -> torch.Tensor:
     """Return the last layer's output, [T,H]."""
-    assert inputs.states is not None, (
-        "the search asks for predictions only if the last layer's output is held"
-    )
+    assert inputs.states is not None, "the search asks for predictions only if the states are held"
     return inputs.states
 
 

@@ -36,6 +36,7 @@ def _rows(inputs: ModelInputs, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(inputs: ModelInputs) -> torch.Tensor:
+    """Return the head's input, the output of the final norm, [T,H]."""
     assert inputs.normed is not None, "the search asks for predictions only if the head's input is held"
     return inputs.normed
 

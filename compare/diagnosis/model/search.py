@@ -54,8 +54,8 @@ def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: 
 
 def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float) -> Iterator[MistakeFinding]:
     """Compare the port with every mistake and each of its candidates."""
-    for mistake in mistakes:
-        for parameters in case.candidates(mistake) if case.may_have(mistake) else ():
+    for mistake in filter(case.may_have, mistakes):
+        for parameters in case.candidates(mistake):
             prediction = case.predict(mistake, parameters)
             if prediction is None:
                 continue
