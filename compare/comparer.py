@@ -27,7 +27,7 @@ from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.results.results import Blame, Comparison, GeneratedRow, RouterDtype, SiteStatus, Verdict
 
-# Stands for a site in the blame of generated tokens.
+# Name in the place of a site, in the blame of generated tokens.
 GENERATED_TOKENS = "generated_tokens"
 # Prompts that this blame names.
 _MOST_ROWS = 4
@@ -86,6 +86,7 @@ def judge_run(
             reference=reference,
             target=target,
             batch=Batch.of(reference, target),
+            # The more figures are judged, the wider is each one's limit, for the same chance of a false alarm.
             criteria=replace(criteria, num_figures=num_sites * len(NOISE_FIGURES)),
             weights=source,
         )
@@ -129,6 +130,7 @@ def _conclude(
     num_undecided = sum(part.num_undecided for part in (*layers, head))
     unproved = [part.layer for part in layers if part.layer is not None and not part.is_proved]
     is_stopped = any(part.is_stopped for part in (*layers, head))
+    # The classic limits judge outputs alone.
     is_end_unproved = bool(outputs_missing if sides.is_classic else unproved)
     router_dtypes = find_router_dtypes(reference, target, sites)
     return Comparison(
@@ -170,7 +172,10 @@ def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:
 
 
 def _generated_part(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> ComparedPart:
-    """Return the generated tokens as a last part, with a blame if noise does not explain them."""
+    """Return the generated tokens as a last part, with a blame if noise does not explain them.
+
+    Its errors may be inherited from any part before it.
+    """
     failing = [row for row in generated if row.status is SiteStatus.FAIL]
     if not failing or criteria.name == "classic":
         return ComparedPart(is_inherited=True)

@@ -37,13 +37,11 @@ _JUDGED_GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUT
 class _Ancestry:
     """Sites that a site is computed from, back to those of which something is known.
 
-    Args:
-        known: The nearest sites upstream that were compared, were given to the layer, or are shown right by others.
-        hidden: The sites in between, which were not compared.
+    Known are the nearest sites upstream that were compared, were given to the layer, or are shown right by others.
     """
 
     known: frozenset[Site]
-    hidden: frozenset[Site]
+    hidden: frozenset[Site]  # the sites in between, which were not compared
 
 
 def blame_layer(
@@ -60,10 +58,10 @@ def blame_layer(
     errors, so its blame shows only where errors begin. `recomputed` are results of excused sites, judged on the port's
     own values of their inputs.
     """
-    first, excused = _sort_failures(results, given)
+    culprits, excused = _sort_failures(results, given)
     blame = {
         site: _build_blame(layer, site, results, ancestry, is_chained=is_chained)
-        for site, ancestry in first.items()
+        for site, ancestry in culprits.items()
     }
     for site in excused:
         if _fails(recomputed, site):
@@ -79,7 +77,7 @@ def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]
 def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
     """Group the blame of all layers, ascending, by the sites that it names.
 
-    `grounds` are the results that it rests on, which tell the worst layer; of a site judged twice the last one counts.
+    `grounds` are the results of all sites, which tell the worst layer; of a site judged again, the later one counts.
     """
     by_site = {(result.layer, result.site): result for result in grounds}
     groups: dict[tuple[str, ...], list[Blame]] = {}
@@ -104,10 +102,13 @@ def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
 def _sort_failures(
     results: Mapping[Site, SiteResult], given: tuple[Site, ...]
 ) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
-    """Sort failing sites into first ones, with their ancestry, and those that a failure before them excuses."""
-    first: dict[Site, _Ancestry] = {}
+    """Sort failing sites into those to blame, with their ancestry, and those that a failure before them excuses.
+
+    Left out are sites whose error is merely inherited through sites that pass.
+    """
+    culprits: dict[Site, _Ancestry] = {}
     excused: list[Site] = []
-    # Failing sites whose error is merely inherited; they excuse none behind them.
+    # The sites left out; they excuse none behind them.
     inheriting: set[Site] = set()
     for site, result in results.items():
         if result.status is not SiteStatus.FAIL:
@@ -118,8 +119,8 @@ def _sort_failures(
         elif _is_merely_inherited(site, results, ancestry):
             inheriting.add(site)
         else:
-            first[site] = ancestry
-    return first, tuple(excused)
+            culprits[site] = ancestry
+    return culprits, tuple(excused)
 
 
 def _is_merely_inherited(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
@@ -158,8 +159,9 @@ def _ancestry(site: Site, results: Mapping[Site, SiteResult], given: tuple[Site,
 
 def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
     """Return a site's inputs, without a wrong choice of experts if the site was judged given that choice."""
-    given = results.get(_JUDGED_GIVEN[site]) if site in _JUDGED_GIVEN else None
-    if given is None or given.routing is None or given.status is not SiteStatus.FAIL:
+    choice = results.get(_JUDGED_GIVEN[site]) if site in _JUDGED_GIVEN else None
+    # A choice without `routing`, of a wrong shape say, could not be compared: nothing was judged given it.
+    if choice is None or choice.routing is None or choice.status is not SiteStatus.FAIL:
         return SITE_INPUTS[site]
     return tuple(source for source in SITE_INPUTS[site] if source is not _JUDGED_GIVEN[site])
 
@@ -224,12 +226,16 @@ def _build_group(members: list[Blame], by_site: Mapping[tuple[int | None, str], 
 
 
 def _carried(source: SiteResult, broken: NearestLimit) -> float:
-    """Return the square of the error that a site passes on, in the unit of the figure broken behind it."""
+    """Return the square of the error that a site passes on, in the unit of the figure broken behind it.
+
+    A choice of experts has no such figure, and passes on none.
+    """
     if source.noise is not None:
         value: float | None = getattr(source.noise, broken.figure, None)
         # Up to 1, the error is the floor's own, which the site behind counts in its floor already.
         return 0.0 if value is None else max(value**2 - 1.0, 0.0)
     if source.relative is not None and source.nearest is not None:
-        # Without a floor, nothing tells how much of the error is noise: all of it may be passed on.
+        # Without a floor, nothing tells how much of the error is noise: all of it may be passed on. An error of so many
+        # limits here becomes one of as many limits there.
         return (broken.limit * source.nearest.excess) ** 2
     return 0.0

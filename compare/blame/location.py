@@ -41,8 +41,9 @@ def locate_blamed(
 ) -> Mapping[Site, SiteResult]:
     """Add where wrong tokens and channels lie to the results of the blamed sites of one layer.
 
-    The layer's input is the golden's. A site that was recomputed is located by the rows that it was judged by there.
+    The layer's input is the golden's. A site that was recomputed is located by the rows that its second judgement used.
     """
+    # The classic limits tell no wrong tokens.
     if sides.criteria.name == "classic":
         return results
     located = dict(results)
@@ -72,7 +73,7 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
 
 
 def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
-    """Return the limits on one token and one channel; None if the criteria limit no token."""
+    """Return the limits on one token and one channel; None if the criteria limit no token at this site."""
     limits = sides.criteria.noise.of_ratios(
         is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widened_floor is not None
     )
@@ -98,7 +99,10 @@ def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
 
 
 def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """Return the experts of each judged token, [T,k]: the port's if it shows them, else the golden's."""
+    """Return the experts of each judged token, [T,k]: the port's if it shows them, else the golden's.
+
+    None if the golden lacks them, or the router's logits, which tell the number of experts.
+    """
     reference, target = sides.reference, sides.target
     if not {Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS} <= set(reference.sites(layer)):
         return None
@@ -109,12 +113,14 @@ def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
         experts = side.read(layer, Site.ROUTER_EXPERTS).long()
         # A port may name experts that do not exist.
         if bool(((experts >= 0) & (experts < num_experts)).all()):
+            # Experts may be stored flat, as [B·S,k].
             batched = experts.unflatten(0, _batch_shape(sides)) if experts.ndim == 2 else experts
             return batched[rows.places[:, 0], rows.places[:, 1]]
     return None
 
 
 def _batch_shape(sides: Sides) -> tuple[int, int]:
+    """Return rows and positions of the batch; without a mask, one row of any length (-1)."""
     mask = sides.reference.read_attention_mask()
     return (1, -1) if mask is None else (mask.shape[0], mask.shape[1])
 

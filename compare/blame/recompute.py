@@ -92,12 +92,12 @@ class Recomputation:
                     massive=selected.massive,
                     places=selected.places,
                     floor=floor,
-                    # Set like the golden's, since it selects the limits: the floor was scaled from the widened one.
+                    # Set if the golden's is, since that selects the limits; `floor` is scaled from the widened one.
                     widened_floor=None if selected.widened_floor is None else floor,
                     stored_dtype=selected.dtype,
                 )
             elif number == 0:
-                # The port's own values are so large that what is computed from them overflows.
+                # The port's own values, which come first, are so large that what is computed from them overflows.
                 return
 
     def has_inputs(self, site: Site) -> bool:
@@ -197,11 +197,13 @@ class Recomputation:
         growth = torch.ones_like(queries)
         for prompt in self._prompt_of.unique().tolist():
             tokens = self._prompt_of == prompt
-            longest, before = (side[tokens].cummax(dim=0).values for side in (port_lengths, golden_lengths))
-            longest = torch.where(
-                self._is_decoded[tokens], torch.maximum(before, port_lengths[tokens]), longest
+            port_longest, golden_longest = (
+                side[tokens].cummax(dim=0).values for side in (port_lengths, golden_lengths)
             )
-            growth[tokens] = (queries[tokens] * longest / before).clamp(min=1.0)
+            # A decoded token attends to the golden's keys, and to its own.
+            longest_with_cache = torch.maximum(golden_longest, port_lengths[tokens])
+            port_longest = torch.where(self._is_decoded[tokens], longest_with_cache, port_longest)
+            growth[tokens] = (queries[tokens] * port_longest / golden_longest).clamp(min=1.0)
         return growth
 
 

@@ -18,14 +18,10 @@ from minimax_tools.results.results import SiteResult, SiteStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recomputed:
-    """A site judged on the port's own values of its inputs.
-
-    Args:
-        rows: The rows that were judged; None for a choice of experts, and for a wrong shape or dtype.
-    """
+    """A site judged on the port's own values of its inputs."""
 
     result: SiteResult
-    rows: Rows | None = None
+    rows: Rows | None = None  # the judged rows; None for a choice of experts, and for a wrong shape or dtype
 
 
 def judge_recomputed(
@@ -85,6 +81,7 @@ def _judge(
     result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
     mismatch = find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site))
     if mismatch is not None:
+        # A wrong shape or dtype is the site's own fault if its inputs have the right ones.
         return Recomputed(result=replace(result, reason=mismatch)) if recomputation.has_inputs(site) else None
     if site is Site.ROUTER_EXPERTS:
         choice = None if judge.router_noise is None else recomputation.choice(judge.router_noise)

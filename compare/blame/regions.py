@@ -62,7 +62,7 @@ def tightest(wrong: torch.Tensor, candidates: Iterable[Region]) -> Region | None
 
 
 def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
-    """Yield the rows of the batch that hold wrong tokens; `rows` [T] are the tokens' rows."""
+    """Yield the region of all batch rows that hold wrong tokens; `rows` [T] are the tokens' rows."""
     held = sorted(set(rows[wrong].tolist()))
     yield Region(
         words="in " + _count_words("row", held),
@@ -76,8 +76,8 @@ def range_regions(
 ) -> Iterator[Region]:
     """Yield the range from the first wrong number on, and the range from the first to the last.
 
-    Each item has a number, of which `word` is the noun, such as `at position`. Ranges are chosen among the items
-    `within`, bool [T] or [F].
+    Each item has a number, of which `word` is the noun, such as `at position`. The numbers of the items `within`, bool
+    [T] or [F], tell how many ranges there are to choose from.
     """
     low, high = int(numbers[wrong].min()), int(numbers[wrong].max())
     least, most = int(numbers[within].min()), int(numbers[within].max())
@@ -93,7 +93,7 @@ def range_regions(
 
 
 def expert_regions(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tensor) -> Iterator[Region]:
-    """Yield the fewest experts that all wrong tokens use, chosen greedily."""
+    """Yield the fewest experts that all wrong tokens `within`, bool [T], use, chosen greedily."""
     num_experts = int(experts.max()) + 1
     takes = torch.zeros(experts.shape[0], num_experts, dtype=torch.bool)
     takes.scatter_(1, experts, True)

@@ -63,7 +63,7 @@ def describe_regions(
     sentences: list[str] = []
     if bool(wrong.any()):
         sentences += _describe_tokens("wrong tokens", wrong, rows.places, decoded=decoded, experts=experts)
-    # If no single token is wrong, all tokens together may still tell which channels are.
+    # The channels are found in the wrong tokens. If no single token is wrong, all of them may still tell.
     rows = rows.select(wrong) if bool(wrong.any()) else rows
     channels = _wrong_channels(rows, bounds)
     if channels is not None and bool(channels.any()):
@@ -112,7 +112,10 @@ def _describe_share(subject: str, wrong: torch.Tensor, region: Region) -> str:
 
 
 def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:
-    """Find channels whose ρ is above its limit, bool [F]; None if there is no twin or no limit on channels."""
+    """Find channels whose ρ is above its limit, bool [F].
+
+    None without a twin or a limit on channels, and if the layer inherits an error.
+    """
     if rows.twin is None or bounds.channel is None or rows.input_error is not None:
         return None
     twin = rows.twin.float()
@@ -145,7 +148,7 @@ def _describe_values(rows: Rows, channels: torch.Tensor, head_dim: int | None) -
 
 def _moved_heads(rows: Rows, head_dim: int) -> list[tuple[int, int]]:
     """Find heads of the port that hold another head of the golden: pairs of the port's head and the golden's."""
-    # Rows of all tokens' values of a head, of length 1.
+    # One vector for each head, its values at all tokens, scaled to length 1.
     golden, port = (
         torch.nn.functional.normalize(
             side.double().unflatten(-1, (-1, head_dim)).transpose(0, 1).flatten(1), dim=-1

@@ -21,16 +21,12 @@ Values = Mapping[Site, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteInputs:
-    """Inputs of one site, on both sides.
-
-    Args:
-        usable: Tokens whose port's inputs can be computed with, bool [T]: finite values, and experts that exist.
-    """
+    """Inputs of one site, on both sides."""
 
     site: Site
     golden: Values
     port: Values
-    usable: torch.Tensor
+    usable: torch.Tensor  # tokens whose values in `port` are finite, and whose experts exist, bool [T]
 
     @classmethod
     def read(cls, site: Site, *, sides: Sides, layer: int, prompt_of: torch.Tensor) -> SiteInputs | None:
@@ -55,9 +51,9 @@ class SiteInputs:
     def variants(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
         """Yield possible inputs of the port's site: first the values that the port shows.
 
-        A port may show copies of the values that it computes with, scaled or in another order. So next, doubted values
-        are replaced by the golden's. Doubted are sites that may be wrong by themselves, and not only inherit an error.
-        For `moe_delta`, `router` holds the inputs of the router's weights, to recompute these from the port's logits.
+        What a port shows may be copies of the values that it computes with, scaled or in another order. So next, values
+        of `doubted` sites, which may be wrong by themselves, are replaced by the golden's. For `moe_delta`, `router`
+        holds the inputs of the router's weights, to recompute these from the port's logits; it is None for other sites.
         """
         groups = [[source] for source in SITE_INPUTS[self.site]]
         if self.site is Site.MOE_DELTA:
@@ -97,6 +93,7 @@ def _are_usable(rows: torch.Tensor, sides: Sides, layer: int) -> torch.Tensor:
     """Find tokens whose values can be computed with, bool [T]: finite ones, and experts that exist."""
     if rows.is_floating_point():
         return rows.isfinite().all(dim=-1)
+    # The golden's logits tell which experts exist.
     if Site.ROUTER_LOGITS not in sides.reference.sites(layer):
         return torch.zeros(len(rows), dtype=torch.bool)
     num_experts = sides.reference.read(layer, Site.ROUTER_LOGITS).shape[-1]

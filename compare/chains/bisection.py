@@ -1,7 +1,7 @@
 """Bisection: the search for wrong layers by probes, each a run over some of the layers.
 
-The caller gives the function that runs and judges a probe. A probe calls layers right if their error stays below its
-limits, so smaller mistakes may hide in layers that a search calls right.
+A probe runs its layers in chains of a few: each chain begins with the golden's input, and its end is judged. The probe
+ends with its first wrong chain. A chain is right if its error stays below limits, so small mistakes may hide in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import BisectionFinding, Probe
 
-# Runs and judges a span of layers.
+# Runs and judges a span of layers; given by the caller.
 RunProbe = Callable[[Span], Probe]
 
 
@@ -32,12 +32,12 @@ def find_first(span: Span, run_probe: RunProbe) -> BisectionFinding | None:
         elif half.stop < suspects.stop:
             suspects = Span(half.stop, suspects.stop)
         else:
-            # Each part is right by itself: if they were wrong together, the error lies in no layer alone.
+            # All parts are right by themselves. If they were wrong together, the error lies in no layer alone.
             return None if wrong is None else BisectionFinding(chain=wrong)
 
 
 def find_all(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
-    """Yield all findings in `span`: behind each, the search goes on from the golden's own input."""
+    """Yield all findings in `span`: behind the chain of each, the search goes on with the golden's input there."""
     rest: Span | None = span
     while rest is not None:
         finding = find_first(rest, run_probe)

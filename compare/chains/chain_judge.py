@@ -38,12 +38,12 @@ _LAYER_ERROR, _LAYER_ERROR_FLOAT32 = 1.5e-2, 5e-6
 
 
 class ChainJudge:
-    """Judges outputs against a golden; `criteria` are those for a layer that ran alone."""
+    """Judges outputs of layers, alone or chained, against a golden; `criteria` are those for a layer that ran alone."""
 
     def __init__(self, golden: Capture, *, criteria: Criteria) -> None:
         self._golden = golden
-        # `visible` is a size of noise: limits on averages, which show less than noise, would make it smaller. The
-        # figures are those of all layers, since any of them may come to be judged.
+        # `visible` is a size of noise: limits on averages, which show less than noise, would make it smaller. The more
+        # figures are judged, the wider are the limits; any layer may come to be judged, so those of all are counted.
         self._criteria = replace(
             criteria,
             noise=criteria.noise.of_noise_alone(),
@@ -81,6 +81,7 @@ class ChainJudge:
         )
 
     def _judge_site(self, layer: int, site: Site, tensor: torch.Tensor) -> SiteResult:
+        """Judge one site of a layer that ran on the golden's input as a comparison of two captures does."""
         target = _OneSiteSource(layer=layer, site=site, tensor=tensor)
         sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
         return LayerJudge(sides, layer=layer, layer_input=CapturedInput(known=(Site.INPUT,))).judge(site)

@@ -43,8 +43,8 @@ _DEFAULT_IN_BFLOAT16, _DEFAULT_IN_FLOAT32 = 2, LONGEST_CHAIN
 def chain_limits(length: int, dtype: torch.dtype) -> ChainError:
     """Return the limits at the end of a chain of `length` layers, at most `LONGEST_CHAIN`.
 
-    If the golden computed in float32, they are those of one layer: noise flips hardly an expert and does not grow.
-    Right ports stayed below 0.4 of the unit up to the longest chain.
+    If the golden computed in float32, they are those of one layer for any length: noise flips hardly an expert and does
+    not grow. Right ports stayed below 0.4 of the unit up to the longest chain.
     """
     return _BFLOAT16[1 if dtype is torch.float32 else length]
 

@@ -28,17 +28,15 @@ from minimax_tools.model.span import Span
 class ChainError:
     """The error at the end of a chain, in the unit of this file.
 
-    Args:
-        lower_quartile, median, upper_quartile, ninth_decile: Quantiles over the tokens, of the error in the ordinary
-            channels. In right ports too a few tokens have large errors, so no limit is on the worst.
-        massive: Error over all tokens in the massive channels.
+    The first four are quantiles over the tokens, of the error in the ordinary channels. In right ports too a few tokens
+    have large errors, so no limit is on the worst.
     """
 
     lower_quartile: float
     median: float
     upper_quartile: float
     ninth_decile: float
-    massive: float
+    massive: float  # error over all tokens in the massive channels
 
     def excess(self, limits: ChainError) -> float:
         """Return the largest of its parts, each in units of its limit."""
@@ -87,12 +85,11 @@ def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error
     Raises:
         CaptureError: A tensor cannot be read.
     """
-    first, *others = (_floor(golden, layer, batch=batch, layer_error=layer_error) for layer in span)
+    total = _floor(golden, span.start, batch=batch, layer_error=layer_error)
+    for layer in range(span.start + 1, span.stop):
+        total = total.plus(_floor(golden, layer, batch=batch, layer_error=layer_error), factor=1.0)
     # Twice each floor: two right implementations each have an error of that size.
-    squares = first.times(2.0)
-    for floor in others:
-        squares = squares.plus(floor, factor=2.0)
-    return ChainUnit(squares=squares, norms=_norms(golden, span.last, batch=batch))
+    return ChainUnit(squares=total.times(2.0), norms=_norms(golden, span.last, batch=batch))
 
 
 def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit) -> ChainError:
@@ -115,13 +112,17 @@ def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit
 
 
 def _floor(golden: CaptureSource, layer: int, *, batch: Batch, layer_error: float) -> Squares:
-    """Return the squared noise floor of a layer's output; without one, the usual error of a layer."""
+    """Return the squared noise floor of a layer's output; without one, the square of the usual error of a layer.
+
+    Raises:
+        CaptureError: The stored floor does not fit the golden's own values.
+    """
     floor = LayerFloor(golden, batch, layer=layer)
     squares = floor.squares(Site.OUTPUT)
     if squares is not None:
         twin = golden.read_twin(layer, Site.OUTPUT)
         if twin is not None:
-            # Checks the stored floor against the golden's own values.
+            # Measured only to refuse a stored floor that the golden's own values contradict.
             rows, exact = (batch.rows(side, Site.OUTPUT) for side in (golden.read(layer, Site.OUTPUT), twin))
             floor.measure(Site.OUTPUT, rows, exact, massive=massive_channels(rows))
         return squares

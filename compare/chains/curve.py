@@ -25,15 +25,16 @@ def measure_point(
 ) -> CurvePoint | None:
     """Measure the error of a layer's output; None if it was not judged.
 
-    `sides` hold the golden's own values, not a golden computed on the port's input. `input_error` is None for an input
-    that is the golden's own.
+    `sides` hold the golden's own values, not a golden computed on the port's input, on which the `results` may rest.
+    `input_error` is None for an input that is the golden's own.
     """
     result, rows = results.get(Site.OUTPUT), sides.read_rows(layer, Site.OUTPUT)
     if result is None or rows is None or result.nearest is None:
         return None
-    massive = massive_channels(rows[0])
-    error, size = square_difference(*rows, massive=massive).whole, square_rows(rows[0], massive=massive).whole
-    noise = result.noise
+    golden, port = rows
+    massive, noise = massive_channels(golden), result.noise
+    error = square_difference(golden, port, massive=massive).whole
+    size = square_rows(golden, massive=massive).whole
     return CurvePoint(
         layer=layer,
         error=float((error.sum() / size.sum().clamp(min=TINY)).sqrt()),
@@ -52,7 +53,8 @@ def trace_curve(
 ) -> Curve | None:
     """Return the curve of a comparison; None if the run is isolated, or no layer's output was judged.
 
-    `points` and `results` are those of all layers, ascending.
+    `points` and `results` are those of all layers, ascending. Since errors are inherited, the first failure is where
+    the fault begins.
     """
     description = target.known_description
     if description is None or description.run.mode is not Mode.CHAINED or not points:
@@ -65,8 +67,6 @@ def trace_curve(
 
 def _command(layer: int, provenance: Provenance, golden: CaptureSource) -> str:
     """Return the command that runs the layer alone, on the golden's own input."""
-    words = [
-        *("mm2-test", "single-layer", "--layer", str(layer), "--model", provenance.model_source),
-        *("--golden", str(golden.directory), "--target", provenance.target, "--sites", "all"),
-    ]
+    words = ["mm2-test", "single-layer", "--layer", str(layer), "--model", provenance.model_source]
+    words += ["--golden", str(golden.directory), "--target", provenance.target, "--sites", "all"]
     return shlex.join(words)

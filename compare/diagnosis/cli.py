@@ -51,6 +51,7 @@ def main(
         )
     reference, target = sides.open()
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
+    # Of a model on the hub, only the shards of these layers are fetched.
     span = range(min(layers), max(layers) + 1) if layers else None
     with LayerProgress(len(layers or target.layers), label="Diagnosis") as progress:
         diagnosis = diagnose(

@@ -24,6 +24,7 @@ from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
+from compare.sides.pairing import declared_layers
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
@@ -69,12 +70,13 @@ def diagnose(
         reference,
         target,
         criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+        # A pattern cannot list several layers: then all are judged, and the others are passed over below.
         layer_pattern=f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*",
         weights=weights,
     )
     comparison = run.comparison
     # Whoever asks for some of the layers does not ask for the sites outside them.
-    includes_outside = layers is None or set(comparison.layers) <= set(layers)
+    includes_outside = layers is None or set(declared_layers(target)) <= set(layers)
     sites, site_notes = (
         _diagnose_outside(run, reference, weights, find_model_mistakes(mistakes))
         if includes_outside
@@ -82,6 +84,7 @@ def diagnose(
     )
     chosen = _blamed_layers(comparison) if layers is None else layers
     judgeable = tuple(layer for layer in chosen if _has_finite_input(run, layer))
+    # Nothing was diagnosed, and nothing can be.
     if chosen and not judgeable and all(site.is_right for site in sites):
         raise _lacks_input(chosen[0])
     diagnoses = tuple(
@@ -89,10 +92,11 @@ def diagnose(
             run, reference, weights, judgeable, mistakes=entries, progress=progress or NoProgress()
         )
     )
+    # The blame of the chosen layers, and of sites outside the layers if these are diagnosed.
     blame = [
-        blame
-        for blame in comparison.blame
-        if (includes_outside if blame.layer is None else layers is None or blame.layer in layers)
+        blamed
+        for blamed in comparison.blame
+        if (includes_outside if blamed.layer is None else layers is None or blamed.layer in layers)
     ]
     return Diagnosis(
         reference=str(reference.directory),
@@ -102,7 +106,7 @@ def diagnose(
         or _is_any_wrong_on_port_input(run, diagnoses),
         layers=diagnoses,
         sites=sites,
-        unexplained=tuple(one for one in blame if not _is_explained(one, diagnoses, sites)),
+        unexplained=tuple(blamed for blamed in blame if not _is_explained(blamed, diagnoses, sites)),
         notes=(
             *site_notes,
             *(str(_lacks_input(layer)) for layer in chosen if layer not in judgeable),
@@ -130,6 +134,7 @@ def _diagnose_outside(
             if isinstance(case, SiteCase):
                 diagnoses.append(search_site(case, mistakes, is_blamed=site in blamed))
             elif site in failing:
+                # `case` is then the reason, in words.
                 notes.append(f"{site} fails and was not diagnosed: {case}")
     return tuple(diagnoses), tuple(notes)
 
@@ -228,7 +233,10 @@ def _is_explained(blame: Blame, layers: Sequence[LayerDiagnosis], sites: Sequenc
 
 
 def _chain_notes(run: JudgedRun, blamed: tuple[int, ...]) -> tuple[str, ...]:
-    """Note layers of a chained run in which the comparison may have missed a mistake, and how to look closer."""
+    """Note layers of a chained run in which the comparison may have missed a mistake, and how to look closer.
+
+    Nothing is noted if all of them are blamed, and so diagnosed, anyway.
+    """
     inherited = [
         layer
         for layer, captured in run.inputs.items()

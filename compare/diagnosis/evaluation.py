@@ -48,18 +48,13 @@ _NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
 class LayerInputs:
     """Inputs and weights of one layer.
 
-    Args:
-        spec: Quantities of the model.
-        weights: The layer's weights.
-        attention_mask: 1 on real tokens, int64 [B,S].
-        position_ids: Positions, int64 [B,S].
-        decode_start: First of the rows that are decoded one at a time from the golden's keys and values; S for none.
+    Rows from `decode_start` on are decoded one at a time, from the golden's keys and values; it is S if none are.
     """
 
     spec: ModelSpec
     weights: LayerWeights
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor
+    attention_mask: torch.Tensor  # 1 on real tokens, int64 [B,S]
+    position_ids: torch.Tensor  # int64 [B,S]
     decode_start: int
 
     @property
@@ -116,7 +111,7 @@ class Evaluation:
         values: Mapping[GraphNode, torch.Tensor] | None = None,
     ) -> None:
         self.inputs = inputs
-        # What float32 stages read, see `LayerValues`.
+        # The stages of `float32_stages` read these attributes (see `LayerValues` there).
         self.spec, self.weights = inputs.spec, inputs.weights
         self.attention_mask, self.position_ids = inputs.attention_mask, inputs.position_ids
         self.decode_start = inputs.decode_start
@@ -183,7 +178,7 @@ class Evaluation:
         return self.chosen(token_rows(value, site)) if has_all_rows(site) else value
 
     def expert_job(self) -> ExpertJob:
-        """Return this evaluation's job for `run_experts`."""
+        """Return what `run_experts` needs to compute this evaluation's experts."""
         return ExpertJob(
             states=self[ExpertValue.EXPERT_INPUT],
             experts=self[ExpertValue.EXPERT_NUMBERS],
@@ -193,8 +188,7 @@ class Evaluation:
 
 
 def _expert_outputs(layer: Evaluation) -> torch.Tensor:
-    (outputs,) = run_experts(layer.weights, [layer.expert_job()])
-    return outputs
+    return run_experts(layer.weights, [layer.expert_job()])[0]
 
 
 def _moe_delta(layer: Evaluation) -> torch.Tensor:

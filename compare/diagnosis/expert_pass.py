@@ -90,7 +90,7 @@ def _slots_by_expert(experts: torch.Tensor) -> dict[int, _Slots]:
 
 
 def _group_by_weights(jobs: Sequence[ExpertJob], indices: list[int]) -> list[list[int]]:
-    """Group the indices of jobs that compute with the same weights."""
+    """Group the indices of jobs that compute with the same weights; recipes that change no matrix share them."""
     groups: dict[object, list[int]] = {}
     for index in indices:
         recipe = jobs[index].recipe

@@ -21,32 +21,21 @@ _CLEARLY_WRONG = 10.0
 class MistakeFinding:
     """A mistake, or two together, as tried on one layer, or on a site outside the layers.
 
-    Args:
-        layer: The layer; None outside the layers.
-        mistake: Name of the mistake; `a + b` for two.
-        parameters: Parameters of the mistake; `rows` is `decode` if only decoded rows are wrong. With two mistakes,
-            each name begins with the mistake, as in `rope_theta.theta`.
-        explains: Share of the error's energy that the mistake takes away; 0 if it adds some.
-        leaves: ρ of the port against the mistake; BF16 noise alone leaves about 1.
-        amplitude: Factor on the predicted error that fits the port's error best; near 1 if the name is right.
-        z: The amplitude in units of its own uncertainty.
-        what: Sentence that says what the port does.
-        look_at: Place to look at in the port's code.
-        sources: Public threads that report the mistake.
-        resembles: Mistakes that explain the layer as well: nothing in these captures tells them apart.
+    `parameters` holds `rows`: `decode` if only decoded rows are wrong. With two mistakes, each name begins with the
+    mistake, as in `rope_theta.theta`.
     """
 
-    layer: int | None
-    mistake: str
+    layer: int | None  # None outside the layers
+    mistake: str  # name of the mistake; `a + b` for two
     parameters: Mapping[str, Value]
-    explains: float
-    leaves: float
-    amplitude: float
-    z: float
-    what: str
-    look_at: str
-    sources: tuple[str, ...] = ()
-    resembles: tuple[str, ...] = ()
+    explains: float  # share of the error's energy that the mistake takes away; 0 if it adds some
+    leaves: float  # ρ of the port against the mistake; BF16 noise alone leaves about 1
+    amplitude: float  # factor on the predicted error that fits the port's best; near 1 if the name is right
+    z: float  # the amplitude in units of its own uncertainty
+    what: str  # sentence that says what the port does
+    look_at: str  # place to look at in the port's code
+    sources: tuple[str, ...] = ()  # public threads that report the mistake
+    resembles: tuple[str, ...] = ()  # mistakes that these captures cannot tell from this one
 
     @classmethod
     def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:
@@ -70,23 +59,14 @@ class MistakeFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartDiagnosis:
-    """Findings in one layer, or at one site outside the layers.
+    """Findings in one layer, or at one site outside the layers."""
 
-    Args:
-        unexplained: ρ of the port against float32 without a mistake; in a layer, at the worst of its sites.
-        is_blamed: Whether the comparison blames the layer or the site.
-        named: Mistakes that explain the error, best first; the later ones cannot be told from the first.
-        nearest: If nothing explains the error, the mistakes that come nearest, best first.
-        num_hypotheses: Number of hypotheses that were tried.
-        notes: Sentences on what was not tried, or not judged.
-    """
-
-    unexplained: float
-    is_blamed: bool = True
-    named: tuple[MistakeFinding, ...] = ()
-    nearest: tuple[MistakeFinding, ...] = ()
-    num_hypotheses: int = 0
-    notes: tuple[str, ...] = ()
+    unexplained: float  # ρ of the port against float32 without a mistake, at the worst of a layer's sites
+    is_blamed: bool = True  # whether the comparison blames the layer or the site
+    named: tuple[MistakeFinding, ...] = ()  # mistakes that explain the error, best first
+    nearest: tuple[MistakeFinding, ...] = ()  # the nearest mistakes, best first, if none explains the error
+    num_hypotheses: int = 0  # number of hypotheses that were tried
+    notes: tuple[str, ...] = ()  # sentences on what was not tried, or not judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,12 +51,7 @@ class _Bracket:
 
 
 def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
-    """Return each score, or a better one with a parameter between the catalogue's candidates.
-
-    Args:
-        trial: Trial that judges the hypotheses.
-        scores: One score of each hypothesis to fit.
-    """
+    """Return each score, or a better one with a parameter between the catalogue's candidates."""
     best = list(scores)
     for number in range(max((len(score.hypothesis.mistakes) for score in scores), default=0)):
         best = _fit_mistake(trial, best, number)
@@ -64,7 +59,7 @@ def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
 
 
 def _fit_mistake(trial: Trial, scores: list[Score], number: int) -> list[Score]:
-    """Fit mistake `number` of each hypothesis; in a round, all hypotheses share one pass over the experts' weights."""
+    """Fit mistake `number` (0, or 1 in a pair) of each hypothesis; a round has one pass over the experts for all."""
     best = list(scores)
     brackets = {
         index: _first_bracket(trial, score.hypothesis, number)
@@ -81,6 +76,7 @@ def _fit_mistake(trial: Trial, scores: list[Score], number: int) -> list[Score]:
         if not brackets:
             break
         best, brackets = _narrow(trial, best, brackets, number)
+    # The catalogue's own value stays, unless the fitted one is clearly better.
     return [
         score if score.misfit <= _SAME_MISFIT * fitted.misfit else fitted
         for score, fitted in zip(scores, best, strict=True)
@@ -120,12 +116,13 @@ def _with_value(hypothesis: Hypothesis, number: int, value: float) -> Hypothesis
     parameters[number] = MappingProxyType(
         {**parameters[number], str(hypothesis.mistakes[number].fitted): value}
     )
-    first, *others = (
-        mistake.with_parameters(its) for mistake, its in zip(hypothesis.mistakes, parameters, strict=True)
+    changed, *others = (
+        mistake.with_parameters(values)
+        for mistake, values in zip(hypothesis.mistakes, parameters, strict=True)
     )
     for other in others:
-        first = first.and_also(other)
-    return first
+        changed = changed.and_also(other)
+    return changed
 
 
 def _first_bracket(trial: Trial, hypothesis: Hypothesis, number: int) -> _Bracket:

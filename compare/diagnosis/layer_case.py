@@ -32,15 +32,10 @@ _RELATIVE_LOGIT_NOISE = 5e-3
 
 
 class LayerCase:
-    """A layer of two captures, and its weights.
+    """A layer of two captures, and its weights in the golden's checkpoint.
 
-    Args:
-        reference: The golden, with the layer's input.
-        target: The device run.
-        weights: The layer's weights in the golden's checkpoint.
-        layer: Number of the layer.
-        suspects: Blamed sites; empty if none is known.
-        is_inherited: Whether the run's input of the layer is another layer's output, and not the golden's.
+    The golden (`reference`) holds the layer's input. `suspects` are blamed sites; empty if none is known. If
+    `is_inherited`, the port's input of the layer is another layer's output, and not the golden's.
 
     Raises:
         IncomparableError: The sides have no site in common that could judge.
@@ -87,7 +82,11 @@ class LayerCase:
         return tuple(notes)
 
     def open_trial(self) -> Trial:
-        """Build the trial of the layer's hypotheses, on all real tokens."""
+        """Build the trial of the layer's hypotheses, on all real tokens.
+
+        Up to three evaluations of the right layer are made: on the golden's input, to measure the noise; the `base` on
+        the port's input, if that is inherited; else `on_golden_values`, for faint mistakes (see `Trial`).
+        """
         tokens, reference, layer = self.inputs.real_tokens, self._reference, self._layer
         given = _read_given(reference, self._target, layer)
         on_golden_input = Evaluation(self.inputs, with_given(given), tokens=tokens)
@@ -123,7 +122,7 @@ class LayerCase:
         """Evaluate the right layer on the port's input."""
         # Padding may hold NaN, and zero times NaN is NaN.
         is_padding = self.inputs.attention_mask == 0
-        port_input = _widened(self._target.read(self._layer, Site.INPUT)).masked_fill(
+        port_input = _upcast(self._target.read(self._layer, Site.INPUT)).masked_fill(
             is_padding[..., None], 0.0
         )
         return Evaluation(
@@ -133,7 +132,7 @@ class LayerCase:
     def _read_golden_rows(self, site: Site, *, on_golden_input: Evaluation, base: Evaluation) -> torch.Tensor:
         """Return the golden's rows, float32 [T,F]; moved to the port's input if the layer inherits errors.
 
-        What the golden's rounding adds stays the same, so its measured noise is still the unit.
+        Moved rows are the base plus the golden's rounding errors, so the measured noise is that of the golden.
         """
         golden = self._batch.rows(self._reference.read(self._layer, site), site).float()
         return golden if base is on_golden_input else golden - on_golden_input.rows(site) + base.rows(site)
@@ -143,10 +142,10 @@ class LayerCase:
         return Batch(self.inputs.attention_mask)
 
     def _read_golden_values(self) -> dict[GraphNode, torch.Tensor]:
-        """Read the values that the golden holds of the layer, except its output."""
+        """Read the golden's values of the layer, except its output: from attn_context on, of the real tokens alone."""
         values: dict[GraphNode, torch.Tensor] = {}
         for site in self._reference.sites(self._layer):
-            value = _widened(self._reference.read(self._layer, site))
+            value = _upcast(self._reference.read(self._layer, site))
             if site.order < Site.ATTN_CONTEXT.order:
                 values[site] = value
             elif site is not Site.OUTPUT:
@@ -159,7 +158,7 @@ def _judging_sites(
 ) -> tuple[Site, ...]:
     """Return the sites that judge a layer: the suspects that both sides hold, and the last common site.
 
-    A suspected router is judged by the experts' output. A layer without suspects is judged by its two deltas too.
+    A suspected router is judged by the experts' output, a layer without suspects by `attn_delta` and `moe_delta` too.
     """
     given = fed_sites(target)
     held = [
@@ -198,10 +197,11 @@ def _read_inputs(
 
 def _read_given(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
     """Read the golden's values of the layer's input, and of all other sites that the run was given."""
-    return {site: _widened(reference.read(layer, site)) for site in {Site.INPUT, *fed_sites(target)}}
+    return {site: _upcast(reference.read(layer, site)) for site in {Site.INPUT, *fed_sites(target)}}
 
 
-def _widened(value: torch.Tensor) -> torch.Tensor:
+def _upcast(value: torch.Tensor) -> torch.Tensor:
+    """Return float32 values, or int64 numbers of experts."""
     return value.float() if value.is_floating_point() else value.long()
 
 
@@ -215,9 +215,10 @@ def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer
 
 
 def spread_tokens(num_tokens: int, lengths: Iterable[int], most: int) -> torch.Tensor:
-    """Choose about `most` tokens, evenly spread, and the last token of each prompt: indices, ascending.
+    """Choose about `most` tokens: the last token of each prompt, and others evenly spread: indices, ascending.
 
-    All are chosen if there are at most 1.5 times as many. `lengths` are the tokens of each prompt.
+    The last tokens are at most half of these. All are chosen if there are at most 1.5 times as many. `lengths` are the
+    numbers of tokens of the prompts.
     """
     if num_tokens <= 1.5 * most:
         return torch.arange(num_tokens)

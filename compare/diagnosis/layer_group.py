@@ -16,15 +16,12 @@ _SAME_VALUE = 0.05
 class LayerGroup:
     """Layers that share a finding.
 
-    Args:
-        diagnoses: Diagnoses of the layers, ascending.
-        named: The finding of the shared mistake in each layer; empty if no mistake explains them.
-        others: Other mistakes of these layers, the commonest first, each with its findings. They explain a layer as
-            well as the shared one; if nothing explains the layers, they come nearest.
+    `others` are other mistakes of these layers, the commonest first, each with its findings: if a mistake is shared,
+    those that explain a layer as well as it does; else those that come nearest.
     """
 
-    diagnoses: tuple[LayerDiagnosis, ...]
-    named: tuple[MistakeFinding, ...]
+    diagnoses: tuple[LayerDiagnosis, ...]  # diagnoses of the layers, ascending
+    named: tuple[MistakeFinding, ...]  # findings of the shared mistake; empty if nothing explains the layers
     others: tuple[tuple[MistakeFinding, ...], ...]
 
     @property

@@ -22,8 +22,7 @@ Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class LayerWeights:
     """The weights of a layer by the hub's relative names; safe to use from several threads.
 
-    Args:
-        tensors: The layer's tensors. Values are rounded to their dtype, the golden's, before they become float32.
+    Values are rounded to the dtype of `tensors`, the golden's, before they become float32.
     """
 
     def __init__(self, tensors: LayerTensors) -> None:
@@ -69,7 +68,7 @@ class LayerWeights:
         return decode(*self.codes(name)).to(self._tensors.dtype).float()
 
     def _keep(self, name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # No lock: two threads may read one tensor at once, and get the same.
+        # Without a lock: two threads may read a tensor twice, and then keep equal values.
         if name not in self._kept:
             self._kept[name] = read()
         return self._kept[name]

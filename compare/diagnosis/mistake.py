@@ -14,7 +14,7 @@ from minimax_tools.model.sites import Site
 AnyInputs = TypeVar("AnyInputs")
 Value = int | float | str
 Parameters = Mapping[str, Value]
-# From the inputs to the parameters that are worth a try on them; none if the mistake cannot show there.
+# From the inputs to the parameters that are worth a try on them; no parameters if the mistake cannot show on them.
 Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]
 
 _NO_PARAMETERS: Parameters = MappingProxyType({})
@@ -26,7 +26,7 @@ def once(_: object) -> tuple[Parameters, ...]:
 
 
 def once_if(may_show: Callable[[AnyInputs], bool]) -> Callable[[AnyInputs], tuple[Parameters, ...]]:
-    """Build the candidates of a mistake without parameters: one on inputs on which it may show."""
+    """Build the candidates of a mistake without parameters: it is tried on inputs on which it may show."""
     return lambda inputs: (_NO_PARAMETERS,) if may_show(inputs) else ()
 
 
@@ -46,27 +46,18 @@ def values_of(name: str, *values: Value) -> Callable[[object], tuple[Parameters,
 class Mistake:
     """A known porting mistake.
 
-    Args:
-        name: Name of the mistake in reports.
-        what: Sentence that says what the port does.
-        look_at: Place to look at in the port's code.
-        sources: Public threads that report the mistake, as `repository#thread`.
-        build: Function from the parameters, by name, to the change of the layer.
-        candidates: Function from a layer's inputs to the parameters to try.
-        fitted: Name of the parameter that is searched between the candidates, on a logarithmic scale; None for none.
-        is_whole: Whether the fitted parameter is a whole number.
-        is_rounding: Whether the port rounds values that already hold BF16 noise. The error then depends on their last
-            bits, and can be predicted only in part.
+    `build` makes the change of the layer from the parameters, by name. `is_rounding` says that the port rounds values
+    which already hold BF16 noise: the error then depends on their last bits, and can be predicted only in part.
     """
 
-    name: str
-    what: str
-    look_at: str
+    name: str  # name in reports
+    what: str  # sentence that says what the port does
+    look_at: str  # place to look at in the port's code
     build: Callable[..., Change]
     candidates: Candidates = once
-    sources: tuple[str, ...] = ()
-    fitted: str | None = None
-    is_whole: bool = False
+    sources: tuple[str, ...] = ()  # public threads that report the mistake, as `repository#thread`
+    fitted: str | None = None  # parameter that is searched between the candidates, on a logarithmic scale
+    is_whole: bool = False  # whether the fitted parameter is a whole number
     is_rounding: bool = False
 
     def hypotheses(self, inputs: LayerInputs) -> tuple[Hypothesis, ...]:
@@ -103,11 +94,11 @@ class Hypothesis:
 
     @property
     def is_of_attention(self) -> bool:
-        """True if the change begins before post_norm; the two mistakes of a pair lie on either side of this line."""
+        """True if the change begins before post_norm; of a pair that is tried, one mistake does, and one does not."""
         return min(site.order for site in self.sites) < Site.POST_NORM.order
 
     def and_also(self, other: Hypothesis) -> Hypothesis:
-        """Join two hypotheses."""
+        """Join two hypotheses: both mistakes happened."""
         return Hypothesis(
             mistakes=(*self.mistakes, *other.mistakes),
             parameters=(*self.parameters, *other.parameters),

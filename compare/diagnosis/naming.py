@@ -11,26 +11,26 @@ from collections.abc import Sequence
 from compare.diagnosis.score import Score
 
 # Largest ρ of a right port at a site, and so the largest that a mistake may leave. A port that is wrong in a large part
-# of the stream has more BF16 noise than the golden: of a large ρ, a share may be left, up to a limit.
+# of the stream has more BF16 noise than the golden: of a ρ above 200, a hundredth may be left, at most 10.
 RIGHT_RHO = 2.0
 _LEFT_OF_LARGE_RHO, _MOST_LEFT = 0.01, 10.0
 # A mistake that leaves at most 1.3 of a ρ of 10 or more is proved: nothing else is tried. Of a smaller ρ, a mistake
 # that is only close leaves as little.
 _PROOF_LEFT, _PROOF_RHO = 1.3, 10.0
-# ρ from which an error is clear, above the noise, and the least share of such an error that a mistake must take away.
+# ρ from which an error is clear, above the noise, and the least share of its ρ² - 1 that a mistake must take away.
 CLEAR_RHO = 1.5
 _CLEAR_SHARE = 0.8
 # ρ up to which the noise may cover a mistake. Such a mistake needs a high z, since some 300 hypotheses are tried on a
 # layer; its amplitude must be close to 1, and it must take away some of the error's energy.
 FAINT_RHO = 6.0
 _FAINT_Z, _FAINT_AMPLITUDE_OFF, _FAINT_SHARE = 8.0, 0.3, 0.02
-# The same for a mistake that rounds values, which can be predicted only in part; the share is of a clear error.
+# The same for a mistake that rounds values, which can be predicted only in part; the share is for a clear error.
 _ROUNDING_AMPLITUDE_OFF, _ROUNDING_SHARE = 0.5, 0.2
-# Least likeness of a mistake, as a share of the largest likeness of any hypothesis.
+# Least likeness (see `Score`) of a mistake, as a share of the largest likeness of any hypothesis.
 _LIKENESS_SHARE = 0.8
 # Factor on the misfit that a later candidate of a mistake must get below to replace an earlier, commoner one.
 _BETTER = 0.98
-# Factor on the least squared ρ up to which mistakes cannot be told apart.
+# Factor on the squared ρ of the best mistake up to which others cannot be told from it.
 RESEMBLING = 1.1
 
 
@@ -40,7 +40,11 @@ def most_left(unexplained: float) -> float:
 
 
 def is_explanation(score: Score) -> bool:
-    """Decide whether a hypothesis explains the port's error."""
+    """Decide whether a hypothesis explains the port's error.
+
+    - A rounding, of a ρ up to `FAINT_RHO`: by z, amplitude and the share that it takes away.
+    - Others must leave little. Of a clear error they must take most away; of a faint one, as for a rounding.
+    """
     is_clear = score.unexplained >= CLEAR_RHO
     if score.hypothesis.is_rounding and score.unexplained <= FAINT_RHO:
         return (
@@ -78,7 +82,8 @@ def best_first(scores: Sequence[Score]) -> list[Score]:
 def name_mistakes(scores: Sequence[Score]) -> tuple[Score, ...]:
     """Return the scores that explain the port: the best, and those that resemble it; none if nothing explains it."""
     largest = max((score.likeness for score in scores), default=0.0)
-    # A rounding is not measured by chance likenesses: one token that goes to other experts may look like any rounding.
+    # A rounding is held only against likenesses that z proves: a token that goes to other experts may by chance give a
+    # hypothesis a large likeness.
     beyond_chance = max((score.likeness for score in scores if score.z >= _FAINT_Z), default=0.0)
     explaining = []
     for score in best_first(scores):

@@ -16,6 +16,7 @@ from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_figure, word_layers, word_place
 
+# Mistakes that are listed of a group of layers.
 _MOST_LISTED = 3
 # Share of ρ: a mistake that leaves more of it is no hint.
 _NEARLY_ALL = 0.9
@@ -228,13 +229,13 @@ def _word_mistake(findings: Sequence[MistakeFinding]) -> str:
 
 
 def _word_parameter(values: Sequence[Value]) -> str:
-    """Word a parameter of a group: its layers differ in fitted values alone."""
+    """Word a parameter of a group of layers: a range of floats, or the only value of another kind."""
     fitted = [value for value in values if isinstance(value, float)]
     return _word_range(fitted, word=lambda value: f"{value:.4g}") if fitted else str(values[0])
 
 
 def _word_where(findings: Sequence[MistakeFinding], group: LayerGroup) -> str:
-    """Word the layers of some findings; return nothing if these are all layers of the group."""
+    """Word the layers of some findings; return an empty text if these are all layers of the group."""
     layers = sorted({finding.layer for finding in findings if finding.layer is not None})
     return "" if len(layers) == len(group.diagnoses) else f" in {word_layers(layers)}"
 

@@ -21,42 +21,27 @@ _FEWEST_EFFECTIVE = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
-    """Fit of a hypothesis to the port's values.
+    """Fit of a hypothesis to the port's values, over the tokens that count.
 
-    Args:
-        hypothesis: The supposed mistake.
-        is_decode_only: Whether the mistake was supposed in decoded rows alone.
-        leaves: ρ of the port against the hypothesis, over the settled tokens, at the site where it is largest. Each
-            channel and token counts in units of its own noise.
-        unexplained: The same ρ against the layer without a mistake.
-        misfit: Square of ρ against the hypothesis, averaged over the sites.
-        explains: Share of the error's energy that the hypothesis takes away.
-        amplitude: Factor on the predicted error that fits the port's error best; near 1 if the hypothesis is right.
-        z: The amplitude in units of its own uncertainty over tokens.
-        likeness: Squared correlation of the port's error with the predicted one.
+    ρ of a site is here the root of the mean of (error / noise)², each channel and token in units of its own noise.
     """
 
-    hypothesis: Hypothesis
-    is_decode_only: bool
-    leaves: float
-    unexplained: float
-    misfit: float
-    explains: float
-    amplitude: float
-    z: float
-    likeness: float
+    hypothesis: Hypothesis  # the supposed mistake
+    is_decode_only: bool  # whether the mistake was supposed in decoded rows alone
+    leaves: float  # ρ of the port against the hypothesis, at the site where it is largest
+    unexplained: float  # the same ρ against the layer without a mistake
+    misfit: float  # ρ² against the hypothesis, averaged over the sites
+    explains: float  # share of the error's energy that the hypothesis takes away
+    amplitude: float  # factor on the predicted error that fits the port's best; about 1 if it is the cause
+    z: float  # the amplitude in units of its own uncertainty over tokens
+    likeness: float  # squared correlation of the port's error with the predicted one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SitePrediction:
-    """Values of a site under a hypothesis.
+    """Values of a site under a hypothesis; `growth`, float32 [T] or [1], is by how much their squared norm grew."""
 
-    Args:
-        rows: The values, float32 [T,F].
-        growth: Growth of the squared norm of what is added there, over the right layer's, float32 [T].
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # the values, float32 [T,F]
     growth: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
 
     def limited_to(self, is_decoded: torch.Tensor, exact: torch.Tensor) -> SitePrediction:
@@ -76,8 +61,10 @@ def score_predictions(
     is_decode_only: bool,
 ) -> Score:
     """Score the predictions of a hypothesis by the port's values; `judged`, bool [T], are the tokens that count."""
+    # Mean squares of the port's error in units of noise, at each site: against the hypothesis, and against the right
+    # layer with its own noise and with the hypothesis's.
     left, without, without_widened = [], [], []
-    product, predicted_energy, error_energy = torch.zeros(3, len(judged)).double()
+    product = predicted_energy = error_energy = torch.zeros(len(judged), dtype=torch.float64)
     for site, yardstick in yardsticks.items():
         prediction = predictions[site].rows
         variance = yardstick.widened(predictions[site].growth)
@@ -89,7 +76,7 @@ def score_predictions(
         predicted_energy = predicted_energy + projection.predicted_energy
         error_energy = error_energy + projection.error_energy
     is_enough = int(judged.sum()) >= min(_FEWEST_TOKENS, len(judged))
-    rest, energy = sum(left), sum(without_widened)
+    rest, before = sum(left), sum(without_widened)
     amplitude, z = _fit_amplitude(product[judged], predicted_energy[judged])
     return Score(
         hypothesis=hypothesis,
@@ -97,7 +84,7 @@ def score_predictions(
         leaves=math.sqrt(max(left)) if is_enough else math.inf,
         unexplained=math.sqrt(max(without)),
         misfit=rest / len(left) if is_enough else math.inf,
-        explains=1.0 - rest / energy if energy > 0.0 and math.isfinite(rest) else 0.0,
+        explains=1.0 - rest / before if before > 0.0 and math.isfinite(rest) else 0.0,
         amplitude=amplitude,
         z=z,
         likeness=_likeness(product[judged], predicted_energy[judged], error_energy[judged]),
@@ -105,7 +92,10 @@ def score_predictions(
 
 
 def _fit_amplitude(product: torch.Tensor, predicted_energy: torch.Tensor) -> tuple[float, float]:
-    """Return the factor on the predicted error that fits best over tokens, and its ratio to its uncertainty."""
+    """Return the factor on the predicted error that fits best over tokens, and its ratio to its uncertainty.
+
+    The ratio is 0 if so few tokens weigh that nothing tells the uncertainty. For the sums [T] see `Projection`.
+    """
     total = float(predicted_energy.sum())
     if total <= 0.0 or not math.isfinite(total) or not bool(product.isfinite().all()):
         return 0.0, 0.0

@@ -35,19 +35,12 @@ _MOST_NEAREST = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """Outcome of the search in one layer.
+    """Outcome of the search in one layer."""
 
-    Args:
-        null: Score of the layer without a mistake.
-        named: Scores that explain the layer, best first; the later ones cannot be told from the first.
-        nearest: The best scores, best first, if nothing explains the layer.
-        num_tried: Number of hypotheses that were tried.
-    """
-
-    null: Score
-    named: tuple[Score, ...] = ()
-    nearest: tuple[Score, ...] = ()
-    num_tried: int = 0
+    null: Score  # score of the null hypothesis: the layer without a mistake
+    named: tuple[Score, ...] = ()  # scores that explain the layer, best first: the later resemble the first
+    nearest: tuple[Score, ...] = ()  # the best scores, best first, if nothing explains the layer
+    num_tried: int = 0  # number of hypotheses that were tried
 
 
 def search_layer(
@@ -63,11 +56,8 @@ def search_layer(
     4. those of the tried mistakes that the noise may cover
     5. pairs of mistakes
 
-    Args:
-        trial: Trial on all tokens.
-        mistakes: Entries of the catalogue to try.
-        suspects: Blamed sites; empty if none is known.
-        expected: Mistakes that explained other layers of this run, with the parameters that were fitted there.
+    The trial is on all tokens. `suspects` are blamed sites; empty if none is known. `expected` are the mistakes that
+    explained other layers of this run, with the parameters that were fitted there.
     """
     null = trial.null()
     if not bool(trial.is_usable.any()):
@@ -85,6 +75,7 @@ def search_layer(
         on_screen += _judge_survivors(first, screen, scores)
         finals = _judge_finalists(trial, screen, on_screen)
         named = name_mistakes(finals)
+        # A mistake of another layer must be proved here, as others of this layer have not been tried yet.
         if named and (not is_expected or is_proof(named[0])):
             return SearchOutcome(null=null, named=named, num_tried=num_tried)
     named = name_mistakes(_judge_faint(trial, screen, [score.hypothesis for score in (*on_screen, *finals)]))
@@ -94,7 +85,7 @@ def search_layer(
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(first.base.tokens))
         survivors = _judge_survivors(first, screen, first.judge(pairs))
         named = name_mistakes(_judge_finalists(trial, screen, survivors))
-    nearest = sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST]
+    nearest = sorted(best_first(finals), key=lambda score: score.explains, reverse=True)[:_MOST_NEAREST]
     return SearchOutcome(
         null=null,
         named=named,
@@ -114,22 +105,24 @@ def _with_few_tokens(trial: Trial, most: int) -> Trial:
 def _turns(
     trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
 ) -> Iterator[tuple[bool, list[Hypothesis]]]:
-    """Yield the hypotheses in turns, and whether a turn is of mistakes that explained other layers."""
+    """Yield the turns of `search_layer`, 1 to 3: whether they are the expected hypotheses, and the hypotheses."""
     # The catalogue's candidates come first: a value that was fitted elsewhere must explain more than they do.
     hypotheses = [hypothesis for mistake in mistakes for hypothesis in mistake.hypotheses(trial.base.inputs)]
     hypotheses += expected
     expected_names = {hypothesis.name for hypothesis in expected}
-    turns: tuple[list[Hypothesis], ...] = ([], [], [])
+    seen_elsewhere: list[Hypothesis] = []
+    at_suspects: list[Hypothesis] = []
+    others: list[Hypothesis] = []
     for hypothesis in hypotheses:
         if hypothesis.name in expected_names:
-            turns[0].append(hypothesis)
+            seen_elsewhere.append(hypothesis)
         elif hypothesis.sites & suspects:
-            turns[1].append(hypothesis)
+            at_suspects.append(hypothesis)
         else:
-            turns[2].append(hypothesis)
-    for number, turn in enumerate(turns):
+            others.append(hypothesis)
+    for is_expected, turn in ((True, seen_elsewhere), (False, at_suspects), (False, others)):
         if turn:
-            yield number == 0, turn
+            yield is_expected, turn
 
 
 def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
@@ -150,7 +143,7 @@ def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> li
 def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
     """Fit the parameters of the best scores, and judge them on all tokens."""
     best = best_first(scores)
-    faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
+    faint = sorted(best, key=lambda score: abs(score.z), reverse=True)[:_MOST_FAINT]
     finalists = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
     if best and not is_proof(best[0]):
         # A parameter that is far off spoils the misfit, but not the direction of the predicted error.
@@ -165,26 +158,27 @@ def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> li
     if screen is trial:
         return finalists
     logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
+    # `judge` scores each hypothesis in all rows and in decoded ones; only the finalists of both count.
     judged = trial.judge([score.hypothesis for score in finalists])
     wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
     return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
 
 
 def _judge_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-    """Score mistakes that the noise may cover; none if the error is far above the noise."""
+    """Score mistakes that the noise may cover (see `Trial.judge_faint`); none if the error is far above the noise."""
     if trial.null().leaves > FAINT_RHO:
         return []
     unique = list(dict.fromkeys(hypotheses))
     logger.info("Trying %d hypotheses as filters.", len(unique))
     screened = best_first(screen.judge_faint(unique))
-    best = sorted(screened, key=lambda score: -score.z)[:_MOST_FINALISTS]
+    best = sorted(screened, key=lambda score: score.z, reverse=True)[:_MOST_FINALISTS]
     chosen = list(dict.fromkeys([*best, *_most_alike(screened)]))
     return chosen if screen is trial else trial.judge_faint([score.hypothesis for score in chosen])
 
 
 def _most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
-    """Return the few whose predicted error has the direction of the port's, however large it is."""
-    return sorted(scores, key=lambda score: -score.likeness)[:most]
+    """Return the `most` scores whose predicted error is nearest to the port's in direction, whatever its size."""
+    return sorted(scores, key=lambda score: score.likeness, reverse=True)[:most]
 
 
 def _with_fitted_parameter(scores: Sequence[Score]) -> list[Score]:

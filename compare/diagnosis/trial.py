@@ -19,8 +19,8 @@ from minimax_tools.model.sites import Site
 
 # Experts' outputs held at a time, float32: a layer of true size was diagnosed within 8 GB (BENCHMARKS.md).
 _MOST_BYTES = 1_500_000_000
-# Noise of twice the golden's: golden and port each have their own, and the port's may be larger. A token whose experts
-# stay the same in 6 draws changes them with a chance of less than about a third.
+# Draws of noise, and its size over the golden's: twice, since the port has noise of its own, which may be larger. A
+# token whose experts stay the same in 6 draws changes them with a chance of less than about a third.
 _NUM_DRAWS = 6
 _NOISE_FACTOR = 2.0
 _STREAM_DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA)
@@ -32,22 +32,16 @@ _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 class Trial:
     """A layer's noise and both sides' values, by which hypotheses are judged.
 
-    Args:
-        base: The layer without a mistake, on these tokens.
-        on_golden_values: The same layer, with each stage computed from the golden's own values where the golden holds
-            them; None if the layer inherits errors.
-        yardsticks: The port's values and their noise at the sites that judge.
-        logit_noise: Standard deviation of the error that BF16 causes in the router's logits.
-        is_decoded: Whether a token was decoded, bool [T].
-        is_usable: Whether the port gave finite values for a token, bool [T].
+    In `on_golden_values` each stage of the layer is computed from the golden's own BF16 values, where the golden holds
+    them, and not from the float32 values of the stage before; None if the layer inherits errors.
     """
 
-    base: Evaluation
+    base: Evaluation  # the layer without a mistake, on these tokens
     on_golden_values: Evaluation | None
-    yardsticks: Mapping[Site, Yardstick]
-    logit_noise: float
-    is_decoded: torch.Tensor
-    is_usable: torch.Tensor
+    yardsticks: Mapping[Site, Yardstick]  # the port's values and their noise at the sites that judge
+    logit_noise: float  # standard deviation of the error that BF16 causes in the router's logits
+    is_decoded: torch.Tensor  # whether a token was decoded, bool [T]
+    is_usable: torch.Tensor  # whether the port gave finite values for a token, bool [T]
 
     def select_tokens(self, indices: torch.Tensor) -> Trial:
         """Return the trial of some of the tokens, by their indices among the T."""
@@ -79,21 +73,24 @@ class Trial:
     def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
         """Score mistakes that may be fainter than the noise; none if the layer inherits errors.
 
-        Mistake and right layer are both computed from the golden's own BF16 values, since a rounding depends on the
-        bits that it rounds. Their difference is added to the float32 layer. A router's mistake is judged by all
-        tokens: it shows where experts are nearly tied.
+        The changed nodes are computed with the mistake, and without it (`right_rows`), both from the golden's own BF16
+        values, since a rounding depends on the bits that it rounds. Their difference is added to the float32 layer. A
+        router's mistake is judged by all tokens: it shows where experts are nearly tied.
         """
         if self.on_golden_values is None:
             return []
-        right = {hypothesis.change.nodes: _recompute(hypothesis.change.nodes) for hypothesis in hypotheses}
+        # Mistakes that change the same nodes share one right layer.
+        recomputed = {
+            hypothesis.change.nodes: _recompute(hypothesis.change.nodes) for hypothesis in hypotheses
+        }
         right_rows: dict[frozenset[GraphNode], dict[Site, torch.Tensor]] = {}
-        for hypothesis, evaluation in self.evaluate(list(right.values()), base=self.on_golden_values):
+        for hypothesis, evaluation in self.evaluate(list(recomputed.values()), base=self.on_golden_values):
             right_rows[hypothesis.change.nodes] = {site: evaluation.rows(site) for site in self.yardsticks}
         scores = []
         for hypothesis, evaluation in self.evaluate(hypotheses, base=self.on_golden_values):
-            origin = right_rows[hypothesis.change.nodes]
+            without_mistake = right_rows[hypothesis.change.nodes]
             predictions = {
-                site: SitePrediction(rows=yardstick.exact + evaluation.rows(site) - origin[site])
+                site: SitePrediction(rows=yardstick.exact + evaluation.rows(site) - without_mistake[site])
                 for site, yardstick in self.yardsticks.items()
             }
             judged = self.is_usable if hypothesis.sites & _ROUTER_CHOICE else self.settled
@@ -132,7 +129,7 @@ class Trial:
 
     def _run_experts(self, evaluations: Sequence[Evaluation]) -> None:
         """Compute the experts' outputs of all evaluations whose change affects them, if a judging site needs them."""
-        affected = [one for one in evaluations if one.is_affected(ExpertValue.EXPERT_OUTPUTS)]
+        affected = [changed for changed in evaluations if changed.is_affected(ExpertValue.EXPERT_OUTPUTS)]
         if not affected or not any(site in self.yardsticks for site in _BEHIND_EXPERTS):
             return
         jobs = [evaluation.expert_job() for evaluation in affected]
@@ -170,9 +167,10 @@ class Trial:
         return scores
 
     def _growth(self, evaluation: Evaluation, site: Site) -> torch.Tensor:
-        """Return the growth in squares of a site over the base's, [T]; for the output also of what is added to it."""
+        """Return by how much a site's squared norm exceeds the base's, [T]; at the output, with that of both deltas."""
         growth = torch.zeros(len(self.base.tokens))
-        for grown in (site, *(_STREAM_DELTAS if site is Site.OUTPUT else ())):
+        # The output holds the rounding errors of both deltas too.
+        for grown in (site, *_STREAM_DELTAS) if site is Site.OUTPUT else (site,):
             added = _squares(evaluation.rows(grown)) - _squares(self.base.rows(grown))
             growth = growth + added.clamp(min=0.0)
         return growth
@@ -192,7 +190,7 @@ def settled_tokens(evaluation: Evaluation, logit_noise: float) -> torch.Tensor:
 
 
 def _recompute(nodes: frozenset[GraphNode]) -> Hypothesis:
-    """Return the hypothesis of the right layer that computes these nodes anew."""
+    """Return the hypothesis without a mistake that computes these nodes anew, from the values of the base."""
     change = Change(stages={node: STAGES[node] for node in nodes})
     return Hypothesis(mistakes=(), parameters=(), change=change)
 

@@ -21,11 +21,14 @@ _TRIMMED_SHARE = 0.02
 
 
 class Projection(NamedTuple):
-    """Sums over the channels of a site of the port's error and the predicted one, both over σ: float64 [T] each."""
+    """Sums over a site's channels, float64 [T] each, from which amplitude and likeness of a mistake follow.
 
-    product: torch.Tensor
-    predicted_energy: torch.Tensor
-    error_energy: torch.Tensor
+    e is the port's error and p the predicted one, both in units of the noise's standard deviation.
+    """
+
+    product: torch.Tensor  # Σ e·p
+    predicted_energy: torch.Tensor  # Σ p²
+    error_energy: torch.Tensor  # Σ e²
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,8 +37,8 @@ class Yardstick:
 
     port: torch.Tensor  # the port's values, float32 [T,F]
     golden: torch.Tensor  # the golden's values, float32 [T,F]
-    exact: torch.Tensor  # the values of the layer in float32, [T,F]
-    variance: torch.Tensor  # variance of the noise that BF16 causes, float32 [T,F]
+    exact: torch.Tensor  # values of the right layer in float32, with the experts that float32 chooses, [T,F]
+    variance: torch.Tensor  # variance of the noise that BF16 causes in a right layer, float32 [T,F]
     dtype: torch.dtype  # dtype that the golden computes in
 
     @classmethod
@@ -48,7 +51,7 @@ class Yardstick:
         settled: torch.Tensor,
         dtype: torch.dtype,
     ) -> Yardstick:
-        """Measure the noise of a site on the tokens whose experts no noise changes, `settled`, bool [T]."""
+        """Measure a site's noise on the tokens whose experts no noise changes, `settled`, bool [T], or on all."""
         squares = (golden - exact).square()
         return cls(
             port=port,
@@ -69,18 +72,19 @@ class Yardstick:
         )
 
     def widened(self, growth: torch.Tensor) -> torch.Tensor:
-        """Return the variance [T,F] of values whose squared norm has grown by `growth` [T]."""
+        """Return the variance [T,F] for values whose squared norm grew by `growth` [T]: larger ones round coarser."""
         added = _RELATIVE_NOISE[self.dtype] ** 2 * growth.clamp(min=0.0) / self.port.shape[1]
         return self.variance + added[:, None]
 
     def misfit(self, prediction: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the channels of (port - prediction)² / variance: float64 [T]."""
+        """Return the mean over the channels of (port - prediction)² / variance, the prediction's: float64 [T]."""
         return ((self.port - prediction).square() / variance).double().mean(-1)
 
     def project(self, prediction: torch.Tensor, variance: torch.Tensor) -> Projection:
-        """Project the port's error on the error that a prediction [T,F] has."""
+        """Project the port's error on the error that a prediction [T,F] has; the `variance` is the prediction's."""
+        # Prediction and `exact` are both float32. The port is held against the golden, and not against `exact`, since
+        # both hold BF16: the roundings that they share cancel.
         predicted = prediction - self.exact
-        # The port's error against the golden, not against float32: port and golden share roundings.
         error = self.port - self.golden
         return Projection(
             product=(error * predicted / variance).double().sum(-1),
@@ -93,9 +97,9 @@ def trimmed_mean(values: torch.Tensor) -> float:
     """Return the mean without the largest few; infinity if there are no values, or a kept one is not finite."""
     if not values.numel():
         return float("inf")
-    # The number of trimmed values is rounded up; 0.999 keeps a whole number that float arithmetic made a bit larger.
+    # The number of values to leave out is rounded up; 2.0000001, a 2 that float arithmetic made larger, stays 2.
     num_kept = max(len(values) - int(_TRIMMED_SHARE * len(values) + 0.999), 1)
-    kept = values.nan_to_num(nan=torch.inf).sort().values[:num_kept]
+    kept = values.nan_to_num(nan=torch.inf, posinf=torch.inf).sort().values[:num_kept]
     return float(kept.mean())
 
 

@@ -19,12 +19,13 @@ _ENDS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
 def is_proved(results: Sequence[SiteResult]) -> bool:
-    """Return whether the end of a layer was judged; `results` are those of its sites, in execution order."""
+    """Decide whether the end of a layer was judged; `results` are those of its sites, in execution order."""
     if not results:
         # An older layout keeps only the end of a range of layers, and the layer there is judged.
         return True
     by_site = {Site(result.site): result for result in results}
-    ends = [by_site[site] for site in _ENDS if site in by_site] or list(results[-1:])
+    # A run of a component, such as attention, has neither of `_ENDS`: its last site is its end.
+    ends = [by_site[site] for site in _ENDS if site in by_site] or [results[-1]]
     return any(end.status.is_compared for end in ends)
 
 
@@ -34,9 +35,9 @@ SiteKind = TypeVar("SiteKind", Site, ModelSite)
 def leave_undecided(
     results: Mapping[SiteKind, SiteResult], target: CaptureSource
 ) -> dict[SiteKind, SiteResult]:
-    """Leave failures undecided in a part whose input was not captured; NaN and wrong shapes still fail.
+    """Leave failures undecided in a part whose input was not captured, if its capture's format may lack inputs.
 
-    A result that does not change is returned as the same object.
+    NaN and wrong shapes still fail. A result that does not change is returned as the same object.
     """
     if not target.may_omit_inputs:
         return dict(results)
@@ -46,6 +47,7 @@ def leave_undecided(
 
 
 def _may_be_inherited(result: SiteResult) -> bool:
+    """Decide whether a wrong input can cause a failure: values or experts were compared, and no NaN was found."""
     if result.status is not SiteStatus.FAIL:
         return False
     if result.routing is not None:

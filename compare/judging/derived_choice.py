@@ -25,15 +25,10 @@ _BFLOAT16_ERROR = 2.0**-8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DerivedChoice:
-    """A choice of experts that the port did not show.
+    """A choice of experts that the port did not show."""
 
-    Args:
-        experts: Experts of each token, int64 [T,k].
-        is_sure: Tokens whose choice is certain, bool [T]; of the others, what the port shows is too coarse.
-    """
-
-    experts: torch.Tensor
-    is_sure: torch.Tensor
+    experts: torch.Tensor  # experts of each token, int64 [T,k]
+    is_sure: torch.Tensor  # tokens whose choice is certain, bool [T]; else the port's values are too coarse
 
     def completed(self, other: DerivedChoice | None) -> DerivedChoice:
         """Return this choice, with the other's for tokens that are not sure here."""
@@ -56,6 +51,7 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
     """
     if sides.weights is None or sides.is_classic:
         return None
+    # Rows of both sides, of which the port's, `rows[1]`, are needed.
     shown = {site: sides.read_rows(layer, site) for site in (Site.ROUTER_LOGITS, Site.POST_NORM)}
     usable = {
         site: rows[1].float()
@@ -80,8 +76,9 @@ def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torc
     rows = sides.read_rows(layer, Site.ROUTER_LOGITS)
     if sides.weights is None or rows is None or not bool(rows[1].isfinite().all()):
         return None
+    port_logits = rows[1].float()
     with sides.weights.open_layer(layer, sides.reference) as weights:
-        derived = _derive({Site.ROUTER_LOGITS: rows[1].float()}, weights)
+        derived = _derive({Site.ROUTER_LOGITS: port_logits}, weights)
     return derived.is_sure & flipped_tokens(derived.experts, experts)
 
 
@@ -94,7 +91,7 @@ def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedC
     sizes = logits.abs()
     error = _BFLOAT16_ERROR * sizes if is_rounded else _FLOAT32_ERROR * sizes.amax(dim=-1, keepdim=True)
     scores = logits.sigmoid()
-    # The sigmoid's slope turns an error of the logits into one of the scores.
+    # The sigmoid's slope turns an error of the logits into one of the scores; two scores next to the margin may err.
     reach = (scores * (1.0 - scores) * error).amax(dim=-1)
     biased = scores + weights.tensors[CORRECTION_BIAS].float()
     return DerivedChoice(

@@ -37,18 +37,15 @@ def compare_generated(
     places: torch.Tensor | None,
     first: FirstLogits | None = None,
 ) -> tuple[GeneratedRow, ...]:
-    """Compare what both sides generated, row by row.
+    """Compare what both sides generated from the same prompts, row by row.
 
-    Args:
-        reference: The golden's tokens.
-        target: The port's tokens, of the same prompts.
-        noise: Standard deviation of a right port's logits on the prompts, [T]; None if it is not known.
-        places: Row and position of each of these tokens, [T,2].
-        first: The logits behind the prompts; None if a side does not hold them.
+    `noise` [T] is the standard deviation of a right port's logits on the prompts, `places` [T,2] row and position of
+    each of these tokens; None if they are not known. `first` is None if a side does not hold logits of the prompts.
     """
     is_drawn = bool(reference.sampling.get("do_sample"))
     is_greedy = not target.sampling.get("do_sample")
     results = []
+    # `num_alike` counts the tokens of a row before the first that differs.
     for row, (golden, port, num_alike) in enumerate(
         zip(reference.rows, target.rows, target.num_alike(reference), strict=True)
     ):
@@ -61,7 +58,10 @@ def compare_generated(
 
 
 def _with_first(row: Continuation, logits: torch.Tensor) -> Continuation:
-    """Add the first token's alternatives, from the logits [V] behind the prompt, to a row that kept none."""
+    """Add the first token's candidates, from the logits [V] behind the prompt, to a row that kept none.
+
+    `likeliest` holds candidates for each generated token, best first; `behind` is how far a logit is below the best.
+    """
     if (row.likeliest and row.likeliest[0]) or not row.generated_ids:
         return row
     values, tokens = logits.float().sort(descending=True)
@@ -96,7 +96,7 @@ def _judge_by_port_logits(
 
 
 def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) -> float | None:
-    """Return the margin that noise may turn round behind a prompt; None if the noise is not known."""
+    """Return the distance of two logits that noise may turn round behind a prompt; None if the noise is not known."""
     if noise is None or places is None:
         return None
     return REACH * float(torch.quantile(noise[places[:, 0] == row], _NOISE_QUANTILE))
@@ -105,6 +105,7 @@ def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) ->
 def _compare_row(
     row: int, golden: Continuation, port: Continuation, num_alike: int, *, reach: float | None, is_drawn: bool
 ) -> GeneratedRow:
+    """Judge the first token that differs by its distance in the golden; if the golden drew, nothing is judged."""
     num_compared = min(len(golden.generated_ids), len(port.generated_ids))
     alike = GeneratedRow(
         row=row,
@@ -116,6 +117,7 @@ def _compare_row(
     if num_alike == num_compared:
         return alike
     golden_token, port_token = golden.generated_ids[num_alike], port.generated_ids[num_alike]
+    # The golden chose its likeliest token, unless it drew; then the margin does not judge.
     margin, is_kept = _margin(golden, num_alike, port_token)
     status, reason = (
         (alike.status, alike.reason) if is_drawn else _judge_margin(margin, reach, is_kept=is_kept)
@@ -145,7 +147,7 @@ def _judge_margin(margin: float | None, reach: float | None, *, is_kept: bool) -
 
 
 def _margin(row: Continuation, index: int, token: int) -> tuple[float | None, bool]:
-    """Return how far a token's logit was below the chosen one, and whether the row kept that token.
+    """Return how far a token's logit was below the likeliest one's, and whether the row kept that token.
 
     Of a token that it did not keep, the distance is at least that of the last one kept; None if it kept none.
     """

@@ -39,9 +39,8 @@ def judge_values(
         rows: Both sides' tokens.
         criteria: The limits to judge by.
         context: Facts of both sides that limits depend on.
-        set_aside: Tokens that noise does not judge, bool [T].
-        replayed: The rows that noise judges: `rows` with the golden computed with the port's own experts. None to judge
-            `rows`.
+        set_aside: Tokens that noise does not judge, since the port's experts may be others there, bool [T].
+        replayed: `rows` with the golden computed with the port's experts, for noise to judge; None to judge `rows`.
 
     Raises:
         IncomparableError: The golden holds NaN or Inf on a real row.
@@ -59,6 +58,7 @@ def judge_values(
     judged = rows if replayed is None else replayed
     if set_aside is not None and bool(set_aside.any()):
         judged = judged.select(~set_aside)
+    # Flips that are not shown are the tokens furthest off. With a floor they are in `set_aside` already.
     if context.hides_flips and not judged.has_floor:
         judged = _nearest_tokens(judged, criteria.noise, context)
     result = replace(result, num_set_aside=rows.num_tokens - judged.num_tokens)

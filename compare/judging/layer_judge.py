@@ -41,8 +41,7 @@ _PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
 class LayerJudge:
     """Judges one layer, which both sides hold, of a device run against its golden.
 
-    Attributes:
-        router_noise: Margin and noise of the golden's choice of experts; None if it kept no floor of them.
+    `router_noise` is margin and noise of the golden's choice of experts; None if it kept no floor of them.
     """
 
     def __init__(self, sides: Sides, *, layer: int, layer_input: CapturedInput) -> None:
@@ -54,6 +53,7 @@ class LayerJudge:
         self._layer = layer
         self._input_error = layer_input.error
         self._floor = LayerFloor(sides.reference, sides.batch, layer=layer)
+        # The golden's and the port's, [T,k] each; None if a side hides them.
         self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
         self.router_noise = self._read_router_noise()
         self._derived = self._derive_choice() if self._hides_experts else None
@@ -64,15 +64,18 @@ class LayerJudge:
         self._replay = None if choices is None else Replay(sides, layer=layer, experts=choices)
 
     def _derive_choice(self) -> DerivedChoice | None:
-        """Derive the port's choice from its router; tokens that this leaves open, from the output of its experts."""
+        """Derive the port's choice from its router; tokens that this leaves open, from the output of its experts.
+
+        The latter needs the golden's input, and the noise of its router and of that output.
+        """
         derived = derive_choice(self._sides, self._layer)
         noise = self.router_noise
         is_settled = derived is not None and bool(derived.is_sure.all())
         if is_settled or noise is None or self._input_error is not None or self._sides.is_classic:
             return derived
         for site in (Site.MOE_DELTA, Site.OUTPUT):
-            shown = self._sides.read_rows(self._layer, site)
-            if shown is None or not bool(shown[1].isfinite().all()):
+            golden_and_port = self._sides.read_rows(self._layer, site)
+            if golden_and_port is None or not bool(golden_and_port[1].isfinite().all()):
                 continue
             rows = self.stored_rows(site)
             if not rows.has_floor:
@@ -112,13 +115,13 @@ class LayerJudge:
         if site not in _PAST_A_FLIP or self._criteria.name == "classic":
             return judge_values(result, rows, criteria=self._criteria, context=context)
         replay = self._replay_of(site)
-        replayed = None if replay is None else replay.tokens(site)
+        replayed_tokens = None if replay is None else replay.tokens(site)
         return judge_values(
-            replace(result, num_replayed=0 if replayed is None else int(replayed.sum())),
+            replace(result, num_replayed=0 if replayed_tokens is None else int(replayed_tokens.sum())),
             rows,
             criteria=self._criteria,
             context=context,
-            set_aside=self._find_set_aside(replayed),
+            set_aside=self._find_set_aside(replayed_tokens),
             replayed=None if replay is None else replay.rows(site, rows),
         )
 
@@ -232,17 +235,19 @@ class LayerJudge:
         """Return the replay for a site; none for router weights without experts, which have no order."""
         return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
 
-    def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
+    def _find_set_aside(self, replayed_tokens: torch.Tensor | None) -> torch.Tensor | None:
         """Find tokens to leave out, bool [T]: flips that are not replayed, and tokens whose experts are not sure.
 
-        Without any choice of the port, every token that noise may have flipped is left out.
+        Without any choice of the port, every token that noise may have flipped is left out; None if noise is not known.
         """
         if self._replay is not None:
-            left_out = self._replay.flipped if replayed is None else self._replay.flipped & ~replayed
+            flipped = self._replay.flipped
+            left_out = flipped if replayed_tokens is None else flipped & ~replayed_tokens
             return left_out if self._derived is None else left_out | ~self._derived.is_sure
         return None if self.router_noise is None else self.router_noise.is_fragile()
 
     def _read_router_noise(self) -> RouterNoise | None:
+        """Read margin and noise of the golden's choice, and refuse a golden whose logits contradict them."""
         margin, noise = self._floor.statistic(ROUTER_MARGIN), self._floor.largest(ROUTER_NOISE)
         if margin is None or noise is None:
             return None
@@ -250,7 +255,7 @@ class LayerJudge:
         return RouterNoise(margin=margin, noise=noise, widening=self._widening())
 
     def _widening(self) -> torch.Tensor | None:
-        """Return the factor by which an input error widens the noise on the router's logits, per token."""
+        """Return the factor by which an input error widens the noise on the router's logits, [T]; None without one."""
         site = Site.ROUTER_LOGITS
         floor = self._floor.largest(error_name(site))
         if self._input_error is None or floor is None or site not in self._reference.sites(self._layer):

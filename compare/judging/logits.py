@@ -115,7 +115,10 @@ class TokenLimits:
 def judge_logits(
     logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, context: LimitContext
 ) -> Judgement:
-    """Judge next-token distributions; `noise` knows the backends of limits, and the slack of other backends."""
+    """Judge next-token distributions; `noise` knows the backends of limits, and the slack of other backends.
+
+    A limit broken by more than the slack is broken on any backend (`is_anywhere`), and so is that on likeliest tokens.
+    """
     faults = []
     if logits.num_unexplained > limits.unexplained:
         worst = logits.worst_choices[0]
@@ -126,34 +129,37 @@ def judge_logits(
         )
     is_anywhere = bool(faults)
     limit = limits.kl_of(logits.num_tokens)
-    for name, found, foreseen in (
+    for figure, measured, foreseen in (
         ("mean", logits.kl_mean, logits.kl_mean_foreseen),
         ("95th percentile", logits.kl_p95, logits.kl_p95_foreseen),
     ):
-        if not found <= limit * foreseen:
+        if not measured <= limit * foreseen:
             faults.append(
-                f"{name} of the divergence is {found:.3g} nats, noise comes to {foreseen:.3g}, limit {limit:.3g}×"
+                f"{figure} of the divergence is {measured:.3g} nats, noise comes to {foreseen:.3g}, limit {limit:.3g}×"
             )
             # A divergence grows with the square of the error.
-            is_anywhere |= not found <= noise.slack**2 * limit * foreseen
+            is_anywhere |= not measured <= noise.slack**2 * limit * foreseen
     if not faults:
         return SiteStatus.PASS, ""
     return judge_broken("; ".join(faults), noise, context=context, is_anywhere=is_anywhere)
 
 
 def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield divergence [t], overlaps at the `TOP` [t,3], both choices [t] and their margin [t] of some tokens."""
+    """Yield of each block of t tokens: divergence [t], overlaps at the `TOP` [t,3], both choices [t], margin [t].
+
+    The margin is the golden's logit of its own choice minus that of the port's choice.
+    """
     for start in range(0, reference.shape[0], _BLOCK_ROWS):
         golden, port = (side[start : start + _BLOCK_ROWS].double() for side in (reference, target))
         log_golden, log_port = golden.log_softmax(dim=-1), port.log_softmax(dim=-1)
         divergence = (log_golden.exp() * (log_golden - log_port)).sum(dim=-1).clamp(min=0.0)
         size = min(max(TOP), golden.shape[-1])
         top_golden, top_port = (side.topk(size, dim=-1).indices for side in (golden, port))
-        best = golden.gather(-1, top_golden[:, :1]) - golden.gather(-1, top_port[:, :1])
+        margin = golden.gather(-1, top_golden[:, :1]) - golden.gather(-1, top_port[:, :1])
         # A greedy choice takes the first of equal logits; topk does not promise to.
         choices = golden.argmax(dim=-1), port.argmax(dim=-1)
         overlaps = [_overlap(top_golden[:, :k], top_port[:, :k]) for k in TOP]
-        yield divergence, torch.stack(overlaps, dim=-1), *choices, best[:, 0]
+        yield divergence, torch.stack(overlaps, dim=-1), *choices, margin[:, 0]
 
 
 def _overlap(golden: torch.Tensor, port: torch.Tensor) -> torch.Tensor:

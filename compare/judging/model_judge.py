@@ -100,14 +100,18 @@ class ModelJudge:
         return replace(result, status=worst, reason="; ".join(filter(None, (result.reason, reason))))
 
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
-        """Return the tokens of a site that both sides hold, with the golden's floor."""
+        """Return the tokens of a site that both sides hold, with the golden's floor.
+
+        Raises:
+            CaptureError: The floor that the golden stored does not fit its own values.
+        """
         batch = self._sides.batch
         golden = batch.rows(reference, site)
         twin, massive = self._twin(site, golden, target), massive_channels(golden)
         floor = None
         if twin is None:
             floor = self._stored_floor(site)
-        elif twin is not golden:
+        elif twin is not golden:  # the golden is the embedding's twin: its floor is zero
             floor = self._measured_floor(site, golden, twin, massive)
         rows = Rows(
             reference=golden,
@@ -127,7 +131,9 @@ class ModelJudge:
         return rows.select(torch.stack(held).all(dim=0)) if held else rows
 
     def _twin(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-        # An embedding's lookup rounds nothing, so the golden is its own twin, unless a side stored another dtype.
+        """Return the float32 twin of the golden's rows `reference`, [T,F]; `target` tells the port's dtype."""
+        # An embedding's lookup rounds nothing, so the golden (the same object) is its own twin, unless a side stored
+        # another dtype.
         if site is ModelSite.EMBEDDING and reference.dtype == target.dtype:
             return reference
         twin = self._sides.reference.read_model_twin(site)

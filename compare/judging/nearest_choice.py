@@ -55,23 +55,25 @@ def find_nearest_choice(
         return None
     experts = golden.long()
     reach = noise.reach
+    # Noise may have flipped these tokens, and they are not plainly like the golden.
     is_open = noise.is_fragile() & (token_ratios(rows) > _PLAINLY_ALIKE)
     if not bool(is_open.any()):
         return DerivedChoice(experts=experts, is_sure=torch.ones_like(is_open))
     open_tokens = is_open.nonzero()[:, 0]
     with sides.weights.open_layer(layer, sides.reference) as weights:
         scores = logits.sigmoid() + weights.tensors[CORRECTION_BIAS].float()
-        listed = {
+        # None for a token with too many choices.
+        choices_of = {
             token: _choices_within(scores[token], experts[token], float(reach[token]))
             for token in open_tokens[spread_evenly(len(open_tokens), _MOST_TOKENS)].tolist()
         }
-        choices = {token: found for token, found in listed.items() if found is not None}
+        choices = {token: listed for token, listed in choices_of.items() if listed is not None}
         is_sure = ~is_open
         is_sure[list(choices)] = True
         if not choices:
             return DerivedChoice(experts=experts, is_sure=is_sure)
         # One row for each choice of each token.
-        tokens = torch.tensor([token for token, found in choices.items() for _ in found])
+        tokens = torch.tensor([token for token, listed in choices.items() for _ in listed])
         candidates = torch.cat(list(choices.values()))
         added = upcast_experts(
             weights.tensors, states[tokens], candidates, expert_shares(logits[tokens].sigmoid(), candidates)

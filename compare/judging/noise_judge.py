@@ -62,7 +62,8 @@ def judge_noise(
     nearest = max(figures, key=lambda figure: figure.excess, default=None)
     if nearest is None or nearest.excess <= 1.0:
         return (SiteStatus.PASS, ""), nearest
-    # The error over all tokens and channels says more than a part of it that is further beyond its limit.
+    # The error over all tokens and channels, the first figure if it has a limit, says more than a part of it that is
+    # further beyond its limit.
     first = figures[0]
     named = first if first.figure == "whole" and first.excess > 1.0 else nearest
     scale = f", norm ×{metrics.norm_ratio:.3g}" if abs(metrics.norm_ratio - 1.0) > _TELLING_SCALE else ""
@@ -136,7 +137,7 @@ def _limited_figures(
 
 
 def _is_broken_anywhere(nearest: NearestLimit, limits: NoiseLimits) -> bool:
-    """Decide whether a limit is broken so far that the backend does not matter.
+    """Decide whether a limit is broken by more than the slack of other backends, so that the backend does not matter.
 
     Averages never are: hardware that was not measured may approximate a function with an error in one direction, which
     averages show however small it is.

@@ -36,13 +36,7 @@ _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 class Replay:
     """The golden with the port's experts, in one layer.
 
-    Args:
-        sides: The captures, and the golden's weights if they are known.
-        layer: The layer.
-        experts: The golden's and the port's experts, [T,k] each.
-
-    Attributes:
-        flipped: Tokens whose experts differ, bool [T].
+    `experts` are the golden's and the port's, [T,k] each; `flipped` are the tokens for which they differ, bool [T].
     """
 
     def __init__(self, sides: Sides, *, layer: int, experts: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -50,26 +44,26 @@ class Replay:
         self._layer = layer
         self._port_experts = experts[1].long()
         self.flipped = flipped_tokens(*experts)
-        self._logits = self._read(Site.ROUTER_LOGITS)
+        self._exact_logits = self._read_exact(Site.ROUTER_LOGITS)
         self._replayable = self.flipped & self._are_experts()
         self._opened: _Opened | None = None
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """Biased scores of the golden, float32 [T,E]; None if no token flipped, or the weights are not known.
+        """Scores of the golden with the correction bias, float32 [T,E]; None if no token flipped, or without weights.
 
         Raises:
             IncomparableError: The weights are another model's.
             CheckpointError: They cannot be read.
         """
-        if self._logits is None or self._sides.weights is None or not bool(self.flipped.any()):
+        if self._exact_logits is None or self._sides.weights is None or not bool(self.flipped.any()):
             return None
-        return self._logits.sigmoid() + self._open(self._sides.weights).bias
+        return self._exact_logits.sigmoid() + self._open(self._sides.weights).bias
 
     def tokens(self, site: Site) -> torch.Tensor:
         """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
         needs_weights = site in _BEHIND_EXPERTS
-        if needs_weights and (self._sides.weights is None or self._read(Site.POST_NORM) is None):
+        if needs_weights and (self._sides.weights is None or self._read_exact(Site.POST_NORM) is None):
             return torch.zeros_like(self._replayable)
         return self._replayable
 
@@ -98,8 +92,8 @@ class Replay:
 
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
         """Replay the router's weights, which the golden's logits give for any choice."""
-        exact = self._shares(self._logits, tokens)
-        golden = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
+        exact = self._shares(self._exact_logits, tokens)
+        golden = self._shares(self._read_golden(Site.ROUTER_LOGITS), tokens)
         floor = square_difference(exact, golden, massive=rows.massive)
         widened_floor = None
         if rows.widened_floor is not None:
@@ -116,7 +110,7 @@ class Replay:
         return (widened.whole / golden_squares.whole.clamp(min=TINY)).clamp(min=1.0)
 
     def _behind(self, site: Site, experts: _Values, tokens: torch.Tensor, rows: Rows) -> _Values:
-        """Return the values of a site behind the experts, from what the experts add."""
+        """Return the values of a site behind the experts, from what the experts add; the output adds the stream."""
         if site is Site.MOE_DELTA:
             return experts
         exact, golden = (
@@ -124,19 +118,21 @@ class Replay:
         )
         assert exact is not None, "the golden holds what its experts added"
         assert golden is not None, "the golden holds what its experts added"
-        rounded = ((golden[tokens] + added).to(rows.dtype).float() for added in experts[1:])
-        return _Values(exact[tokens] + experts.exact, *rounded)
+        golden_sum, variant_sum = (
+            (golden[tokens] + added).to(rows.dtype).float() for added in (experts.golden, experts.variant)
+        )
+        return _Values(exact[tokens] + experts.exact, golden_sum, variant_sum)
 
     def _are_experts(self) -> torch.Tensor:
         """Find tokens for which the port names experts that exist: bool [T]."""
-        if self._logits is None:
+        if self._exact_logits is None:
             return torch.zeros_like(self.flipped)
-        return ((self._port_experts >= 0) & (self._port_experts < self._logits.shape[-1])).all(dim=-1)
+        return ((self._port_experts >= 0) & (self._port_experts < self._exact_logits.shape[-1])).all(dim=-1)
 
-    def _read(self, site: Site) -> torch.Tensor | None:
+    def _read_exact(self, site: Site) -> torch.Tensor | None:
         return self._sides.read_exact(self._layer, site)
 
-    def _read_reference(self, site: Site) -> torch.Tensor | None:
+    def _read_golden(self, site: Site) -> torch.Tensor | None:
         return self._sides.read_golden(self._layer, site)
 
     def _shares(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
@@ -155,8 +151,8 @@ class Replay:
 
     def _compute_experts(self, weights: GoldenWeights) -> _Values | None:
         """Compute what the port's experts add; None if the golden did not keep their input or the logits."""
-        tokens, states, logits = self._replayable, self._read(Site.POST_NORM), self._logits
-        golden, golden_logits = (self._read_reference(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
+        tokens, states, logits = self._replayable, self._read_exact(Site.POST_NORM), self._exact_logits
+        golden, golden_logits = (self._read_golden(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
         if states is None or logits is None or golden is None or golden_logits is None:
             return None
         experts = self._port_experts[tokens]

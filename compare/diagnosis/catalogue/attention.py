@@ -1,4 +1,7 @@
-"""Mistakes of attention: how heads are cut, scores, masks, and which heads reach the output."""
+"""Mistakes of attention: how heads are cut, scores, masks, and which heads reach the output.
+
+`layer[site]` is a value of the layer with the mistake, `layer.base[site]` that of the layer without it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 
 from compare.diagnosis.catalogue.splits import rank_of, share
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, replace_stage, scaled
-from compare.diagnosis.mistake import Mistake, each, once_if, values_of
+from compare.diagnosis.mistake import Mistake, each, once_if
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import attend, product_stage
@@ -21,6 +24,7 @@ def _attend_with(**options: Any) -> Change:
 
 
 def _keys_and_values_swapped() -> Change:
+    """Compute k_proj with the weight of v_proj, and v_proj with that of k_proj."""
     return Change(
         stages={
             Site.K_PROJ: product_stage(Site.INPUT_NORM, weight_names.V_PROJ),
@@ -45,6 +49,12 @@ def _query_heads_interleaved(order: str) -> Change:
         return flat
 
     return replace_stage(Site.Q_PROJ, stage)
+
+
+def _orders(inputs: LayerInputs) -> tuple[str, ...]:
+    """List the orders of query heads; none with one group, or one head in each: there is nothing to exchange."""
+    has_two = 1 < inputs.spec.num_key_value_heads < inputs.spec.num_attention_heads
+    return ("by group", "by place") if has_two else ()
 
 
 def _qkv_cut_per_group() -> Change:
@@ -78,6 +88,7 @@ def _windows(inputs: LayerInputs) -> tuple[int, ...]:
 
 
 def _scales(inputs: LayerInputs) -> tuple[float, ...]:
+    """List factors on the scores: not scaled at all, scaled twice, by rotary_dim for head_dim, and others."""
     head_dim, rotary_dim = inputs.spec.head_dim, inputs.spec.rotary_dim
     return (
         head_dim**0.5,
@@ -113,11 +124,7 @@ ATTENTION_MISTAKES = (
         what="The rows of q_proj are cut with the heads of different kv groups interleaved.",
         look_at="how a fused projection is laid out per kv group, and how it is cut",
         build=_query_heads_interleaved,
-        candidates=lambda inputs: (
-            values_of("order", "by group", "by place")(inputs)
-            if 1 < inputs.spec.num_key_value_heads < inputs.spec.num_attention_heads
-            else ()
-        ),
+        candidates=each("order", _orders),
     ),
     Mistake(
         name="qkv_cut_per_group",

@@ -1,4 +1,4 @@
-"""The catalogue: every known mistake, by name; if two explain an output alike, the earlier one is named first."""
+"""The catalogue: every known mistake within a layer, by name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from compare.diagnosis.catalogue.router import ROUTER_MISTAKES
 from compare.diagnosis.mistake import Mistake
 from minimax_tools.errors import UsageError
 
+# If two mistakes explain an output alike, the earlier one is named first.
 CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
     {
         mistake.name: mistake
@@ -34,14 +35,12 @@ CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
 
 
 def find_mistakes(names: tuple[str, ...], *, also: Collection[str] = ()) -> tuple[Mistake, ...]:
-    """Find the mistakes of these names; all of them if no name is given.
+    """Find the mistakes of these names; all of the catalogue if no name is given.
 
-    Args:
-        names: Names of the wanted mistakes.
-        also: Names in another catalogue: they are known, and left out here.
+    Names in `also`, those of the mistakes outside the layers, are allowed and passed over.
 
     Raises:
-        UsageError: A name is not in the catalogue.
+        UsageError: A name is neither in the catalogue nor in `also`.
     """
     unknown = [name for name in names if name not in CATALOGUE and name not in also]
     if unknown:

@@ -21,7 +21,7 @@ from minimax_tools.reference.float32_stages import swiglu
 
 
 def _mix_with(mix: Mix) -> Change:
-    """Combine each expert's gate and up in another way."""
+    """Combine each expert's gate and up in another way: `mix` gets gate, up, and the expert's routing weights."""
     return Change(recipe=Recipe(mix=mix))
 
 
@@ -36,11 +36,13 @@ def _clamped(limit: float) -> Change:
 
 
 def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Take the even channels of [gate | up] for gate, and the odd ones for up."""
     fused = torch.cat((gate, up), dim=-1)
     return functional.silu(fused[:, 0::2]) * fused[:, 1::2]
 
 
 def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Take the first half of channels in which gate and up take turns for gate, and the second half for up."""
     first, second = torch.stack((gate, up), dim=-1).flatten(-2).chunk(2, dim=-1)
     return functional.silu(first) * second
 
@@ -65,6 +67,7 @@ def _renumber(renumber: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> C
 
 
 def _text_order(layer: Evaluation, experts: torch.Tensor) -> torch.Tensor:
+    """Map each number, such as 2, to the expert at this place in 0, 1, 10, 11, …: here 10."""
     return torch.tensor(sorted(range(layer.spec.num_local_experts), key=str))[experts]
 
 
@@ -85,11 +88,9 @@ def _is_on_rank(layer: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
 
 
 def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torch.Tensor]:
-    """Keep the tokens within their expert's capacity; all tokens of the batch take up room, not the judged ones alone.
+    """Keep the tokens within their expert's capacity: `factor` times the mean number of tokens per expert.
 
-    Args:
-        factor: Capacity over the mean number of tokens per expert.
-        counted: `all` tokens take up room, padding too, or `real` ones alone.
+    All tokens of the batch take up room, judged or not; with `counted` `real`, padding does not.
     """
 
     def keeps(layer: Evaluation) -> torch.Tensor:
@@ -101,6 +102,7 @@ def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torc
         num_experts = layer.spec.num_local_experts
         capacity = math.ceil(factor * int(takes_room.sum()) * experts.shape[1] / num_experts)
         is_chosen = functional.one_hot(experts, num_experts).sum(1) * takes_room[:, None]
+        # Of a token and its expert: how many tokens up to this one chose the expert.
         num_until_here = is_chosen.cumsum(0).gather(-1, experts)
         return num_until_here[layer.tokens] <= capacity
 
@@ -119,6 +121,7 @@ def _sum_in_bfloat16(layer: Evaluation) -> torch.Tensor:
 
 
 def _offsets(inputs: LayerInputs) -> tuple[int, ...]:
+    """List distances of expert numbers: 1, of those that count from 1, and the share of one of 2 or 4 ranks."""
     half = inputs.spec.num_local_experts // 2
     return tuple(dict.fromkeys(offset for offset in (1, -1, half, half // 2, -(half // 2)) if offset))
 

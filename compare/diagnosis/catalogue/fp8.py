@@ -25,11 +25,12 @@ _TENSORS = (*_SITES, *EXPERT_MATRICES)
 def _decode_with(decode: Decode, *tensors: str) -> Change:
     """Decode these tensors' codes and scales in another way."""
 
-    def product(source: Site, name: str) -> Stage:
-        return lambda layer: layer[source] @ layer.weights.decoded(name, decode).T
+    def product(site: Site) -> Stage:
+        source, weight_name = PROJECTIONS[site]
+        return lambda layer: layer[source] @ layer.weights.decoded(weight_name, decode).T
 
     sites = [_SITES[tensor] for tensor in tensors if tensor in _SITES]
-    stages: dict[GraphNode, Stage] = {site: product(*PROJECTIONS[site]) for site in sites}
+    stages: dict[GraphNode, Stage] = {site: product(site) for site in sites}
     matrices = tuple(tensor for tensor in tensors if tensor in EXPERT_MATRICES)
     if not matrices:
         return Change(stages=stages)
@@ -65,6 +66,8 @@ def _codes_as_integers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
 
 
 def _activations_quantised() -> Change:
+    """Quantise the input of the experts, and the input of their down projection."""
+
     def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return fp8_groups(torch.nn.functional.silu(gate) * up)
 
@@ -81,6 +84,7 @@ def has_fp8_weights(inputs: LayerInputs) -> bool:
 
 def _fp8_tensors(inputs: LayerInputs) -> tuple[str, ...]:
     """List the tensors that the checkpoint stores in FP8; expert 0 stands for all experts."""
+    # `PROJECTIONS` holds the input and the weight's name of each site.
     names = {
         **{tensor: PROJECTIONS[site][1] for tensor, site in _SITES.items()},
         **{matrix: expert_weight(0, matrix) for matrix in EXPERT_MATRICES},
@@ -91,7 +95,7 @@ def _fp8_tensors(inputs: LayerInputs) -> tuple[str, ...]:
 def _of_tensor(
     name: str, *, what: str, look_at: str, decode: Decode, sources: tuple[str, ...] = ()
 ) -> Mistake:
-    """Build a mistake that is made in one tensor; any that is stored in FP8 may be the one."""
+    """Build a mistake that is made in one tensor; every tensor that is stored in FP8 is a candidate."""
     return Mistake(
         name=name,
         what=what,

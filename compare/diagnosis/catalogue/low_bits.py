@@ -39,7 +39,7 @@ def fp8_groups(states: torch.Tensor, width: int = 128) -> torch.Tensor:
 
 
 def integer_groups(weight: torch.Tensor, width: int, *, largest: float) -> torch.Tensor:
-    """Round [R,C] to symmetric integers up to `largest`, with one scale for each `width` neighbours of a row."""
+    """Round [R,C] to integers up to `largest` (7 in four bits), with one scale for each `width` neighbours of a row."""
     parts = []
     for part in weight.split(width, dim=-1):
         scale = (part.abs().amax(-1, keepdim=True) / largest).clamp(min=_LEAST_SCALE)

@@ -18,7 +18,7 @@ from minimax_tools.reference.float32_stages import (
     split_heads,
 )
 
-# RMSNorm as some port computes it: from the layer, the states [...,F] and the weight [F] to the normed states.
+# RMSNorm as a mistaken port computes it: from the layer, the states [...,F] and the weight [F] to the normed states.
 _PortNorm = Callable[[Evaluation, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)
@@ -28,7 +28,7 @@ _FACTORS = (8**-0.5, 8**0.5, 4**-0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.
 
 
 def _replace(sites: tuple[Site, ...], norm: _PortNorm) -> Change:
-    """Compute the norms of some sites as a port does."""
+    """Compute the norms of some sites by `norm`."""
 
     def stage(site: Site) -> Stage:
         source, weight_name = NORMS[site]
@@ -37,16 +37,16 @@ def _replace(sites: tuple[Site, ...], norm: _PortNorm) -> Change:
     return Change(stages={site: stage(site) for site in sites})
 
 
-def _right(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _rms_norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return normalise(states, weight, layer.spec.rms_norm_eps)
 
 
 def _plus_one(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _right(layer, states, weight + 1.0)
+    return _rms_norm(layer, states, weight + 1.0)
 
 
 def _unweighted(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _right(layer, states, torch.ones_like(weight))
+    return _rms_norm(layer, states, torch.ones_like(weight))
 
 
 def _with_eps(eps: float) -> _PortNorm:
@@ -54,7 +54,7 @@ def _with_eps(eps: float) -> _PortNorm:
 
 
 def _mean_subtracted(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _right(layer, states - states.mean(-1, keepdim=True), weight)
+    return _rms_norm(layer, states - states.mean(-1, keepdim=True), weight)
 
 
 def _in_groups(num_groups: int) -> _PortNorm:
@@ -62,7 +62,7 @@ def _in_groups(num_groups: int) -> _PortNorm:
 
     def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         groups = states.unflatten(-1, (num_groups, -1))
-        return _right(layer, groups, weight.unflatten(0, (num_groups, -1))).flatten(-2)
+        return _rms_norm(layer, groups, weight.unflatten(0, (num_groups, -1))).flatten(-2)
 
     return norm
 
@@ -79,6 +79,8 @@ def _slice_twice(parts: int, part: int) -> _PortNorm:
 
 
 def _per_rank(tp_degree: int) -> _PortNorm:
+    """Take the mean square of each rank's own channels alone."""
+
     def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _in_groups(_num_slices(layer, weight, tp_degree))(layer, states, weight)
 
@@ -86,9 +88,11 @@ def _per_rank(tp_degree: int) -> _PortNorm:
 
 
 def _first_slice(tp_degree: int) -> _PortNorm:
+    """Multiply every rank's channels by rank 0's slice of the weight."""
+
     def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         num_slices = _num_slices(layer, weight, tp_degree)
-        return _right(layer, states, weight.chunk(num_slices)[0].repeat(num_slices))
+        return _rms_norm(layer, states, weight.chunk(num_slices)[0].repeat(num_slices))
 
     return norm
 
@@ -100,11 +104,11 @@ def _num_slices(layer: Evaluation, weight: torch.Tensor, tp_degree: int) -> int:
 
 def _weight_averaged(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     heads = weight.view(-1, layer.spec.head_dim)
-    return _right(layer, states, heads.mean(0).repeat(len(heads)))
+    return _rms_norm(layer, states, heads.mean(0).repeat(len(heads)))
 
 
 def _scaled(factor: float) -> _PortNorm:
-    return lambda layer, states, weight: _right(layer, states, weight * factor)
+    return lambda layer, states, weight: _rms_norm(layer, states, weight * factor)
 
 
 def _low_precision(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -123,7 +127,7 @@ def _after_rope() -> Change:
             head_dim = layer.spec.head_dim
             rotated = rotate_halves(split_heads(layer[source], head_dim), rotation_angles(layer))
             flat = rotated.transpose(1, 2).flatten(2)
-            return split_heads(_right(layer, flat, layer.weight(weight_name)), head_dim)
+            return split_heads(_rms_norm(layer, flat, layer.weight(weight_name)), head_dim)
 
         return rotate_and_norm
 

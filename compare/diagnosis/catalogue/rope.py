@@ -38,19 +38,17 @@ def _positions(layer: Evaluation) -> torch.Tensor:
 
 
 def _with_frequencies(**changed: Any) -> Change:
-    """Rotate with other frequencies; `changed` are arguments of `float32_stages.frequencies`."""
+    """Rotate with other frequencies; `changed` are the arguments of `frequencies` that the port has wrong."""
 
     def angles(layer: Evaluation) -> torch.Tensor:
-        right: dict[str, Any] = {
-            "rotary_dim": layer.spec.rotary_dim,
-            "theta": layer.spec.rope_theta,
-        }
-        return _positions(layer) * frequencies(**(right | changed))
+        arguments: dict[str, Any] = {"rotary_dim": layer.spec.rotary_dim, "theta": layer.spec.rope_theta}
+        return _positions(layer) * frequencies(**(arguments | changed))
 
     return _with_angles(angles)
 
 
 def _interleaved(layer: Evaluation, heads: torch.Tensor) -> torch.Tensor:
+    """Rotate dim 2i with dim 2i + 1, and not dim i with dim i + width/2."""
     angles = rotation_angles(layer)[:, None]
     width = 2 * angles.shape[-1]
     even, odd = heads[..., 0:width:2], heads[..., 1:width:2]
@@ -96,7 +94,8 @@ def _other_widths(inputs: LayerInputs) -> tuple[int, ...]:
     """List eighths of head_dim, the widest first."""
     spec = inputs.spec
     widths = {spec.head_dim * eighths // 8 for eighths in range(1, 9)}
-    return tuple(sorted(width for width in widths if width % 2 == 0 and width != spec.rotary_dim))[::-1]
+    others = [width for width in widths if width % 2 == 0 and width != spec.rotary_dim]
+    return tuple(sorted(others, reverse=True))
 
 
 def _other_frequency_widths(inputs: LayerInputs) -> tuple[int, ...]:
@@ -112,6 +111,7 @@ def _other_thetas(inputs: LayerInputs) -> tuple[float, ...]:
 
 def _periods(inputs: LayerInputs) -> tuple[int, ...]:
     spec = inputs.spec
+    # Behind rotary_dim, there must be as many dims to rotate.
     if spec.head_dim < 2 * spec.rotary_dim:
         return ()
     return tuple(period for period in (2, 4, 8, 16) if period <= spec.num_attention_heads)

@@ -1,6 +1,6 @@
 """Mistakes of the positions that rotary embedding rotates by. B batch, S sequence.
 
-Most show only at large positions: where the rows have none, these mistakes have no candidates.
+Most show only at large positions: on prompts that are too short for it, these mistakes have no candidates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minimax_tools.reference.float32_stages import frequencies, rotate_halves, s
 # From the right positions, int64 [B,S], to those that a port rotates by, [B,S] of any dtype.
 _Reposition = Callable[[torch.Tensor], torch.Tensor]
 
-# Rows of a table of cos and sin, or of a cache's ring.
+# Usual numbers of rows of a table of cos and sin, or of a ring of cached keys: 64 to 131072.
 _SIZES = tuple(2**power for power in range(6, 18))
 _DTYPES = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
 

@@ -1,4 +1,7 @@
-"""Mistakes of the router: the experts' scores, their choice, and the weights of the chosen. T tokens, E experts."""
+"""Mistakes of the router: the experts' scores, their choice, and the weights of the chosen.
+
+T tokens, E experts, k experts per token.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def _choose_by(choice: _Scores, scores: _Scores | None = None) -> Change:
 
 
 def _weigh_by(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
-    """Weigh the chosen experts in another way."""
+    """Weigh the chosen experts in another way: `weights` gets the layer and the experts, int64 [T,k]."""
     return replace_stage(Site.ROUTER_WEIGHTS, lambda layer: weights(layer, layer[Site.ROUTER_EXPERTS]))
 
 
@@ -43,19 +46,21 @@ def _softmax(layer: Evaluation) -> torch.Tensor:
 
 
 def _top_k(k: int) -> Change:
+    """Choose another number of experts."""
     return replace_stage(
         Site.ROUTER_EXPERTS, lambda layer: choose_experts(router_scores(layer) + correction_bias(layer), k)
     )
 
 
 def _logits_by(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
+    """Compute the logits [T,E] by `product`, from the router's input [T,H] and the gate's weight [E,H] (H hidden)."""
     return replace_stage(
         Site.ROUTER_LOGITS, lambda layer: product(layer[Site.POST_NORM], layer.weight(weight_names.GATE))
     )
 
 
 def _quantised(bits: int, scales: str = "blocks") -> Change:
-    """Quantise the gate: FP8 by blocks of 128 x 128, four bits by 128 of a row; or with one scale per tensor or row."""
+    """Quantise the gate: FP8 with a scale per block of 128 x 128 or `tensor`, 4 bits per 128 of a row or per row."""
 
     def quantise(gate: torch.Tensor) -> torch.Tensor:
         if bits == 8:
@@ -66,6 +71,8 @@ def _quantised(bits: int, scales: str = "blocks") -> Change:
 
 
 def _weights_on_input() -> Change:
+    """Multiply each expert's input, and so its gate and up, by its routing weight, and not its output."""
+
     def mix(gate: torch.Tensor, up: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(gate * shares[:, None]) * (up * shares[:, None])
 

@@ -1,4 +1,4 @@
-"""Splits: parameters of mistakes that say over how many ranks a size is spread, and which rank is meant.
+"""Splits: candidates of mistakes in parallelism: over how many ranks a size is spread, and which rank is meant.
 
 A size is a number of heads, experts, channels or vocabulary rows.
 """
@@ -32,7 +32,7 @@ def degrees(size: int) -> tuple[int, ...]:
 
 
 def degree_of(degree_name: str, quantity: str) -> Callable[[HasSpec], tuple[Parameters, ...]]:
-    """Build candidates of a number of ranks, over a quantity of `ModelSpec` such as `hidden_size`."""
+    """Build candidates of a number of ranks, such as `tp_degree`, over a quantity of `ModelSpec` as `hidden_size`."""
     return each(degree_name, lambda inputs: degrees(getattr(inputs.spec, quantity)))
 
 

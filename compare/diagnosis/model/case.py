@@ -34,31 +34,23 @@ _MOST_TOKENS = {ModelSite.EMBEDDING: 512, ModelSite.FINAL_NORM: 512, ModelSite.L
 _MOST_COLUMNS = 8192
 # A smaller factor is no scale: the tensor was not loaded.
 _LEAST_FACTOR = 1e-6
-# Right values of a site from its inputs.
-_RIGHT = {ModelSite.EMBEDDING: embed, ModelSite.FINAL_NORM: norm_states, ModelSite.LOGITS: score}
+# From a site's inputs to its correct values.
+_CORRECT = {ModelSite.EMBEDDING: embed, ModelSite.FINAL_NORM: norm_states, ModelSite.LOGITS: score}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteCase:
-    """A site outside the layers, with both sides' values.
-
-    Args:
-        site: The site.
-        inputs: The port's own inputs to the site.
-        port: The port's values, float32 [T,F].
-        right: Values of a right port on the same inputs, float32 [T,F].
-        noise: Noise of the site.
-        is_through_norm: Whether logits are judged from the last layer's output, as the final norm is not held.
-        notes: Sentences on tokens that could not be judged.
-    """
+    """A site outside the layers, with both sides' values."""
 
     site: ModelSite
-    inputs: ModelInputs
-    port: torch.Tensor
-    right: torch.Tensor
+    inputs: ModelInputs  # the port's own inputs to the site
+    port: torch.Tensor  # the port's values, float32 [T,F]
+    correct: torch.Tensor  # correct values on the same inputs, float32 [T,F]
     noise: SiteNoise
-    is_through_norm: bool = False
-    notes: tuple[str, ...] = ()
+    is_through_norm: bool = (
+        False  # whether logits are judged from the last layer's output: no final norm is held
+    )
+    notes: tuple[str, ...] = ()  # sentences on tokens that could not be judged
 
     def may_have(self, mistake: ModelMistake) -> bool:
         """Decide whether a mistake can show here; one of the final norm shows at the logits if that is not held."""
@@ -67,31 +59,27 @@ class SiteCase:
     def predict(self, mistake: ModelMistake, parameters: Parameters) -> torch.Tensor | None:
         """Compute the site's values [T,F] with a mistake; None if an input is not held."""
         if mistake.site is self.site:
-            return mistake.predict(self.inputs, self.right, **parameters)
+            return mistake.predict(self.inputs, self.correct, **parameters)
+        # Else the site is the logits, and the mistake one of the final norm.
         prediction = mistake.predict(self.inputs, norm_states(self.inputs), **parameters)
         return None if prediction is None else score_states(self.inputs, self.inputs.rounded(prediction))
 
     def candidates(self, mistake: ModelMistake) -> tuple[Parameters, ...]:
         """Return the parameters to try: those of the catalogue, and the factor that fits the port best."""
-        found = mistake.candidates(self.inputs)
+        usual = mistake.candidates(self.inputs)
         # At the logits nothing tells a scaled norm from a scaled head.
         if not mistake.fits_factor or mistake.site is not self.site:
-            return found
-        factor = float((self.port * self.right).sum() / self.right.square().sum().clamp(min=TINY_FLOAT32))
+            return usual
+        factor = float((self.port * self.correct).sum() / self.correct.square().sum().clamp(min=TINY_FLOAT32))
         if not math.isfinite(factor) or abs(factor) <= _LEAST_FACTOR:
-            return found
-        return (*found, MappingProxyType({"factor": factor}))
+            return usual
+        return (*usual, MappingProxyType({"factor": factor}))
 
 
 class ModelCases:
-    """Opens the sites outside the layers.
+    """Opens the sites outside the layers of a run that ends with `last_layer`; the golden is mm2's own.
 
-    Args:
-        golden: The golden, a capture of mm2's own.
-        target: The device run.
-        batch: Tokens that both sides have in common.
-        last_layer: Last layer of the run.
-        weights: Weights of any layer; tensors outside the layers are read from the same checkpoint.
+    `weights` are those of any layer; tensors outside the layers are read from the same checkpoint.
     """
 
     def __init__(
@@ -131,6 +119,7 @@ class ModelCases:
         if not bool(is_usable.any()):
             return "no token of it is held and finite"
         indices = is_usable.nonzero()[:, 0]
+        # Spread as if they were one prompt.
         indices = indices[spread_tokens(len(indices), [len(indices)], _MOST_TOKENS[site])]
         golden_inputs, port_inputs = _select(golden_inputs, indices), _select(port_inputs, indices)
         num_lost = int((~port_rows.isfinite().all(dim=-1)).sum())
@@ -139,29 +128,34 @@ class ModelCases:
             site=site,
             inputs=port_inputs,
             port=port_rows[indices],
-            right=_RIGHT[site](port_inputs),
+            correct=_CORRECT[site](port_inputs),
             noise=SiteNoise.measure(
-                golden_rows[indices], _RIGHT[site](golden_inputs), rounding=_ROUNDING[self._dtype]
+                golden_rows[indices], _CORRECT[site](golden_inputs), rounding=_ROUNDING[self._dtype]
             ),
             is_through_norm=site is ModelSite.LOGITS and not has_norm,
             notes=(lost,) if num_lost else (),
         )
 
     def _read_inputs(self, side: CaptureSource, *, has_norm: bool) -> ModelInputs:
-        """Read the inputs of one side, for all real tokens; if the port lacks the final norm, it is computed."""
+        """Read the inputs of one side, for all real tokens; without `has_norm`, the final norm is computed.
+
+        `has_norm` is whether the port holds the final norm.
+        """
         tokens = self._golden.read_inputs()
         is_real = tokens.attention_mask.bool()
         ids = tokens.input_ids[is_real]
         prompts = is_real.nonzero()[:, 0]
-        here = torch.arange(len(ids))
+        indices = torch.arange(len(ids))
+        # `roll` puts each token's prompt at the next token; at the first token it puts that of the last.
+        is_continued = (prompts == prompts.roll(1)) & (indices > 0)
         inputs = ModelInputs(
             spec=self._spec,
             weights=self._weights,
             columns=self._columns,
             dtype=self._dtype,
             token_ids=ids,
-            before=torch.where((prompts == prompts.roll(1)) & (here > 0), here - 1, -1),
-            all_ids=ids,
+            all_token_ids=ids,
+            previous=torch.where(is_continued, indices - 1, -1),
             states=self._read_states(side),
         )
         if has_norm and ModelSite.FINAL_NORM in side.model_sites():
@@ -201,17 +195,18 @@ def _is_finite(rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def _lacks_input(inputs: ModelInputs, site: ModelSite) -> bool:
+    """Decide whether the input of a site is not held; that of the embedding, the token ids, always is."""
     if site is ModelSite.FINAL_NORM:
         return inputs.states is None
     return site is ModelSite.LOGITS and inputs.normed is None
 
 
 def _select(inputs: ModelInputs, indices: torch.Tensor) -> ModelInputs:
-    """Select some of the judged tokens, by their indices among the T."""
+    """Select some of the judged tokens, by their indices among the T; what holds all real tokens stays whole."""
     return replace(
         inputs,
         token_ids=inputs.token_ids[indices],
-        before=inputs.before[indices],
+        previous=inputs.previous[indices],
         states=None if inputs.states is None else inputs.states[indices],
         normed=None if inputs.normed is None else inputs.normed[indices],
     )

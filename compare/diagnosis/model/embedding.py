@@ -1,6 +1,7 @@
 """Mistakes of the embedding: which row of the table a token gets, and in which form.
 
-T tokens, H hidden.
+`predict(inputs, correct, **parameters)` of a mistake gets the port's inputs, the correct embedding [T,H], and one of
+its `candidates`; it returns what a port with the mistake gives, [T,H]. T tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -29,28 +30,34 @@ def _rows(inputs: ModelInputs, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Look up other rows: `other_rows` is one of the functions of `shards`."""
+    """Build a `predict` that looks up other rows: `other_rows` is one of the functions of `shards`."""
     return lambda inputs, _, **parameters: _rows(
         inputs, other_rows(inputs.token_ids, inputs.spec.vocab_size, **parameters)
     )
 
 
-def _offset_of_rank_0(inputs: ModelInputs, right: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
+def _offset_of_rank_0(inputs: ModelInputs, correct: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
+    """Look tokens up on ranks that all subtract 0, rank 0's first row, and keep the ids below their number of rows.
+
+    So each rank answers rank 0's tokens from its own rows, and other tokens with zeros; the all-reduce adds these up.
+    """
     num_rows = inputs.spec.vocab_size // tp_degree
-    summed = torch.zeros_like(right)
+    summed = torch.zeros_like(correct)
     is_of_rank_0 = inputs.token_ids < num_rows
     for rank in range(tp_degree):
         summed[is_of_rank_0] += _rows(inputs, rank * num_rows + inputs.token_ids[is_of_rank_0])
     return summed
 
 
-def _columns_of_rank_0(_: ModelInputs, right: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
-    return right[:, : right.shape[1] // tp_degree].repeat(1, tp_degree)
+def _columns_of_rank_0(_: ModelInputs, correct: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
+    return correct[:, : correct.shape[1] // tp_degree].repeat(1, tp_degree)
 
 
-def _columns_not_gathered(_: ModelInputs, right: torch.Tensor, *, tp_degree: int, rank: int) -> torch.Tensor:
-    hidden = right.shape[1]
-    return right * shards.is_of_rank(torch.arange(hidden), hidden, tp_degree, rank)
+def _columns_not_gathered(
+    _: ModelInputs, correct: torch.Tensor, *, tp_degree: int, rank: int
+) -> torch.Tensor:
+    hidden = correct.shape[1]
+    return correct * shards.is_of_rank(torch.arange(hidden), hidden, tp_degree, rank)
 
 
 def _usual_factors(inputs: ModelInputs) -> tuple[float, float]:
@@ -69,8 +76,8 @@ EMBEDDING_MISTAKES = (
     ),
     _mistake(
         name="embedding_offset_of_rank_0",
-        what="Every rank masks tokens by rank 0's range: its tokens get the sum of all shards, the others nothing.",
-        look_at="the first row that is subtracted from token ids on each rank",
+        what="Every rank masks tokens by rank 0's range: these tokens get the sum of one row of each rank, others 0.",
+        look_at="the index of the rank's first row, which is subtracted from token ids",
         predict=_offset_of_rank_0,
         candidates=shards.vocabulary_degrees,
     ),
@@ -78,8 +85,8 @@ EMBEDDING_MISTAKES = (
         name="embedding_not_reduced",
         what="The ranks' parts of the vocabulary are not added up: tokens of other ranks are zero.",
         look_at="the all-reduce behind the vocabulary-parallel embedding",
-        predict=lambda inputs, right, **split: (
-            right * shards.is_of_rank(inputs.token_ids, inputs.spec.vocab_size, **split).unsqueeze(1)
+        predict=lambda inputs, correct, **split: (
+            correct * shards.is_of_rank(inputs.token_ids, inputs.spec.vocab_size, **split).unsqueeze(1)
         ),
         candidates=shards.vocabulary_ranks,
     ),
@@ -115,7 +122,9 @@ EMBEDDING_MISTAKES = (
         name="embedding_scaled",
         what="Embeddings are multiplied by a factor, as other models do by the root of the hidden size.",
         look_at="a scale behind the embedding",
-        predict=lambda inputs, right, factor: inputs.rounded(right * factor),
+        # Only a product is rounded again: the other predictions are values of the table, which has the dtype.
+        predict=lambda inputs, correct, factor: inputs.rounded(correct * factor),
+        # Beside these two, the factor that fits the port best is tried.
         candidates=each("factor", _usual_factors),
         fits_factor=True,
     ),
@@ -132,19 +141,21 @@ EMBEDDING_MISTAKES = (
         name="embedding_low_precision",
         what="The embedding is held in fewer bits than the checkpoint's.",
         look_at="the list of modules that quantisation leaves alone",
-        predict=lambda _, right, dtype: ROUNDINGS[dtype](right),
+        predict=lambda _, correct, dtype: ROUNDINGS[dtype](correct),
         candidates=rounding_dtypes,
     ),
     _mistake(
         name="embedding_of_token_before",
         what="Each position has the embedding of the token before it.",
         look_at="a shift of the token ids, such as that of labels in training",
-        predict=lambda inputs, _: inputs.without_first(_rows(inputs, inputs.all_ids[inputs.before])),
+        predict=lambda inputs, _: inputs.without_first_tokens(
+            _rows(inputs, inputs.all_token_ids[inputs.previous])
+        ),
     ),
     _mistake(
         name="embedding_zero",
         what="The embedding is zero.",
         look_at="whether the tensor was loaded at all",
-        predict=lambda _, right: torch.zeros_like(right),
+        predict=lambda _, correct: torch.zeros_like(correct),
     ),
 )

@@ -1,4 +1,8 @@
-"""Mistakes of the final norm, on the port's own output of the last layer. T tokens, H hidden."""
+"""Mistakes of the final norm, on the port's own output of the last layer.
+
+`predict(inputs, correct, **parameters)` of a mistake gets the port's inputs, the correct final norm on them [T,H], and
+one of its `candidates`; it returns what a port with the mistake gives, [T,H]. T tokens, H hidden.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,13 @@ from minimax_tools.reference.float32_stages import normalise
 
 
 def norm_states(inputs: ModelInputs) -> torch.Tensor:
-    """Compute the right final norm, float32 [T,H]; the last layer's output must be held."""
-    return _normed(inputs, inputs.weights.norm)
+    """Compute the correct final norm, float32 [T,H]; the last layer's output must be held."""
+    return _normed(inputs, inputs.weights.final_norm)
 
 
 def _states(inputs: ModelInputs) -> torch.Tensor:
-    assert inputs.states is not None, (
-        "the search asks for predictions only if the last layer's output is held"
-    )
+    """Return the last layer's output, [T,H]."""
+    assert inputs.states is not None, "the search asks for predictions only if the states are held"
     return inputs.states
 
 
@@ -32,18 +35,20 @@ def _normed(inputs: ModelInputs, weight: torch.Tensor) -> torch.Tensor:
 
 def _per_rank(inputs: ModelInputs, _: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
     parts = _states(inputs).unflatten(-1, (tp_degree, -1))
-    weights = inputs.weights.norm.unflatten(0, (tp_degree, -1))
+    weights = inputs.weights.final_norm.unflatten(0, (tp_degree, -1))
     return normalise(parts, weights, inputs.spec.rms_norm_eps).flatten(-2)
 
 
 def _weight_of_rank_0(inputs: ModelInputs, _: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
-    weight = inputs.weights.norm
+    weight = inputs.weights.final_norm
     return _normed(inputs, weight[: len(weight) // tp_degree].repeat(tp_degree))
 
 
 def _centred(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
     states = _states(inputs)
-    return normalise(states - states.mean(-1, keepdim=True), inputs.weights.norm, inputs.spec.rms_norm_eps)
+    return normalise(
+        states - states.mean(-1, keepdim=True), inputs.weights.final_norm, inputs.spec.rms_norm_eps
+    )
 
 
 _mistake = partial(ModelMistake, site=ModelSite.FINAL_NORM)
@@ -52,7 +57,7 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_one_plus_weight",
         what="The final norm multiplies by 1 + weight.",
         look_at="a norm taken from Gemma's code",
-        predict=lambda inputs, _: _normed(inputs, inputs.weights.norm + 1.0),
+        predict=lambda inputs, _: _normed(inputs, inputs.weights.final_norm + 1.0),
     ),
     _mistake(
         name="final_norm_missing",
@@ -64,7 +69,7 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_unweighted",
         what="The final norm's weight is left out, or all ones.",
         look_at="whether model.norm.weight was loaded",
-        predict=lambda inputs, _: _normed(inputs, torch.ones_like(inputs.weights.norm)),
+        predict=lambda inputs, _: _normed(inputs, torch.ones_like(inputs.weights.final_norm)),
     ),
     _mistake(
         name="final_norm_of_a_layer",
@@ -91,7 +96,7 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_eps",
         what="The final norm has another epsilon.",
         look_at="rms_norm_eps",
-        predict=lambda inputs, _, eps: normalise(_states(inputs), inputs.weights.norm, eps),
+        predict=lambda inputs, _, eps: normalise(_states(inputs), inputs.weights.final_norm, eps),
         candidates=values_of("eps", 1e-5, 1e-8, 1e-12, 1e-3, 1e-2),
     ),
     _mistake(
@@ -104,22 +109,22 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_twice",
         what="The final norm is applied twice.",
         look_at="a norm within the head",
-        predict=lambda inputs, right: normalise(
-            inputs.rounded(right), inputs.weights.norm, inputs.spec.rms_norm_eps
+        predict=lambda inputs, correct: normalise(
+            inputs.rounded(correct), inputs.weights.final_norm, inputs.spec.rms_norm_eps
         ),
     ),
     _mistake(
         name="final_norm_weight_alone",
         what="The final norm multiplies by its weight and does not normalise.",
         look_at="the norm's forward",
-        predict=lambda inputs, _: _states(inputs) * inputs.weights.norm,
+        predict=lambda inputs, _: _states(inputs) * inputs.weights.final_norm,
     ),
     _mistake(
         name="final_norm_scaled",
         what="The final norm's output is multiplied by a factor.",
         look_at="a scale behind the final norm, or in its weight",
-        predict=lambda _, right, factor: right * factor,
-        candidates=lambda _: (),
+        predict=lambda _, correct, factor: correct * factor,
+        candidates=lambda _: (),  # only the factor that fits the port best
         fits_factor=True,
     ),
 )

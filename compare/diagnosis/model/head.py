@@ -1,5 +1,7 @@
 """Mistakes of the head, on the port's own output of the final norm.
 
+`predict(inputs, correct, **parameters)` of a mistake gets the port's inputs, the correct logits on them [T,C], and one
+of its `candidates`; it returns what a port with the mistake gives, [T,C].
 T tokens, V rows of the vocabulary, C judged ones among them, H hidden.
 """
 
@@ -20,7 +22,7 @@ from minimax_tools.reference.float32_stages import normalise
 
 
 def score(inputs: ModelInputs) -> torch.Tensor:
-    """Compute the right logits of the judged columns, float32 [T,C]; the head's input must be held."""
+    """Compute the correct logits of the judged columns, float32 [T,C]; the head's input must be held."""
     return score_states(inputs, _normed(inputs))
 
 
@@ -34,18 +36,20 @@ def _rows(inputs: ModelInputs, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(inputs: ModelInputs) -> torch.Tensor:
+    """Return the head's input, the output of the final norm, [T,H]."""
     assert inputs.normed is not None, "the search asks for predictions only if the head's input is held"
     return inputs.normed
 
 
 def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compute logits from other rows of the head: `other_rows` is one of the functions of `shards`."""
+    """Build a `predict` with other rows of the head: `other_rows` is one of the functions of `shards`."""
     return lambda inputs, _, **parameters: (
         _normed(inputs) @ _rows(inputs, other_rows(inputs.columns, inputs.spec.vocab_size, **parameters)).T
     )
 
 
 def _exchanged(columns: torch.Tensor, vocab_size: int, rows: str) -> torch.Tensor:
+    """Map rows [C]: with `neighbours` 0 and 1, 2 and 3 change places; with `all reversed` the last comes first."""
     return (columns ^ 1).clamp(max=vocab_size - 1) if rows == "neighbours" else vocab_size - 1 - columns
 
 
@@ -66,13 +70,13 @@ def _low_precision(inputs: ModelInputs, _: torch.Tensor, *, dtype: str) -> torch
 
 
 def _normed_twice(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
-    twice = normalise(_normed(inputs), inputs.weights.norm, inputs.spec.rms_norm_eps)
+    twice = normalise(_normed(inputs), inputs.weights.final_norm, inputs.spec.rms_norm_eps)
     return score_states(inputs, inputs.rounded(twice))
 
 
 def _of_token_before(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
     assert inputs.all_normed is not None, "the search asks for predictions only if the head's input is held"
-    return inputs.without_first(score_states(inputs, inputs.all_normed[inputs.before]))
+    return inputs.without_first_tokens(score_states(inputs, inputs.all_normed[inputs.previous]))
 
 
 _mistake = partial(ModelMistake, site=ModelSite.LOGITS)
@@ -95,8 +99,8 @@ HEAD_MISTAKES = (
         name="head_not_gathered",
         what="One rank's logits are there, the others are zero.",
         look_at="the all-gather behind lm_head",
-        predict=lambda inputs, right, **split: (
-            right * shards.is_of_rank(inputs.columns, inputs.spec.vocab_size, **split)
+        predict=lambda inputs, correct, **split: (
+            correct * shards.is_of_rank(inputs.columns, inputs.spec.vocab_size, **split)
         ),
         candidates=shards.vocabulary_ranks,
     ),
@@ -149,8 +153,8 @@ HEAD_MISTAKES = (
         name="head_scaled",
         what="Logits are multiplied by a factor.",
         look_at="a temperature or a scale of logits",
-        predict=lambda _, right, factor: right * factor,
-        candidates=lambda _: (),
+        predict=lambda _, correct, factor: correct * factor,
+        candidates=lambda _: (),  # only the factor that fits the port best
         fits_factor=True,
     ),
     _mistake(
@@ -164,7 +168,7 @@ HEAD_MISTAKES = (
         name="head_zero",
         what="All logits are zero.",
         look_at="whether lm_head was loaded at all",
-        predict=lambda _, right: torch.zeros_like(right),
+        predict=lambda _, correct: torch.zeros_like(correct),
         sources=("parallax#444",),
     ),
 )

@@ -16,36 +16,26 @@ from minimax_tools.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelInputs:
-    """Inputs of one side, the golden's or the port's, to the sites outside the layers.
+    """Inputs of one side, the golden's or the port's, to the sites outside the layers; a tensor not held is None.
 
-    Args:
-        spec: Quantities of the model.
-        weights: Tensors of the checkpoint outside the layers.
-        columns: Columns of the vocabulary that are judged, ascending: int64 [C].
-        dtype: Dtype that the golden computes in.
-        token_ids: Ids of the judged tokens, int64 [T].
-        before: Index of the preceding token of the same prompt among all real tokens; -1 for the first: int64 [T].
-        all_ids: Ids of all real tokens, int64.
-        states: Output of the last layer, float32 [T,H]; None if it is not held.
-        normed: Output of the final norm, float32 [T,H]; None if it is not held.
-        all_normed: Output of the final norm for all real tokens, float32; None if it is not held.
+    Judged are some of the real tokens: the batch without padding.
     """
 
     spec: ModelSpec
     weights: ModelWeights
-    columns: torch.Tensor
-    dtype: torch.dtype
-    token_ids: torch.Tensor
-    before: torch.Tensor
-    all_ids: torch.Tensor
-    states: torch.Tensor | None = None
-    normed: torch.Tensor | None = None
-    all_normed: torch.Tensor | None = None
+    columns: torch.Tensor  # columns of the vocabulary that are judged, ascending: int64 [C]
+    dtype: torch.dtype  # dtype that the golden computes in
+    token_ids: torch.Tensor  # ids of the judged tokens, int64 [T]
+    all_token_ids: torch.Tensor  # ids of all real tokens, int64
+    previous: torch.Tensor  # index among all real tokens of the token before; -1 for none: int64 [T]
+    states: torch.Tensor | None = None  # output of the last layer, float32 [T,H]
+    normed: torch.Tensor | None = None  # output of the final norm, float32 [T,H]
+    all_normed: torch.Tensor | None = None  # output of the final norm for all real tokens, float32
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Round values to the golden's dtype; return them as float32."""
         return values.to(self.dtype).float()
 
-    def without_first(self, values: torch.Tensor) -> torch.Tensor:
+    def without_first_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """Replace [T,F] by NaN at each prompt's first token, which has no token before it."""
-        return values.masked_fill((self.before < 0)[:, None], math.nan)
+        return values.masked_fill((self.previous < 0)[:, None], math.nan)

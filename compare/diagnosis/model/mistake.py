@@ -22,23 +22,15 @@ ModelCandidates = Callable[[ModelInputs], tuple[Parameters, ...]]
 class ModelMistake:
     """A known mistake of the embedding, the final norm or the head.
 
-    Args:
-        name: Name of the mistake in reports.
-        site: Site at which the mistake is made.
-        what: Sentence that says what the port does.
-        look_at: Place to look at in the port's code.
-        predict: Function from the inputs, the right values of the site [T,F], and the parameters, by name, to the
-            port's values, float32 [T,F]. It returns None if an input is not held.
-        candidates: Function from the inputs to the parameters to try.
-        fits_factor: Whether the value of `factor` that fits the port best is tried too.
-        sources: Public threads that report the mistake, as `repository#thread`.
+    `predict` gets the inputs, the correct values of the site [T,F], and the parameters, by name. It returns the values
+    of a port with the mistake, float32 [T,F]; None if an input is not held.
     """
 
-    name: str
-    site: ModelSite
-    what: str
-    look_at: str
+    name: str  # name in reports
+    site: ModelSite  # site at which the mistake is made
+    what: str  # sentence that says what the port does
+    look_at: str  # place to look at in the port's code
     predict: Callable[..., torch.Tensor | None]
     candidates: ModelCandidates = once
-    fits_factor: bool = False
-    sources: tuple[str, ...] = ()
+    fits_factor: bool = False  # whether the `factor` that fits the port best is tried beside the candidates
+    sources: tuple[str, ...] = ()  # public threads that report the mistake, as `repository#thread`

@@ -21,18 +21,16 @@ _TINY = 1e-12
 
 
 def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: bool) -> SiteDiagnosis:
-    """Find the mistakes that explain a site; if the site is right on the port's own input, none is tried.
+    """Find which mistakes explain a site; if the site is right on the port's own input, none is tried.
 
-    Args:
-        case: The port's values at the site, and its inputs.
-        mistakes: Entries of the catalogue to try.
-        is_blamed: Whether the comparison blames the site.
+    `is_blamed` says whether the comparison blames the site. `null` is ρ of the port without a mistake.
     """
-    null = case.noise.rho(case.port, case.right)
+    null = case.noise.rho(case.port, case.correct)
     if null <= RIGHT_RHO:
         return SiteDiagnosis(site=case.site, unexplained=null, is_blamed=is_blamed, notes=case.notes)
     findings = list(_try_mistakes(case, mistakes, null))
     best = _best_of_each(findings)
+    # `leaves` is ρ of the port against the prediction with the mistake, `most_left` the largest that explains.
     explaining = [finding for finding in best if finding.leaves <= most_left(null) and finding.leaves < null]
     named = [
         finding
@@ -55,9 +53,9 @@ def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: 
 
 
 def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float) -> Iterator[MistakeFinding]:
-    """Compare the port with every mistake and each of its candidates; `null` is ρ without a mistake."""
-    for mistake in mistakes:
-        for parameters in case.candidates(mistake) if case.may_have(mistake) else ():
+    """Compare the port with every mistake and each of its candidates."""
+    for mistake in filter(case.may_have, mistakes):
+        for parameters in case.candidates(mistake):
             prediction = case.predict(mistake, parameters)
             if prediction is None:
                 continue
@@ -81,13 +79,14 @@ def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float)
 def _fit_amplitude(case: SiteCase, prediction: torch.Tensor, leaves: float) -> tuple[float, float]:
     """Return the factor on the predicted error that fits the port's best, and its ratio to its uncertainty."""
     variance = case.noise.widened(prediction.nan_to_num(nan=0.0))
-    predicted, error = (prediction - case.right).double(), (case.port - case.right).double()
+    predicted, error = (prediction - case.correct).double(), (case.port - case.correct).double()
     is_predicted = predicted.isfinite().all(dim=-1)
     predicted, error = predicted[is_predicted], error[is_predicted]
     energy = float((predicted.square() / variance).sum())
     if not 0.0 < energy < math.inf:
         return 0.0, 0.0
     amplitude = float((error * predicted / variance).sum()) / energy
+    # Noise alone makes the amplitude uncertain by 1 / √energy, and what the mistake does not explain by `leaves` of it.
     return amplitude, amplitude * math.sqrt(energy) / max(leaves, 1.0)
 
 

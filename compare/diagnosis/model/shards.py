@@ -1,4 +1,7 @@
-"""Shards: functions from the vocabulary rows that are asked for, int64 [C], to the rows that a mistaken rank uses."""
+"""Shards: functions from the vocabulary rows that are asked for, int64 [C], to the rows that a mistaken rank uses.
+
+A shard is here the block of rows, or of hidden channels, that one of `tp_degree` ranks holds.
+"""
 
 from __future__ import annotations
 

@@ -19,12 +19,9 @@ class SiteNoise:
 
     @classmethod
     def measure(cls, golden: torch.Tensor, exact: torch.Tensor, *, rounding: float) -> SiteNoise:
-        """Measure the noise.
+        """Measure the noise of the golden's values against `exact` ones, float32 from the golden's inputs: [T,F] each.
 
-        Args:
-            golden: The golden's values, float32 [T,F].
-            exact: Values computed in float32 from the golden's inputs, [T,F].
-            rounding: Relative error of one rounding.
+        `rounding` is the relative error of one rounding.
         """
         size = golden.square().mean(dim=0)
         # The mean over channels bounds it from below: a channel may be zero on all of these tokens.
@@ -34,6 +31,7 @@ class SiteNoise:
     def widened(self, prediction: torch.Tensor) -> torch.Tensor:
         """Return the noise's variance [F] on values as large as a prediction [T,F]: larger values round coarser."""
         growth = prediction.square().mean(dim=0) / self.size.clamp(min=TINY_FLOAT32)
+        # The upper bound is for channels in which the golden is 0: float32 could not hold their growth.
         return self.variance * growth.clamp(min=1.0, max=1e12)
 
     def rho(self, port: torch.Tensor, prediction: torch.Tensor) -> float:

@@ -1,6 +1,6 @@
-"""ModelWeights: the checkpoint's tensors outside the layers, as the golden computes with them.
+"""ModelWeights: the checkpoint's tensors outside the layers, and the layers' norms that may stand in for the final one.
 
-V the vocabulary, H hidden.
+Values are rounded to `dtype`, the golden's. V the vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ _LAYER_NORMS = (weight_names.INPUT_NORM, weight_names.POST_NORM)
 
 
 class ModelWeights:
-    """Embedding, final norm and head; each is read once, when it is first asked for.
-
-    Args:
-        reader: Reader of the checkpoint.
-        spec: Quantities of the model.
-        dtype: Dtype that the golden computes in; values are rounded to it.
-    """
+    """Embedding, final norm, head, and norms of the layers; each is read once, when it is first asked for."""
 
     def __init__(self, reader: CheckpointReader, spec: ModelSpec, *, dtype: torch.dtype) -> None:
         self._reader = reader
@@ -34,7 +28,7 @@ class ModelWeights:
 
     @cached_property
     def embedding(self) -> torch.Tensor:
-        """The embedding, [V,H] in the golden's dtype."""
+        """The embedding, [V,H] in the golden's dtype; users make rows float32, since the table is large."""
         return self._reader.read_weight(weight_names.EMBEDDING, self._dtype)
 
     @cached_property
@@ -50,16 +44,21 @@ class ModelWeights:
         return not self._spec.tie_word_embeddings
 
     @cached_property
-    def norm(self) -> torch.Tensor:
-        """Weight of the final norm, float32 [H]."""
+    def final_norm(self) -> torch.Tensor:
+        """Weight of the final norm, [H]: float32, in which predictions are computed."""
         return self._reader.read_weight(weight_names.FINAL_NORM, self._dtype).float()
 
     @cached_property
     def layer_norms(self) -> Mapping[str, torch.Tensor]:
-        """Weights, float32 [H], of the block norms that the folder holds, by names such as `2.input_layernorm`."""
-        return {
-            f"{layer}.{name.split('.')[0]}": self._reader.read_weight(full, self._dtype).float()
-            for layer in range(self._spec.num_hidden_layers)
-            for name in _LAYER_NORMS
-            if (full := weight_names.layer_prefix(layer) + name) in self._reader.index.entries
-        }
+        """Weights of the norms before attention and experts, float32 [H], by names such as `2.input_layernorm`.
+
+        A port may load one of them as its final norm. A folder with a slice of the model lacks the other layers' norms.
+        """
+        weights = {}
+        for layer in range(self._spec.num_hidden_layers):
+            for name in _LAYER_NORMS:
+                hub_name = weight_names.layer_prefix(layer) + name
+                if hub_name in self._reader.index.entries:
+                    short_name = f"{layer}.{name.removesuffix('.weight')}"
+                    weights[short_name] = self._reader.read_weight(hub_name, self._dtype).float()
+        return weights

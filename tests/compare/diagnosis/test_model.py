@@ -301,3 +301,14 @@ def test_mistakes_outside_the_layers_are_listed_and_chosen(
     assert record["diagnosis"] == []
     record = json.loads(command(mm2_diagnose, *paths, "--mistake", "head_is_embedding").stdout)
     assert named(record) == [(None, "head_is_embedding")]
+
+
+@pytest.mark.parametrize("pattern", ["layer_2", "layer_[12]"])
+def test_sites_outside_are_left_out_if_some_layers_are_chosen(
+    pattern: str, port: Port, toy: Path, golden: Path, command: Command
+) -> None:
+    target = port.score_by(lambda normed: normed @ port.embedding.T)
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+    result = command(mm2_diagnose, *paths, "--layer-pattern", pattern, "--mistake", "head_is_embedding")
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["sites"], record["diagnosis"]) == (0, [], [])
