@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -71,6 +71,16 @@ class TensorEntry:
     def position(self) -> tuple[Path, int]:
         """Sort key: the order of tensors in their files."""
         return self.file, self.offset
+
+    def narrow_rows(self, start: int, num_rows: int) -> TensorEntry:
+        """Return neighbouring rows, indices of the first dim, as a stored tensor of their own."""
+        row_bytes = self.size_bytes // max(self.shape[0], 1)
+        return replace(
+            self,
+            shape=(num_rows, *self.shape[1:]),
+            offset=self.offset + start * row_bytes,
+            size_bytes=num_rows * row_bytes,
+        )
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -279,15 +278,9 @@ class _Totals:
 
 
 def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
-    """Return neighbouring rows of a stored tensor as an entry."""
+    """Return neighbouring rows of a stored tensor as an entry; raise ValueError if it has no such rows."""
     _check_range(rows, entry.shape[0], name=entry.name, unit="rows")
-    row_bytes = entry.size_bytes // max(entry.shape[0], 1)
-    return replace(
-        entry,
-        shape=(len(rows), *entry.shape[1:]),
-        offset=entry.offset + rows.start * row_bytes,
-        size_bytes=len(rows) * row_bytes,
-    )
+    return entry.narrow_rows(rows.start, len(rows))
 
 
 def _check_range(indices: range, size: int, *, name: str, unit: str) -> None:
