@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -84,12 +85,14 @@ class SitePlace:
     def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:
         """Return the modules that fit the path, by layer; by None if the path names no layer.
 
+        For the path `norm`, the module `norm` goes before `model.norm`, of which only the end fits.
+
         Raises:
-            CaptureError: Two modules fit for one layer.
+            CaptureError: The ends of two modules fit for one layer.
         """
         pattern = self._pattern()
-        found: dict[int | None, str] = {}
-        exact: set[int | None] = set()  # layers with a module whose whole path fits, not only its end
+        whole: dict[int | None, str] = {}  # modules whose whole path fits
+        by_end: dict[int | None, list[str]] = defaultdict(list)  # modules of which only the end fits
         for module in modules:
             match = pattern.fullmatch(module)
             if match is None or _OTHER_LAYER.search(match["prefix"]):
@@ -100,18 +103,19 @@ class SitePlace:
                 layer = int(numbers["layer"])
             elif numbers.get("next") is not None:
                 layer = int(numbers["next"]) - 1
-            if layer in exact:
-                continue
-            if layer in found and match["prefix"]:
+            if match["prefix"]:
+                by_end[layer].append(module)
+            else:
+                whole[layer] = module
+        for layer, fitting in by_end.items():
+            if layer not in whole and len(fitting) > 1:
                 raise CaptureError(
                     f"the place {self} means two modules",
-                    found=f"{found[layer]} and {module}",
+                    found=f"{fitting[0]} and {fitting[1]}",
                     next_step="Name more of the path in the map.",
                 )
-            found[layer] = module
-            if not match["prefix"]:
-                exact.add(layer)
-        # `{next}` of the first layer means no layer.
+        found = {**{layer: fitting[0] for layer, fitting in by_end.items()}, **whole}
+        # `{next}` of layer 0 would be the input of layer 0 as the output of layer -1, which is none.
         return {layer: module for layer, module in found.items() if layer is None or layer >= 0}
 
     def choose(self, pieces: Iterable[DumpPiece]) -> tuple[DumpPiece, ...]:
