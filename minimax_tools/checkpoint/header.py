@@ -117,7 +117,7 @@ def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
 def parse_header(path: Path, header_json: bytes, *, file_size_bytes: int) -> tuple[TensorEntry, ...]:
     """Parse a header, given without the length before it: the tensors in the order of their data.
 
-    The shard itself need not be on this machine.
+    `file_size_bytes` is the shard's size. The shard itself need not be on this machine.
 
     Raises:
         CheckpointError: The header is damaged, or the file's size contradicts it.
@@ -144,7 +144,9 @@ def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGN
         }
         position = end
     header_json = json.dumps(header, separators=(",", ":")).encode()
-    header_json += b" " * (-(LENGTH_BYTES + len(header_json)) % alignment)
+    num_bytes_too_many = (LENGTH_BYTES + len(header_json)) % alignment
+    if num_bytes_too_many:
+        header_json += b" " * (alignment - num_bytes_too_many)
     return _LENGTH.pack(len(header_json)) + header_json
 
 

@@ -126,7 +126,7 @@ class CheckpointReader:
 
         Args:
             name: The tensor.
-            out: A tensor of any float dtype, with the shape of the values; a transposed view is written as columns.
+            out: A tensor of any float dtype and device, with the shape of the values; it may be a transposed view.
             rows: Indices of neighbouring rows, with step 1; None for all rows.
             columns: Indices of neighbouring columns of a matrix, with step 1; None for all columns.
 
@@ -188,7 +188,8 @@ class CheckpointReader:
     ) -> None:
         """Fill `out` with rows and columns of an FP8 weight; None for all.
 
-        Whole blocks of 128 × 128 are dequantised, and the values asked for are copied out of them.
+        Whole blocks of 128 × 128 are dequantised: `block_rows` and `block_columns` hold `rows` and `columns`, and more.
+        The values asked for are copied out of them.
         """
         scale_inv = self._read(find_scale(self.index, entry))
         if not out.numel():
@@ -290,8 +291,8 @@ def _check_range(indices: range, size: int, *, name: str, unit: str) -> None:
 
 def _blocks_of(indices: range, size: int) -> tuple[slice, range]:
     """Find the blocks that hold indices of an FP8 weight's dim; return the blocks, and all indices in them."""
-    # The last block is rounded up, and may be ragged.
-    start, stop = indices.start // BLOCK_SIZE, -(-indices.stop // BLOCK_SIZE)
+    start, stop = indices.start // BLOCK_SIZE, math.ceil(indices.stop / BLOCK_SIZE)
+    # The weight's last block may be ragged.
     return slice(start, stop), range(start * BLOCK_SIZE, min(stop * BLOCK_SIZE, size))
 
 
