@@ -88,10 +88,9 @@ class Recorder:
         return hook
 
     def _visit(self, site: Site, tap: Tap, value: Any) -> Any:
-        """Record the tapped tensor of a module's inputs or outputs, or its replacement, which counts as the site's.
+        """Record the tapped tensor of `value`, a module's inputs or outputs, or the tensor that replaces it.
 
-        Returns:
-            `value` with the replacement in it; None, as PyTorch's hooks want it, if nothing is replaced.
+        The result is `value` with the replacement; None, as PyTorch's hooks want it, if nothing is replaced.
         """
         tapped = tap.pick(value)
         if tapped is None:

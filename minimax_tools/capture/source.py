@@ -37,12 +37,10 @@ class CaptureSource(ABC):
     observed_dtypes: Mapping[str, str] = MappingProxyType({})
     notes: tuple[str, ...] = ()  # sentences on how the files were read, for the reader of a comparison
     digest_note: str = _NO_DIGESTS  # what was read without a digest to check it; empty if everything has one
-    has_checked_tokens: bool = (
-        False  # whether the token ids were found equal to those of a comparison's other side
-    )
-    may_omit_inputs: bool = (
-        False  # whether modules that compute a layer's input may be missing from the capture
-    )
+    # Whether the token ids were found equal to those of a comparison's other side.
+    has_checked_tokens: bool = False
+    # Whether modules that compute a layer's input may be missing from the capture.
+    may_omit_inputs: bool = False
 
     @property
     @abstractmethod

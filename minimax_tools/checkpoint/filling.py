@@ -34,9 +34,8 @@ class Deferred:
     """A weight that a function writes into its storage during loading."""
 
     shape: tuple[int, ...]
-    fill: Callable[
-        [torch.Tensor], None
-    ]  # writes it into a contiguous CPU tensor of `shape` and the parameter's dtype
+    # Writes it into a contiguous CPU tensor of `shape` and the parameter's dtype.
+    fill: Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

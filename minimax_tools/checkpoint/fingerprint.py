@@ -34,17 +34,13 @@ class ModelFingerprint:
     """sha256 digests of a model's config, of tensors' names and shapes, and of some values of each layer.
 
     Parts that one side lacks are not compared: a folder with some layers of a model agrees with the whole model.
-
     """
 
     spec_digest: str  # of the quantities in config.json, number of layers included
-    tensors_digest: (
-        str | None
-    )  # of names and shapes of the tensors outside all layers; None if the folder lacks some
+    # Of names and shapes of the tensors outside all layers; None if the folder lacks some.
+    tensors_digest: str | None
     layers: Mapping[int, str]  # of the values of each layer's norms, router gate and bias
-    layer_tensors: Mapping[int, str] = field(
-        default_factory=dict
-    )  # of names and shapes of each layer's tensors
+    layer_tensors: Mapping[int, str] = field(default_factory=dict)  # of names and shapes of their tensors
 
     @classmethod
     def of(cls, reader: CheckpointReader, spec: ModelSpec, layers: Span | range) -> ModelFingerprint:

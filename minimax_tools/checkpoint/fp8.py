@@ -108,13 +108,9 @@ def _multiply_compiled(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result
 def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
     """Write the BF16 bits of the rounded products of [R,C] codes and their scales.
 
-    A code has one bit of sign, four of exponent (bias 7) and three of mantissa. Without sign there are three kinds:
-
-    | code | number |
-    |---|---|
-    | 0 to 7, subnormal | the code times 2⁻⁹ |
-    | 8 to 0x7E, normal | the code's bits in float32's places, 20 further left; to float32's bias, 127, 120 is missing |
-    | 0x7F | NaN |
+    A code has one bit of sign, four of exponent (bias 7) and three of mantissa. Without sign, 0 to 7 are subnormal: the
+    number is the code times 2⁻⁹. From 8 on codes are normal: 20 bits further left they are a float32, whose exponent
+    lacks 120 because its bias is 127. 0x7F is NaN.
     """
     for row in range(codes.shape[0]):
         for block in range(scales.shape[1]):

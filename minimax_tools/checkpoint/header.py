@@ -144,9 +144,8 @@ def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGN
         }
         position = end
     header_json = json.dumps(header, separators=(",", ":")).encode()
-    num_bytes_too_many = (LENGTH_BYTES + len(header_json)) % alignment
-    if num_bytes_too_many:
-        header_json += b" " * (alignment - num_bytes_too_many)
+    num_spaces = -(LENGTH_BYTES + len(header_json)) % alignment  # up to the next multiple
+    header_json += b" " * num_spaces
     return _LENGTH.pack(len(header_json)) + header_json
 
 

@@ -35,9 +35,8 @@ class TensorIndex:
 
     folder: Path
     entries: Mapping[str, TensorEntry] = field(repr=False)  # tensors of the shards that are here
-    absent: Mapping[str, str] = field(
-        repr=False, default_factory=dict
-    )  # shards of the tensors that are not, by name
+    # The shard of each tensor that is not here, by the tensor's name.
+    absent: Mapping[str, str] = field(repr=False, default_factory=dict)
 
     @classmethod
     def from_folder(cls, folder: Path, *, layers: range | None = None) -> TensorIndex:
@@ -166,10 +165,7 @@ def find_absent_shards(folder: Path) -> tuple[str, ...]:
 def read_headers(
     folder: Path, shards: Sequence[str], read: Callable[[Path], tuple[Entry, ...]]
 ) -> tuple[dict[str, tuple[Entry, ...]], list[str]]:
-    """Read the headers of a checkpoint's files with `read`; return the sound ones by shard, and all faults.
-
-    `read` gets a file's path, and returns its tensors or raises CheckpointError.
-    """
+    """Read the headers of a checkpoint's files, one file by `read`; return the sound ones by shard, and all faults."""
     headers: dict[str, tuple[Entry, ...]] = {}
     first_shards: dict[str, str] = {}
     faults = []

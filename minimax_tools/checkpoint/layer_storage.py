@@ -45,9 +45,8 @@ class LayerStorage:
     # To be filled: a place of `PACKED_DTYPE` takes a tensor's stored bytes, any other place the weight's values.
     places: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor]  # to be read: in the run's dtype; router gate and bias in float32
-    modules: Mapping[
-        str, torch.Tensor | PackedMatrices
-    ]  # to be bound: parameters, by the names of transformers' layer
+    # To be bound: parameters, by the names of transformers' layer.
+    modules: Mapping[str, torch.Tensor | PackedMatrices]
 
 
 def grouped_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> LayerStorage:

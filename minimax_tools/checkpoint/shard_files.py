@@ -116,9 +116,7 @@ class ShardFiles:
         buffer: torch.Tensor | None = getattr(self._buffers, "aligned", None)
         if buffer is None:
             memory = torch.empty(_PIECE_BYTES + 2 * _ALIGNMENT, dtype=torch.uint8)
-            first_page = (
-                -memory.data_ptr() % _ALIGNMENT
-            )  # bytes before the first page that begins in `memory`
+            first_page = -memory.data_ptr() % _ALIGNMENT  # the bytes that the address lacks to a page
             buffer = memory[first_page : first_page + _PIECE_BYTES + _ALIGNMENT]
             self._buffers.aligned = buffer
         return buffer

@@ -37,7 +37,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     Args:
         found: The dump's sites.
-        names: The user's map of the dump.
+        names: The user's map of the dump, which tells what its files do not.
         mask: bool [B,S] of the batch to lay tensors out as; None for the batch that the dump's own lengths give, or,
             without lengths, for tensors as they are.
         input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None if they are not known.
@@ -95,7 +95,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def listing(self) -> DumpListing:
         """List the dump's tensors; those of the same name in several layers are one."""
-        # An inner dict keeps each site once, in order.
+        # Sites of each tensor; an inner dict keeps each site once, in order.
         sites: dict[str, dict[str, None]] = defaultdict(dict)
         for (_, site), found in self.found.sites.items():
             for term in found.terms:
@@ -117,6 +117,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Return the sites found outside the layers, without those whose tokens are not known."""
+        # An empty tuple stands for tokens that are not known; a site that is not in the dict has all tokens.
         return tuple(site for site in super().model_sites() if self._last_tokens.get(site) != ())
 
     def held_rows(self, site: ModelSite) -> torch.Tensor | None:
@@ -160,7 +161,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return lay_out(tokens[:, None], self._mask)[..., 0].to(torch.int64)
 
     def _find_last_tokens(self) -> dict[ModelSite, tuple[LastToken, ...]]:
-        """Find the known tokens of each site behind the layers that is not held for every real token."""
+        """Find the tokens that a site behind the layers is held for, if not for all; () if nothing tells which."""
         last_tokens = {}
         for site in _BEHIND_LAYERS:
             found = self.found.sites.get((None, site))
@@ -172,6 +173,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def _read(self, found: FoundSite, *, what: str, has_heads_dim: bool) -> torch.Tensor:
         if self._rows is None or self._mask is None:
+            # Nothing tells which rows are real: the first pass counts, as it lies.
             return self._assembly.read_pass(found, self.found.passes[0][0], what=what)
         kind = TokenKind.HEADS if has_heads_dim else TokenKind.CHANNELS
         tokens = self._assembly.read_tokens(found, self._rows, kind=kind, what=what)
@@ -190,7 +192,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         )
 
     def _check_tokens(self, input_ids: torch.Tensor | None) -> None:
-        """Raise if the dump's token ids are not those of the other side."""
+        """Raise if the dump's token ids are not those of the other side; else note that they were checked, if known."""
         own_ids = None if input_ids is None else self.read_input_ids()
         if own_ids is None or input_ids is None or self._mask is None:
             return

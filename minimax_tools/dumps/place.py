@@ -32,6 +32,7 @@ _NOTATION = re.compile(
 )
 _EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
 _LAYER, _NEXT = "{layer}", "{next}"
+# Path before a place's own that leads into a layer: the place `norm` does not mean the module `layers.0.norm`.
 _OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 # The input or output that is meant if a place does not say; the first of these that a module has.
 _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
@@ -39,21 +40,14 @@ _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SitePlace:
-    """The place of a site.
+    """The place of a site."""
 
-    Args:
-        path: The module's path or its end, with `{layer}` or `{next}` if there is one for each layer.
-        point: `input` or `output`.
-        element: Index or name among several; None for the only one or the first.
-        part: Start and stop along the last dim of each rank's tensor; None for all of it.
-        layout: Layout of the ranks' pieces; None if the map does not say.
-    """
-
-    path: str
-    point: str = "output"
-    element: str | None = None
+    path: str  # the module's path or its end, with `{layer}` or `{next}` if there is one for each layer
+    point: str = "output"  # `input` or `output`
+    element: str | None = None  # index or name among several; None for the only one or the first
+    # Start and stop along the last dim of each rank's tensor; None for all of it.
     part: tuple[int, int] | None = None
-    layout: SiteLayout | None = None
+    layout: SiteLayout | None = None  # layout of the ranks' pieces; None if the map does not say
 
     @classmethod
     def parse(cls, text: str) -> SitePlace:
@@ -83,7 +77,7 @@ class SitePlace:
         )
 
     def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:
-        """Return the modules that fit the path, by layer; by None if the path names no layer.
+        """Return, of `modules`, those that fit the path, by layer; by None if the path names no layer.
 
         For the path `norm`, the module `norm` goes before `model.norm`, of which only the end fits.
 

@@ -22,12 +22,12 @@ def test_everything_that_the_docstring_shows_is_read(tmp_path: Path) -> None:
     names = read(tmp_path, "\n".join(line.removeprefix("    ") for line in lines))
     assert (names.format, names.num_ranks, names.lengths) == ("msprobe", 2, (48, 33))
     assert (names.padding, names.is_packed, names.steps) == ("right", False, (("0",),))
-    assert names.origins[Site.Q_ROPE].transpose == (0, 2, 1, 3)
-    assert names.origins[Site.OUTPUT].source == (
+    assert names.sites[Site.Q_ROPE].transpose == (0, 2, 1, 3)
+    assert names.sites[Site.OUTPUT].terms == (
         SitePlace.parse("layers.{layer}:output[0]"),
         SitePlace.parse("layers.{layer}:output[1]"),
     )
-    assert names.origins[ModelSite.LOGITS].source == (SitePlace(path="lm_head"),)
+    assert names.sites[ModelSite.LOGITS].terms == (SitePlace(path="lm_head"),)
 
 
 def test_mask_lies_beside_the_map(tmp_path: Path) -> None:
