@@ -107,8 +107,8 @@ class Recorder:
 def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
     """Reshape a site's [B·S, …] to [B, S, …] of `batch_shape`; any other shape stays, for the comparison to judge."""
     if site.has_heads_dim:
-        return tensor  # [B, heads, S, D] in every port
-    # [B, S, …] with S = 1 has B·S in front too.
+        return tensor  # [B, heads, S, D]
+    # [B, S, …] with S = 1 has B·S in front too, and stays.
     if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:
         return tensor.reshape(*batch_shape, *tensor.shape[1:])
     return tensor

@@ -93,7 +93,7 @@ def _obstacle(
 
 
 def _has_input(capture: Capture, hidden_states: HiddenStates) -> bool:
-    """Decide whether a capture began with the first layer's input that is given; for a function see above."""
+    """Decide whether a capture began with these hidden states; for a function see `find_resumable`."""
     try:
         stored = capture.read_hidden_states()
         if callable(hidden_states):

@@ -19,9 +19,7 @@ DETAILED_LEVEL = 11
 _DEBUG = "minimax_tools.debug"  # whether --debug was given
 _JSON = "minimax_tools.json"  # whether --json was given
 _ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
-_SPEAKER = (
-    "minimax_tools.speaker"  # this process's name before its error; none if it has the terminal to itself
-)
+_SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
 # Packages whose log messages are shown.
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 

@@ -101,7 +101,7 @@ def _show_completion(plan: PartitionPlan, slice_: Slice, source: SliceSource, fe
 def _measure_files(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[DownloadedFile]:
     """Yield the files of a slice fetched by byte ranges, with the bytes of their tensors in the source and here.
 
-    `sizes` has each tensor's bytes in the source. A tensor without a size there counts as right.
+    `sizes` has each tensor's bytes in the source. A tensor that it lacks counts as right.
     """
     with open_slice(fetched.folder) as reader:
         entries = tuple(reader.index.entries.values())

@@ -2,8 +2,8 @@
 
 An engine computes a long prompt in several passes (chunks), and then one token of each prompt in every pass (decoding).
 A pass holds tokens of several requests one after another, a row for each. A dump records the position of each row's
-token in its prompt. A request's rows begin where the last request's end, and go on as long as positions follow each
-other: rows with the positions 5 6 7 0 1 are three tokens of the first request, and two of the second.
+token in its prompt. A request's rows begin behind those of the request before, and go on as long as positions follow
+each other: rows with the positions 5 6 7 0 1 are three tokens of one request, and two of the next.
 """
 
 from __future__ import annotations
