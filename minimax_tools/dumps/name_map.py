@@ -124,7 +124,9 @@ class _Reader:
 
     def items(self, key: str, are_valid: Callable[[list[Any]], bool], *, expected: str) -> list[Any]:
         """Return a key's list; empty if the file does not give it."""
-        value = self._record.get(key) or []
+        value = self._record.get(key)
+        if value is None:
+            return []
         if not isinstance(value, list) or not are_valid(value):
             raise self._wrong(key, expected=expected)
         return value
@@ -182,10 +184,11 @@ class _Reader:
             if unknown or ("from" in value) == ("sum" in value):
                 raise self._wrong_site(name, value)
             terms = value.get("from", value.get("sum"))
-            transpose = tuple(value.get("transpose") or ())
+            order = [] if value.get("transpose") is None else value["transpose"]
             # Each dim must come once.
-            if sorted(transpose) != list(range(len(transpose))):
+            if not isinstance(order, list) or not all(dim in order for dim in range(len(order))):
                 raise self._wrong_site(name, value)
+            transpose = tuple(order)
         terms = _as_list(terms)
         if not terms or not all(isinstance(term, str) for term in terms):
             raise self._wrong_site(name, value)
