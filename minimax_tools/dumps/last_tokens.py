@@ -35,7 +35,8 @@ class LastToken:
 def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...] | None:
     """Return the tokens whose rows are known, from shapes alone; None if the site has a row for every real token.
 
-    A pass counts only if the site has exactly one row in it for each prompt or request.
+    A pass counts only if the site has exactly one row in it for each prompt or request. `found` has the passes, `rows`
+    the prompts' real tokens in them.
     """
     steps = {step for group in found.passes for step in group}
     if rows.stretches:
