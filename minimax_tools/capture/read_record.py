@@ -1,8 +1,9 @@
 """ReadRecord: the tensors that one node read of a checkpoint, written by a run, checked by `mm2-split verify`.
 
-A run writes one file per rank, `read_records/{node}.json` in its capture directory, anew before each layer it writes:
+In a run on several machines, each rank computes one node's slice of a plan. Before each layer that a rank writes, it
+writes `read_records/{node}.json` in the capture directory anew:
 
-    {"node": "a", "tensors": ["lm_head.weight", …], "bytes_read": 1024, "bytes_asked": 1024}
+    {"node": "a", "tensors": ["lm_head.weight", …], "bytes_read": 1024, "bytes_asked": 1024, …}
 
 | key | value |
 |---|---|
@@ -15,8 +16,8 @@ A run writes one file per rank, `read_records/{node}.json` in its capture direct
 
 A run that was killed and resumed has one record of all its attempts. A tensor's bytes count in `bytes_read` for the
 first attempt that reads the tensor, and in `bytes_read_again` for later ones. So `bytes_read` over the slice's size is
-1 for a run that read everything once, however often it was killed. Two things are not counted: an attempt that was
-killed before it wrote a layer, and attempts by another plan.
+1 if every attempt read its tensors once, however often the run was killed. Two things are not counted: an attempt that
+was killed before it wrote a layer, and attempts by another plan.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ReadRecord:
 
     @classmethod
     def of(cls, node: str, sizes: Mapping[str, int], *, bytes_read: int) -> ReadRecord:
-        """Build the record of a run that opened tensors of these sizes, in bytes by name."""
+        """Build the record of a single attempt, which opened tensors of these sizes, in bytes by name."""
         return cls(
             node=node, tensors=tuple(sorted(sizes)), bytes_read=bytes_read, bytes_asked=sum(sizes.values())
         )
@@ -61,17 +62,17 @@ class ReadRecord:
 
         Args:
             sizes: Size in bytes of each tensor that the attempt opened, by name.
-            bytes_read: Bytes that the attempt read of each, by name.
+            bytes_read: Bytes that the attempt read of each of them, by name; more than its size if it was read twice.
         """
         before = frozenset(self.tensors)
         new = sizes.keys() - before
-        num_again = sum(num_bytes for name, num_bytes in bytes_read.items() if name in before)
+        bytes_again = sum(num_bytes for name, num_bytes in bytes_read.items() if name in before)
         return replace(
             self,
             tensors=tuple(sorted(before | new)),
             bytes_read=self.bytes_read + sum(bytes_read[name] for name in new),
             bytes_asked=self.bytes_asked + sum(sizes[name] for name in new),
-            bytes_read_again=self.bytes_read_again + num_again,
+            bytes_read_again=self.bytes_read_again + bytes_again,
         )
 
     def write(self, folder: Path) -> Path:

@@ -60,7 +60,7 @@ class Capture(CaptureSource):
 
     @property
     def has_floor(self) -> bool:
-        """True if the noise floor was measured."""
+        """True if the noise floor was measured: `full` keeps twins and statistics, `stats` statistics alone."""
         return self.description.noise_floor != "off"
 
     @property
@@ -113,8 +113,10 @@ class Capture(CaptureSource):
             )
         return self.read_entry(entry)
 
+    # `place` is a tensor's name in messages, here and below.
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
         place = f"the float32 twin of {site} of layer {layer}"
+        # A layer's input needs no twin: the float32 twin is given the golden's.
         entry = None if site is Site.INPUT else self.entry(layer, site)
         return self._read_twin(f"layer_{layer}.fp32.safetensors", site, entry, place=place)
 
@@ -176,11 +178,13 @@ class Capture(CaptureSource):
             return None
         twin = self._read_optional(file, str(site), place=place)
         if twin is None and entry is not None and site is not ModelSite.EMBEDDING:
-            # The manifest of an older mm2 lists no twins, but a floor kept whole has one for every entry.
+            # The manifest of an older mm2 lists no twins, but a floor kept whole has one for every entry. Only the
+            # embedding has none: the float32 twin is given the golden's.
             raise self._absent(file, str(site), layer=entry.layer)
         if twin is None:
             return None
 
+        # The golden's tensor and the mask, read only if the twin is not finite everywhere.
         def read_golden() -> tuple[torch.Tensor | None, torch.Tensor]:
             return None if entry is None else self.read_entry(entry), self.read_attention_mask()
 
@@ -194,7 +198,7 @@ class Capture(CaptureSource):
         return tensor
 
     def _read_optional(self, file: str, name: str, *, place: str) -> torch.Tensor | None:
-        """Read a tensor that has no entry, to be checked by its digest; None if neither file nor manifest has it."""
+        """Read a tensor that has no entry, and check it by its digest; None if neither file nor manifest has it."""
         tensor = self._load(file, name)
         if tensor is None:
             self._proof.check_absent(file, name, place=place)

@@ -29,7 +29,7 @@ class Recorder:
 
     Args:
         keep: `copy_to_host` or `copy_on_device`; copies a tensor when its hook fires.
-        feeds: Tensors that replace the module's own at some sites; brought to the shape, dtype and device there.
+        feeds: Tensors that replace the module's own at some sites, brought to the shape, dtype and device of those.
 
     Attributes:
         tensors: The copies by site, as far as the module has run.
@@ -73,6 +73,7 @@ class Recorder:
 
     def _pre_hook(self, site: Site, tap: Tap) -> Callable[..., Any]:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # A tap's index counts positional arguments first, and then keyword arguments, in one tuple.
             replaced = self._visit(site, tap, (*args, *kwargs.values()))
             if replaced is None:
                 return None
@@ -87,15 +88,18 @@ class Recorder:
         return hook
 
     def _visit(self, site: Site, tap: Tap, value: Any) -> Any:
-        """Record the tapped tensor; return the replaced value, or None if nothing replaces it."""
-        found = tap.pick(value)
-        if found is None:
+        """Record the tapped tensor of `value`, a module's inputs or outputs, or the tensor that replaces it.
+
+        The result is `value` with the replacement; None, as PyTorch's hooks want it, if nothing is replaced.
+        """
+        tapped = tap.pick(value)
+        if tapped is None:
             return None
         replacement = self._feeds.get(site)
         if replacement is None:
-            self.record(site, found)
+            self.record(site, tapped)
             return None
-        replacement = replacement.to(device=found.device, dtype=found.dtype).reshape(found.shape)
+        replacement = replacement.to(device=tapped.device, dtype=tapped.dtype).reshape(tapped.shape)
         self.record(site, replacement)
         return tap.put(value, replacement)
 
@@ -103,7 +107,8 @@ class Recorder:
 def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
     """Reshape a site's [B·S, …] to [B, S, …] of `batch_shape`; any other shape stays, for the comparison to judge."""
     if site.has_heads_dim:
-        return tensor
+        return tensor  # [B, heads, S, D]
+    # [B, S, …] with S = 1 has B·S in front too, and stays.
     if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:
         return tensor.reshape(*batch_shape, *tensor.shape[1:])
     return tensor

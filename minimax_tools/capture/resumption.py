@@ -31,8 +31,8 @@ def find_resumable(
     Args:
         directory: The capture directory.
         description: The capture to write.
-        hidden_states: The first layer's input. A function is not called: the capture's stored hidden states must
-            then equal its stored input of the first layer.
+        hidden_states: The first layer's input. A function is not called, because computing may be long: the capture's
+            stored hidden states must then equal its stored input of the first layer.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None
@@ -65,8 +65,9 @@ def clear_capture(directory: Path) -> None:
             found=", ".join(sorted(path.name for path in present)[:3]),
             next_step="Choose another --output-dir.",
         )
-    # The manifest goes last: a run killed here still leaves a directory that is known as a capture.
+    # The manifest goes last (False sorts before True): a run killed here leaves a directory known as a capture.
     for path in sorted(present, key=lambda path: path.name == MANIFEST_NAME):
+        # Folders, such as `read_records`, and files of the user's stay.
         if path.is_file() and path.suffix in (".safetensors", ".json"):
             path.unlink()
 
@@ -92,6 +93,7 @@ def _obstacle(
 
 
 def _has_input(capture: Capture, hidden_states: HiddenStates) -> bool:
+    """Decide whether a capture began with these hidden states; for a function see `find_resumable`."""
     try:
         stored = capture.read_hidden_states()
         if callable(hidden_states):
@@ -99,5 +101,5 @@ def _has_input(capture: Capture, hidden_states: HiddenStates) -> bool:
     except CaptureError:
         return False
     if stored is None or hidden_states is None:
-        return stored is hidden_states
+        return stored is None and hidden_states is None
     return stored.dtype == hidden_states.dtype and torch.equal(stored, hidden_states.cpu())

@@ -41,7 +41,7 @@ def wait_for_lock(directory: Path, owner: str, *, patience_s: float = SETTLING_S
 
 
 def refuse_other_owner(directory: Path, owner: str) -> None:
-    """Raise if another run has taken the directory over.
+    """Raise if another run has taken the directory over; a missing lock may only not show, so it does not count.
 
     Raises:
         CaptureError: The directory holds the lock of another run.

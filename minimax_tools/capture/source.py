@@ -27,24 +27,19 @@ class CaptureSource(ABC):
     Methods with `model` in their names are about the sites outside the layers (`ModelSite`), which have no layer. All
     methods that read raise CaptureError if a file is missing or damaged, or does not hold what must be there.
 
-    Attributes:
-        directory: Its folder.
-        is_complete: False if the run has not come to its end.
-        certificate: Checks that the golden passed; None if it was not certified.
-        observed_dtypes: Dtypes of the router's gate and correction bias as the port loaded them.
-        notes: How the files were read, for the reader of a comparison.
-        digest_note: Sentence on what was read without a digest to check it; empty if everything has one.
-        has_checked_tokens: True if the token ids were found equal to those of the other side of a comparison.
-        may_omit_inputs: True if modules that compute a layer's input may be missing from the capture.
+    B prompts, S their padded length, H hidden.
     """
 
-    directory: Path
-    is_complete: bool = True
-    certificate: Certificate | None = None
+    directory: Path  # its folder
+    is_complete: bool = True  # False if the run has not come to its end
+    certificate: Certificate | None = None  # checks that the golden passed; None if it was not certified
+    # Dtypes of the router's gate and correction bias as the port loaded them, by name.
     observed_dtypes: Mapping[str, str] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
-    digest_note: str = _NO_DIGESTS
+    notes: tuple[str, ...] = ()  # sentences on how the files were read, for the reader of a comparison
+    digest_note: str = _NO_DIGESTS  # what was read without a digest to check it; empty if everything has one
+    # Whether the token ids were found equal to those of a comparison's other side.
     has_checked_tokens: bool = False
+    # Whether modules that compute a layer's input may be missing from the capture.
     may_omit_inputs: bool = False
 
     @property
@@ -112,7 +107,7 @@ class CaptureSource(ABC):
         return
 
     def proving_beside(self) -> AbstractContextManager[None]:
-        """Check digests on a thread while a block runs; the block ends when all that was read in it is checked.
+        """Check digests on a thread during a `with` block, which ends when all that was read in it is checked.
 
         Raises:
             CaptureError: At the end of the block: something was damaged or changed after it was written.
@@ -124,7 +119,7 @@ class CaptureSource(ABC):
         return None
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
-        """Return this capture with its prompts padded as in another capture; a capture with padding stays as it is.
+        """Return this capture with its prompts padded as in `other`; one that keeps its own padding returns itself.
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.
@@ -141,7 +136,7 @@ class CaptureSource(ABC):
         return None
 
     def held_rows(self, site: ModelSite) -> torch.Tensor | None:
-        """Return the places at which a site outside the layers is held, bool [B,S]; None for all real tokens."""
+        """Return the tokens for which a site outside the layers is held, bool [B,S]; None for all real tokens."""
         return None
 
     def read_inputs(self) -> Inputs:

@@ -23,7 +23,7 @@ class Tap:
 
     path: str  # path of the submodule, as `named_modules` gives it; empty for the module itself
     point: str = "output"  # `input` or `output`
-    index: int = 0  # index among several inputs or outputs
+    index: int = 0  # index among several outputs, or among the inputs, keyword arguments last
 
     @classmethod
     def parse(cls, text: str) -> Tap:
@@ -41,13 +41,13 @@ class Tap:
         return cls(path=match["path"], point=match["point"] or "output", index=int(match["index"] or 0))
 
     def pick(self, value: Any) -> torch.Tensor | None:
-        """Return the tapped tensor among a submodule's inputs or outputs; None if there is no such tensor."""
+        """Return the tapped tensor of `value`, a submodule's inputs or outputs; None if there is no such tensor."""
         elements = value if isinstance(value, (tuple, list)) else (value,)
         element = elements[self.index] if self.index < len(elements) else None
         return element if isinstance(element, torch.Tensor) else None
 
     def put(self, value: Any, tensor: torch.Tensor) -> Any:
-        """Return `value` with the tapped element replaced."""
+        """Return `value` with the tapped element replaced; several come as a tuple, even if they were a list."""
         if not isinstance(value, (tuple, list)):
             return tensor
         elements = list(value)

@@ -32,7 +32,8 @@ class CaptureWriter:
     """A capture directory being written, as `open_capture` opens it.
 
     Args:
-        manifest_name: File name of the manifest; each rank has its own if several write (see `parts`).
+        manifest_name: File name of the manifest. If several ranks write one capture, each has a manifest of its own,
+            its part.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, *, manifest_name: str = MANIFEST_NAME) -> None:
@@ -100,7 +101,7 @@ class CaptureWriter:
         self._update(self.manifest.with_model(entries, digests))
 
     def add_part(self, part: Manifest) -> None:
-        """List the tensors that another rank of the run wrote."""
+        """List the tensors of a part, the manifest of another rank that writes this capture."""
         self._update(add_part(self.manifest, part))
 
     def finish(self) -> None:
@@ -220,7 +221,7 @@ def open_capture(
             clear_capture(directory)
             manifest = Manifest(description=description)
         if not manifest.complete_layers:
-            # They are of a run that is not resumed.
+            # These records of tensors read are of a run that is not resumed.
             remove_records(directory)
         remove_temporaries(directory)
         # A capture that changes loses its certificate; it is certified again at its end.

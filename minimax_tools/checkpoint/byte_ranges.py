@@ -11,7 +11,7 @@ from minimax_tools.checkpoint.header import TensorEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteRange:
-    """Bytes `start` to `stop` of a file."""
+    """Bytes `start` to `stop` of a file, the latter excluded."""
 
     file: Path
     start: int
@@ -19,7 +19,7 @@ class ByteRange:
 
 
 def join_ranges(entries: Iterable[TensorEntry]) -> list[ByteRange]:
-    """Return the byte ranges of tensors in their order; tensors without a gap between them share one range."""
+    """Return the byte ranges of tensors in the order given; one that begins where the last ended joins its range."""
     ranges: list[ByteRange] = []
     for entry in entries:
         start, stop = entry.offset, entry.offset + entry.size_bytes

@@ -21,7 +21,7 @@ from minimax_tools.model.weight_names import (
     scale_name,
 )
 
-# Dtypes by their names in config.json.
+# Dtypes by their names in config.json, which for an FP8 checkpoint names the dtype of the tensors that are not FP8.
 _STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 )

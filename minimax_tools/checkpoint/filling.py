@@ -2,12 +2,12 @@
 
 A parameter of a module is made of tensors of the checkpoint. Each tensor has a place: a view of the parameter's
 storage, such as the rows of one expert, or a transposed matrix. Threads of a `ReadingPool` read each tensor into its
-place.
+place. A weight, the value of a parameter to be filled, has one of three forms:
 
-| weight | filled by |
+| form | filled by |
 |---|---|
-| a tensor | a copy, in the loading thread |
-| `Deferred` | its own function, in the loading thread |
+| a tensor | a copy, in the thread that loads the layer |
+| `Deferred` | its own function, in that thread |
 | `Gathered` | the threads of a pool, one tensor of the checkpoint each |
 """
 
@@ -23,7 +23,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.machine.core_pool import CorePool
 
-# Reads the tensor of a name into a place.
+# Reads the tensor of a name into a place, and casts it to the place's dtype.
 Read = Callable[[str, torch.Tensor], None]
 # Places by the name of the tensor that belongs there.
 Places = Mapping[str, torch.Tensor]
@@ -31,25 +31,20 @@ Places = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
-    """A weight that a function writes into its storage during loading.
-
-    `fill` writes it into a contiguous CPU tensor of `shape` and of the parameter's dtype.
-    """
+    """A weight that a function writes into its storage during loading."""
 
     shape: tuple[int, ...]
+    # Writes it into a contiguous CPU tensor of `shape` and the parameter's dtype.
     fill: Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """A weight made of tensors of the checkpoint.
-
-    `places` divides storage of `shape` into places. `read` reads one tensor, and is called from several threads.
-    """
+    """A weight made of tensors of the checkpoint."""
 
     shape: tuple[int, ...]
-    read: Read
-    places: Callable[[torch.Tensor], Places]
+    read: Read  # reads one tensor; called from several threads
+    places: Callable[[torch.Tensor], Places]  # divides storage of `shape` into places
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], read: Read) -> Gathered:
@@ -65,10 +60,10 @@ class Gathered:
 def unchanged(tensors: LayerTensors, name: str) -> torch.Tensor | Gathered:
     """Return a tensor of the layer as a weight.
 
-    A value that a port set in its place, and that is no tensor, is returned as it is.
+    A port's `convert_state_dict` may have set a value in its place. One that is no tensor is returned as it is.
     """
     if not tensors.is_stored(name) and not isinstance(tensors[name], torch.Tensor):
-        # Loading reports the value with all other faults.
+        # Loading reports such a value together with all other faults.
         return tensors[name]
     return Gathered.whole(name, tensors.given_shape(name), tensors.read_into)
 

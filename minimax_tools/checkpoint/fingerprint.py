@@ -34,18 +34,13 @@ class ModelFingerprint:
     """sha256 digests of a model's config, of tensors' names and shapes, and of some values of each layer.
 
     Parts that one side lacks are not compared: a folder with some layers of a model agrees with the whole model.
-
-    Args:
-        spec_digest: Digest of the quantities in config.json, number of layers included.
-        tensors_digest: Digest of names and shapes of the tensors outside all layers; None if the folder lacks some.
-        layers: Digests of each layer's norms, router gate and bias.
-        layer_tensors: Digests of names and shapes of each layer's tensors.
     """
 
-    spec_digest: str
+    spec_digest: str  # of the quantities in config.json, number of layers included
+    # Of names and shapes of the tensors outside all layers; None if the folder lacks some.
     tensors_digest: str | None
-    layers: Mapping[int, str]
-    layer_tensors: Mapping[int, str] = field(default_factory=dict)
+    layers: Mapping[int, str]  # of the values of each layer's norms, router gate and bias
+    layer_tensors: Mapping[int, str] = field(default_factory=dict)  # of names and shapes of their tensors
 
     @classmethod
     def of(cls, reader: CheckpointReader, spec: ModelSpec, layers: Span | range) -> ModelFingerprint:
@@ -94,6 +89,7 @@ def _digest_values(reader: CheckpointReader, layer: int) -> str:
 
 
 def _layer_differences(digests: Mapping[int, str], others: Mapping[int, str], predicate: str) -> list[str]:
+    """Return one sentence for each layer that both have with different digests; `predicate` says what differs."""
     return [
         f"layer {layer} {predicate} ({_format_pair(digests[layer], others[layer])})"
         for layer in sorted(digests.keys() & others.keys())

@@ -1,9 +1,11 @@
 """FP8 weights in blocks: float8_e4m3fn codes times one float32 scale per 128 × 128 block, rounded once.
 
-R rows, C columns of a weight; the last block of a row or column may be ragged.
+R rows, C columns of a weight; the last block of a row or column may be ragged, that is, narrower than 128.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -20,14 +22,13 @@ BFloat16Bits = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the scales of a weight [R,C]: one per block, ragged blocks included."""
-    # Ceiling division.
-    return tuple(-(-size // BLOCK_SIZE) for size in weight_shape)
+    return tuple(math.ceil(size / BLOCK_SIZE) for size in weight_shape)
 
 
 def find_ragged_widths(spec: ModelSpec) -> list[str]:
     """Describe the widths of a model that exceed a block without being a multiple of it, as "NAME is WIDTH".
 
-    Readers that derive the block from the shapes of weight and scales get these wrong.
+    Other tools that divide a weight's shape by its scales' shape get another block than 128 for these.
     """
     widths = {
         "hidden_size": spec.hidden_size,
@@ -91,7 +92,7 @@ def _multiply_in_torch(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result
 def _to_float32(weight_fp8: torch.Tensor) -> torch.Tensor:
     if weight_fp8.device.type != "cpu":
         return weight_fp8.to(torch.float32)
-    # torch's own cast is many times slower. With scales of 1 the result is exact: BF16 holds every code.
+    # torch's own cast on the CPU is many times slower. With scales of 1 this one is exact: BF16 holds every code.
     values = torch.empty(weight_fp8.shape, dtype=torch.bfloat16)
     _multiply_compiled(weight_fp8, torch.ones(scale_shape(tuple(values.shape))), values)
     return values.to(torch.float32)
@@ -107,26 +108,27 @@ def _multiply_compiled(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result
 def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
     """Write the BF16 bits of the rounded products of [R,C] codes and their scales.
 
-    A code has one bit of sign, four of exponent (bias 7) and three of mantissa. Without sign, codes 0 to 7 are
-    subnormal: they count units of 2⁻⁹. Codes from 8 on are normal: shifted to float32's bits (bias 127), the exponent
-    lacks 120. 0x7F is NaN.
+    A code has one bit of sign, four of exponent (bias 7) and three of mantissa. Without sign, 0 to 7 are subnormal: the
+    number is the code times 2⁻⁹. From 8 on codes are normal: 20 bits further left they are a float32, whose exponent
+    lacks 120 because its bias is 127. 0x7F is NaN.
     """
     for row in range(codes.shape[0]):
         for block in range(scales.shape[1]):
             scale = scales[row // BLOCK_SIZE, block]
             start = block * BLOCK_SIZE
-            # For vector instructions views begin at 0, and every step is held to 32 bits: numba would widen to 64.
+            # Two things let the compiler use vector instructions: loops over a view, whose indices begin at 0, and the
+            # casts of every step to 32 bits, because numba would widen to 64.
             block_codes = codes[row, start : start + BLOCK_SIZE]
             block_result = result[row, start : start + BLOCK_SIZE]
             for column in range(block_codes.size):
                 code = np.int32(block_codes[column])
                 sign, unsigned = np.int32(code & 0x80), np.int32(code & 0x7F)
                 normal = np.int32(np.int32(unsigned << 20) + np.int32(120 << 23)).view(np.float32)
-                # From subnormal bits, processors multiply many times slower than from a whole number.
+                # A shifted subnormal code would be a subnormal float32: with these, processors are many times slower.
                 number = normal if unsigned >= 8 else np.float32(np.float32(unsigned) * np.float32(2.0**-9))
                 product = np.float32(number * scale)
                 product_bits = np.uint32(product.view(np.uint32) ^ np.uint32(sign << 24))
-                # Round to the nearest BF16, ties to even.
+                # BF16 is float32's upper 16 bits, rounded to the nearest, ties to even.
                 is_odd = np.uint32(np.uint32(product_bits >> 16) & 1)
                 rounded = np.uint32(np.uint32(product_bits + np.uint32(0x7FFF)) + is_odd) >> 16
                 is_nan = (unsigned == 0x7F) | np.isnan(product)

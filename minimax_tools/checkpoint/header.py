@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -72,6 +72,16 @@ class TensorEntry:
         """Sort key: the order of tensors in their files."""
         return self.file, self.offset
 
+    def narrow_rows(self, start: int, num_rows: int) -> TensorEntry:
+        """Return neighbouring rows, indices of the first dim, as a stored tensor of their own."""
+        row_bytes = self.size_bytes // max(self.shape[0], 1)
+        return replace(
+            self,
+            shape=(num_rows, *self.shape[1:]),
+            offset=self.offset + start * row_bytes,
+            size_bytes=num_rows * row_bytes,
+        )
+
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
     """Read a shard's header: its tensors in the order of their data, which is not read.
@@ -107,7 +117,7 @@ def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
 def parse_header(path: Path, header_json: bytes, *, file_size_bytes: int) -> tuple[TensorEntry, ...]:
     """Parse a header, given without the length before it: the tensors in the order of their data.
 
-    The shard itself need not be on this machine.
+    `file_size_bytes` is the shard's size. The shard itself need not be on this machine.
 
     Raises:
         CheckpointError: The header is damaged, or the file's size contradicts it.
@@ -134,7 +144,8 @@ def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGN
         }
         position = end
     header_json = json.dumps(header, separators=(",", ":")).encode()
-    header_json += b" " * (-(LENGTH_BYTES + len(header_json)) % alignment)
+    num_spaces = -(LENGTH_BYTES + len(header_json)) % alignment  # up to the next multiple
+    header_json += b" " * num_spaces
     return _LENGTH.pack(len(header_json)) + header_json
 
 

@@ -31,13 +31,11 @@ Entry = TypeVar("Entry", bound=TensorEntry)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorIndex:
-    """Stored tensors of a checkpoint folder, by full name, sorted.
-
-    `entries` holds tensors of the shards that are here. `absent` names the shard of each tensor that is not here.
-    """
+    """Stored tensors of a checkpoint folder, by full name, sorted."""
 
     folder: Path
-    entries: Mapping[str, TensorEntry] = field(repr=False)
+    entries: Mapping[str, TensorEntry] = field(repr=False)  # tensors of the shards that are here
+    # The shard of each tensor that is not here, by the tensor's name.
     absent: Mapping[str, str] = field(repr=False, default_factory=dict)
 
     @classmethod
@@ -53,6 +51,7 @@ class TensorIndex:
         """
         weight_map = _find_weight_map(folder)
         shards = _find_shards(folder) if weight_map is None else sorted(set(weight_map.values()))
+        # Without `layers` no shard may be missing: then `read_headers` reports those that are.
         missing = {shard for shard in shards if layers is not None and not (folder / shard).is_file()}
         present = [shard for shard in shards if shard not in missing]
         headers, faults = read_headers(folder, present, read_header)
@@ -69,7 +68,7 @@ class TensorIndex:
     def of(
         cls, folder: Path, entries: Iterable[TensorEntry], absent: Mapping[str, str] = MappingProxyType({})
     ) -> TensorIndex:
-        """Build the index of tensors with different names, in any order."""
+        """Build the index of tensors in any order; no two have the same name."""
         return cls(
             folder=folder,
             entries=MappingProxyType(
@@ -166,7 +165,7 @@ def find_absent_shards(folder: Path) -> tuple[str, ...]:
 def read_headers(
     folder: Path, shards: Sequence[str], read: Callable[[Path], tuple[Entry, ...]]
 ) -> tuple[dict[str, tuple[Entry, ...]], list[str]]:
-    """Read the headers of a checkpoint's files with `read`; return the sound ones by shard, and all faults."""
+    """Read the headers of a checkpoint's files, one file by `read`; return the sound ones by shard, and all faults."""
     headers: dict[str, tuple[Entry, ...]] = {}
     first_shards: dict[str, str] = {}
     faults = []

@@ -1,4 +1,4 @@
-"""Layers of a golden read into storage that is kept, the next one while the current one computes."""
+"""LayerLoader: reads a golden's layers, one after the other, into storage that is used again for every layer."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ class LayerLoader:
         if self._coming is None or self._coming.layer != layer:
             self._drop_coming()
             self._coming = self._start(layer)
+        # Cleared first: if reading fails, `_finish` makes the storage idle, and nothing else may refer to it.
         coming, self._coming = self._coming, None
         self._finish(coming)
         if self._prefetch and then is not None:
@@ -96,7 +97,7 @@ class LayerLoader:
         self._start_filling(layer, storage, names_placed, self._reader).finish()
 
     def keep_current(self) -> LayerStorage:
-        """Give the current layer's storage to the caller; no other layer fills it."""
+        """Give the current layer's storage to the caller for good; no other layer fills it."""
         storage, self._current = self.current, None
         return storage
 

@@ -39,15 +39,13 @@ PACKED_DTYPE = torch.float8_e4m3fn
 class LayerStorage:
     """Storage of one layer's weights.
 
-    Args:
-        places: Place of each tensor of the checkpoint, by its name relative to the layer. A place of `PACKED_DTYPE`
-            takes the stored bytes, any other place the weight's values.
-        weights: The layer's weights by the same names, in the run's dtype; router gate and bias in float32.
-        modules: Parameters of transformers' decoder layer, by its names.
+    The same memory is seen in three ways. `places` and `weights` go by the checkpoint's names, relative to the layer.
     """
 
+    # To be filled: a place of `PACKED_DTYPE` takes a tensor's stored bytes, any other place the weight's values.
     places: Mapping[str, torch.Tensor]
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]  # to be read: in the run's dtype; router gate and bias in float32
+    # To be bound: parameters, by the names of transformers' layer.
     modules: Mapping[str, torch.Tensor | PackedMatrices]
 
 

@@ -29,8 +29,8 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
     in float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are kept.
     A name that the layer lacks is a KeyError in every method.
 
-    `open` builds the mapping. `stored` is the dtype of each tensor in the checkpoint. `present` has all keys: the value
-    that was set, or None for a tensor that is read from the checkpoint.
+    `open` builds the mapping. `stored` is the dtype of each tensor in the checkpoint. `present` has the keys that the
+    mapping has now: with the value that was set, or with None for a tensor that is read from the checkpoint.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
         CheckpointError: As for `LayerTensors.open`.
     """
     prefix = layer_prefix(layer)
-    unexpected = set(index.layer_names(layer))
+    unexpected = set(index.layer_names(layer))  # expected names are taken out below
     faults = []
     for name, shape in expected_layer_shapes(spec).items():
         full_name = prefix + name

@@ -64,7 +64,7 @@ class ReadAhead:
     def _fetch_range(self, descriptor: int, start: int, stop: int, buffer: memoryview) -> None:
         while start < stop and not self._is_closed.is_set():
             piece = buffer[: stop - start]
-            # Copying cached bytes would only cost time. If the probe was wrong, the system fetches them.
+            # Copying cached bytes would only cost time. The advice fetches them if they were not cached after all.
             if is_cached(descriptor, start, start + len(piece)):
                 os.posix_fadvise(descriptor, start, len(piece), os.POSIX_FADV_WILLNEED)
                 start += len(piece)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -127,7 +126,7 @@ class CheckpointReader:
 
         Args:
             name: The tensor.
-            out: A tensor of any float dtype, with the shape of the values; a transposed view is written as columns.
+            out: A tensor of any float dtype and device, with the shape of the values; it may be a transposed view.
             rows: Indices of neighbouring rows, with step 1; None for all rows.
             columns: Indices of neighbouring columns of a matrix, with step 1; None for all columns.
 
@@ -189,7 +188,8 @@ class CheckpointReader:
     ) -> None:
         """Fill `out` with rows and columns of an FP8 weight; None for all.
 
-        Whole blocks of 128 × 128 are dequantised, and the values asked for are copied out of them.
+        Whole blocks of 128 × 128 are dequantised: `block_rows` and `block_columns` hold `rows` and `columns`, and more.
+        The values asked for are copied out of them.
         """
         scale_inv = self._read(find_scale(self.index, entry))
         if not out.numel():
@@ -279,15 +279,9 @@ class _Totals:
 
 
 def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
-    """Return neighbouring rows of a stored tensor as an entry."""
+    """Return neighbouring rows of a stored tensor as an entry; raise ValueError if it has no such rows."""
     _check_range(rows, entry.shape[0], name=entry.name, unit="rows")
-    row_bytes = entry.size_bytes // max(entry.shape[0], 1)
-    return replace(
-        entry,
-        shape=(len(rows), *entry.shape[1:]),
-        offset=entry.offset + rows.start * row_bytes,
-        size_bytes=len(rows) * row_bytes,
-    )
+    return entry.narrow_rows(rows.start, len(rows))
 
 
 def _check_range(indices: range, size: int, *, name: str, unit: str) -> None:
@@ -297,8 +291,8 @@ def _check_range(indices: range, size: int, *, name: str, unit: str) -> None:
 
 def _blocks_of(indices: range, size: int) -> tuple[slice, range]:
     """Find the blocks that hold indices of an FP8 weight's dim; return the blocks, and all indices in them."""
-    # The last block is rounded up, and may be ragged.
-    start, stop = indices.start // BLOCK_SIZE, -(-indices.stop // BLOCK_SIZE)
+    start, stop = indices.start // BLOCK_SIZE, math.ceil(indices.stop / BLOCK_SIZE)
+    # The weight's last block may be ragged.
     return slice(start, stop), range(start * BLOCK_SIZE, min(stop * BLOCK_SIZE, size))
 
 

@@ -8,6 +8,7 @@ disk straight to this process (O_DIRECT), except for bytes that the cache holds 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -101,29 +102,32 @@ class ShardFiles:
 
     def _read_direct(self, direct: int, offset: int, out: torch.Tensor) -> int:
         """Read whole pages into the aligned buffer, as O_DIRECT demands, and copy the bytes asked for."""
+        # `skip` bytes of the first page lie before the bytes asked for.
         buffer, skip = self._aligned_buffer(), offset % _ALIGNMENT
-        # Rounded up to whole pages.
-        num_bytes = -(-(skip + len(out)) // _ALIGNMENT) * _ALIGNMENT
-        count = _read(direct, offset - skip, buffer[:num_bytes])
+        num_pages = math.ceil((skip + len(out)) / _ALIGNMENT)
+        count = _read(direct, offset - skip, buffer[: num_pages * _ALIGNMENT])
+        # The last page may hold more than was asked for, and the file may end in any page.
         count = min(max(count - skip, 0), len(out))
         out[:count].copy_(buffer[skip : skip + count])
         return count
 
     def _aligned_buffer(self) -> torch.Tensor:
-        """Return this thread's memory for direct reads, aligned to a page."""
+        """Return this thread's memory for direct reads, aligned to a page: a piece, and a page because of `skip`."""
         buffer: torch.Tensor | None = getattr(self._buffers, "aligned", None)
         if buffer is None:
             memory = torch.empty(_PIECE_BYTES + 2 * _ALIGNMENT, dtype=torch.uint8)
-            buffer = memory[-memory.data_ptr() % _ALIGNMENT :][: _PIECE_BYTES + _ALIGNMENT]
+            first_page = -memory.data_ptr() % _ALIGNMENT  # the bytes that the address lacks to a page
+            buffer = memory[first_page : first_page + _PIECE_BYTES + _ALIGNMENT]
             self._buffers.aligned = buffer
         return buffer
 
 
 def is_cached(probe: int, start: int, stop: int) -> bool:
-    """Decide whether bytes `start` to `stop` of the open file are most likely in the page cache: the middle one is.
+    """Decide whether bytes `start` to `stop` are most likely in the page cache, because the middle one is.
 
-    Both ends are useless as a probe: reads of neighbours bring their pages. A probe of an uncached byte fetches its
-    page. If the disk answers first (one time in hundreds), the range passes for cached.
+    `probe` is the open file's descriptor. Neither end tells, because reads of neighbours bring the pages at both ends.
+    A look at an uncached byte fetches its page. If the disk answers first (one time in hundreds), the range passes for
+    cached.
     """
     flag = getattr(os, "RWF_NOWAIT", None)
     if flag is None:

@@ -29,14 +29,11 @@ _NUM_NAMES_SHOWN = 12
 class WeightFiles:
     """The weight files of a checkpoint: safetensors if there are any, else PyTorch's `.bin`.
 
-    Args:
-        index_file: Name of the index; None if the checkpoint has none.
-        shards: Names of the weight files that are present, sorted. If there is an index, it decides which files
-            belong to the checkpoint, present or not.
+    If there is an index, it decides which files belong to the checkpoint, present or not.
     """
 
-    index_file: str | None
-    shards: tuple[str, ...]
+    index_file: str | None  # name of the index; None if the checkpoint has none
+    shards: tuple[str, ...]  # names of the weight files that are present, sorted
 
     @classmethod
     def in_folder(cls, folder: Path) -> WeightFiles | None:
@@ -48,7 +45,7 @@ class WeightFiles:
         """Find the weight files among the names of a checkpoint's files; None if there are none."""
         safetensors = sorted(name for name in names if name.endswith(SAFETENSORS_SUFFIX) and "/" not in name)
         pickled = cls.pickled_among(names)
-        # A folder fetched without its safetensors may still hold their index.
+        # An index alone counts only without `.bin` shards: it may have been fetched without its safetensors.
         if safetensors or (INDEX_FILE in names and (pickled is None or not pickled.shards)):
             if INDEX_FILE in names:
                 return cls(index_file=INDEX_FILE, shards=tuple(safetensors))
@@ -71,7 +68,7 @@ class WeightFiles:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Read the shard of each tensor from an index file.
+    """Read the shard of each tensor from an index file; the shards' names are not checked (see `read_index_json`).
 
     Raises:
         CheckpointError: The file is missing or no index.
@@ -81,7 +78,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def read_index_json(path: Path) -> dict[str, Any]:
-    """Read an index file whole: `weight_map` maps tensors to names of files beside it, `metadata` is a dict.
+    """Read an index file whole: `weight_map` maps tensors to names of files beside the index, `metadata` is a dict.
 
     Raises:
         CheckpointError: The file is missing or no index, or names files in other folders.
@@ -96,12 +93,12 @@ def read_index_json(path: Path) -> dict[str, Any]:
             found=", ".join(files_elsewhere[:_NUM_NAMES_SHOWN]),
             next_step="Fetch the file again from a source that you trust.",
         )
-    # Some tools write null there.
+    # Some tools write null as metadata.
     return {**index_json, "metadata": index_json.get("metadata") or {}}
 
 
 def weight_map_of(entries: Iterable[TensorEntry], *, folder: Path) -> dict[str, str]:
-    """Build a weight_map from the tensors of all files in `folder`.
+    """Build an index's weight_map, each tensor's file by name, from the tensors of all files in `folder`.
 
     Raises:
         CheckpointError: A tensor lies in two files, or there is no tensor.
@@ -124,7 +121,7 @@ def find_index_faults(
 ) -> list[str]:
     """Return one sentence for each disagreement between the index and a shard's header about a tensor.
 
-    `headers` has the tensors of shards by their names. Shards without a header there are not judged.
+    `weight_map` is the index's: shards by tensor. `headers` has the tensors in each shard; others are not judged.
     """
     names_indexed: dict[str, set[str]] = {shard: set() for shard in headers}
     for name, shard in weight_map.items():

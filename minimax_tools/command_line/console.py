@@ -15,11 +15,11 @@ from minimax_tools.errors import CannotRunError, Mm2Error, TargetError
 
 # Level of the environment variable DEBUG from which every section is shown.
 DETAILED_LEVEL = 11
-# Keys of click's `Context.meta`, in which a command keeps what its errors are printed by.
-_DEBUG = "minimax_tools.debug"
-_JSON = "minimax_tools.json"
-_ARGUMENTS = "minimax_tools.arguments"
-_SPEAKER = "minimax_tools.speaker"
+# Keys of click's `Context.meta`, in which the functions below keep facts about the running command.
+_DEBUG = "minimax_tools.debug"  # whether --debug was given
+_JSON = "minimax_tools.json"  # whether --json was given
+_ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
+_SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
 # Packages whose log messages are shown.
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 
@@ -70,7 +70,7 @@ class Mm2Group(click.Group):
 
 
 def given_arguments() -> tuple[str, ...]:
-    """Return the arguments of the running command, without its name."""
+    """Return the command line of the running command, without the program's name."""
     arguments: tuple[str, ...] = click.get_current_context().meta[_ARGUMENTS]
     return arguments
 
@@ -92,7 +92,7 @@ def remember_json(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 
 def show_progress(ctx: click.Context, _: click.Parameter, quiet: bool) -> bool:
-    """Send log messages to stderr, only warnings if quiet (click callback of `--quiet`)."""
+    """Send log messages to stderr, only warnings if quiet; all with --debug (click callback of `--quiet`)."""
     handler = _StderrHandler()
     level = logging.DEBUG if ctx.meta.get(_DEBUG) else logging.WARNING if quiet else logging.INFO
     for package in _PACKAGES:
@@ -150,12 +150,14 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
         ctx.exit(CannotRunError.exit_code)
     if ctx.meta.get(_DEBUG):
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+    # With a speaker this is one of several ranks, and only the command that started them prints JSON.
     speaker = ctx.meta.get(_SPEAKER)
     as_json = speaker is None and bool(ctx.meta.get(_JSON))
     ctx.exit(print_error(error, as_json=as_json, speaker=speaker))
 
 
 def _describe(error: BaseException) -> tuple[str, int]:
+    """Return the message for an error, and its exit code."""
     if isinstance(error, Mm2Error):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -165,7 +167,7 @@ def _describe(error: BaseException) -> tuple[str, int]:
 
 
 def _no_verdict(exit_code: int) -> dict[str, Any]:
-    """Return the JSON keys of a comparison that could not run; {} for other exit codes."""
+    """Return the JSON keys of a comparison that could not run, whichever command it was; {} for other exit codes."""
     if exit_code != CannotRunError.exit_code:
         return {}
     return {"verdict": "incomparable", "compared": 0, "of": 0, "blame": []}

@@ -64,9 +64,9 @@ def grouped_as(name: str, build: Callable[..., Any], *, prefix: str = "") -> Cal
 
     Args:
         name: Parameter of the command that gets the value.
-        build: Function that builds the value. Its parameters have the names of the options that it takes. Decorators
-            above this one take their options first.
-        prefix: Text before the parameters' names in the options' names.
+        build: Function that builds the value. Its parameters have the names of the options that it takes. An option
+            that a decorator above this one takes is no longer there: then `build` uses its parameter's default.
+        prefix: Text before the parameters' names in the options' names: `gpu_` for `gpu_format_name`.
     """
     parameters = tuple(inspect.signature(build).parameters)
 
@@ -283,9 +283,8 @@ def reading_options(side: str = "", whose: str = "the directory") -> Callable[[C
     """Return --format and --map, given to the command as `reading`.
 
     Args:
-        side: Prefix of the options' names in a command with several sides, such as `gpu-`. The parameter then is
-            `gpu_reading`.
-        whose: Side in words, for the help.
+        side: Prefix of the options in a command with several sides: `gpu-` for --gpu-format and `gpu_reading`.
+        whose: The directory that they are about, in words, for the help.
     """
     prefix = side.replace("-", "_")
     return stack_options(

@@ -74,7 +74,7 @@ class LayerProgress:
         self._unit = unit
         self._clock = clock
         self._lock = threading.Lock()
-        self._bar: ExitStack | None = None
+        self._bar: ExitStack | None = None  # ends the bar; None without one
         self._layer: int | None = None
         # Layers done in all, and layers done by this run.
         self._num_done = 0
@@ -111,7 +111,7 @@ class LayerProgress:
             self._layer = layer
             self._num_done += 1
             if not self._num_fresh:
-                # The time to check layers done before says nothing about the next ones.
+                # Time counts from the last layer done before: checking such layers says nothing about the next ones.
                 self._begun_s = self._latest_s = self._clock()
             line = f"{self._count_of(layer)}: done before"
         if self._bar is None:
@@ -165,7 +165,7 @@ class LayerProgress:
             figures.append(f"took {format_duration(spent_s)}")
         elif self._num_fresh:
             layer_s = spent_s / self._num_fresh
-            # Time already spent on the current layer. A slow layer must not count down those after it.
+            # Time already spent on the current layer, at most the mean: a slow layer must not count down later ones.
             current_s = min(self._clock() - self._latest_s, layer_s)
             figures.append(f"{format_duration(num_left * layer_s - current_s)} left")
         if self._num_bytes and spent_s > 0:
@@ -178,7 +178,7 @@ class LayerProgress:
 
 
 class AboveBar:
-    """A stand-in for `sys.stderr` while a bar is live: prints every whole line above the bar.
+    """A stand-in for `sys.stderr` during its `with` block, while a bar is live: prints whole lines above the bar.
 
     rich's own stand-in does not serve, because click bypasses it and it breaks long lines.
     """

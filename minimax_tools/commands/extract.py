@@ -72,7 +72,7 @@ def extract_command(
     slices = []
     # A node that was named twice is cut once.
     for name in dict.fromkeys(names):
-        # The tensor lists of all slices take a hundred megabytes, so one slice is read at a time.
+        # The tensor lists of all slices take a hundred megabytes, so without --all-nodes only this node's is read.
         plan = whole_plan or PartitionPlan.read(plan_file, tensors_of=name)
         source = StoredWeights.of_slice(model or plan.model, plan.slice_of(name))
         cut = cut_slice(
@@ -89,7 +89,7 @@ def extract_command(
 
 
 def _read_whole_plan(plan_file: Path, model: str | None) -> PartitionPlan:
-    """Read a plan, and verify that it covers the whole checkpoint."""
+    """Read a plan, and verify against the checkpoint that its slices cover all tensors."""
     plan = PartitionPlan.read(plan_file)
     source = open_source(model or plan.model)
     plan.validate(source.entries, source.architecture, folder=source.folder)

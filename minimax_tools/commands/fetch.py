@@ -90,16 +90,19 @@ def _show_download(plan: PartitionPlan, slice_: Slice, source: SliceSource) -> N
 
 
 def _show_completion(plan: PartitionPlan, slice_: Slice, source: SliceSource, fetched: FetchedSlice) -> None:
-    if fetched.bytes_fetched is None:
+    if fetched.bytes_fetched is None:  # whole files
         files = Download.of(slice_, source, Repository.of(source, plan)).files
     else:
-        files = tuple(_find_tensors(fetched, source.measure_tensors(plan)))
+        files = tuple(_measure_files(fetched, source.measure_tensors(plan)))
     text = render_completion(slice_, files, model=source.model, with_marks=shows_pictures(sys.stderr))
     click.echo(f"{text}\n", err=True)
 
 
-def _find_tensors(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[DownloadedFile]:
-    """Yield the files of a fetched slice, with the sizes of their tensors in the source and here."""
+def _measure_files(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[DownloadedFile]:
+    """Yield the files of a slice fetched by byte ranges, with the bytes of their tensors in the source and here.
+
+    `sizes` has each tensor's bytes in the source. A tensor that it lacks counts as right.
+    """
     with open_slice(fetched.folder) as reader:
         entries = tuple(reader.index.entries.values())
     for file in fetched.files:

@@ -12,7 +12,7 @@ import torch
 from minimax_tools.command_line.options import Command, parse_size_option, stack_options
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
-# Sizes of a synthetic model, each the name of a field and of an option, and its help.
+# Help for each size of a synthetic model. `hidden_size` is the field of SyntheticModel, and --hidden-size the option.
 _SIZES: Mapping[str, str] = MappingProxyType(
     {
         "num_hidden_layers": "Number of layers",

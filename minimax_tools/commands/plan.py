@@ -83,7 +83,7 @@ def plan_command(
     check_nodes(nodes)
     source = open_source(model, headers=True)
     workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
-    # Read once: a source with config.json alone builds them on every access.
+    # Asked once: a source that has config.json alone builds the list of tensors on every access.
     tensors = source.tensors
     cost = measure_costs(tensors, source.architecture, source.config, workload)
     plan = make_plan(

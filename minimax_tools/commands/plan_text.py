@@ -1,4 +1,7 @@
-"""A partition plan as text and as JSON: the nodes' slices, the parts' costs, and the slowest node."""
+"""A partition plan as text and as JSON: the nodes' slices, the parts' costs, and the slowest node.
+
+A part is what a plan does not divide, such as the embedding or a layer. A slice is the parts that a node holds.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) 
 
 
 def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> dict[str, Any]:
-    """Return the plan as JSON, without the tensors, which its file lists."""
+    """Return the plan as JSON, without the names of the tensors, which the plan's file lists."""
     values = encode(plan)
     slowest = _slowest(plan)
     nodes = [
@@ -103,6 +106,7 @@ def _format_number(number: int) -> str:
 
 
 def _describe_content(slice_: Slice) -> str:
+    """Return the parts that a slice holds, such as `embedding + layers 0 to 30`."""
     stage = slice_.stage
     parts = {
         "embedding": stage.has_embedding,
@@ -123,7 +127,7 @@ def _parts(cost: ModelCost) -> Iterator[tuple[str, PartCost]]:
             start = stop
     yield "final norm", cost.final_norm
     yield "lm_head, tied" if cost.is_tied else "lm_head", cost.lm_head
-    if cost.rest != PartCost():
+    if cost.rest != PartCost():  # tensors of no part above
         yield "else stored", cost.rest
     yield "whole model", cost.whole
 

@@ -148,6 +148,7 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _describe(learned: LearnedModel) -> list[str]:
+    """Return lines on the training, and on held-out text, which `rivals` compress without a model."""
     course, after = learned.course, learned.after
     lines = [
         f"{', '.join(str(folder) for folder in learned.folders)}: "

@@ -1,5 +1,9 @@
 """DumpAssembly: a site's real tokens, put together from the pieces of ranks and passes.
 
+A pass is one forward pass of the dumped run; `step` is its label. A group is passes that follow each other for the same
+prompts, such as a prefill and the decoded rows behind it. A term is a tensor that a site is a sum of. In messages,
+`what` is the name of what is read.
+
 B prompts, S their padded length, T real tokens of all prompts, T' rows of one pass, F channels, N heads, D head_dim.
 """
 
@@ -21,7 +25,7 @@ _NUM_NAMED = 4
 
 
 class TokenKind(Enum):
-    """The value that a tensor holds of each token."""
+    """The kind of value that a tensor holds for each token."""
 
     CHANNELS = "channels"  # in tensors [B,S,F]
     HEADS = "heads"  # in tensors [B,N,S,D]
@@ -32,10 +36,10 @@ class TokenKind(Enum):
 class DumpAssembly:
     """The tensors of a dump, read one site at a time."""
 
-    found: FoundSites
+    found: FoundSites  # the dump's sites, and the groups of passes to read, `found.passes`
 
     def read_pass(self, site: FoundSite, step: str, *, what: str) -> torch.Tensor:
-        """Read a site from one pass, padding included, in mm2's shape of the site; `what` names it in messages.
+        """Read a site from one pass, padding included, in mm2's shape of the site.
 
         Raises:
             CaptureError: A file is damaged, or the pieces do not fit the map or the usual names.
@@ -56,7 +60,7 @@ class DumpAssembly:
         return torch.stack([term.to(torch.float32) for term in terms]).sum(dim=0).to(terms[0].dtype)
 
     def read_tokens(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str) -> torch.Tensor:
-        """Read a site's real tokens from all passes that are read: [T,F], [T,N,D] or [T].
+        """Read a site's real tokens, the places of which `rows` tells, from all passes: [T,F], [T,N,D] or [T].
 
         Raises:
             CaptureError: A file is damaged, the pieces do not fit, or nothing tells which rows are real.
@@ -84,7 +88,10 @@ class DumpAssembly:
     def _read_stretches(
         self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str
     ) -> torch.Tensor:
-        """Read the real tokens of passes that record their requests, one pass in memory at a time."""
+        """Read the real tokens of passes that record their requests, one pass in memory at a time.
+
+        A stretch is consecutive tokens of one prompt in one pass.
+        """
         wanted = [
             (prompt, stretch) for prompt, stretches in enumerate(rows.stretches) for stretch in stretches
         ]
@@ -98,12 +105,12 @@ class DumpAssembly:
                     taken = take_stretch(flat, stretch, num_rows=num_rows.get(step), what=in_pass)
                     # Cloned, so that the pass's whole tensor is freed.
                     tokens[prompt, stretch.start] = taken.reshape(len(taken), *token_shape).clone()
-        return torch.cat([tokens[key] for key in sorted(tokens)])
+        return torch.cat([tokens[key] for key in sorted(tokens)])  # by prompt, and by position in it
 
     def _read_groups(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str) -> torch.Tensor:
-        """Read the real tokens of passes chosen by the map, or of the first pass.
+        """Read the real tokens of the groups of passes that the map chose, or of the first pass.
 
-        A single group of passes holds all prompts. Of several, each holds the prompt of its number.
+        A single group holds all prompts. Of several groups, the first holds the first prompt, and so on.
         """
         tokens = []
         for number, group in enumerate(self.found.passes):
@@ -120,7 +127,7 @@ class DumpAssembly:
         return torch.cat(tokens)
 
     def _advise_on_passes(self) -> str:
-        """Return the advice for a dump with passes that are not read; empty if all are read."""
+        """Return the next step of an error, for a dump with passes that are not read; empty if all are read."""
         if self.found.not_joined:
             return f"The passes could not be joined: {self.found.not_joined}"
         if not self.found.left:
@@ -148,7 +155,7 @@ class DumpAssembly:
         ]
         if len(tensors) == 1:
             return tensors[0]
-        # A usual layout is a guess, which equal tensors on all ranks disprove.
+        # A layout that nobody declared is a guess by the site, which equal tensors on all ranks disprove.
         are_equal = all(torch.equal(tensors[0], tensor) for tensor in tensors[1:])
         layout = Replicated() if are_equal and not term.is_declared else term.layout
         try:
@@ -164,7 +171,7 @@ class DumpAssembly:
 
 
 def _flatten(tensor: torch.Tensor, kind: TokenKind, what: str) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Flatten each token's value into one last dim, and return with the tensor the shape of such a value."""
+    """Flatten each token's value into one last dim; return the tensor, and the shape of a value: (F,), (N, D) or ()."""
     if kind is TokenKind.CHANNELS:
         return tensor, tuple(tensor.shape[-1:])
     if kind is TokenKind.NUMBER:

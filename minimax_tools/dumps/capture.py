@@ -37,7 +37,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     Args:
         found: The dump's sites.
-        names: The user's map of the dump.
+        names: The user's map of the dump, which tells what its files do not.
         mask: bool [B,S] of the batch to lay tensors out as; None for the batch that the dump's own lengths give, or,
             without lengths, for tensors as they are.
         input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None if they are not known.
@@ -54,7 +54,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         input_ids: torch.Tensor | None = None,
     ) -> None:
         super().__init__(found.dump.directory, found.sites)
-        self.found = found
+        self.found = found  # the sites, and the passes to read
         self._names = names
         self._assembly = DumpAssembly(found=found)
         self._rows = find_rows(self._assembly, names, mask=mask, input_ids=input_ids)
@@ -95,10 +95,10 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def listing(self) -> DumpListing:
         """List the dump's tensors; those of the same name in several layers are one."""
-        # An inner dict keeps each site once, in order.
+        # Sites of each tensor; an inner dict keeps each site once, in order.
         sites: dict[str, dict[str, None]] = defaultdict(dict)
-        for (_, site), found in self.found.sites.items():
-            for term in found.terms:
+        for (_, site), found_site in self.found.sites.items():
+            for term in found_site.terms:
                 for piece in term.pieces.values():
                     sites[_template(piece)][str(site)] = None
         pieces: dict[str, list[DumpPiece]] = defaultdict(list)
@@ -117,6 +117,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Return the sites found outside the layers, without those whose tokens are not known."""
+        # An empty tuple stands for tokens that are not known; a site that is not in the dict has all tokens.
         return tuple(site for site in super().model_sites() if self._last_tokens.get(site) != ())
 
     def held_rows(self, site: ModelSite) -> torch.Tensor | None:
@@ -129,52 +130,60 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
         """Read a site's tensor; zeros on padding."""
-        found = self._find(layer, site)
-        if found is None:
+        found_site = self._find(layer, site)
+        if found_site is None:
             raise CaptureError(
                 f"{self.directory} holds no {site} of layer {layer}",
                 next_step="mm2-test show DIR lists what it holds; a map (--map) says where sites lie.",
             )
-        return self._read(found, what=f"{site} of layer {layer}", has_heads_dim=site.has_heads_dim)
+        return self._read(found_site, what=f"{site} of layer {layer}", has_heads_dim=site.has_heads_dim)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
         """Read the tensor of a site outside the layers; zeros on padding and outside `held_rows`."""
-        found = self.found.sites.get((None, site))
-        if found is None:
+        found_site = self.found.sites.get((None, site))
+        if found_site is None:
             raise CaptureError(f"{self.directory} holds no {site}", next_step="Capture the whole model.")
         tokens = self._last_tokens.get(site)
         if tokens and self._mask is not None:
-            return read_last_tokens(found, tokens, assembly=self._assembly, mask=self._mask, what=str(site))
-        return self._read(found, what=str(site), has_heads_dim=False)
+            return read_last_tokens(
+                found_site, tokens, assembly=self._assembly, mask=self._mask, what=str(site)
+            )
+        return self._read(found_site, what=str(site), has_heads_dim=False)
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None if self._mask is None else self._mask.to(torch.int64)
 
     def read_input_ids(self) -> torch.Tensor | None:
         """Read the dump's token ids, int64 [B,S]; None if it holds none, or does not tell real rows."""
-        found = self.found.sites.get((None, INPUT_IDS))
+        found_site = self.found.sites.get((None, INPUT_IDS))
         steps = {step for group in self.found.passes for step in group}
-        if found is None or self._rows is None or self._mask is None or not steps <= found.terms[0].steps:
+        if (
+            found_site is None
+            or self._rows is None
+            or self._mask is None
+            or not steps <= found_site.terms[0].steps
+        ):
             return None
-        tokens = self._assembly.read_tokens(found, self._rows, kind=TokenKind.NUMBER, what=INPUT_IDS)
+        tokens = self._assembly.read_tokens(found_site, self._rows, kind=TokenKind.NUMBER, what=INPUT_IDS)
         return lay_out(tokens[:, None], self._mask)[..., 0].to(torch.int64)
 
     def _find_last_tokens(self) -> dict[ModelSite, tuple[LastToken, ...]]:
-        """Find the known tokens of each site behind the layers that is not held for every real token."""
+        """Find the tokens that a site behind the layers is held for, if not for all; () if nothing tells which."""
         last_tokens = {}
         for site in _BEHIND_LAYERS:
-            found = self.found.sites.get((None, site))
-            if found is not None and self._rows is not None:
-                tokens = find_last_tokens(found, self.found, self._rows)
+            found_site = self.found.sites.get((None, site))
+            if found_site is not None and self._rows is not None:
+                tokens = find_last_tokens(found_site, self.found, self._rows)
                 if tokens is not None:
                     last_tokens[site] = tokens
         return last_tokens
 
-    def _read(self, found: FoundSite, *, what: str, has_heads_dim: bool) -> torch.Tensor:
+    def _read(self, found_site: FoundSite, *, what: str, has_heads_dim: bool) -> torch.Tensor:
         if self._rows is None or self._mask is None:
-            return self._assembly.read_pass(found, self.found.passes[0][0], what=what)
+            # Nothing tells which rows are real: the first pass counts, as it lies.
+            return self._assembly.read_pass(found_site, self.found.passes[0][0], what=what)
         kind = TokenKind.HEADS if has_heads_dim else TokenKind.CHANNELS
-        tokens = self._assembly.read_tokens(found, self._rows, kind=kind, what=what)
+        tokens = self._assembly.read_tokens(found_site, self._rows, kind=kind, what=what)
         if not has_heads_dim:
             return lay_out(tokens, self._mask)
         heads = tokens.shape[1:]
@@ -190,7 +199,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         )
 
     def _check_tokens(self, input_ids: torch.Tensor | None) -> None:
-        """Raise if the dump's token ids are not those of the other side."""
+        """Raise if the dump's token ids are not those of the other side; else note that they were checked, if known."""
         own_ids = None if input_ids is None else self.read_input_ids()
         if own_ids is None or input_ids is None or self._mask is None:
             return

@@ -39,7 +39,7 @@ def find_format(directory: Path) -> Format | None:
 
 
 def read_dump(directory: Path, format_: Format) -> Dump:
-    """List the tensors of a folder in a format.
+    """List the tensors of a folder that has a format, or holds a folder of it for each rank.
 
     Raises:
         CaptureError: The folder has another format, or a file is damaged.
@@ -72,7 +72,7 @@ def _rank_folders(directory: Path) -> dict[int, Path]:
 
 
 def _join(directory: Path, dumps: Mapping[int, Dump]) -> Dump:
-    """Join the dumps of several ranks."""
+    """Join the dumps of several ranks, given by rank, in folders of `directory`."""
     first = next(iter(dumps.values()))
     return replace(
         first,

@@ -14,17 +14,18 @@ from minimax_tools.model.site_layouts import SiteLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteTerm:
-    """A tensor that a site is made of."""
+    """A tensor that a site is made of: the output or input of one module."""
 
-    place: SitePlace
-    module: str
-    pieces: Mapping[tuple[str, int], DumpPiece]  # its pieces, by label of the pass and rank
+    place: SitePlace  # the place, in a map's notation, that the module fits
+    module: str  # the module's whole path
+    # What each rank wrote in each pass, by label of the pass and rank.
+    pieces: Mapping[tuple[str, int], DumpPiece]
     layout: SiteLayout  # how the ranks' pieces are put together
-    is_declared: bool  # whether the map or the dump itself declares the layout
+    is_declared: bool  # whether the map or the dump declares the layout; else the site's usual one is tried
 
     @property
     def steps(self) -> frozenset[str]:
-        """The passes that hold it."""
+        """Labels of the passes that hold the tensor."""
         return frozenset(step for step, _ in self.pieces)
 
     def of_pass(self, step: str) -> dict[int, DumpPiece]:
@@ -34,38 +35,24 @@ class SiteTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSite:
-    """A site found in a dump.
+    """A site found in a dump."""
 
-    Args:
-        terms: Tensors that are added up, most often one.
-        transpose: Order of the dims that gives each term mm2's shape of the site; empty to leave it.
-    """
-
-    terms: tuple[SiteTerm, ...]
+    terms: tuple[SiteTerm, ...]  # tensors that are added up, most often one
+    # Order of the dims that gives each term mm2's shape of the site; empty to leave it.
     transpose: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSites:
-    """The sites found in a dump, and the passes to read them from.
-
-    Args:
-        sites: Every site found.
-        num_ranks: Ranks that the port was divided among.
-        passes: Passes to read; those of an inner tuple (a group) follow each other for the same prompts.
-        notes: Sentences on how the dump is read, for the reader of a comparison.
-        left: Passes that hold the same modules and are not read.
-        schedule: The passes joined along the prompts; None if they are read as `passes` says.
-        not_joined: Reason why recorded passes cannot be joined; empty otherwise.
-        unmapped: Modules that map to no site.
-    """
+    """The sites found in a dump, and the passes, by label, to read them from."""
 
     dump: Dump
-    sites: Mapping[SiteKey, FoundSite]
-    num_ranks: int
+    sites: Mapping[SiteKey, FoundSite]  # every site found
+    num_ranks: int  # ranks that the port was divided among
+    # To read; those of an inner tuple (a group) follow each other for the same prompts.
     passes: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
-    schedule: Schedule | None = None
-    not_joined: str = ""
-    unmapped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences on how the dump is read, for the reader of a comparison
+    left: tuple[str, ...] = ()  # passes that hold the same modules and are not read
+    schedule: Schedule | None = None  # passes joined along the prompts; None to read them as `passes` says
+    not_joined: str = ""  # reason why passes that record their requests cannot be joined; empty otherwise
+    unmapped: tuple[str, ...] = ()  # modules that map to no site

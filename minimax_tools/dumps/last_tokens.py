@@ -1,6 +1,8 @@
 """Last tokens: the rows of a site that a serving engine computes only for the tokens to sample from.
 
-These are the final norm and the logits, which a pass holds for the last token of each prompt in it.
+These are the final norm and the logits, which a pass holds for the last token of each prompt in it. A pass is one
+forward pass, a group is several passes that follow each other for the same prompts, and a stretch is consecutive tokens
+of one prompt in one pass.
 B prompts, S their padded length, R rows of the site's tensor in one pass, F channels.
 """
 
@@ -33,7 +35,8 @@ class LastToken:
 def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...] | None:
     """Return the tokens whose rows are known, from shapes alone; None if the site has a row for every real token.
 
-    A pass counts only if it holds exactly one row for each prompt or request in it.
+    A pass counts only if the site has exactly one row in it for each prompt or request. `found` has the passes, `rows`
+    the prompts' real tokens in them.
     """
     steps = {step for group in found.passes for step in group}
     if rows.stretches:
@@ -79,6 +82,7 @@ def read_last_tokens(
 
 
 def _place(token: LastToken, mask: torch.Tensor) -> int:
+    """Return the token's column in the batch: padding on the left moves it."""
     return int(mask[token.prompt].nonzero()[token.position, 0])
 
 
@@ -87,7 +91,8 @@ def _of_requests(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
     schedule = found.schedule
     if schedule is None:
         return ()
-    # All requests of a pass have a row, those of other prompts too, in the order of their tokens.
+    # The site has a row for every request in a pass, also for requests that are none of the prompts, in the order of
+    # their tokens. `stops` has the position behind a request's last token in the pass.
     first_rows: dict[str, list[int]] = defaultdict(list)
     stops: dict[tuple[str, int], int] = {}
     for stretches in schedule.stretches.values():
@@ -104,7 +109,7 @@ def _of_requests(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
         )
         for prompt, stretches in enumerate(rows.stretches)
         for stretch in stretches
-        # `rows` ends with the prompt. A request that goes on in this pass has the row of a later token.
+        # `rows` ends where the prompt does. If the request has more tokens in this pass, its row is of a later token.
         if stops[stretch.step, stretch.row] == stretch.stop
     )
 
@@ -143,7 +148,7 @@ def _of_group(
 
 
 def _num_layer_rows(found: FoundSites, step: str) -> int:
-    """Count the rows of a pass by its layers' tensors: the smallest count, because heads count as rows."""
+    """Count the rows of a pass by its layers' tensors: the smallest count, because [B,N,S,D] counts N times as many."""
     counts = [_num_rows(site, step) for (layer, _), site in found.sites.items() if layer is not None]
     return min((count for count in counts if count), default=0)
 

@@ -40,8 +40,8 @@ _RUN_KEYS: Mapping[Site, tuple[str, ...]] = {
     Site.OUTPUT: ("output_hidden_states", "output_full"),
 }
 _MASK_KEYS = ("input_attention_mask", "attention_mask")
-# Containers around a tensor, at most: a tuple under a key of a dict, the tensor itself, and one to spare.
-_MAX_NESTING = 4
+# Steps from a file's value to its tensor, at most: a dict, a tuple in it, the tensor itself, and one to spare.
+_MAX_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class LegacyPlace:
 
 
 class _RunFile(NamedTuple):
-    """A file of a whole run: the keys of its first and its last layer; the folder's name may give them instead."""
+    """A file of a whole run, and where the numbers of the run's first and last layer stand."""
 
-    first_key: str
-    last_key: str
-    folder: re.Pattern[str]
+    first_key: str  # key of the first layer's number in the file
+    last_key: str  # key of the last layer's number
+    folder: re.Pattern[str]  # the folder's name, with both numbers; used if the file lacks a key
 
 
 _RUN_FILES: Mapping[str, _RunFile] = {
@@ -154,7 +154,7 @@ def read_layout(files: LegacyFiles) -> LegacyLayout:
 
 def find_tensor(value: Any, keys: tuple[str, ...]) -> torch.Tensor | None:
     """Return the tensor that `value` is, begins with, or holds under one of `keys`; None if there is none."""
-    for _ in range(_MAX_NESTING):
+    for _ in range(_MAX_STEPS):
         if isinstance(value, torch.Tensor):
             return value
         if isinstance(value, np.ndarray):
@@ -187,6 +187,7 @@ def _list_names(directory: Path) -> tuple[str, ...]:
 
 
 def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
+    """Return the places in one file of the layers' inputs and outputs; {} for a file that holds none."""
     layer_file = _LAYER_FILE.fullmatch(name)
     if layer_file is not None:
         layer, site = int(layer_file[1]), Site(layer_file[2])

@@ -1,9 +1,9 @@
 """Traces of transformers' model debugger, with tensors in files of their own (`use_repr=False`).
 
 `{Class}_debug_tree_FULL_TENSORS.json` with `{Class}.{path}_inputs_args_0.safetensors`, `…_inputs_kwargs_{name}`,
-`…_outputs` and `…_outputs_{i}`, each with its tensor under `data`. Names of the model's own begin with `{Class}_`.
-Rank 0 alone writes, the last forward pass alone is kept: the inputs of all modules, and the outputs of modules without
-submodules. The tree may leave layers out (`do_prune_layers`) whose files are there, so the names of the files count.
+`…_outputs` and `…_outputs_{i}`, each with its tensor under `data`. The model's own are `{Class}_outputs` and so on.
+Rank 0 alone writes, and the last forward pass alone is kept: the inputs of all modules, and the outputs of modules
+without submodules. The tree may leave layers out (`do_prune_layers`) whose files are there, so the files' names count.
 Written against transformers 5.23.
 """
 
@@ -20,7 +20,7 @@ NAME = "transformers"
 LAYOUT = "<Class>_debug_tree_FULL_TENSORS.json with <Class>.<path>_outputs.safetensors"
 
 _TREE = "_debug_tree_FULL_TENSORS.json"
-# The rest of a file's name behind the class.
+# The rest of a file's name behind the class, such as `.model.norm_outputs.safetensors`.
 _REST = re.compile(
     r"(\.(?P<module>.+?))?_"
     r"(inputs_(?P<kind>args|kwargs)_(?P<input>.+)|outputs(_(?P<output>.+))?)"

@@ -71,7 +71,7 @@ def _pieces(
 
 
 def _data_folders(directory: Path) -> list[tuple[int, int, Path]]:
-    """Return step, rank and folder of the tensors."""
+    """Return step, rank and folder of the tensors; a directory without steps in it counts as step 0."""
     steps = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
     found = []
     for step, folder in sorted((steps or {0: directory}).items()):

@@ -27,15 +27,13 @@ from typing import Any
 
 from minimax_tools.dumps.formats import FORMATS
 from minimax_tools.dumps.place import SitePlace
-from minimax_tools.dumps.usual_names import INPUT_IDS, UsualPlaces
+from minimax_tools.dumps.usual_names import INPUT_IDS
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.yaml_file import read_yaml
 from minimax_tools.model.sites import ModelSite, Site
 
-_KEYS = (
-    *("format", "ranks", "steps", "requests", "lengths", "padding", "rows"),
-    *("attention_mask", "usual_names", "sites"),
-)
+_ROW_KEYS = ("requests", "lengths", "padding", "rows", "attention_mask")
+_KEYS = ("format", "ranks", "steps", *_ROW_KEYS, "usual_names", "sites")
 _SIDES = ("right", "left")
 _ROWS = ("padded", "packed")
 _LIST_OF_KEYS = "The keys are: " + ", ".join(_KEYS) + "."
@@ -43,46 +41,31 @@ _LIST_OF_KEYS = "The keys are: " + ", ".join(_KEYS) + "."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedSite:
-    """The place of a site as a user gave it.
+    """The place of a site as a user gave it."""
 
-    Args:
-        source: Places of the terms that are added up, most often one.
-        transpose: Order of the dims that gives each term mm2's shape of the site; empty to leave it.
-    """
-
-    source: UsualPlaces
+    terms: tuple[SitePlace, ...]  # places of tensors that are added up, most often one
+    # Order of the dims that gives each term mm2's shape of the site; empty to leave it.
     transpose: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameMap:
-    """Facts about a dump that its files do not tell; by default none.
+    """Facts about a dump that its files do not tell; by default none."""
 
-    Args:
-        path: The map's file; None without one.
-        format: Name of the format; None if the files tell.
-        num_ranks: Ranks that the port was divided among; None if the dump tells.
-        steps: Passes to read; those of an inner tuple follow each other for the same prompts.
-        requests: Requests of the prompts, in the prompts' order; empty if their tokens or lengths tell.
-        lengths: Real tokens of each prompt, in all passes together.
-        padding: `right` or `left`.
-        is_packed: Whether the prompts' tokens lie one after another; None if the format tells.
-        attention_mask: A file with [B,S] of 0 and 1.
-        has_usual_names: Whether sites not named here are looked for under the usual names.
-        origins: Places of the sites that the map names.
-    """
-
-    path: Path | None = None
-    format: str | None = None
-    num_ranks: int | None = None
-    steps: tuple[tuple[str, ...], ...] = ()
+    path: Path | None = None  # the map's file; None without one
+    format: str | None = None  # name of the format; None if the files tell
+    num_ranks: int | None = None  # ranks that the port was divided among; None if the dump tells
+    steps: tuple[tuple[str, ...], ...] = ()  # passes to read; those of an inner tuple follow each other
+    # Of the prompts, in the prompts' order; empty if their tokens or lengths tell.
     requests: tuple[str, ...] = ()
+    # Real tokens of each prompt, in all passes together; empty if something else tells.
     lengths: tuple[int, ...] = ()
-    padding: str = "right"
-    is_packed: bool | None = None
-    attention_mask: Path | None = None
-    has_usual_names: bool = True
-    origins: Mapping[Site | ModelSite | str, MappedSite] = field(default_factory=dict)
+    padding: str = "right"  # side on which rows are padded, `right` or `left`
+    is_packed: bool | None = None  # whether prompts lie one after another; None if the format tells
+    attention_mask: Path | None = None  # file with [B,S] of 0 and 1
+    has_usual_names: bool = True  # whether sites not named here are looked for under the usual names
+    # The sites that the map names.
+    sites: Mapping[Site | ModelSite | str, MappedSite] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> NameMap:
@@ -114,12 +97,12 @@ class NameMap:
             is_packed=None if not reader.has("rows") else reader.choice("rows", _ROWS) == "packed",
             attention_mask=reader.file("attention_mask"),
             has_usual_names=reader.switch("usual_names", default=True),
-            origins=reader.origins(),
+            sites=reader.sites(),
         )
 
 
 class _Reader:
-    """The values of one file; errors name file and key."""
+    """The values of one map's file; errors name file and key."""
 
     def __init__(self, path: Path, record: Mapping[Any, Any]) -> None:
         self._path = path
@@ -128,21 +111,23 @@ class _Reader:
     def has(self, key: str) -> bool:
         return self._record.get(key) is not None
 
-    def value(self, key: str, is_right: Callable[[Any], bool], *, expected: str) -> Any:
+    def value(self, key: str, is_valid: Callable[[Any], bool], *, expected: str) -> Any:
         """Return a key's value; None if the file does not give it."""
         value = self._record.get(key)
-        if value is not None and not is_right(value):
+        if value is not None and not is_valid(value):
             raise self._wrong(key, expected=expected)
         return value
 
     def choice(self, key: str, allowed: tuple[str, ...]) -> str | None:
-        chosen: str | None = self.value(key, allowed.__contains__, expected=" or ".join(allowed))
+        chosen: str | None = self.value(key, lambda value: value in allowed, expected=" or ".join(allowed))
         return chosen
 
-    def items(self, key: str, are_right: Callable[[list[Any]], bool], *, expected: str) -> list[Any]:
+    def items(self, key: str, are_valid: Callable[[list[Any]], bool], *, expected: str) -> list[Any]:
         """Return a key's list; empty if the file does not give it."""
-        value = self._record.get(key) or []
-        if not isinstance(value, list) or not are_right(value):
+        value = self._record.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not are_valid(value):
             raise self._wrong(key, expected=expected)
         return value
 
@@ -153,6 +138,7 @@ class _Reader:
         return value
 
     def steps(self) -> tuple[tuple[str, ...], ...]:
+        """Return the passes; `[0, 1]` in the file gives (("0",), ("1",)), and `[[0, 1]]` gives (("0", "1"),)."""
         steps = self.items(
             "steps",
             lambda steps: all(group and _are_labels(group) for group in map(_as_list, steps)),
@@ -172,11 +158,11 @@ class _Reader:
         name = self.value(key, lambda name: isinstance(name, str), expected="a file's name")
         return None if name is None else self._path.parent / name
 
-    def origins(self) -> dict[Site | ModelSite | str, MappedSite]:
+    def sites(self) -> dict[Site | ModelSite | str, MappedSite]:
         sites = self._record.get("sites") or {}
         if not isinstance(sites, Mapping):
             raise self._wrong("sites", expected="sites and where they lie")
-        return {self._site(name): self._origin(str(name), value) for name, value in sites.items()}
+        return {self._site(name): self._mapped_site(str(name), value) for name, value in sites.items()}
 
     def _site(self, name: Any) -> Site | ModelSite | str:
         for kind in (Site, ModelSite):
@@ -189,7 +175,7 @@ class _Reader:
             expected="one of " + ", ".join((*map(str, Site), *map(str, ModelSite), INPUT_IDS)),
         )
 
-    def _origin(self, name: str, value: Any) -> MappedSite:
+    def _mapped_site(self, name: str, value: Any) -> MappedSite:
         """Return the place that a value gives: `PLACE`, `{from: PLACE}` or `{sum: [PLACE, …]}`."""
         terms: Any = value
         transpose: tuple[int, ...] = ()
@@ -198,15 +184,16 @@ class _Reader:
             if unknown or ("from" in value) == ("sum" in value):
                 raise self._wrong_site(name, value)
             terms = value.get("from", value.get("sum"))
-            transpose = tuple(value.get("transpose") or ())
-            # Each dim once.
-            if sorted(transpose) != list(range(len(transpose))):
+            order = [] if value.get("transpose") is None else value["transpose"]
+            # Each dim must come once.
+            if not isinstance(order, list) or not all(dim in order for dim in range(len(order))):
                 raise self._wrong_site(name, value)
+            transpose = tuple(order)
         terms = _as_list(terms)
         if not terms or not all(isinstance(term, str) for term in terms):
             raise self._wrong_site(name, value)
         try:
-            return MappedSite(source=tuple(SitePlace.parse(term) for term in terms), transpose=transpose)
+            return MappedSite(terms=tuple(SitePlace.parse(term) for term in terms), transpose=transpose)
         except UsageError as error:
             raise UsageError(f"{self._path}: sites.{name}: {error.what}", expected=error.expected) from error
 

@@ -1,8 +1,8 @@
 """Captures of neuronx-distributed-inference: one file for each tensor of each step, written by rank 0 alone.
 
-`captured_tensors_{cte|tkg}_step_{N}_module_{name}_{output|input}.pt`, with `capture_metadata.json` beside them; its
-counterpart for models in eager mode writes `…_output_0`, `…_inputs_0` and `…_inputs_kwargs_{name}`, and no metadata.
-Step 1 is the prefill, padded to its bucket. The first of a module's outputs on the device is kept. Attention returns a
+`captured_tensors_{cte|tkg}_step_{N}_module_{name}_{output|input}.pt`, with `capture_metadata.json` beside them. NxDI's
+capture of models in eager mode writes `…_output_0`, `…_inputs_0` and `…_inputs_kwargs_{name}`, and no metadata.
+Step 1 is the prefill, padded to its bucket. Of a module's outputs on the device, the first is kept. Attention returns a
 record; its first tensor by name is kept, which may be a table of the rotary embedding. Written against NxDI 0.10.
 """
 
@@ -28,15 +28,15 @@ _ATTENTION = re.compile(r"(.+\.)?self_attn")
 # Element of attention's output, which no usual name has: which tensor of the record it is, only a map can say.
 _FIRST_BY_NAME = "first"
 _METADATA = "capture_metadata.json"
-# Ends of names, the likeliest first: a module's name may hold these words too.
+# Ends of names, to be tried in this order: a module's name may hold these words too.
 _ENDINGS = tuple(
     re.compile(text)
     for text in (
-        r"(?P<module>.+)[._](?P<point>input|output)",
-        r"(?P<module>.+)_(?P<point>input|output)s?_(?P<element>\d+(_\d+)*)",
-        r"(?P<module>.+?)_(?P<point>input)s_kwargs_(?P<element>.+)",
-        r"(?P<module>.+)[._](?P<point>input|output)s",
-        r"(?P<module>.+?)_(?P<point>output)_(?P<element>.+)",
+        r"(?P<module>.+)[._](?P<point>input|output)",  # layers.0.mlp_output
+        r"(?P<module>.+)_(?P<point>input|output)s?_(?P<element>\d+(_\d+)*)",  # layers.0.mlp_output_0
+        r"(?P<module>.+?)_(?P<point>input)s_kwargs_(?P<element>.+)",  # layers.0_inputs_kwargs_hidden_states
+        r"(?P<module>.+)[._](?P<point>input|output)s",  # layers.0_inputs
+        r"(?P<module>.+?)_(?P<point>output)_(?P<element>.+)",  # lm_head_output_logits
     )
 )
 
@@ -52,14 +52,16 @@ def read_dump(directory: Path) -> Dump:
     Raises:
         CaptureError: A file is damaged.
     """
-    named = _read_metadata(directory / _METADATA)
+    metadata = _read_metadata(directory / _METADATA)
     matches = {
         path.name: match
         for path in sorted(directory.glob("captured_tensors_*.pt"))
         if (match := _FILE.fullmatch(path.name)) is not None
     }
     pieces = tuple(
-        piece for name, match in matches.items() for piece in _pieces(directory, match, named.get(name, {}))
+        piece
+        for name, match in matches.items()
+        for piece in _pieces(directory, match, metadata.get(name, {}))
     )
     steps = sorted({int(match["step"]) for match in matches.values()})
     return Dump(
@@ -72,8 +74,9 @@ def read_dump(directory: Path) -> Dump:
     )
 
 
-def _pieces(directory: Path, match: re.Match[str], named: Mapping[str, Any]) -> Iterator[DumpPiece]:
-    module, point, element = _parse_name(match, named)
+def _pieces(directory: Path, match: re.Match[str], metadata: Mapping[str, Any]) -> Iterator[DumpPiece]:
+    """Yield the pieces of one file, given the match of its name and its metadata, {} without any."""
+    module, point, element = _parse_name(match, metadata)
     return list_pieces(
         directory / match.string,
         directory=directory,
@@ -84,11 +87,11 @@ def _pieces(directory: Path, match: re.Match[str], named: Mapping[str, Any]) -> 
     )
 
 
-def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return module, point and element as the metadata says, else as the name does."""
+def _parse_name(match: re.Match[str], metadata: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return module, point and element as the file's metadata says, else as its name does."""
     if match["manual"] is not None:
         return f"manual_tensor_{match['manual']}", "output", ""
-    module, kind = named.get("module_name"), named.get("tensor_type")
+    module, kind = metadata.get("module_name"), metadata.get("tensor_type")
     if isinstance(module, str) and kind in ("input", "output"):
         is_of_record = kind == "output" and _ATTENTION.fullmatch(module) is not None
         return module, kind, _FIRST_BY_NAME if is_of_record else ""
@@ -100,7 +103,7 @@ def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, st
 
 
 def _read_metadata(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Read the metadata of each file, by its name; empty if there is none."""
+    """Read the metadata of each file, by the file's name; empty if there is none."""
     if not path.exists():
         return {}
     try:

@@ -16,29 +16,18 @@ _FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpPiece:
-    """The tensor that one rank wrote of one module in one forward pass.
+    """The tensor that one rank wrote of one module in one forward pass."""
 
-    Args:
-        file: Path within the dump.
-        keys: Keys of the tensor in the file's value; empty if it is the value.
-        module: Path of the module, or the tensor's own name; empty for the model itself.
-        point: `input` or `output`.
-        element: Which of several inputs or outputs: an index, a name, or empty if there is one.
-        step: Label of the forward pass.
-        rank: Tensor-parallel rank that wrote it.
-        dtype: Its dtype, as in `bfloat16`.
-        dims: Names of its dims as the user gave them to the tool, such as `b s h[tp]`; None if there are none.
-    """
-
-    file: str
-    keys: tuple[str | int, ...]
-    module: str
-    point: str
-    element: str
-    step: str
-    rank: int
+    file: str  # path within the dump
+    keys: tuple[str | int, ...]  # keys of the tensor in the file's value; empty if it is the value
+    module: str  # path of the module, or the tensor's own name; empty for the model itself
+    point: str  # `input` or `output`
+    element: str  # which of several inputs or outputs: an index, a name, or empty if there is one
+    step: str  # label of the forward pass
+    rank: int  # tensor-parallel rank that wrote it
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as in `bfloat16`
+    # Names of its dims as the user gave them to the tool, such as `b s h[tp]`; else None.
     dims: str | None = None
 
     def __str__(self) -> str:
@@ -48,26 +37,19 @@ class DumpPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """Contents of another tool's directory; no tensor is read.
-
-    Args:
-        format: Name of the layout.
-        steps: Labels of its forward passes, in their order; the first prefill comes first.
-        num_ranks: Ranks of one tensor-parallel group, as far as the dump tells.
-        is_packed: Whether the tokens of all prompts lie one after another, not in padded rows; None if either may be.
-        is_one_rank: Whether the tool keeps rank 0's tensors alone, however many ranks there are.
-        is_whole_model: Whether the tool writes the inputs of all modules, so that its last layer is the model's.
-        records: Requests and positions of each pass; empty if the tool does not record them.
-    """
+    """Contents of another tool's directory; no tensor is read."""
 
     directory: Path
-    format: str
+    format: str  # name of the layout
     pieces: tuple[DumpPiece, ...]
-    steps: tuple[str, ...]
-    num_ranks: int = 1
+    steps: tuple[str, ...]  # labels of its forward passes, in their order; the first prefill comes first
+    num_ranks: int = 1  # ranks of one tensor-parallel group, as far as the dump tells
+    # Whether the tokens of all prompts lie one after another, not in padded rows; None if either may be.
     is_packed: bool | None = None
-    is_one_rank: bool = False
+    is_one_rank: bool = False  # whether the tool keeps rank 0's tensors alone, however many ranks there are
+    # Whether the tool writes the inputs of all modules, so that the dump's last layer is the model's.
     is_whole_model: bool = False
+    # Requests and positions of each pass; empty if the tool does not record them.
     records: tuple[PassRecord, ...] = ()
 
 
@@ -83,7 +65,7 @@ def list_pieces(
 ) -> Iterator[DumpPiece]:
     """Yield the pieces in the file `path` of the dump in `directory`, from its header; see `DumpPiece` for the rest.
 
-    If a `.pt` file holds several tensors, their keys follow `element`.
+    The keys of a tensor within a `.pt` file follow `element`: with the keys (0, "k"), `out` becomes `out.0.k`.
 
     Raises:
         CaptureError: The file is damaged.
@@ -109,7 +91,7 @@ def order_steps(pieces: Iterable[DumpPiece]) -> tuple[str, ...]:
 
 
 def step_order(label: str) -> tuple[int, ...]:
-    """Return the numbers of a pass's label."""
+    """Return the numbers of a pass's label, by which labels are sorted: (3, 1) for `3.1`."""
     return tuple(int(part) for part in label.split("."))
 
 

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ _NOTATION = re.compile(
 )
 _EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
 _LAYER, _NEXT = "{layer}", "{next}"
+# Path before a place's own that leads into a layer: the place `norm` does not mean the module `layers.0.norm`.
 _OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 # The input or output that is meant if a place does not say; the first of these that a module has.
 _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
@@ -38,21 +40,14 @@ _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SitePlace:
-    """The place of a site.
+    """The place of a site."""
 
-    Args:
-        path: The module's path or its end, with `{layer}` or `{next}` if there is one for each layer.
-        point: `input` or `output`.
-        element: Index or name among several; None for the only one or the first.
-        part: Start and stop along the last dim of each rank's tensor; None for all of it.
-        layout: Layout of the ranks' pieces; None if the map does not say.
-    """
-
-    path: str
-    point: str = "output"
-    element: str | None = None
+    path: str  # the module's path or its end, with `{layer}` or `{next}` if there is one for each layer
+    point: str = "output"  # `input` or `output`
+    element: str | None = None  # index or name among several; None for the only one or the first
+    # Start and stop along the last dim of each rank's tensor; None for all of it.
     part: tuple[int, int] | None = None
-    layout: SiteLayout | None = None
+    layout: SiteLayout | None = None  # layout of the ranks' pieces; None if the map does not say
 
     @classmethod
     def parse(cls, text: str) -> SitePlace:
@@ -82,14 +77,16 @@ class SitePlace:
         )
 
     def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:
-        """Return the modules that fit the path, by layer; by None if the path names no layer.
+        """Return, of `modules`, those that fit the path, by layer; by None if the path names no layer.
+
+        For the path `norm`, the module `norm` goes before `model.norm`, of which only the end fits.
 
         Raises:
-            CaptureError: Two modules fit for one layer.
+            CaptureError: The ends of two modules fit for one layer.
         """
         pattern = self._pattern()
-        found: dict[int | None, str] = {}
-        exact: set[int | None] = set()  # layers with a module whose whole path fits, not only its end
+        whole: dict[int | None, str] = {}  # modules whose whole path fits
+        by_end: dict[int | None, list[str]] = defaultdict(list)  # modules of which only the end fits
         for module in modules:
             match = pattern.fullmatch(module)
             if match is None or _OTHER_LAYER.search(match["prefix"]):
@@ -100,18 +97,19 @@ class SitePlace:
                 layer = int(numbers["layer"])
             elif numbers.get("next") is not None:
                 layer = int(numbers["next"]) - 1
-            if layer in exact:
-                continue
-            if layer in found and match["prefix"]:
+            if match["prefix"]:
+                by_end[layer].append(module)
+            else:
+                whole[layer] = module
+        for layer, fitting in by_end.items():
+            if layer not in whole and len(fitting) > 1:
                 raise CaptureError(
                     f"the place {self} means two modules",
-                    found=f"{found[layer]} and {module}",
+                    found=f"{fitting[0]} and {fitting[1]}",
                     next_step="Name more of the path in the map.",
                 )
-            found[layer] = module
-            if not match["prefix"]:
-                exact.add(layer)
-        # `{next}` of the first layer means no layer.
+        found = {**{layer: fitting[0] for layer, fitting in by_end.items()}, **whole}
+        # `{next}` of layer 0 would be the input of layer 0 as the output of layer -1, which is none.
         return {layer: module for layer, module in found.items() if layer is None or layer >= 0}
 
     def choose(self, pieces: Iterable[DumpPiece]) -> tuple[DumpPiece, ...]:

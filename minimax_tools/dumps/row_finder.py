@@ -21,9 +21,11 @@ def find_rows(
 ) -> TokenRows | None:
     """Find the rows of a dump that are real tokens: as the map says, else the dump, else the other side.
 
+    A schedule tells, for a dump that records its requests, the rows of each request in each pass.
+
     Args:
         assembly: The dump's tensors.
-        names: The map.
+        names: The user's map.
         mask: bool [B,S], the real tokens of the other side's batch; None if it is not known.
         input_ids: int64 [B,S], the other side's tokens; None if they are not known.
 
@@ -49,7 +51,7 @@ def find_rows(
     dump_mask = _read_mask(assembly, names)
     lengths = names.lengths or other_lengths
     if dump_mask is not None:
-        # Every pass behind the first decodes one row of each prompt.
+        # The mask is the first pass's. Every pass behind it decodes one row of each prompt.
         num_decoded = len(assembly.found.passes[0]) - 1
         lengths = tuple(length + num_decoded for length in _lengths(dump_mask))
     _refuse_other_lengths(assembly, lengths, other_lengths)
@@ -74,6 +76,7 @@ def _refuse_other_lengths(
 def _scheduled_rows(
     schedule: Schedule, names: NameMap, requests: tuple[str, ...], lengths: tuple[int, ...]
 ) -> TokenRows:
+    """Return the rows of the first `lengths` tokens of these requests, one request for each prompt."""
     stretches = tuple(
         tuple(stretch.up_to(length) for stretch in schedule.stretches[request] if stretch.start < length)
         for request, length in zip(requests, lengths, strict=True)
@@ -97,7 +100,7 @@ def _find_requests(
         fitting = [request for request, ids in ids_of.items() if _begins_with(ids, prompt)]
         if not fitting:
             return ()
-        # Equal prompts have a request each.
+        # Taken out: of two equal prompts, each has a request of its own.
         del ids_of[fitting[0]]
         chosen.append(fitting[0])
     return tuple(chosen)
@@ -135,6 +138,7 @@ def _read_mask(assembly: DumpAssembly, names: NameMap) -> torch.Tensor | None:
         return mask.bool()
     found = assembly.found
     site = found.sites.get((None, ATTENTION_MASK))
+    # Lengths in the map go before. Of several groups of passes, each has a mask of its own: none is read.
     if site is None or names.lengths or len(found.passes) > 1:
         return None
     mask = assembly.read_pass(site, found.passes[0][0], what=ATTENTION_MASK)
@@ -147,6 +151,7 @@ def _lengths(mask: torch.Tensor) -> tuple[int, ...]:
 
 
 def _tells_real_rows(mask: torch.Tensor) -> bool:
+    """Decide whether a tensor is [B,S'] of 0 and 1, with a real token in every row."""
     is_binary = mask.ndim == 2 and bool(((mask == 0) | (mask == 1)).all())
     return is_binary and bool(mask.any(dim=1).all())
 

@@ -19,21 +19,14 @@ _NAME_THE_ROWS = "Name the rows in a map: lengths, padding (left or right), rows
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenRows:
-    """The real tokens of a dump's prompts.
+    """The rows of a dump's tensors that are real tokens of its prompts."""
 
-    Args:
-        lengths: Number of real tokens of each prompt, in all passes together.
-        padding: Side on which rows are padded: `right` or `left`.
-        is_packed: Whether the prompts' tokens lie one after another; None if a tensor's shape must tell.
-        mask: bool [B,S'], True on real tokens, used in place of lengths and padding; None without one.
-        stretches: Rows of each prompt in the passes; empty if the dump does not record them.
-    """
-
-    lengths: tuple[int, ...]
-    padding: str
+    lengths: tuple[int, ...]  # number of real tokens of each prompt, in all passes together
+    padding: str  # side on which rows are padded: `right` or `left`
+    # Whether the prompts' tokens lie one after another; None if a tensor's shape must tell.
     is_packed: bool | None
-    mask: torch.Tensor | None = None
-    stretches: tuple[tuple[Stretch, ...], ...] = ()
+    mask: torch.Tensor | None = None  # bool [B,S'], True on real tokens, used in place of lengths and padding
+    stretches: tuple[tuple[Stretch, ...], ...] = ()  # each prompt's rows in the passes; empty if not recorded
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +53,7 @@ class TokenRows:
         return self._take_padded(tensor.reshape(len(self.lengths), -1, tensor.shape[-1]), what=what)
 
     def in_passes(self, counts: Sequence[int]) -> tuple[TokenRows, ...]:
-        """Divide the rows among passes that follow each other, whose tensors have `counts` rows.
+        """Divide the rows among passes that follow each other; `counts` are the rows of each pass's tensors.
 
         Passes whose rows add up to a single prompt are its chunks. Else the first pass is a prefill, and each of the
         others decodes one row of each prompt.
@@ -80,6 +73,7 @@ class TokenRows:
         return replace(self, lengths=self.lengths[prompt : prompt + 1], mask=mask)
 
     def _is_packed(self, tensor: torch.Tensor, *, what: str) -> bool:
+        """Decide whether the prompts' tokens in [rows,F] lie one after another, not as [B·S',F]."""
         if self.is_packed is not None:
             return self.is_packed
         if len(self.lengths) == 1 or tensor.shape[0] == self.num_tokens:
@@ -141,8 +135,8 @@ def join_passes(passes: Sequence[torch.Tensor], lengths: Sequence[tuple[int, ...
     """Join the tokens of passes that follow each other to [T,F], prompt by prompt.
 
     Args:
-        passes: Real tokens of each pass.
-        lengths: Number of tokens of each prompt, for each pass.
+        passes: Real tokens of each pass, prompt by prompt.
+        lengths: For each pass, its number of tokens of each prompt.
     """
     by_pass = [tokens.split(of_prompts) for tokens, of_prompts in zip(passes, lengths, strict=True)]
     by_prompt = zip(*by_pass, strict=True)

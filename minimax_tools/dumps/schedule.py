@@ -2,7 +2,8 @@
 
 An engine computes a long prompt in several passes (chunks), and then one token of each prompt in every pass (decoding).
 A pass holds tokens of several requests one after another, a row for each. A dump records the position of each row's
-token in its prompt, so a request's rows are those from a position on, as long as positions follow each other.
+token in its prompt. A request's rows begin behind those of the request before, and go on as long as positions follow
+each other: rows with the positions 5 6 7 0 1 are three tokens of one request, and two of the next.
 """
 
 from __future__ import annotations
@@ -23,24 +24,17 @@ _NUM_NAMED = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """A dump's record of one forward pass.
+    """A dump's record of one forward pass."""
 
-    Args:
-        step: Label of the pass.
-        requests: Names of the requests, in the order of their rows.
-        positions: Position in its prompt of each row's token; rows of padding may follow.
-        ends: Number of tokens of each request that are computed when the pass ends; empty if the dump does not tell.
-        is_decode: Whether each request has one row.
-    """
-
-    step: str
-    requests: tuple[str, ...]
-    positions: tuple[int, ...]
+    step: str  # label of the pass
+    requests: tuple[str, ...]  # names of the requests, in the order of their rows
+    positions: tuple[int, ...]  # position in its prompt of each row's token; rows of padding may follow
+    # Tokens of each request that are computed when the pass ends; empty if not recorded.
     ends: tuple[int, ...] = ()
-    is_decode: bool = False
+    is_decode: bool = False  # whether each request has one row
 
     def stretches(self) -> Iterator[tuple[str, Stretch]]:
-        """Yield the rows of each request, without padding.
+        """Yield each request with its rows, without padding.
 
         Raises:
             CaptureError: The positions do not tell whose rows they are.
@@ -65,7 +59,7 @@ class PassRecord:
         if self.is_decode:
             return 1
         if self.ends:
-            return max(self.ends[number] - start, 1)
+            return max(self.ends[number] - start, 1)  # a request in a pass has a row at least
         run = self.positions[first_row:]
         length = 1
         while length < len(run) and run[length] == start + length:
@@ -77,7 +71,7 @@ class PassRecord:
 class Stretch:
     """Consecutive tokens of one request, computed in one pass."""
 
-    step: str
+    step: str  # label of the pass
     row: int  # row of the first token in the pass's tensors
     start: int  # position of the first token in the prompt
     length: int  # number of tokens
@@ -94,14 +88,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The passes of a dump, joined along the prompts.
+    """The passes of a dump, joined along the prompts."""
 
-    Args:
-        stretches: Stretches of each request by position, from the first token on, without gaps.
-        num_rows: Rows of each pass, padding included, if the dump tells.
-    """
-
-    stretches: Mapping[str, tuple[Stretch, ...]]
+    stretches: Mapping[str, tuple[Stretch, ...]]  # of each request, from its first token on, without gaps
+    # Rows of each pass, padding included; a pass whose record has `ends` is left out.
     num_rows: Mapping[str, int]
 
     @classmethod
@@ -138,6 +128,8 @@ class Schedule:
 
     def choose(self, lengths: tuple[int, ...], *, named: tuple[str, ...], directory: Path) -> tuple[str, ...]:
         """Choose the requests of prompts with these lengths: by name, else by unique length, else in order.
+
+        `named` are the requests that the map or the tokens tell, in the prompts' order; empty if neither does.
 
         Raises:
             CaptureError: The map names a request that is not there, or nothing tells which of several is meant.
@@ -201,5 +193,5 @@ def _refuse_gaps(request: str, stretches: tuple[Stretch, ...]) -> None:
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Return a key that sorts `r2` before `r10`."""
+    """Return a key that sorts `r2` before `r10`: ((-1, "r"), (10, ""), (-1, "")) for the latter."""
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))

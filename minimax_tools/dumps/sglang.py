@@ -32,13 +32,16 @@ _PARALLEL = ("sglang_parallel_info", "megatron_parallel_info")
 # Names that the hooks give to arguments, whichever module is called with them; `rids` are the requests' ids.
 _POSITIONS, _SEQ_LENS, _RIDS, _POOL_INDICES = "positions", "seq_lens", "rids", "req_pool_indices"
 _OF_A_BATCH = frozenset(
-    (
-        *("input_ids", "position_ids", "cu_seqlens_q", "cu_seqlens_kv"),
+    {
         _POSITIONS,
         _SEQ_LENS,
         _RIDS,
         _POOL_INDICES,
-    )
+        "input_ids",
+        "position_ids",
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+    }
 )
 # Axes of other parallelism, whose pieces are not put together here.
 _OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
@@ -57,8 +60,8 @@ class _File:
     rids: tuple[str, ...] = ()  # ids of the requests, in the file that holds them
 
     @property
-    def group(self) -> tuple[int, int]:
-        """Step and rank, whose files follow each other."""
+    def step_and_rank(self) -> tuple[int, int]:
+        """Step and rank: the files of both follow each other in the order of writing."""
         return self.step, self.world_rank
 
 
@@ -151,34 +154,38 @@ def _find_labels(files: list[_File]) -> list[str | None]:
 
 
 def _number_passes(files: list[_File]) -> list[int]:
-    """Return the number of each file's pass within its step: how often its name was written before.
+    """Return the number of each file's pass within its step, from 0.
 
-    Tensors of the batch are written for several modules of a pass, so they belong to the pass of the module that writes
-    next; behind the last module, to the last pass.
+    A module's file has the number of times that its name was written before. A tensor of the batch may be written for
+    several modules of a pass, so it has the number of the next module's file; behind the last, the number of that:
+
+    | file | positions | layers.0 | positions | layers.1 | positions | layers.0 | positions |
+    |---|---|---|---|---|---|---|---|
+    | number | 0 | 0 | 0 | 0 | 1 | 1 | 1 |
     """
     num_written: Counter[tuple[tuple[int, int], str]] = Counter()
-    of_modules: list[int | None] = []
+    module_numbers: list[int | None] = []  # None for tensors of the batch
     for file in files:
-        key = (file.group, file.name)
-        of_modules.append(None if file.name in _OF_A_BATCH else num_written[key])
+        key = (file.step_and_rank, file.name)
+        module_numbers.append(None if file.name in _OF_A_BATCH else num_written[key])
         num_written[key] += 1
-    last = {file.group: number for file, number in zip(files, of_modules, strict=True) if number is not None}
-    # Backward: the number met last is that of the module that writes next.
-    following = dict(last)
+    numbered = list(zip(files, module_numbers, strict=True))
+    # The number of the next module's file, as seen from the end: at first that of the last module.
+    next_numbers = {file.step_and_rank: number for file, number in numbered if number is not None}
     numbers: list[int] = []
-    for file, number in zip(reversed(files), reversed(of_modules), strict=True):
+    for file, number in reversed(numbered):
         if number is not None:
-            following[file.group] = number
-        numbers.append(following.get(file.group, 0))
-    return numbers[::-1]
+            next_numbers[file.step_and_rank] = number
+        numbers.append(next_numbers.get(file.step_and_rank, 0))  # 0 in a step without modules
+    return list(reversed(numbers))
 
 
 def _read_records(directory: Path, files: list[_File], labels: list[str | None]) -> Iterator[PassRecord]:
-    """Yield the requests of each pass, up to a pass without positions and lengths.
+    """Yield the requests of each pass, up to the first pass that does not record all that is needed.
 
-    Requests are known by their ids, else by their slots in a pool of requests.
+    Requests are known by their ids, else by their slots in a pool of requests. One rank's files tell them for all.
     """
-    of_passes: dict[str, dict[str, _File]] = defaultdict(dict)
+    of_passes: dict[str, dict[str, _File]] = defaultdict(dict)  # tensors of the batch, by label and name
     for file, label in zip(files, labels, strict=True):
         if label is not None and file.world_rank == files[0].world_rank and file.name in _OF_A_BATCH:
             of_passes[label][file.name] = file
@@ -188,14 +195,12 @@ def _read_records(directory: Path, files: list[_File], labels: list[str | None])
         if not {_POSITIONS, _SEQ_LENS} <= held.keys() or not held.keys() & {_RIDS, _POOL_INDICES}:
             return
         positions, ends = (_read_numbers(directory, held[name]) for name in (_POSITIONS, _SEQ_LENS))
-        slots = held[_RIDS].rids if _RIDS in held else _read_numbers(directory, held[_POOL_INDICES])
-        record = PassRecord(
-            step=label, requests=tuple(str(slot) for slot in slots), positions=positions, ends=ends
-        )
-        if len(ends) != len(slots):
+        requests = held[_RIDS].rids if _RIDS in held else _read_numbers(directory, held[_POOL_INDICES])
+        if len(ends) != len(requests):
             return
+        record = PassRecord(step=label, requests=tuple(map(str, requests)), positions=positions, ends=ends)
         if _RIDS not in held:
-            # A slot of the pool is given to a new request when its positions begin anew.
+            # A slot is given to a new request when its positions begin anew: slot 5 is then request 5, 5.2, 5.3.
             times_begun.update(slot for slot, stretch in record.stretches() if stretch.start == 0)
             record = replace(
                 record,
@@ -208,6 +213,7 @@ def _read_records(directory: Path, files: list[_File], labels: list[str | None])
 
 
 def _read_numbers(directory: Path, file: _File) -> tuple[int, ...]:
+    """Return the numbers in a file's first tensor; none if it is not one-dimensional."""
     piece = file.pieces[0] if file.pieces else None
     if piece is None or len(piece.shape) != 1:
         return ()
@@ -258,4 +264,5 @@ def _number(record: Mapping[str, Any], key: str, path: Path, *, default: int = 0
 
 
 def _has_batch(dims: str | None) -> bool:
+    """Decide whether the first dim is named `b`; notes may follow the names, behind `#`."""
     return dims is not None and dims.split("#")[0].split()[:1] == ["b"]

@@ -35,14 +35,14 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
     passes = (dump.steps,) if schedule is not None else _choose_passes(dump, names)
     wanted = frozenset(step for group in passes for step in group)
     num_ranks = names.num_ranks or dump.num_ranks
-    zeros: list[DumpPiece] = []
+    zeros: list[DumpPiece] = []  # pieces that stand for a tensor that the tool did not find
     by_module: dict[str, list[DumpPiece]] = defaultdict(list)
     for piece in dump.pieces:
         pieces = zeros if _stands_for_nothing(dump, piece) else by_module[piece.module]
         pieces.append(piece)
     finder = _Finder(dump, by_module, wanted=wanted)
     sites = {**_find_usual(finder, dump, names), **_find_named(finder, names, by_module)}
-    _complete_last_layer(sites, dump)
+    _settle_outputs(sites, dump)
     sites, rank_notes = _with_all_ranks(sites, num_ranks=num_ranks, dump=dump)
     used = {
         piece.module for found in sites.values() for term in found.terms for piece in term.pieces.values()
@@ -67,11 +67,11 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
 def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[SiteKey, FoundSite]:
     """Find the sites that the map names; each must be there."""
     sites: dict[SiteKey, FoundSite] = {}
-    for site, origin in names.origins.items():
-        found = finder.find(site, origin.source)
+    for site, mapped in names.sites.items():
+        found = finder.find(site, mapped.terms)
         if not found:
-            raise _names_nothing(names, site, origin.source, modules)
-        sites |= {key: FoundSite(terms=terms, transpose=origin.transpose) for key, terms in found.items()}
+            raise _names_nothing(names, site, mapped.terms, modules)
+        sites |= {key: FoundSite(terms=terms, transpose=mapped.transpose) for key, terms in found.items()}
     return sites
 
 
@@ -82,16 +82,17 @@ def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, Fo
     has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
     sites: dict[SiteKey, FoundSite] = {}
     for site, sources in usual_sources(dump.format, has_fused_residuals=has_pairs).items():
-        for source in sources if site not in names.origins else ():
+        for source in sources if site not in names.sites else ():
             for key, terms in finder.find(site, source).items():
                 sites.setdefault(key, FoundSite(terms=terms))
     return sites
 
 
-def _complete_last_layer(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
-    """Drop outputs of layers that are not held, and take the input of the final norm as the last layer's output.
+def _settle_outputs(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
+    """Correct the outputs at both ends of the held layers.
 
-    The input of a held layer is the output of the layer before, of which the dump may hold nothing else.
+    In a dump of layers 5 and 6 alone, the input of layer 5 was found as the output of layer 4, of which nothing else is
+    held: it is dropped. In a dump of the whole model, the final norm's input is the output of the last layer.
     """
     held_layers = {layer for layer, site in sites if layer is not None and site is not Site.OUTPUT}
     for layer, site in list(sites):
@@ -119,7 +120,7 @@ class _Finder:
         self._wanted = wanted
 
     def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
-        """Return the site's terms in each layer that holds all of them."""
+        """Return the site's terms in each layer that holds all of them; `source` has a place for each term."""
         terms = [self._find_place(site, place) for place in source]
         return {
             (layer, site): tuple(of_place[layer] for of_place in terms)
@@ -168,9 +169,9 @@ class _Finder:
 
 
 def read_dims(dims: str) -> SiteLayout:
-    """Read a layout from a dump's names of dims, as in `b s h[tp]` or `t h[tp:partial]`.
+    """Read a layout from a dump's names of dims: `b s h[tp]` is divided along dim 2, `t h[tp:partial]` is to be summed.
 
-    A dim of size one, written `1`, counts too.
+    A dim of size one, written `1`, counts too. Notes may follow the names, behind `#`.
     """
     # `(num_heads*head_dim)[tp]` is one dim.
     names = re.findall(r"\([^)]*\)(?:\[[^\]]*\])?|\S+", dims.split("#")[0])
@@ -183,7 +184,7 @@ def read_dims(dims: str) -> SiteLayout:
 
 
 def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
-    """Join the recorded passes, or return the reason why they cannot be; neither if the map tells the rows."""
+    """Join the recorded passes, or return why they cannot be joined; (None, "") if the map tells the rows."""
     if names.steps or names.is_packed is False or names.attention_mask or not dump.records:
         return None, ""
     try:
@@ -193,6 +194,7 @@ def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
 
 
 def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of passes that the map names; else the dump's first pass alone."""
     unknown = [step for group in names.steps for step in group if step not in dump.steps]
     if unknown:
         raise CaptureError(
@@ -212,6 +214,7 @@ def _stands_for_nothing(dump: Dump, piece: DumpPiece) -> bool:
 
 
 def _is_residual_beside_a_norm(piece: DumpPiece) -> bool:
+    """Decide whether a piece is the residual stream that a norm returns beside the normed value, as vLLM's do."""
     is_second = piece.point == "output" and piece.element == "1"
     return is_second and piece.module.endswith("post_attention_layernorm")
 
@@ -224,7 +227,7 @@ def _is_at_layer(found: FoundSite) -> bool:
 def _with_all_ranks(
     sites: Mapping[SiteKey, FoundSite], *, num_ranks: int, dump: Dump
 ) -> tuple[dict[SiteKey, FoundSite], tuple[str, ...]]:
-    """Return the sites with all pieces that they need, and a note on the others, of which the dump lacks whole ranks.
+    """Return the sites with all pieces that they need, and a note on the others, whose missing ranks wrote no dump.
 
     Raises:
         CaptureError: A piece of a rank that the dump holds is missing.
@@ -232,7 +235,7 @@ def _with_all_ranks(
     complete, lacking = {}, []
     for key, found in sites.items():
         missing = {rank for term in found.terms for rank in _missing_ranks(term, num_ranks)}
-        if missing and min(missing) < dump.num_ranks:
+        if missing and min(missing) < dump.num_ranks:  # the dump holds other tensors of that rank
             layer, site = key
             place = str(site) if layer is None else f"{site} of layer {layer}"
             ranks = ", ".join(str(rank) for rank in sorted(missing))

@@ -27,7 +27,7 @@ _COPY_AGAIN = "Copy it again from the host that wrote it, or run the capture aga
 class HeldTensor:
     """A description of a tensor in a file."""
 
-    keys: tuple[str | int, ...]  # its keys in the file's value
+    keys: tuple[str | int, ...]  # its keys in the file's value, the outermost first
     shape: tuple[int, ...]
     dtype: str  # its dtype, as in `bfloat16`
 
@@ -54,7 +54,7 @@ def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
 
 
 def find_tensors(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[HeldTensor]:
-    """Yield the tensors in a value of `describe_structure`: itself, or in tuples, lists and dicts."""
+    """Yield the tensors in a value of `describe_structure`, found at `keys`: itself, or in tuples, lists and dicts."""
     if isinstance(value, StoredTensor):
         yield HeldTensor(keys=keys, shape=tuple(value.shape), dtype=dtype_name(value.cast or value.dtype))
     elif len(keys) < _MAX_NESTING:
@@ -90,7 +90,7 @@ def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
 
 
 def load_restricted(path: Path) -> Any:
-    """Read a file of torch.save: CPU tensors, containers and numbers; all else becomes `InertRecord`s.
+    """Read a file of torch.save: CPU tensors, containers and numbers; all else becomes records that run no code.
 
     Raises:
         CaptureError: The file is missing, cut short, damaged, or not one of torch.save's.

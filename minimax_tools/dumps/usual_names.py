@@ -12,7 +12,7 @@ from minimax_tools.dumps.place import SitePlace
 from minimax_tools.model.site_layouts import Replicated, Sharded, SiteLayout
 from minimax_tools.model.sites import ModelSite, Site
 
-# Terms of a sum, most often one.
+# Places of a site's terms, which are added up; most often one.
 UsualPlaces = tuple[SitePlace, ...]
 
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
@@ -20,7 +20,7 @@ INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
 HEAD_INPUT = "head_input"
 
 _LAYER = "layers.{layer}"
-_MOES = ("block_sparse_moe", "mlp", "moe")
+_MOES = ("block_sparse_moe", "mlp", "moe")  # names of the MoE block in different models
 
 _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
     Site.INPUT: (f"{_LAYER}:input", f"{_LAYER}.input_layernorm:input"),
@@ -63,7 +63,7 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
 # In place of the above for models that fuse each residual add into the norm behind it, as vLLM's and SGLang's do. Their
 # norms and layers take and return pairs: a value, and the residual that it is to be added to. A tuple is a sum.
 _FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = {
-    Site.INPUT: (),
+    Site.INPUT: (),  # read as the output of the layer before
     Site.INPUT_NORM: ((f"{_LAYER}.input_layernorm:output[0]",),),
     Site.ATTN_RESIDUAL: ((f"{_LAYER}.post_attention_layernorm:output[1]",),),
     Site.POST_NORM: ((f"{_LAYER}.post_attention_layernorm:output[0]",),),

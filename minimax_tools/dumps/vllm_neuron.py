@@ -1,7 +1,7 @@
 """Dumps of vLLM Neuron's accuracy tools: `dp{d}/{prefill_s{S}_{n}|decode_b{B}_{n}}/{module}/rank{r}.pt`.
 
 The first output of each module is kept, no inputs. The tokens of all requests of a pass lie one after another, padded
-to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`. Its
+to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`. In that folder,
 `{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined.
 """
 

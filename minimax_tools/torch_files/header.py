@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ class PickledEntry(TensorEntry):
     """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` the size of its values."""
 
     stored: StoredTensor  # place of the elements in the file, and the computation of the values from them
+
+    def narrow_rows(self, start: int, num_rows: int) -> PickledEntry:
+        """Return neighbouring rows as a stored tensor of their own; a view's rows may lie apart in the file."""
+        stored = self.stored.narrow(0, start, num_rows)
+        size_bytes = math.prod(stored.shape) * self.dtype.itemsize
+        return replace(self, shape=stored.shape, offset=stored.offset, size_bytes=size_bytes, stored=stored)
 
 
 def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:

@@ -48,20 +48,13 @@ class PickledReader(CheckpointReader):
         Raises:
             CheckpointError: There is no such tensor, or its file is cut, unreadable or damaged.
         """
-        entry = self._entry(name)
+        entry = _as_pickled(self.index[name])
         if not entry.stored.repeats_elements:
             return super().read(name)
         return self._read_view(entry, entry.stored)
 
-    def _entry(self, name: str) -> PickledEntry:
-        entry = self.index[name]
-        if not isinstance(entry, PickledEntry):
-            raise TypeError(f"{name} is a tensor of {entry.file}, which is not a .bin file")
-        return entry
-
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        # The base class reads whole tensors only of these files, so the name tells which.
-        entry = self._entry(entry.name)
+        entry = _as_pickled(entry)
         if not entry.stored.is_verbatim:
             self._fill_by_pieces(entry, entry.stored, out)
             return
@@ -89,6 +82,12 @@ class PickledReader(CheckpointReader):
         # A damaged file may describe a tensor that torch refuses.
         with refusing(entry.file, CheckpointError, next_step="Fetch the file again."):
             return stored.view(content)
+
+
+def _as_pickled(entry: TensorEntry) -> PickledEntry:
+    if not isinstance(entry, PickledEntry):
+        raise TypeError(f"{entry.name} is a tensor of {entry.file}, which is not a .bin file")
+    return entry
 
 
 def _check_crc32(entry: PickledEntry, stored: StoredTensor, content: torch.Tensor) -> None:

@@ -22,12 +22,12 @@ def test_everything_that_the_docstring_shows_is_read(tmp_path: Path) -> None:
     names = read(tmp_path, "\n".join(line.removeprefix("    ") for line in lines))
     assert (names.format, names.num_ranks, names.lengths) == ("msprobe", 2, (48, 33))
     assert (names.padding, names.is_packed, names.steps) == ("right", False, (("0",),))
-    assert names.origins[Site.Q_ROPE].transpose == (0, 2, 1, 3)
-    assert names.origins[Site.OUTPUT].source == (
+    assert names.sites[Site.Q_ROPE].transpose == (0, 2, 1, 3)
+    assert names.sites[Site.OUTPUT].terms == (
         SitePlace.parse("layers.{layer}:output[0]"),
         SitePlace.parse("layers.{layer}:output[1]"),
     )
-    assert names.origins[ModelSite.LOGITS].source == (SitePlace(path="lm_head"),)
+    assert names.sites[ModelSite.LOGITS].terms == (SitePlace(path="lm_head"),)
 
 
 def test_mask_lies_beside_the_map(tmp_path: Path) -> None:
@@ -54,6 +54,7 @@ def test_passes_that_follow_are_an_inner_list(tmp_path: Path) -> None:
             "format is wrong: expected nxdi or vllm-neuron or msprobe or sglang or transformers",
         ),
         ("steps: 1", "steps is wrong: expected a list of labels"),
+        ("steps: 0", "steps is wrong: expected a list of labels"),
         ("steps: [[]]", "steps is wrong"),
         ("usual_names: 1", "usual_names is wrong: expected true or false"),
         ("attention_mask: [1]", "attention_mask is wrong: expected a file's name"),
@@ -62,6 +63,8 @@ def test_passes_that_follow_are_an_inner_list(tmp_path: Path) -> None:
         ("sites: {q_proj: 1}", "sites.q_proj is wrong: expected a place"),
         ("sites: {q_proj: {from: a, sum: [b]}}", "sites.q_proj is wrong"),
         ("sites: {q_proj: {from: a, transpose: [0, 2]}}", "sites.q_proj is wrong"),
+        ("sites: {q_proj: {from: a, transpose: 3}}", "sites.q_proj is wrong"),
+        ("sites: {q_proj: {from: a, transpose: [0, x]}}", "sites.q_proj is wrong"),
         ("sites: {q_proj: 'a:b'}", "sites.q_proj: the place 'a:b' cannot be read: expected 'layers"),
         ("lengths: [1]\nattention_mask: m.pt", "gives lengths and attention_mask"),
         ("ranks: 2\nranks: 4", "names 'ranks' twice: found the second in line 2"),

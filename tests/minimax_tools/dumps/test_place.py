@@ -82,6 +82,7 @@ class TestFindLayers:
     def test_exact_path_goes_before_the_end_of_another(self) -> None:
         assert SitePlace.parse("norm").find_layers(("draft.norm", "norm")) == {None: "norm"}
         assert SitePlace.parse("norm").find_layers(("norm", "draft.norm")) == {None: "norm"}
+        assert SitePlace.parse("norm").find_layers(("draft.norm", "model.norm", "norm")) == {None: "norm"}
 
     def test_two_modules_for_one_layer_are_refused(self) -> None:
         with pytest.raises(

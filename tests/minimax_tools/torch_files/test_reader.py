@@ -195,6 +195,26 @@ def test_weight_is_cast_or_dequantised_with_its_scales(tmp_path: Path) -> None:
         assert torch.equal(out, tensors[NORM].double())
 
 
+@pytest.mark.parametrize("rows", [range(0, 1), range(2, 131), range(130, 160), range(160)])
+def test_rows_of_a_weight_are_those_of_the_whole(rows: range, tmp_path: Path) -> None:
+    tensors = {
+        "contiguous": torch.randn(160, 130),
+        "transposed": torch.randn(130, 160).T,
+        "vector": torch.randn(160),
+        Q_PROJ: torch.randn(160, 130).to(torch.float8_e4m3fn),
+        scale_name(Q_PROJ): torch.rand(scale_shape((160, 130))),
+    }
+    with PickledReader(save(tensors, tmp_path / "pytorch_model.bin")) as reader:
+        for name in ("contiguous", "transposed", "vector", Q_PROJ):
+            whole = reader.read_weight(name, torch.float32)
+            out = torch.empty(len(rows), *whole.shape[1:])
+            reader.read_weight_into(name, out, rows=rows)
+            assert torch.equal(out, whole[rows.start : rows.stop])
+        out = torch.empty(len(rows), 3)
+        reader.read_weight_into("transposed", out, rows=rows, columns=range(4, 7))
+        assert torch.equal(out, tensors["transposed"][rows.start : rows.stop, 4:7])
+
+
 def test_wrong_out_is_refused(tmp_path: Path) -> None:
     with PickledReader(save({"x": torch.ones(2, 3)}, tmp_path / "pytorch_model.bin")) as reader:
         with pytest.raises(ValueError, match="has shape"):
