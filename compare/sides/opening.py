@@ -43,6 +43,11 @@ class NamedSides:
         if self.reading.is_default:
             return self.gpu_reading, self.neuron_reading
         are_foreign = (is_others(golden), is_others(device))
+        if are_foreign == (False, False):
+            raise UsageError(
+                "--format and --map are for a dump of another tool, and mm2 wrote both sides",
+                next_step="Leave them out.",
+            )
         if are_foreign == (True, False) and self.gpu_reading.is_default:
             return self.reading, self.neuron_reading
         if are_foreign == (False, True) and self.neuron_reading.is_default:
@@ -81,9 +86,9 @@ def _read_pattern(layer: str | None, layer_pattern: str | None) -> str | None:
     """
     if layer is not None and layer_pattern is not None:
         raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
-    if layer is not None and layer.isdigit():
-        return f"layer_{layer}"
-    return layer or layer_pattern
+    if layer is not None and layer.isdecimal():
+        return f"layer_{int(layer)}"
+    return layer_pattern if layer is None else layer
 
 
 layers_options = stack_options(
