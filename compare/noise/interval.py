@@ -25,8 +25,8 @@ def rho_interval(
 ) -> tuple[float, float] | None:
     """Compute the interval of ρ = sqrt(Σ error / Σ floor), on the logarithm of ρ.
 
-    `error` and `floor` are squares per token, [T]; `places` [T,2] are the tokens' rows and positions. None with two
-    tokens or fewer, and if a sum without one group is 0.
+    `error` and `floor` are squares per token, [T]; `places` [T,2] are the tokens' rows (prompts) and positions. None
+    with two tokens or fewer, and if a sum without one group is 0.
     """
     groups = _groups(places)
     num_groups = int(groups.max()) + 1 if groups.numel() else 0
@@ -41,6 +41,7 @@ def rho_interval(
     logarithms = 0.5 * (without_error / without_floor).log()
     if not bool(logarithms.isfinite().all()):
         return None
+    # The jackknife's standard error, from the spread of the values without one group each.
     deviation = math.sqrt(
         float((logarithms - logarithms.mean()).square().sum()) * (num_groups - 1) / num_groups
     )

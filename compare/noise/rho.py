@@ -26,7 +26,7 @@ _FEWEST_CHANNELS = 16
 
 
 def noise_ratio(rows: Rows) -> NoiseRatio:
-    """Compute ρ over all tokens and per token.
+    """Compute ρ over all tokens and per token, and ρ of averages of the error (see `_structure`).
 
     With the twin, the error is ‖target − twin‖. Without the twin, ρ is estimated (see `_error`).
 
@@ -125,7 +125,7 @@ def _error(rows: Rows, floor: Squares) -> Squares:
 
 def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
     """Widen the floor by errors that no port is to blame for."""
-    # Variants of the golden may be further off than the golden itself.
+    # Variants, other right ways to round the layer, may be further off than the golden.
     if rows.widened_floor is not None:
         floor = floor.maximum(rows.widened_floor)
     # A right port may round to BF16 a value that the golden holds in float32.
@@ -166,16 +166,19 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
 
 
 def _structure(rows: Rows, floor: Squares) -> Structure | None:
-    """Measure ρ of the error's averages, over the variants' if there are any (see metrics/error_structure.py).
+    """Measure ρ of the error's averages, relative to the variants' if the golden has any.
 
-    None without a twin, or if the port may have errors besides rounding.
+    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None without a
+    twin, and if the port's error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds
+    in float32 and the port rounded.
     """
     if rows.num_tokens == 0 or rows.twin is None or rows.input_error is not None or _is_rounded(rows):
         return None
     structure = measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
     if structure is None or rows.widened_floor is None:
         return structure
-    # The averages of variants are further off than the golden's; where they were not measured, as much as the errors.
+    # The averages of variants are larger than the golden's. Where they were not measured, they count as larger by as
+    # much as the variants' errors are.
     widened_by = _rho(floor.maximum(rows.widened_floor).whole, floor.whole)
     return structure.divided(rows.variant_averages or (widened_by,) * len(structure.figures))
 
