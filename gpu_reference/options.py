@@ -173,6 +173,7 @@ sampled_golden_options = stack_options(
         help="Draw among the most likely tokens that hold this share of the probability. Default: all.",
     ),
     golden_options,
-    # Below the golden's options: decorators above take theirs first, and the seed must go to the inputs.
+    # The command gets the options above that `Sampling` has fields for as one argument. It comes last: the options of
+    # the inputs take --seed first, and the command puts it into the sampling.
     grouped_as("sampling", Sampling),
 )

@@ -28,7 +28,7 @@ from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions
 
-# Keys of the manifest's dtypes that must be float32.
+# Names among the golden's dtypes that must be float32.
 _ROUTER_DTYPES = ("router_gate", "correction_bias")
 # The first good version of each package that made wrong goldens before, and what was wrong.
 _FIRST_GOOD = {
@@ -37,7 +37,10 @@ _FIRST_GOOD = {
 
 
 def certify_golden(directory: Path, model: str | None) -> Certificate:
-    """Check a golden, and store the result in its manifest. `model` is a checkpoint folder or hub id, if it is here.
+    """Check a golden, and store the result in its manifest.
+
+    `model` is the checkpoint that the golden was made of, a folder or a hub id; with None, the checks that need it are
+    listed as not made.
 
     Raises:
         CaptureError: There is no golden, or its manifest cannot be written.
@@ -79,16 +82,19 @@ def _open_model(capture: Capture, model: str, stack: ExitStack) -> GoldenModel:
 def _run_checks(capture: Capture, model: GoldenModel | None, progress: Progress) -> list[Check]:
     same_model = _check_model(capture, model)
     manifest_checks = [_check_complete(capture), _check_versions(capture), _check_dtypes(capture), same_model]
-    golden = CheckedCapture(capture)
-    inputs = golden.read_inputs()
-    is_same_model = same_model.outcome is not Outcome.FAILED
-    certifier = LayerCertifier(golden, model, inputs, is_same_model=is_same_model)
+    # A reader that also checks what it reads: `checked.checks()` returns the faults found on the way.
+    checked = CheckedCapture(capture)
+    inputs = checked.read_inputs()
+    model_differs = same_model.outcome is Outcome.FAILED
+    certifier = LayerCertifier(checked, model, inputs, model_differs=model_differs)
     for layer in capture.layers:
         certifier.check_layer(layer)
         progress.advance(layer, num_bytes=0)
+    # None if the inputs' file is damaged: padding is unknown then, and the digests check fails.
     if inputs is not None:
-        golden.check_model_sites(inputs.attention_mask.bool())
-    return [*manifest_checks, *golden.checks(), *certifier.checks(), *check_variants(capture)]
+        checked.check_model_sites(inputs.attention_mask.bool())
+    # Variants: other correct ways to compute a layer in BF16, which widen the noise floor.
+    return [*manifest_checks, *checked.checks(), *certifier.checks(), *check_variants(capture)]
 
 
 def _check_complete(capture: Capture) -> Check:
@@ -118,7 +124,7 @@ def _check_dtypes(capture: Capture) -> Check:
 
 
 def _check_model(capture: Capture, model: GoldenModel | None) -> Check:
-    """Check that the golden was made of this model."""
+    """Check that the golden was made of this model; without a model, return the check as not made."""
     if model is None:
         return Check(name="same_model", outcome=Outcome.NOT_CHECKED, found=NO_MODEL)
     recorded = capture.description.provenance.model
