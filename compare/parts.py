@@ -110,6 +110,7 @@ def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> ComparedPart:
     `sites` are those that the run declared: the embedding alone, those of the head, or none.
     """
     if not sides.target.model_sites():
+        # The run stored nothing outside the layers.
         return _absent(sides.target, None, tuple(map(str, sites)))
     last_layer = max(declared_layers(sides.target))
     is_head = ModelSite.EMBEDDING not in sites

@@ -80,7 +80,7 @@ class NoiseLimits:
     """
 
     level: float  # share of comparisons of right ports that may fail by chance
-    isolated: SiteLimits  # on ρ and its averages, for layers whose input is the golden's
+    isolated: SiteLimits  # on ρ, also of averages, for layers whose input is the golden's
     chained: SiteLimits  # on ρ, for layers that inherit an error, which widens their floor
     isolated_estimated: SiteLimits
     chained_estimated: SiteLimits
@@ -92,7 +92,7 @@ class NoiseLimits:
     isolated_variants_estimated: SiteLimits | None = None
 
     def of_ratios(self, *, is_chained: bool, is_estimated: bool, is_widened: bool = False) -> SiteLimits:
-        """Return the limits on ρ and its averages; those of chains hold whether variants widened the floor or not."""
+        """Return the limits on ρ; those of chains hold whether variants widened the floor or not."""
         if is_chained:
             return self.chained_estimated if is_estimated else self.chained
         of_variants = self.isolated_variants_estimated if is_estimated else self.isolated_variants

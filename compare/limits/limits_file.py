@@ -72,7 +72,7 @@ def calibrated_limits() -> NoiseLimits:
     try:
         return NoiseLimits(**values)
     except TypeError as error:
-        # The file names not every field.
+        # The file lacks a field.
         raise UsageError(
             f"{CALIBRATION} is not whole", found=str(error), next_step="Install mm2 again."
         ) from error

@@ -25,9 +25,8 @@ _FARTHEST_INPUT = 0.5
 class CapturedInput:
     """Input of one layer."""
 
-    known: tuple[
-        Site, ...
-    ]  # sites whose values the layer was given; they come from the golden or another layer
+    # Sites whose values the layer was given; they come from the golden or from another layer
+    known: tuple[Site, ...]
     error: InputError | None = None  # of an input that is another layer's output; None for the golden's own
     is_recorded: bool = True  # whether both sides hold the input; if not, nothing was checked
 
@@ -81,6 +80,7 @@ def _is_inherited(target: CaptureSource, layer: int, input_error: InputError) ->
             target, layer, input_error
         )
     run = description.run
+    # A chain's first layer gets the golden's input, unless the port computed the embedding too.
     return run.mode is Mode.CHAINED and (layer > run.span.start or ModelSite.EMBEDDING in run.model_sites)
 
 
