@@ -92,6 +92,7 @@ _golden_options = stack_options(
         is_flag=True,
         help="Keep experts in FP8 and dequantise each when it is used. Halves a layer's memory.",
     ),
+    # The command gets the options that are fields of `StreamingRequest` as one argument, `streaming`.
     grouped_as("streaming", StreamingRequest),
     memory_budget_option,
     click.option(

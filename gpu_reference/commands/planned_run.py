@@ -63,6 +63,7 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
                 replace(options, model=options.model or plan.model), plan, part, place, slices_folder
             )
             assert request.streaming is not None, "a slice is streamed"
+            # Opens the process group, by which the ranks send hidden states.
             ranks.join(request.streaming.device)
             directory = options.store.directory(GOLDEN_SIDE, request.run.name)
             with open_golden(request) as golden, _progress_of(place, request.run) as progress:

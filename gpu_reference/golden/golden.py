@@ -227,7 +227,7 @@ class Golden:
         first = pending[0] if pending else run.span.stop
         for layer in range(run.span.start, first):
             progress.skip(layer)
-        # A resumed run skips all layers before the first pending one, and begins with the stored output of the last. If
+        # A resumed run skips all layers before the first pending one, and begins with the last one's stored output. If
         # no layer of the span is stored, nothing is skipped: layers before the span are never stored.
         is_resumed = first > run.span.start
         stored_output = writer.read_layer_output(first - 1) if is_resumed else None

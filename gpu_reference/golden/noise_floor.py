@@ -33,9 +33,8 @@ class MeasuredFloor(Generic[SiteKind]):
     """The floor of one layer, or of the sites outside the layers."""
 
     twin: Mapping[SiteKind, torch.Tensor]  # float32 twins by site
-    statistics: Mapping[
-        str, torch.Tensor
-    ]  # by the names in `minimax_tools.metrics.noise_floor`; float32 [B,S]
+    # Statistics, float32 [B,S], by the names in `minimax_tools.metrics.noise_floor`
+    statistics: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -82,6 +82,7 @@ class MemoryRoom:
         """Return the bytes that --max-memory allows for weights on a device; None without --max-memory."""
         if self.placement.max_memory is None:
             return None
+        # A device that --max-memory does not name may hold nothing. `cuda` without an index is GPU 0.
         return self.placement.max_memory.get("cpu" if device.type == "cpu" else device.index or 0, 0)
 
     def free_bytes(self, device: torch.device) -> int:
@@ -163,6 +164,7 @@ def choose_part_streaming(
         )
     fits_two = room.two_layers_bytes(packed=packed) <= free
     prefetch = fits_two if asked.prefetch is None else asked.prefetch
+    # A held slice is read before it runs: nothing is left to prefetch.
     return Streaming(
         device=device, prefetch=prefetch and not holds, packed=packed, part=part, holds_part=holds
     )
