@@ -28,7 +28,8 @@ _FEWEST_CHANNELS = 16
 def noise_ratio(rows: Rows) -> NoiseRatio:
     """Compute ρ over all tokens and per token, and ρ of averages of the error (see `_structure`).
 
-    With the twin, the error is ‖target − twin‖. Without the twin, ρ is estimated (see `_error`).
+    ρ is the error over the one foreseen of a right port: the floor, widened by what no port is to blame for. With the
+    twin, the error is ‖target − twin‖. Without the twin, ρ is estimated (see `_error`).
 
     Raises:
         ValueError: The rows have no floor.
@@ -36,25 +37,25 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     floor = _floor(rows)
     error = _error(rows, floor)
     norms = square_rows(rows.reference, massive=rows.massive)
-    widened = _widen(floor, norms, rows)
-    per_token = _per_token(error.whole, widened.whole)
+    foreseen = _widen(floor, norms, rows)
+    per_token = _per_token(error.whole, foreseen.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()
     structure = _structure(rows, floor)
     has_channels = rows.reference.shape[1] >= _FEWEST_CHANNELS
     return NoiseRatio(
-        whole=_rho(error.whole, widened.whole),
-        ordinary=_rho(error.ordinary, widened.ordinary),
-        massive=_rho(error.massive, widened.massive) if bool(rows.massive.any()) else None,
+        whole=_rho(error.whole, foreseen.whole),
+        ordinary=_rho(error.ordinary, foreseen.ordinary),
+        massive=_rho(error.massive, foreseen.massive) if bool(rows.massive.any()) else None,
         token_median=float(per_token.median()),
         token_p99=float(torch.quantile(per_token, 0.99)),
         token_worst=float(per_token[worst]),
         worst_token=(row, position),
         is_estimated=rows.twin is None,
-        is_widened=rows.widened_floor is not None,
+        is_widened=rows.widened_floor is not None,  # by variants
         incoming=rows.input_error.overall if rows.input_error else 0.0,
-        floor=_relative(widened.whole, norms.whole),
-        interval=rho_interval(error.whole, widened.whole, rows.places),
+        floor=_relative(foreseen.whole, norms.whole),
+        interval=rho_interval(error.whole, foreseen.whole, rows.places),
         token_gain=structure.token_gain if structure else None,
         channel_gain=structure.channel_gain if structure and has_channels else None,
         channel_offset=structure.channel_offset if structure and has_channels else None,
@@ -70,8 +71,8 @@ def token_ratios(rows: Rows) -> torch.Tensor:
         ValueError: The rows have no floor.
     """
     floor = _floor(rows)
-    widened = _widen(floor, square_rows(rows.reference, massive=rows.massive), rows)
-    return _per_token(_error(rows, floor).whole, widened.whole)
+    foreseen = _widen(floor, square_rows(rows.reference, massive=rows.massive), rows)
+    return _per_token(_error(rows, floor).whole, foreseen.whole)
 
 
 def foreseen_error(rows: Rows) -> Squares:

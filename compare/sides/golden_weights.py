@@ -69,6 +69,7 @@ class CheckpointWeights:
     """
 
     model: str  # a folder, or a hub's id
+    # Index of each folder that holds all shards
     _complete: dict[Path, TensorIndex] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextmanager
