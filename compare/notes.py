@@ -29,12 +29,13 @@ def gather_notes(
 ) -> tuple[str, ...]:
     """Return all notes on a comparison, in the order in which a report shows them.
 
-    `unproved` are layers that a pass does not prove right, `outputs_missing` those that classic limits could not judge.
+    `num_undecided` counts the sites that differ, perhaps through an input that was not captured. `unproved` are layers
+    that a pass does not prove right, `outputs_missing` those that classic limits could not judge.
     """
     return (
         *_dump_notes(sides),
         *_unfinished_notes(sides),
-        *_feed_notes(layers_of_unknown_input),
+        *_unknown_input_notes(layers_of_unknown_input),
         *_undecided_notes(num_undecided),
         *_unproved_notes(unproved, sides=sides),
         *_nonfinite_notes(sites, blame),
@@ -53,6 +54,7 @@ def gather_notes(
 def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
     """Return the tokens of both sides in words, such as `81 at positions 0-47`; empty if no side is mm2's own."""
     for source in (reference, target):
+        # Another tool's dump does not describe its run, nor hold its inputs.
         if source.known_description is not None:
             inputs = source.read_inputs()
             return f"{int(inputs.attention_mask.sum())} at {format_positions(inputs)}"
@@ -77,7 +79,7 @@ def _unfinished_notes(sides: Sides) -> tuple[str, ...]:
     )
 
 
-def _feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
+def _unknown_input_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
     """Name the layers whose input was not captured."""
     names = ", ".join(str(layer) for layer in layers)
     if not names:
@@ -86,7 +88,7 @@ def _feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
 
 
 def _undecided_notes(num_undecided: int) -> tuple[str, ...]:
-    """Count the sites that differ, perhaps through an input that was not captured."""
+    """Count the sites that differ, and tell how to decide whether the layer or its input is to blame."""
     if not num_undecided:
         return ()
     return (

@@ -117,5 +117,6 @@ criteria_options = stack_options(
         show_default=True,
         help="Absolute tolerance, see --rtol.",
     ),
+    # The command gets the values named in `_read_criteria` as one argument, `criteria`; --metrics stays its own.
     grouped_as("criteria", _read_criteria),
 )

@@ -27,27 +27,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPart:
-    """Findings in one layer, or outside the layers.
+    """Findings in one layer, or outside the layers."""
 
-    Args:
-        layer: The layer; None outside them.
-        recomputed: Second results of sites behind a failure, judged on the port's own values of their inputs.
-        captured_input: The layer's input; None outside the layers, and of a layer that did not run.
-        is_inherited: Whether its input carries errors of earlier parts, so that it is blamed only if none of them is.
-        is_stopped: Whether the run stopped before this part.
-        num_undecided: Number of sites that differ, perhaps through an input that was not captured.
-        point: The layer's point on a chained run's error curve; None if its output was not judged.
-    """
-
-    layer: int | None = None
+    layer: int | None = None  # the layer; None outside the layers
     results: tuple[SiteResult, ...] = ()
     blame: tuple[Blame, ...] = ()
-    recomputed: tuple[SiteResult, ...] = ()
-    captured_input: CapturedInput | None = None
+    recomputed: tuple[SiteResult, ...] = ()  # second results of some sites (see `_judge_excused`)
+    captured_input: CapturedInput | None = None  # None outside the layers, and of a layer that did not run
+    # Whether the input carries errors of earlier parts: the part is then blamed only if no earlier part is
     is_inherited: bool = False
-    is_stopped: bool = False
-    num_undecided: int = 0
-    point: CurvePoint | None = None
+    is_stopped: bool = False  # whether the run stopped before this part
+    num_undecided: int = 0  # number of sites that differ, perhaps through an input that was not captured
+    point: CurvePoint | None = None  # point on a chained run's error curve; None if its output was not judged
 
     @property
     def is_input_unknown(self) -> bool:
@@ -71,14 +62,15 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     sites = declared_sites(sides.target, layer)
     if layer not in sides.target.layers:
         return _absent(sides.target, layer, tuple(map(str, sites)))
-    captured = layer_input = read_captured_input(sides, layer)
-    golden_sides = sides
+    captured = read_captured_input(sides, layer)
+    golden_sides, layer_input = sides, captured
     port_sides = on_port_input(sides, layer) if captured.is_inherited else None
     if port_sides is not None:
-        # Against a golden computed on the port's own input, the layer inherits no error.
+        # From here on, the golden is the layer computed on the port's own input, so the layer inherits no error.
         sides, layer_input = port_sides, replace(captured, error=None)
     judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
     judged: Mapping[Site, SiteResult] = {site: judge.judge(site) for site in sites}
+    # Without the layer's input, a site that differs may be wrong, or got a wrong input.
     is_decided = layer_input.is_recorded or sides.is_classic
     results = judged if is_decided else leave_undecided(judged, sides.target)
     logger.info("Layer %d compared.", layer)
@@ -105,15 +97,20 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
         ),
         captured_input=captured,
         is_inherited=layer_input.is_inherited,
-        # `leave_undecided` replaces the results that it changes, and no others.
+        # `leave_undecided` gives another object for each result that it changes, and the same for all others.
         num_undecided=sum(results[site] is not judged[site] for site in results),
+        # The curve shows the distance from the golden itself, whatever the layer was judged against.
         point=measure_point(golden_sides, layer, results, input_error=captured.error),
     )
 
 
 def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> ComparedPart:
-    """Judge the embedding, or the sites behind the last layer (the head); the first that fails is to blame."""
+    """Judge the embedding, or the sites behind the last layer (the head); the first that fails is to blame.
+
+    `sites` are those that the run declared: the embedding alone, those of the head, or none.
+    """
     if not sides.target.model_sites():
+        # The run stored nothing outside the layers.
         return _absent(sides.target, None, tuple(map(str, sites)))
     last_layer = max(declared_layers(sides.target))
     is_head = ModelSite.EMBEDDING not in sites
@@ -148,7 +145,10 @@ def _judge_excused(
     judge: LayerJudge,
     sides: Sides,
 ) -> Mapping[Site, Recomputed]:
-    """Judge sites behind a failure on the port's own values; none unless the layer's input is the golden's."""
+    """Judge sites behind a failure again, each recomputed from the port's values of the sites that feed it.
+
+    None unless the layer's input is the golden's, or the golden was computed on the port's own.
+    """
     if layer_input.is_inherited or not layer_input.is_recorded:
         return {}
     failing = frozenset(site for site, result in results.items() if result.status is SiteStatus.FAIL)
@@ -163,6 +163,7 @@ def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult
         for site, result in results.items()
         if result.metrics is not None and result.metrics.num_nonfinite_target
     }
+    # The last site of a blame is the one that fails; those before it were not compared.
     return tuple(blamed for blamed in blame if blamed.sites[-1] in nonfinite)
 
 

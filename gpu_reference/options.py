@@ -92,6 +92,7 @@ _golden_options = stack_options(
         is_flag=True,
         help="Keep experts in FP8 and dequantise each when it is used. Halves a layer's memory.",
     ),
+    # The command gets the options that are fields of `StreamingRequest` as one argument, `streaming`.
     grouped_as("streaming", StreamingRequest),
     memory_budget_option,
     click.option(
@@ -173,6 +174,7 @@ sampled_golden_options = stack_options(
         help="Draw among the most likely tokens that hold this share of the probability. Default: all.",
     ),
     golden_options,
-    # Below the golden's options: decorators above take theirs first, and the seed must go to the inputs.
+    # The command gets the options above that `Sampling` has fields for as one argument. It comes last: the options of
+    # the inputs take --seed first, and the command puts it into the sampling.
     grouped_as("sampling", Sampling),
 )

@@ -29,24 +29,24 @@ def find_router_dtypes(
     if reference.known_description is None:
         return ()
     expected = reference.description.provenance.dtypes
-    num_flips = sum(site.routing.num_unexplained for site in sites if site.routing is not None)
+    num_beyond_noise = sum(site.routing.num_unexplained for site in sites if site.routing is not None)
     return tuple(
         RouterDtype(
             name=name,
             reference=expected[name],
             target=found,
-            consequence=_consequence(name, expected[name], num_flips),
+            consequence=_consequence(name, expected[name], num_beyond_noise),
         )
         for name, found in sorted(target.observed_dtypes.items())
         if name in expected and found != expected[name]
     )
 
 
-def _consequence(name: str, expected: str, num_flips: int) -> str:
+def _consequence(name: str, expected: str, num_beyond_noise: int) -> str:
     effect = _ROUNDED.get(name, "") if expected == _EXACT else ""
     flips = (
-        f"{num_flips} token{'s' * (num_flips != 1)} of this run chose other experts beyond noise"
-        if num_flips
-        else "no token of this run chose other experts beyond noise, others may"
+        f"{num_beyond_noise} token{'s' * (num_beyond_noise != 1)} of this run chose other experts beyond noise"
+        if num_beyond_noise
+        else "no token of this run chose other experts beyond noise, tokens of other runs may"
     )
     return f"{effect}; {flips}" if effect else flips

@@ -32,19 +32,13 @@ _MANY_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouterNoise:
-    """Margin and noise of the golden's choice, token by token.
+    """Margin and noise of the golden's choice, token by token."""
 
-    Args:
-        margin: [T], distance of the k-th from the (k+1)-th biased score, in float32.
-        noise: [T], BF16 error of the golden's scores that compete for the k-th place.
-        widening: [T], factor by which a chained layer's input error widens the noise; None in isolated runs.
-        scores: [T,E], the golden's biased scores; None if the bias is not known.
-    """
-
-    margin: torch.Tensor
-    noise: torch.Tensor
+    margin: torch.Tensor  # [T], distance of the k-th from the (k+1)-th biased score, in float32
+    noise: torch.Tensor  # [T], BF16 error of the golden's scores that compete for the k-th place
+    # [T], factor by which a chained layer's input error widens the noise; None in isolated runs
     widening: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
+    scores: torch.Tensor | None = None  # [T,E], the golden's biased scores; None if the bias is not known
 
     def is_fragile(self) -> torch.Tensor:
         """Find tokens whose experts may flip without a fault: bool [T]."""
@@ -68,6 +62,7 @@ class RouterNoise:
         """
         if self.scores is None:
             return self.margin
+        # Without a flip nothing is dropped or added: the difference is -inf, and the token's own margin stays.
         was_chosen, is_chosen = (_membership(side, self.scores.shape[-1]) for side in (reference, target))
         dropped = self.scores.masked_fill(~was_chosen | is_chosen, -torch.inf).amax(dim=-1)
         added = self.scores.masked_fill(was_chosen | ~is_chosen, torch.inf).amin(dim=-1)
@@ -122,6 +117,7 @@ def count_unflipped(
     In a deep chain nearly all may have other experts; a quarter of many tokens counts all the same.
     """
     chance = flip_chance(input_error, limits, context=context)
+    # `most_hits` is the largest number of flips that chance explains.
     sure = num_tokens - most_hits(num_tokens, chance=chance, share=context.share)
     return max(sure, num_tokens // 4 if num_tokens >= _MANY_TOKENS else 0)
 
@@ -129,7 +125,8 @@ def count_unflipped(
 def flip_chance(input_error: float, limits: NoiseLimits, *, context: LimitContext) -> float:
     """Return the chance that a token's experts flip without a fault, for a golden without a noise floor.
 
-    It is the flips of right BF16 ports, in proportion to the error of the router's logits: their own and the input's.
+    It is the share of flips in right BF16 ports. It grows in proportion to the error of the router's logits, which is
+    that of the layer itself and that of its input.
     """
     chance = limits.floorless(Site.ROUTER_EXPERTS, "flipped_share").usual
     bfloat16_error = limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual

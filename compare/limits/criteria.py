@@ -24,19 +24,13 @@ Judgement = tuple[SiteStatus, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassicLimits:
-    """Limits of the five figures: a layer whose output breaks one of them fails.
+    """Limits of the five figures: a layer whose output breaks one of them fails."""
 
-    Args:
-        max_abs_diff, mean_abs_diff: Largest value allowed, in units of the site.
-        close_fraction: Smallest share of close elements allowed, from 0 to 1.
-        cosine_similarity, pearson_correlation: Smallest value allowed.
-    """
-
-    max_abs_diff: float = 0.01
-    mean_abs_diff: float = 0.001
-    close_fraction: float = 0.95
-    cosine_similarity: float = 0.99
-    pearson_correlation: float = 0.99
+    max_abs_diff: float = 0.01  # largest difference allowed, in units of the site
+    mean_abs_diff: float = 0.001  # largest mean difference allowed, in units of the site
+    close_fraction: float = 0.95  # smallest share of close elements allowed, from 0 to 1
+    cosine_similarity: float = 0.99  # smallest value allowed
+    pearson_correlation: float = 0.99  # smallest value allowed
 
     def __str__(self) -> str:
         upper = (f"{name} <= {getattr(self, name):g}" for name in _BOUNDED_ABOVE)
@@ -66,7 +60,7 @@ class ClassicLimits:
 
 
 def judge_classic(result: SiteResult) -> Judgement:
-    """Judge a layer's output, whose figures are finite, by its classic failures; leave other sites not judged."""
+    """Judge a layer's output by the limits that it breaks, which the result lists; other sites are not judged."""
     if result.layer is None or result.site != Site.OUTPUT:
         return SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
     failures = result.classic_failures
@@ -82,22 +76,14 @@ def layers_without_output(results: Iterable[SiteResult]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criteria:
-    """Limits and tolerances to judge by.
+    """Limits and tolerances to judge by."""
 
-    Args:
-        name: `noise`, `classic`, or the file that the limits of noise were read from.
-        rtol, atol: An element is close to the golden's within atol + rtol · |golden|.
-        noise: The limits that tell noise from faults.
-        classic: The five classic limits.
-        num_figures: Number of figures that the comparison judges: the more, the wider the limits (see `limit`).
-    """
-
-    name: str
-    rtol: float
+    name: str  # `noise`, `classic`, or the file that the limits of noise were read from
+    rtol: float  # an element is close to the golden's within atol + rtol · |golden|
     atol: float
-    noise: NoiseLimits = field(default_factory=calibrated_limits)
+    noise: NoiseLimits = field(default_factory=calibrated_limits)  # limits that tell noise from faults
     classic: ClassicLimits = field(default_factory=ClassicLimits)
-    num_figures: int = 1
+    num_figures: int = 1  # number of figures that the comparison judges: the more, the wider the limits
 
     @property
     def share(self) -> float:

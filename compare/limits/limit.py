@@ -22,18 +22,13 @@ _SMALLEST_SHARE = 1e-15
 class Limit:
     """A limit on a figure whose logarithm is about normally distributed among right ports.
 
-    Args:
-        usual: Usual figure of the right implementation that is furthest off.
-        spread: Standard deviation of the figure's logarithm with many tokens.
-        token_spread: Standard deviation that chance adds with one token; with T tokens it adds 1/√T of it.
-
     Raises:
         ValueError: `usual` is not above 0, a spread is below 0, or a value is not finite.
     """
 
-    usual: float
-    spread: float = 0.0
-    token_spread: float = 0.0
+    usual: float  # median figure of the right implementation whose median is largest
+    spread: float = 0.0  # standard deviation of the figure's logarithm with many tokens
+    token_spread: float = 0.0  # what chance adds to it with one token; T tokens: token_spread / √T
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.usual) and self.usual > 0.0):
@@ -61,7 +56,7 @@ def quantile(share: float) -> float:
 def most_hits(num_trials: int, *, chance: float, share: float) -> int:
     """Return the largest number of hits that chance explains: more occur in at most a `share` of the cases.
 
-    The trials are independent, and each hits with probability `chance`; 1 and above is certain.
+    The trials are independent, and each hits with probability `chance`. A `chance` above 1 counts as 1.
     """
     # bdtrc is the chance of more than `hits`, which falls with their number: bisection finds the first small enough.
     return bisect_left(

@@ -17,8 +17,8 @@ from minimax_tools.errors import UsageError
 ALL_SITES = "all"
 # Figures of ρ (see `NoiseRatio`), those that say most first: of equally broken limits, the first is named.
 RATIO_FIGURES = ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst")
-# Averages of the error, in which rounding cancels and a systematic mistake does not (see metrics/error_structure.py).
-# They need a float32 twin, and a layer whose input is the golden's.
+# ρ of averages of the error, in which rounding cancels and a systematic mistake does not (their meaning is in
+# minimax_tools/metrics/error_structure.py). They need a float32 twin, and a layer whose input is the golden's.
 STRUCTURE_FIGURES = ("token_gain", "channel_gain", "channel_offset", "channel_worst")
 # Fewest tokens to judge these by: an average over fewer is noise itself.
 FEWEST_FOR_STRUCTURE = 16
@@ -29,14 +29,14 @@ FLOORLESS_FIGURES = ("relative_l2", "amplification", "flipped_share")
 
 @dataclass(frozen=True, slots=True)
 class SiteLimits:
-    """Limits by site, then by figure; those under `all` hold for a site that has none of its own."""
+    """Limits by site, then by figure; one under `all` holds for each site without a limit of its own on that figure."""
 
     table: Mapping[str, Mapping[str, Limit]] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(cls, table: Mapping[str, Mapping[str, Limit]]) -> SiteLimits:
         """Build limits from a table, which is copied."""
-        return cls(MappingProxyType({site: MappingProxyType(dict(its)) for site, its in table.items()}))
+        return cls(MappingProxyType({site: MappingProxyType(dict(limits)) for site, limits in table.items()}))
 
     def find(self, site: str, figure: str) -> Limit | None:
         """Return the limit on a figure of a site; None if it is not limited."""
@@ -44,7 +44,10 @@ class SiteLimits:
         return limit if limit is not None else self.table.get(ALL_SITES, {}).get(figure)
 
     def overlaid(self, other: SiteLimits) -> SiteLimits:
-        """Return these limits replaced by the other's; the other's for all sites hold for each site."""
+        """Return these limits, replaced by the other's.
+
+        A limit that the other has under `all` replaces the limits of every site on that figure.
+        """
         kept = self.without(other.table.get(ALL_SITES, {})).table
         sites = (*self.table, *other.table)
         return SiteLimits.of({site: {**kept.get(site, {}), **other.table.get(site, {})} for site in sites})
@@ -53,8 +56,8 @@ class SiteLimits:
         """Return these limits without those on some figures."""
         return SiteLimits.of(
             {
-                site: {name: limit for name, limit in its.items() if name not in figures}
-                for site, its in self.table.items()
+                site: {name: limit for name, limit in by_figure.items() if name not in figures}
+                for site, by_figure in self.table.items()
             }
         )
 
@@ -62,8 +65,8 @@ class SiteLimits:
         """Return these limits times a factor."""
         return SiteLimits.of(
             {
-                site: {name: limit.scaled(factor) for name, limit in its.items()}
-                for site, its in self.table.items()
+                site: {name: limit.scaled(factor) for name, limit in by_figure.items()}
+                for site, by_figure in self.table.items()
             }
         )
 
@@ -72,33 +75,24 @@ class SiteLimits:
 class NoiseLimits:
     """The limits that tell noise from faults.
 
-    Args:
-        level: Share of comparisons of right ports that may fail by chance.
-        isolated: Limits on ρ and its averages, for layers whose input is the golden's.
-        chained: The same for layers that inherit an error, which widens their floor.
-        isolated_estimated, chained_estimated: The same if the golden kept statistics of its floor and no float32 twin.
-        isolated_variants, isolated_variants_estimated: Limits for isolated layers whose floor the golden's variants
-            widened, so that right ports exceed it less; None to use the limits without variants.
-        without_floor: Limits on the error itself, for a golden without a noise floor.
-        float32: Limit on the relative L2 error of float32 runs, which have no BF16 noise.
-        backends: Backends on which the limits were measured; None for limits meant for every backend.
-        slack: Factor for other backends: up to this many times its limit, a figure warns instead of failing.
+    Those called `estimated` are for goldens that kept statistics of their floor and no float32 twin. Variants are other
+    right ways to round a layer; they widen the golden's floor, so that right ports exceed it less.
     """
 
-    level: float
-    isolated: SiteLimits
-    chained: SiteLimits
+    level: float  # share of comparisons of right ports that may fail by chance
+    isolated: SiteLimits  # on ρ, also of averages, for layers whose input is the golden's
+    chained: SiteLimits  # on ρ, for layers that inherit an error, which widens their floor
     isolated_estimated: SiteLimits
     chained_estimated: SiteLimits
-    without_floor: SiteLimits
-    float32: float
-    backends: frozenset[str] | None
-    slack: float
-    isolated_variants: SiteLimits | None = None
+    without_floor: SiteLimits  # on the error itself, for a golden without a noise floor
+    float32: float  # limit on the relative L2 error of float32 runs, which have no BF16 noise
+    backends: frozenset[str] | None  # those on which the limits were measured; None for limits meant for all
+    slack: float  # on other backends a figure up to this many times its limit warns instead of failing
+    isolated_variants: SiteLimits | None = None  # for goldens with variants; None to use `isolated`
     isolated_variants_estimated: SiteLimits | None = None
 
     def of_ratios(self, *, is_chained: bool, is_estimated: bool, is_widened: bool = False) -> SiteLimits:
-        """Return the limits on ρ and its averages; those of chains hold whether variants widened the floor or not."""
+        """Return the limits on ρ; those of chains hold whether variants widened the floor or not."""
         if is_chained:
             return self.chained_estimated if is_estimated else self.chained
         of_variants = self.isolated_variants_estimated if is_estimated else self.isolated_variants
@@ -130,7 +124,10 @@ class NoiseLimits:
         return self.backends is None or backend in self.backends
 
     def of_noise_alone(self) -> NoiseLimits:
-        """Return these limits for every backend, and without those on averages (`STRUCTURE_FIGURES`)."""
+        """Return these limits for every backend, and without those on averages (`STRUCTURE_FIGURES`).
+
+        For bisection, which reports how large an error noise can hide. Averages would show smaller errors.
+        """
         isolated: dict[str, Any] = {
             name: table.without(STRUCTURE_FIGURES)
             for name in ("isolated", "isolated_variants")

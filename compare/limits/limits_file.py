@@ -37,6 +37,7 @@ _SITES = (
     *(str(site) for site in Site if site is not Site.INPUT),
     *(str(site) for site in ModelSite),
 )
+# The tables of a file, and the figures that each may limit.
 _TABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "isolated": NOISE_FIGURES,
@@ -71,6 +72,7 @@ def calibrated_limits() -> NoiseLimits:
     try:
         return NoiseLimits(**values)
     except TypeError as error:
+        # The file lacks a field.
         raise UsageError(
             f"{CALIBRATION} is not whole", found=str(error), next_step="Install mm2 again."
         ) from error
@@ -96,6 +98,7 @@ def read_limits(path: Path) -> NoiseLimits:
 
 
 def _table_of(limits: NoiseLimits, name: str) -> SiteLimits:
+    """Return a table; for one of goldens with variants that `limits` lacks, the table that stands in for it."""
     table: SiteLimits | None = getattr(limits, name)
     return getattr(limits, _STAND_INS[name]) if table is None else table
 
@@ -171,7 +174,8 @@ class _File:
 
     def _number(self, node: yaml.Node, where: str) -> float:
         try:
-            # Parsed here, since YAML takes 1e-3 for text: only 1.0e-3 is a number to it.
+            # Parsed here, since YAML takes 1e-3 for text: only 1.0e-3 is a number to it. Callers refuse the NaN of a
+            # mapping or a list.
             return float(node.value) if isinstance(node, yaml.ScalarNode) else float("nan")
         except ValueError:
             raise self._wrong(node, where, expected="a number", found=_word_node(node)) from None

@@ -17,17 +17,13 @@ from minimax_tools.metrics.noise_floor import massive_channels
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputError:
-    """‖target − reference‖ / ‖reference‖ of a layer's input, over all channels or over ordinary ones.
+    """‖target − reference‖ / ‖reference‖ of a layer's input.
 
-    The larger of the two counts: massive channels would hide the error of the others.
-
-    Args:
-        overall: The error over all tokens.
-        tokens: The error of each token, float64 [T]: a flipped expert upsets its own token far more than the others.
+    It is the larger of two: over all channels, and over the ordinary ones, whose error massive channels would hide.
     """
 
-    overall: float
-    tokens: torch.Tensor
+    overall: float  # the error over all tokens
+    tokens: torch.Tensor  # the error of each token, float64 [T]: a flip upsets its own token the most
 
     @property
     def is_finite(self) -> bool:

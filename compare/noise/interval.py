@@ -15,8 +15,9 @@ from compare.noise.squared_errors import TINY
 
 # The interval leaves out 2.5 % at either end.
 _UPPER_QUANTILE = 0.975
-# With fewer prompts than these, this many blocks of neighbouring tokens are the groups.
-_FEWEST_PROMPTS = 3
+# With fewer groups, there is no interval.
+_FEWEST_GROUPS = 3
+# If there are fewer prompts, this many blocks of neighbouring tokens are the groups.
 _NUM_BLOCKS = 10
 
 
@@ -25,12 +26,12 @@ def rho_interval(
 ) -> tuple[float, float] | None:
     """Compute the interval of ρ = sqrt(Σ error / Σ floor), on the logarithm of ρ.
 
-    `error` and `floor` are squares per token, [T]; `places` [T,2] are the tokens' rows and positions. None with two
-    tokens or fewer, and if a sum without one group is 0.
+    `error` and `floor` are squares per token, [T]; `places` [T,2] are the tokens' rows (prompts) and positions. None
+    with two tokens or fewer, and if a sum without one group is 0.
     """
     groups = _groups(places)
     num_groups = int(groups.max()) + 1 if groups.numel() else 0
-    if num_groups < _FEWEST_PROMPTS:
+    if num_groups < _FEWEST_GROUPS:
         return None
     errors = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, groups, error.double())
     floors = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, groups, floor.double())
@@ -41,6 +42,7 @@ def rho_interval(
     logarithms = 0.5 * (without_error / without_floor).log()
     if not bool(logarithms.isfinite().all()):
         return None
+    # The jackknife's standard error, from the spread of the values without one group each.
     deviation = math.sqrt(
         float((logarithms - logarithms.mean()).square().sum()) * (num_groups - 1) / num_groups
     )
@@ -52,7 +54,7 @@ def rho_interval(
 def _groups(places: torch.Tensor) -> torch.Tensor:
     """Return the number of each token's group, int64 [T]: its prompt, or its block if there are few prompts."""
     groups: torch.Tensor = places[:, 0].unique(return_inverse=True)[1]
-    if groups.numel() and int(groups.max()) + 1 >= _FEWEST_PROMPTS:
+    if groups.numel() and int(groups.max()) + 1 >= _FEWEST_GROUPS:
         return groups
     # At most _NUM_BLOCKS blocks, of equal length to within one token.
     num_tokens = places.shape[0]

@@ -26,9 +26,10 @@ _FEWEST_CHANNELS = 16
 
 
 def noise_ratio(rows: Rows) -> NoiseRatio:
-    """Compute ρ over all tokens and per token.
+    """Compute ρ over all tokens and per token, and ρ of averages of the error (see `_structure`).
 
-    With the twin, the error is ‖target − twin‖. Without the twin, ρ is estimated (see `_error`).
+    ρ is the error over the one foreseen of a right port: the floor, widened by what no port is to blame for. With the
+    twin, the error is ‖target − twin‖. Without the twin, ρ is estimated (see `_error`).
 
     Raises:
         ValueError: The rows have no floor.
@@ -36,25 +37,25 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     floor = _floor(rows)
     error = _error(rows, floor)
     norms = square_rows(rows.reference, massive=rows.massive)
-    widened = _widen(floor, norms, rows)
-    per_token = _per_token(error.whole, widened.whole)
+    foreseen = _widen(floor, norms, rows)
+    per_token = _per_token(error.whole, foreseen.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()
     structure = _structure(rows, floor)
     has_channels = rows.reference.shape[1] >= _FEWEST_CHANNELS
     return NoiseRatio(
-        whole=_rho(error.whole, widened.whole),
-        ordinary=_rho(error.ordinary, widened.ordinary),
-        massive=_rho(error.massive, widened.massive) if bool(rows.massive.any()) else None,
+        whole=_rho(error.whole, foreseen.whole),
+        ordinary=_rho(error.ordinary, foreseen.ordinary),
+        massive=_rho(error.massive, foreseen.massive) if bool(rows.massive.any()) else None,
         token_median=float(per_token.median()),
         token_p99=float(torch.quantile(per_token, 0.99)),
         token_worst=float(per_token[worst]),
         worst_token=(row, position),
         is_estimated=rows.twin is None,
-        is_widened=rows.widened_floor is not None,
+        is_widened=rows.widened_floor is not None,  # by variants
         incoming=rows.input_error.overall if rows.input_error else 0.0,
-        floor=_relative(widened.whole, norms.whole),
-        interval=rho_interval(error.whole, widened.whole, rows.places),
+        floor=_relative(foreseen.whole, norms.whole),
+        interval=rho_interval(error.whole, foreseen.whole, rows.places),
         token_gain=structure.token_gain if structure else None,
         channel_gain=structure.channel_gain if structure and has_channels else None,
         channel_offset=structure.channel_offset if structure and has_channels else None,
@@ -70,8 +71,8 @@ def token_ratios(rows: Rows) -> torch.Tensor:
         ValueError: The rows have no floor.
     """
     floor = _floor(rows)
-    widened = _widen(floor, square_rows(rows.reference, massive=rows.massive), rows)
-    return _per_token(_error(rows, floor).whole, widened.whole)
+    foreseen = _widen(floor, square_rows(rows.reference, massive=rows.massive), rows)
+    return _per_token(_error(rows, floor).whole, foreseen.whole)
 
 
 def foreseen_error(rows: Rows) -> Squares:
@@ -125,7 +126,7 @@ def _error(rows: Rows, floor: Squares) -> Squares:
 
 def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
     """Widen the floor by errors that no port is to blame for."""
-    # Variants of the golden may be further off than the golden itself.
+    # Variants, other right ways to round the layer, may be further off than the golden.
     if rows.widened_floor is not None:
         floor = floor.maximum(rows.widened_floor)
     # A right port may round to BF16 a value that the golden holds in float32.
@@ -166,16 +167,19 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
 
 
 def _structure(rows: Rows, floor: Squares) -> Structure | None:
-    """Measure ρ of the error's averages, over the variants' if there are any (see metrics/error_structure.py).
+    """Measure ρ of the error's averages, relative to the variants' if the golden has any.
 
-    None without a twin, or if the port may have errors besides rounding.
+    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None without a
+    twin, and if the port's error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds
+    in float32 and the port rounded.
     """
     if rows.num_tokens == 0 or rows.twin is None or rows.input_error is not None or _is_rounded(rows):
         return None
     structure = measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
     if structure is None or rows.widened_floor is None:
         return structure
-    # The averages of variants are further off than the golden's; where they were not measured, as much as the errors.
+    # The averages of variants are larger than the golden's. Where they were not measured, they count as larger by as
+    # much as the variants' errors are.
     widened_by = _rho(floor.maximum(rows.widened_floor).whole, floor.whole)
     return structure.divided(rows.variant_averages or (widened_by,) * len(structure.figures))
 

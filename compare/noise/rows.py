@@ -17,31 +17,22 @@ from compare.noise.squared_errors import Squares
 class Rows:
     """Judged tokens of one site on both sides, with the noise floor.
 
-    Args:
-        reference: [T,F], the golden.
-        target: [T,F], the port.
-        massive: bool [F], the massive channels, over all real tokens of the golden.
-        places: [T,2], row and position of each token in the batch.
-        twin: [T,F] float32, the golden's float32 twin; None if it was not kept.
-        floor: (reference − twin)² summed per token; None if only the twin is known.
-        widened_floor: The same of the golden or of its variant that is furthest off, token by token; None if the
-            golden has no variants. (Variants: other right ways to round the layer, measured with the golden.)
-        variant_averages: Averages of the variants' errors over those of the golden's, in the order of
-            `Structure.figures`; None if they were not measured.
-        input_error: Error of a chained layer's input; None in isolated runs.
-        stored_dtype: Dtype of the golden's stored values; None if it is the dtype of `reference`.
+    Variants are other right ways to round the layer, measured with the golden. What is not known is None.
     """
 
-    reference: torch.Tensor
-    target: torch.Tensor
-    massive: torch.Tensor
-    places: torch.Tensor
-    twin: torch.Tensor | None = None
-    floor: Squares | None = None
+    reference: torch.Tensor  # [T,F], the golden
+    target: torch.Tensor  # [T,F], the port
+    massive: torch.Tensor  # bool [F], the massive channels, over all real tokens of the golden
+    places: torch.Tensor  # [T,2], row and position of each token in the batch
+    twin: torch.Tensor | None = None  # [T,F] float32, the golden's float32 twin; None if it was not kept
+    floor: Squares | None = None  # (reference − twin)² summed per token; None if only the twin is known
+    # (golden or variant − twin)² summed per token, the largest of them; None if the golden has no variants
     widened_floor: Squares | None = None
+    # Averages of the variants' errors (gains, offset, worst channel), each divided by the golden's average, in the
+    # order of `Structure.figures`
     variant_averages: tuple[float, ...] | None = None
-    input_error: InputError | None = None
-    stored_dtype: torch.dtype | None = None
+    input_error: InputError | None = None  # error of a chained layer's input; None in isolated runs
+    stored_dtype: torch.dtype | None = None  # dtype of the stored golden; None if that of `reference`
 
     @property
     def dtype(self) -> torch.dtype:

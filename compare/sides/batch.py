@@ -78,6 +78,7 @@ class Batch:
     def _laid_out(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
         """Reshape a tensor to [B,S,F]; a flat tensor that does not fit the mask becomes one row, [1,T,F]."""
         if tensor.ndim > 2:
+            # Sites of heads are [B,N,S,D] for N heads of D channels: `token_rows` makes [B,S,N·D] of them.
             return token_rows(tensor, site) if isinstance(site, Site) else tensor
         batch: tuple[int, ...] = (1, -1)
         if self._mask is not None and self._mask.numel() == tensor.shape[0]:

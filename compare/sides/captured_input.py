@@ -23,17 +23,12 @@ _FARTHEST_INPUT = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedInput:
-    """Input of one layer.
+    """Input of one layer."""
 
-    Args:
-        known: Sites whose values were given to the layer, and come from the golden or from another layer.
-        error: Error of an input that is another layer's output; None for the golden's own input.
-        is_recorded: Whether both sides hold the input; if not, nothing was checked.
-    """
-
+    # Sites whose values the layer was given; they come from the golden or from another layer
     known: tuple[Site, ...]
-    error: InputError | None = None
-    is_recorded: bool = True
+    error: InputError | None = None  # of an input that is another layer's output; None for the golden's own
+    is_recorded: bool = True  # whether both sides hold the input; if not, nothing was checked
 
     @property
     def is_inherited(self) -> bool:
@@ -53,9 +48,11 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
         rows = sides.read_rows(layer, site)
         if rows is None and site is Site.INPUT:
             _refuse_unrecorded(sides, layer)
+            # Another tool's dump may lack it.
             return CapturedInput(known=(), is_recorded=False)
         if rows is not None and not _is_same(*rows):
             input_error = measure_input_error(*rows)
+            # Only a whole layer's input may come from another layer; what a component is given is the golden's.
             if site is not Site.INPUT or not _is_inherited(sides.target, layer, input_error):
                 raise _fed_otherwise(sides, layer, site)
         known.append(site)
@@ -63,7 +60,7 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
 
 
 def fed_sites(target: CaptureSource) -> tuple[Site, ...]:
-    """Return the sites whose values the run was given and did not compute."""
+    """Return the sites whose values the run was given: a layer's input or, for a component, those that feed it."""
     description = target.known_description
     return description.run.fed_sites if description is not None else (Site.INPUT,)
 
@@ -78,11 +75,12 @@ def _is_inherited(target: CaptureSource, layer: int, input_error: InputError) ->
     """Decide whether the layer's input is what the layer before it, or the embedding, put out."""
     description = target.known_description
     if description is None:
-        # Another tool's dump tells no mode.
+        # Another tool's dump does not say whether its layers ran in a chain: its values show it.
         return _repeats_the_layer_before(target, layer) or _may_come_from_unseen_layers(
             target, layer, input_error
         )
     run = description.run
+    # A chain's first layer gets the golden's input, unless the port computed the embedding too.
     return run.mode is Mode.CHAINED and (layer > run.span.start or ModelSite.EMBEDDING in run.model_sites)
 
 
@@ -99,12 +97,13 @@ def _repeats_the_layer_before(target: CaptureSource, layer: int) -> bool:
 
 def _may_come_from_unseen_layers(target: CaptureSource, layer: int, input_error: InputError) -> bool:
     """Decide whether the dump lacks the output before the layer, and the input is near the golden's."""
+    # `may_omit_inputs` is true for dumps of other tools, which may have been told to capture some modules only.
     is_unseen = target.may_omit_inputs and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)
     return is_unseen and input_error.overall < _FARTHEST_INPUT
 
 
 def _refuse_unrecorded(sides: Sides, layer: int) -> None:
-    """Refuse mm2's own captures without a layer's input; other tools' dumps may lack it."""
+    """Refuse mm2's own captures without a layer's input; accept a dump of another tool."""
     sources = (sides.reference, sides.target)
     if any(source.known_description is None for source in sources):
         return

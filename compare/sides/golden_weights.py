@@ -27,15 +27,10 @@ from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenWeights:
-    """Weights of one layer.
-
-    Args:
-        tensors: Tensors by the hub's names within a layer, in the dtype that the golden computed in. Each is read when
-            it is asked for; several threads may ask.
-    """
+    """Weights of one layer, in the dtype that the golden computed in."""
 
     spec: ModelSpec
-    tensors: LayerTensors
+    tensors: LayerTensors  # by the hub's names within a layer; each is read when a thread asks for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,6 +69,7 @@ class CheckpointWeights:
     """
 
     model: str  # a folder, or a hub's id
+    # Index of each folder that holds all shards
     _complete: dict[Path, TensorIndex] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextmanager
@@ -103,6 +99,7 @@ class CheckpointWeights:
 
     def _open(self, folder: Path, layers: range) -> CheckpointReader:
         reader = CheckpointReader(folder, index=self._complete.get(folder), layers=layers)
+        # `absent` are shards that were not fetched: their headers will be read once they are here.
         if not reader.index.absent:
             self._complete[folder] = reader.index
         return reader
@@ -110,13 +107,16 @@ class CheckpointWeights:
 
 @contextmanager
 def keep_layer_open(source: WeightSource | None) -> Iterator[WeightSource | None]:
-    """Yield a source that keeps its last layer open, since several steps of a judgement ask for the same layer."""
+    """Yield a source that keeps its last layer open, since several steps of a judgement ask for the same layer.
+
+    The layer is closed when another one is asked for, or the block ends. None stays None.
+    """
     with ExitStack() as stack:
         yield None if source is None else _KeepingSource(source, stack)
 
 
 class _KeepingSource:
-    """A source whose last layer stays open until another is asked for."""
+    """The source that `keep_layer_open` yields; `stack` holds the open layer."""
 
     def __init__(self, source: WeightSource, stack: ExitStack) -> None:
         self._source = source
@@ -139,6 +139,7 @@ class _KeepingSource:
 
 
 def _computed_dtype(reference: CaptureSource) -> torch.dtype:
+    """Return the dtype that a golden computed in; for a dump, which does not say, it is BF16."""
     description = reference.known_description
     return DTYPES[description.provenance.dtypes["weights"] if description else "bfloat16"]
 
@@ -158,6 +159,7 @@ def find_weights(
             continue
         weights = CheckpointWeights(model=description.provenance.model_source)
         try:
+            # Opening a layer refuses another model.
             with weights.open_layer(min(target.layers, default=0), reference):
                 return weights
         except (IncomparableError, CheckpointError):

@@ -36,7 +36,11 @@ from minimax_tools.model.sites import ModelSite, Site
 
 
 class LayerFloor:
-    """The stored floor of one layer, for the real tokens of `batch`."""
+    """The stored floor of one layer, for the real tokens of `batch`.
+
+    Squared errors of a site come in three kinds: `squares` are stored, `measure` computes them from golden and twin,
+    and `widened_squares` are the largest of golden and variants.
+    """
 
     def __init__(self, reference: CaptureSource, batch: Batch, *, layer: int) -> None:
         self._reference = reference
@@ -110,6 +114,7 @@ class LayerFloor:
         chosen, margin = golden.read_twin(self._layer, Site.ROUTER_EXPERTS), self.statistic(ROUTER_MARGIN)
         if chosen is None or margin is None or Site.ROUTER_EXPERTS not in golden.sites(self._layer):
             return
+        # The ranks, by biased score, of the scores that compete for the k-th place; only their number matters here.
         places = competing_places(chosen.shape[-1], errors.shape[-1])
         refuse_other_router_noise(
             golden, self._layer, errors=errors, stored=stored, num_competing=places.stop - places.start
@@ -121,7 +126,7 @@ class LayerFloor:
         refuse_other_choice(golden, self._layer, golden_experts, twin_experts, errors=errors, margin=margin)
 
     def widened_squares(self, site: Site) -> Squares | None:
-        """Return (golden or variant − twin)², the largest per token; None of a golden without variants.
+        """Return (golden or variant − twin)², the largest per token; None for a golden without variants.
 
         Raises:
             CaptureError: The golden says that it measured a variant, and has none of it.
@@ -163,6 +168,9 @@ class LayerFloor:
 
 
 def read_squares(site: Site | ModelSite, read: Callable[[str], torch.Tensor | None]) -> Squares | None:
-    """Square a site's error norms, which `read` gives by their names; None if one is missing."""
+    """Square a site's two error norms, [T] over ordinary and over massive channels; None if one is missing.
+
+    `read` returns a statistic by its name, or None.
+    """
     ordinary, massive = (read(name) for name in (ordinary_error_name(site), massive_error_name(site)))
     return None if ordinary is None or massive is None else Squares.of(ordinary=ordinary, massive=massive)

@@ -1,4 +1,4 @@
-"""NamedSides: the two sides of a comparison as a command's options name them; and the option for its layers."""
+"""NamedSides: the two sides of a comparison as a command's options name them; and the options for its layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NamedSides:
         Raises:
             CaptureError: A directory is missing, holds no capture, or holds a damaged one.
             IncomparableError: Another tool's dump is of other prompts than the other side.
-            UsageError: A map is wrong, or which side it is meant for cannot be told.
+            UsageError: A --map file is wrong, or it cannot be told which side --map or --format is meant for.
         """
         golden = self.gpu_path or newest_capture(self.captures, GOLDEN_SIDE)
         device = self.neuron_path or newest_capture(self.captures, DEVICE_SIDE)
@@ -42,7 +42,13 @@ class NamedSides:
         """Return the layout of each side; --format and --map go to the one that is not mm2's own."""
         if self.reading.is_default:
             return self.gpu_reading, self.neuron_reading
+        # Whether each side is another tool's dump.
         are_foreign = (is_others(golden), is_others(device))
+        if are_foreign == (False, False):
+            raise UsageError(
+                "--format and --map are for a dump of another tool, and mm2 wrote both sides",
+                next_step="Leave them out.",
+            )
         if are_foreign == (True, False) and self.gpu_reading.is_default:
             return self.reading, self.neuron_reading
         if are_foreign == (False, True) and self.neuron_reading.is_default:
@@ -69,21 +75,22 @@ sides_options = stack_options(
     reading_options(whose="the side that mm2 did not write"),
     reading_options("gpu-", whose="the golden"),
     reading_options("neuron-", whose="the device run"),
+    # The command gets the options above as one argument, `sides`.
     grouped_as("sides", NamedSides),
 )
 
 
 def _read_pattern(layer: str | None, layer_pattern: str | None) -> str | None:
-    """Return the pattern of the layers' names; None if none was given. `--layer 7` means `layer_7`.
+    """Return the pattern of the layers' names; None if none was given. `--layer 7` and `--layer 07` mean `layer_7`.
 
     Raises:
         UsageError: Both options were given.
     """
     if layer is not None and layer_pattern is not None:
         raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
-    if layer is not None and layer.isdigit():
-        return f"layer_{layer}"
-    return layer or layer_pattern
+    if layer is not None and layer.isdecimal():
+        return f"layer_{int(layer)}"
+    return layer_pattern if layer is None else layer
 
 
 layers_options = stack_options(

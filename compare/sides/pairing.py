@@ -30,8 +30,10 @@ def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[
     """
     golden, port = reference.known_description, target.known_description
     for side in (reference, target):
+        # A certificate is void if the capture was changed after it.
         side.refuse_void_certificate()
     if golden is None or port is None:
+        # Another tool's dump: opening it compared its token ids with the other side's, if it holds any.
         are_tokens_checked = reference.has_checked_tokens or target.has_checked_tokens
         unchecked = "model" if are_tokens_checked else "model and tokens"
         return (f"one side does not record its {unchecked}: that they agree was not checked",)
@@ -49,6 +51,7 @@ def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str)
         IncomparableError: The golden lacks one of them.
     """
     for side in (reference, target):
+        # Only another tool's dump has a listing.
         if not side.layers and (listing := side.listing()) is not None:
             raise _nothing_found(side, listing)
     declared = declared_layers(target)
@@ -90,6 +93,7 @@ def _refuse_other_inputs(
 ) -> None:
     if golden.inputs_digest == port.inputs_digest:
         return
+    # The digests cover padding too, which may differ.
     difference = _find_difference(reference.read_inputs(), target.read_inputs())
     if difference is not None:
         raise IncomparableError(

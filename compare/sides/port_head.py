@@ -38,6 +38,7 @@ class PortHeadGolden(Capture):
         output = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
         self._layer = layer
         self._output = output.masked_fill(~real[..., None], 0.0)
+        # A float32 golden rounds nothing: it is its own twin, and has no floor.
         head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
         self._twin = head.run(self._output)
         self._is_float32 = computes_in_float32(golden)

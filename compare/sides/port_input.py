@@ -55,6 +55,7 @@ class PortInputGolden(Capture):
         # A float32 golden rounds nothing: it is its own twin, and has no floor.
         roundings = () if self._is_float32 else (RoundingKind.NEAREST, RoundingKind.RANDOM)
         kinds = (RoundingKind.EXACT, *roundings)
+        # One result for each kind. `router_experts=None`: the layer chooses its experts anew.
         computed = RoundedLayer(weights.spec, weights.tensors, kinds=kinds, seed=layer).run(
             self._input, inputs, router_experts=None
         )
@@ -100,13 +101,15 @@ class PortInputGolden(Capture):
     def _measure_floor(
         self, variant: Mapping[Site, torch.Tensor], weights: GoldenWeights, mask: torch.Tensor
     ) -> Mapping[str, torch.Tensor]:
-        layer: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "attention_mask": mask,
             "correction_bias": weights.tensors[CORRECTION_BIAS].float(),
             "num_experts_per_tok": weights.spec.num_experts_per_tok,
         }
-        statistics = floor_statistics(self._rounded, self._twin, **layer)
-        return statistics | variant_statistics({_VARIANT: variant}, self._twin, golden=self._rounded, **layer)
+        statistics = floor_statistics(self._rounded, self._twin, **settings)
+        return statistics | variant_statistics(
+            {_VARIANT: variant}, self._twin, golden=self._rounded, **settings
+        )
 
 
 def on_port_input(sides: Sides, layer: int) -> Sides | None:

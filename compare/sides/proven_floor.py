@@ -67,8 +67,8 @@ def refuse_wrong_sums(
 ) -> None:
     """Refuse a golden whose distances over ordinary and massive channels do not add up to those over all channels.
 
-    `parts` are the former, squared; `stored` are the latter, [T], or None, which passes. They are the golden's own, or
-    those of a variant.
+    `parts` are the squared distances over ordinary and over massive channels, `stored` the distances over all channels,
+    [T]; None for `stored` passes. Both are of the golden, or of the variant that `variant` names.
 
     Raises:
         CaptureError: They do not add up.
@@ -93,6 +93,7 @@ def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: 
         CaptureError: All stored distances, squared in `parts`, are 0.
     """
     entry = golden.entry(layer, site)
+    # The l2 norm is 0 if all values are 0, and None if none is finite.
     if entry is None or computes_in_float32(golden) or not entry.statistics.l2 or bool(parts.whole.any()):
         return
     raise _changed(
@@ -115,8 +116,10 @@ def refuse_other_router_noise(
     Raises:
         CaptureError: The noise of a token lies outside its range.
     """
+    # If all experts are chosen, none compete, and the noise is 0.
     smallest, largest = torch.zeros_like(stored), torch.zeros_like(stored)
     if num_competing:
+        # The largest of n errors is at least the n-th smallest of all.
         smallest, largest = errors.kthvalue(num_competing, dim=-1).values, errors.amax(dim=-1)
     is_possible = (stored <= largest + _SCORE_SLACK) & (stored >= smallest - _SCORE_SLACK)
     if not bool(is_possible.all()):
@@ -125,7 +128,7 @@ def refuse_other_router_noise(
             golden,
             f"layer_{layer}.floor.safetensors says another noise on the router's scores of layer {layer} than "
             "router_logits and their float32 twin",
-            expected=f"from {float(smallest[token]):.3g} to {float(errors[token].max()):.3g} at token {token}",
+            expected=f"from {float(smallest[token]):.3g} to {float(largest[token]):.3g} at token {token}",
             found=f"{float(stored[token]):.3g}",
         )
 
@@ -143,7 +146,7 @@ def refuse_other_choice(
 
     Raises:
         CaptureError: A token's choice differs, and its `margin` [T], the distance of the twin's k-th score from the
-            next, is more than twice the largest of its `errors` [T,E].
+            next, is more than twice the largest of its `errors` [T,E]: two scores err, on two sides.
     """
     is_other = (experts.sort(dim=-1).values != chosen.sort(dim=-1).values).any(dim=-1)
     wrong = is_other & (margin > 2 * errors.amax(dim=-1) + _SCORE_SLACK)

@@ -11,13 +11,14 @@ from minimax_tools.capture.source import CaptureSource
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# A function of the golden, the device run, and further arguments.
 Judging = Callable[Concatenate[CaptureSource, CaptureSource, P], R]
 
 
 def proved(judge: Judging[P, R]) -> Judging[P, R]:
     """Decorate a judge of two captures: it returns only when all that it read of them is checked.
 
-    The check runs beside the judge, a function of the golden, the device run, and further arguments.
+    The check runs on a thread beside the judge.
 
     Raises:
         CaptureError: A capture was damaged or changed, even if the judge itself raised.

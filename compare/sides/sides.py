@@ -31,7 +31,7 @@ class Sides:
         return self.criteria.name == "classic"
 
     def limit_context(self, *, hides_flips: bool = False) -> LimitContext:
-        """Return the facts that limits depend on; see there for `hides_flips`."""
+        """Return the facts that limits depend on; `hides_flips` if flips cannot be told from other tokens."""
         return LimitContext(
             backend=backend_of(self.target),
             is_float32=computes_in_float32(self.reference),

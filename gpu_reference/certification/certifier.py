@@ -28,7 +28,7 @@ from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions
 
-# Keys of the manifest's dtypes that must be float32.
+# Names among the golden's dtypes that must be float32.
 _ROUTER_DTYPES = ("router_gate", "correction_bias")
 # The first good version of each package that made wrong goldens before, and what was wrong.
 _FIRST_GOOD = {
@@ -37,7 +37,10 @@ _FIRST_GOOD = {
 
 
 def certify_golden(directory: Path, model: str | None) -> Certificate:
-    """Check a golden, and store the result in its manifest. `model` is a checkpoint folder or hub id, if it is here.
+    """Check a golden, and store the result in its manifest.
+
+    `model` is the checkpoint that the golden was made of, a folder or a hub id; with None, the checks that need it are
+    listed as not made.
 
     Raises:
         CaptureError: There is no golden, or its manifest cannot be written.
@@ -69,6 +72,7 @@ def certify_golden(directory: Path, model: str | None) -> Certificate:
 def _open_model(capture: Capture, model: str, stack: ExitStack) -> GoldenModel:
     spec = ModelSpec.from_folder(resolve_config(model))
     span = capture.description.run.span
+    # Another model may have fewer layers than the golden: it is opened all the same, and `_check_model` names it.
     layers = range(span.start, min(span.stop, spec.num_hidden_layers))
     reader = stack.enter_context(CheckpointReader(resolve_model(model, layers=layers), layers=layers))
     runs_transformers = importlib.util.find_spec("transformers") is not None
@@ -78,16 +82,19 @@ def _open_model(capture: Capture, model: str, stack: ExitStack) -> GoldenModel:
 def _run_checks(capture: Capture, model: GoldenModel | None, progress: Progress) -> list[Check]:
     same_model = _check_model(capture, model)
     manifest_checks = [_check_complete(capture), _check_versions(capture), _check_dtypes(capture), same_model]
-    golden = CheckedCapture(capture)
-    inputs = golden.read_inputs()
-    is_same_model = same_model.outcome is not Outcome.FAILED
-    certifier = LayerCertifier(golden, model, inputs, is_same_model=is_same_model)
+    # A reader that also checks what it reads: `checked.checks()` returns the faults found on the way.
+    checked = CheckedCapture(capture)
+    inputs = checked.read_inputs()
+    model_differs = same_model.outcome is Outcome.FAILED
+    certifier = LayerCertifier(checked, model, inputs, model_differs=model_differs)
     for layer in capture.layers:
         certifier.check_layer(layer)
         progress.advance(layer, num_bytes=0)
+    # None if the inputs' file is damaged: padding is unknown then, and the digests check fails.
     if inputs is not None:
-        golden.check_model_sites(inputs.attention_mask.bool())
-    return [*manifest_checks, *golden.checks(), *certifier.checks(), *check_variants(capture)]
+        checked.check_model_sites(inputs.attention_mask.bool())
+    # Variants: other correct ways to compute a layer in BF16, which widen the noise floor.
+    return [*manifest_checks, *checked.checks(), *certifier.checks(), *check_variants(capture)]
 
 
 def _check_complete(capture: Capture) -> Check:
@@ -98,6 +105,10 @@ def _check_complete(capture: Capture) -> Check:
 
 def _check_versions(capture: Capture) -> Check:
     versions = capture.description.provenance.versions
+    unknown = [name for name in _FIRST_GOOD if name not in versions]
+    if unknown:
+        found = f"the golden records no version of {', '.join(unknown)}"
+        return Check(name="versions", outcome=Outcome.NOT_CHECKED, found=found)
     broken = find_broken_versions(versions)
     used = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
     found = "; ".join(broken) or f"{used}: none known to be broken"
@@ -112,13 +123,14 @@ def _check_dtypes(capture: Capture) -> Check:
 
 
 def _check_model(capture: Capture, model: GoldenModel | None) -> Check:
-    """Check that the golden was made of this model."""
+    """Check that the golden was made of this model; without a model, return the check as not made."""
     if model is None:
         return Check(name="same_model", outcome=Outcome.NOT_CHECKED, found=NO_MODEL)
     recorded = capture.description.provenance.model
-    actual = ModelFingerprint.of(model.reader, model.spec, capture.description.run.span)
-    if actual.spec_digest != recorded.spec_digest:
+    # Before any layer is read: another model may lack some of the golden's.
+    if model.spec.digest() != recorded.spec_digest:
         return claim("same_model", is_right=False, found="config.json describes another model")
+    actual = ModelFingerprint.of(model.reader, model.spec, capture.description.run.span)
     differing = [layer for layer, digest in actual.layers.items() if recorded.layers.get(layer) != digest]
     found = (
         f"norms or router of layers {differing[:4]} differ" if differing else "config, norms and router agree"
@@ -131,10 +143,15 @@ def find_broken_versions(versions: Mapping[str, str]) -> list[str]:
     return [
         f"{package} {versions[package]}: {reason}"
         for package, (first_good, reason) in _FIRST_GOOD.items()
-        if package in versions and _version_numbers(versions[package]) < _version_numbers(first_good)
+        if package in versions and _version_key(versions[package]) < _version_key(first_good)
     ]
 
 
-def _version_numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in match[0].split(".")) if match else ()
+def _version_key(version: str) -> tuple[tuple[int, ...], bool]:
+    """Return a key to sort versions by; a pre-release, such as 5.23.0.dev0 or 5.23rc1, comes before its release."""
+    match = re.match(r"(\d+(?:\.\d+)*)(\.?(?:dev|a|b|rc)\d+)?", version)
+    if match is None:
+        return (), False
+    # 5.23 and 5.23.0 are one version.
+    numbers = re.sub(r"(\.0)+$", "", match[1]).split(".")
+    return tuple(int(number) for number in numbers), match[2] is None

@@ -1,6 +1,7 @@
-"""A golden's tensors, with digests, NaN and noise floor checked as they are read.
+"""A golden's tensors, with NaN and noise floor checked as they are read.
 
-A tensor that cannot be read is skipped here: `checks` inspects all files, and its digests check names the damage.
+A tensor that cannot be read is skipped: at the end, `checks` reads all files once more, and its digests check names the
+damage.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FLOOR_TOLERANCE = 1e-3
 class CheckedCapture:
     """A golden whose NaN and Inf, and whose errors of the noise floor, are counted as it is read.
 
-    `real` is bool [B,S], false on padding. Only real positions are checked.
+    Its methods check real positions only; their `real` is bool [B,S], false on padding.
     """
 
     def __init__(self, capture: Capture) -> None:

@@ -53,20 +53,23 @@ def bf16_limit(site: Site) -> float:
 
 def scale_error(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:
     """Return the relative difference in scale over the real rows; infinite if a value is not finite."""
-    exact, shown = (_rows(site, tensor)[real].double().flatten() for tensor in (expected, found))
-    if not torch.isfinite(shown).all():
+    found_values, exact = (_rows(site, tensor)[real].double().flatten() for tensor in (found, expected))
+    if not torch.isfinite(found_values).all():
         return float("inf")
     square = float(exact @ exact)
-    return abs(float(shown @ exact) / square - 1) if square else 0.0
+    # The factor that brings `expected` nearest to `found` is ⟨found, expected⟩ / ⟨expected, expected⟩.
+    return abs(float(found_values @ exact) / square - 1) if square else 0.0
 
 
 def relative_distance(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:
-    """Return ‖found − expected‖ / ‖expected‖ over the real rows; infinite if a value is not finite."""
-    exact, shown = (_rows(site, tensor)[real].double() for tensor in (expected, found))
-    norm = float(exact.norm())
-    distance = float((shown - exact).norm())
-    if not torch.isfinite(shown).all():
+    """Return ‖found − expected‖ / ‖expected‖ over the real rows; infinite if a value is not finite.
+
+    If all expected values are 0, return ‖found‖.
+    """
+    found_rows, exact = (_rows(site, tensor)[real].double() for tensor in (found, expected))
+    if not torch.isfinite(found_rows).all():
         return float("inf")
+    norm, distance = float(exact.norm()), float((found_rows - exact).norm())
     return distance / norm if norm else distance
 
 

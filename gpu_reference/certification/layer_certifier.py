@@ -36,6 +36,7 @@ from minimax_tools.reference.modules import read_config
 from minimax_tools.reference.twin import Float32Twin
 
 NO_MODEL = "no model was given: --model names it"
+_OTHER_MODEL = "the model that was given is not the golden's"
 _NO_SITES = "the golden kept no sites for it"
 # Absolute error allowed to a router weight, which may be stored in BF16.
 _WEIGHT_LIMIT = 0.01
@@ -43,40 +44,40 @@ _WEIGHT_LIMIT = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenModel:
-    """The model that a golden is checked against.
-
-    Args:
-        runs_transformers: Whether transformers is installed, to make float32 twins that the golden did not store.
-    """
+    """The model that a golden is checked against."""
 
     reader: CheckpointReader
     spec: ModelSpec
-    runs_transformers: bool
+    runs_transformers: (
+        bool  # whether transformers is here, to make float32 twins that the golden did not store
+    )
 
 
 class LayerCertifier:
     """The checks of a golden's layers, one layer at a time.
 
     Args:
-        model: Model to check the golden against; None if it is not here.
+        golden: Reader of the golden, which also notes NaN, Inf and wrong noise floors in what it reads.
+        model: Model to check the golden against; None if none was given.
         inputs: Inputs of the golden; None if they cannot be read. No layer is judged then, as padding is unknown.
-        is_same_model: Whether the golden was made of that model. Only then are weights compared.
+        model_differs: Whether the golden was made of another model than `model`. Weights are not compared then.
     """
 
     def __init__(
-        self, golden: CheckedCapture, model: GoldenModel | None, inputs: Inputs | None, *, is_same_model: bool
+        self, golden: CheckedCapture, model: GoldenModel | None, inputs: Inputs | None, *, model_differs: bool
     ) -> None:
         self._golden = golden
         self._model = model
-        self._is_same_model = is_same_model
+        self._model_differs = model_differs
         self._inputs = inputs
         self._dtype = torch.float32 if golden.is_float32 else torch.bfloat16
         no_model = NO_MODEL if model is None else _NO_SITES
-        self._reference = Worst(name="reference_layer", missing=no_model)
+        no_weights = _OTHER_MODEL if model_differs else no_model
+        self._reference = Worst(name="reference_layer", missing=no_weights)
         self._noise = Worst(name="bf16_noise", missing=_NO_SITES)
         self._scale = Worst(name="bf16_scale", missing=_NO_SITES)
         self._norms = Worst(name="qk_norm_width", missing=_NO_SITES)
-        self._router = Tally(name="router_choice", missing=no_model)
+        self._router = Tally(name="router_choice", missing=no_weights)
         self._rotary = Tally(name="rotary_width", missing=no_model)
 
     def check_layer(self, layer: int) -> None:
@@ -85,18 +86,20 @@ class LayerCertifier:
         Raises:
             CheckpointError: The model's layer cannot be read.
         """
-        stored = self._golden.read_layer(layer)
         if self._inputs is None:
             return
+        stored = self._golden.read_layer(layer)
         for site, tensor in stored.items():
             self._golden.check_finite(site, tensor, self._real, f"{site} of layer {layer}")
         self._check_norms(layer, stored)
         twins = self._golden.read_twins(layer, stored, self._real)
         if not self._golden.is_float32:
             self._golden.check_floor(layer, stored, twins, self._real)
+        # A float32 golden's twins are its stored sites, which are checked already.
         self._check_rope(layer, stored, {} if self._golden.is_float32 else twins)
         computed = self._check_weights(layer, stored, twins, self._inputs)
         if not self._golden.is_float32:
+            # Without the golden's model, the stored twins stand in for mm2's own float32 layer.
             self._check_noise(layer, stored, computed or twins)
 
     def checks(self) -> list[Check]:
@@ -125,7 +128,7 @@ class LayerCertifier:
     ) -> dict[Site, torch.Tensor]:
         """Check twins and router against mm2's own float32 layer; return its sites, {} without the golden's model."""
         model = self._model
-        if model is None or not self._is_same_model or Site.INPUT not in stored:
+        if model is None or self._model_differs or Site.INPUT not in stored:
             return {}
         tensors = LayerTensors.open(model.reader, model.spec, layer, self._dtype)
         chosen = stored.get(Site.ROUTER_EXPERTS)

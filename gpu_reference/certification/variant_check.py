@@ -27,7 +27,7 @@ class _VariantError:
     """The distance of a variant from the float32 twin, at a site of a layer."""
 
     where: str  # site, layer and variant, in words
-    distance: float  # distance relative to the golden's values
+    distance: float  # distance relative to the golden's values; absolute if these are all 0
     limit: float  # largest distance that BF16 explains
     widening: float  # distance in units of the golden's own error; 1 if both compute the same
 

@@ -33,7 +33,7 @@ from minimax_tools.model.span import Span
 )
 @planned_golden_options
 def extract_all_command(plan_file: Path | None, slices_folder: Path | None, options: GoldenOptions) -> None:
-    """Capture every layer in one forward pass, on one machine or, with --plan, on several."""
+    """Capture every layer in one forward pass, by one process or, with --plan, by several ranks."""
     if plan_file is not None:
         run_planned(options, plan_file, slices_folder)
         return
@@ -50,6 +50,7 @@ def extract_all_command(plan_file: Path | None, slices_folder: Path | None, opti
 @sampled_golden_options
 def full_command(sampling: Sampling, options: GoldenOptions) -> None:
     """Capture every layer, then generate; token ids and text are saved beside the activations."""
+    # --seed is one of the options of the inputs.
     sampling = replace(sampling, seed=options.inputs.seed)
     run_golden(options, lambda spec: whole_model_run(options, spec), sampling)
 

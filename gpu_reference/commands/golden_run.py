@@ -39,6 +39,8 @@ def run_golden(
 ) -> None:
     """Make a golden, and print it. With `sampling`, generate tokens before the capture.
 
+    `make_run` gets the checkpoint's spec, and returns the layers and sites to capture.
+
     Raises:
         UsageError: Options contradict each other.
     """
@@ -126,7 +128,7 @@ def _read_request(options: GoldenOptions, model: str, make_run: Callable[[ModelS
     spec = ModelSpec.from_folder(resolve_config(model))
     run = make_run(spec)
     run.span.within(spec.num_hidden_layers)
-    # transformers loads a model only if all shards are here; streaming reads the shards of the layers that run.
+    # transformers loads a model whole only from all of its shards. A streamed model needs those of the layers that run.
     is_all = is_whole(options.streaming.stream, placement) or run.span.stop == spec.num_hidden_layers
     folder = resolve_model(model, layers=None if is_all else range(run.span.stop))
     request = make_request(

@@ -63,12 +63,14 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
                 replace(options, model=options.model or plan.model), plan, part, place, slices_folder
             )
             assert request.streaming is not None, "a slice is streamed"
+            # Opens the process group, by which the ranks send hidden states.
             ranks.join(request.streaming.device)
             directory = options.store.directory(GOLDEN_SIDE, request.run.name)
             with open_golden(request) as golden, _progress_of(place, request.run) as progress:
                 capture_by_ranks(golden, ranks, plan, directory, progress=progress)
             _show_part(plan, part.node.name, read_records(directory, [part.node.name]))
     except ReportedElsewhereError as error:
+        # Another rank failed first, and reports the error.
         click.get_current_context().exit(error.exit_code)
     if place.rank == 0:
         capture = Capture.open(directory)
@@ -78,7 +80,10 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
 def _read_request(
     options: GoldenOptions, plan: PartitionPlan, part: Slice, place: RankPlace, slices_folder: Path | None
 ) -> GoldenRequest:
-    """Return the request of one rank: a model with the layers up to the rank's last, of which the first are skipped."""
+    """Return the request of one rank: a model with the layers up to the rank's last, of which the first are skipped.
+
+    A rank that holds the embedding alone has a model of one layer, which is skipped.
+    """
     placement = read_placement(options)
     if slices_folder is not None:
         folder = slices_folder / part.node.name
@@ -101,7 +106,7 @@ def _read_request(
 def _show_part(
     plan: PartitionPlan, node: str, records: Mapping[str, ReadRecord] = MappingProxyType({})
 ) -> None:
-    """Print what a rank is to load, or has loaded, if the variable DEBUG asks for it."""
+    """Print what a rank is to load or, with `records`, has loaded, if the variable DEBUG asks for it."""
     if shows_details():
         text = render_run(plan, node, record=records.get(node), with_marks=shows_pictures(sys.stderr))
         click.echo(text, err=True)

@@ -21,24 +21,16 @@ if TYPE_CHECKING:
 class Sampling:
     """The choice of the next token: greedy unless `do_sample`.
 
-    Args:
-        max_new_tokens: Most tokens to generate.
-        do_sample: Draw instead of taking the most likely token.
-        temperature: Divisor of the logits, with `do_sample`; None for 1.
-        top_k: Number of most likely tokens to draw among, with `do_sample`; None for all.
-        top_p: Share of the probability that those tokens hold, with `do_sample`; None for all.
-        seed: Seed of the draws.
-
     Raises:
-        UsageError: An option of sampling is given without `do_sample`.
+        UsageError: `temperature`, `top_k` or `top_p` is given without `do_sample`.
     """
 
-    max_new_tokens: int
-    do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    max_new_tokens: int  # most tokens to generate
+    do_sample: bool = False  # whether to draw instead of taking the most likely token
+    temperature: float | None = None  # divisor of the logits; None for 1
+    top_k: int | None = None  # number of most likely tokens to draw among; None for all
+    top_p: float | None = None  # share of the probability that the tokens drawn among hold; None for all
+    seed: int = 0  # seed of the draws
 
     def __post_init__(self) -> None:
         given = {"--temperature": self.temperature, "--top-k": self.top_k, "--top-p": self.top_p}
@@ -92,6 +84,7 @@ class _LikeliestKeeper:
         self.likeliest: list[tuple[Likely, ...]] = []
 
     def __call__(self, _: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        # Rows run one by one: the batch is one row.
         values, tokens = logits[0].float().topk(min(NUM_LIKELIEST, logits.shape[-1]))
         self.likeliest.append(
             tuple(

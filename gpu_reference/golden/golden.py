@@ -51,25 +51,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRequest:
-    """A golden capture to make.
-
-    Args:
-        model_source: Name of the model as the user gave it.
-        run: Layers and sites to keep.
-        noise_floor: `full` stores float32 twins and distances, `stats` the distances, `off` neither.
-        floor_variants: Names of the variants that widen it (see `minimax_tools.reference.variants`).
-        streaming: The way to stream; None to load the model whole.
-        budget: Limit of anonymous memory.
-    """
+    """A golden capture to make."""
 
     model: GoldenModelRequest
-    model_source: str
-    run: Run
+    model_source: str  # name of the model as the user gave it
+    run: Run  # layers and sites to keep
     inputs: Inputs
-    noise_floor: str
+    noise_floor: str  # `full` stores float32 twins and their distances, `stats` the distances, `off` neither
+    # Names of the variants, other correct ways to compute a layer, whose errors widen the noise floor
     floor_variants: tuple[str, ...] = ()
-    streaming: Streaming | None = None
-    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+    streaming: Streaming | None = None  # the way to stream; None to load the model whole
+    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)  # limit of anonymous memory
 
     @property
     def room(self) -> MemoryRoom:
@@ -155,7 +147,7 @@ class Golden:
             writer.finish()
 
     def run(self) -> dict[int, Mapping[Site, torch.Tensor]]:
-        """Run the inputs once and return every site of every layer of the span on the CPU.
+        """Run the inputs once and return the sites to keep of every layer, on the CPU; write nothing.
 
         Raises:
             BackendError: A GPU ran out of memory.
@@ -235,7 +227,8 @@ class Golden:
         first = pending[0] if pending else run.span.stop
         for layer in range(run.span.start, first):
             progress.skip(layer)
-        # If no layer of the span is stored, nothing is skipped: layers before the span are never stored.
+        # A resumed run skips all layers before the first pending one, and begins with the last one's stored output. If
+        # no layer of the span is stored, nothing is skipped: layers before the span are never stored.
         is_resumed = first > run.span.start
         stored_output = writer.read_layer_output(first - 1) if is_resumed else None
         golden_writer = self.make_writer(writer, progress)
@@ -297,6 +290,7 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
 
 
 def _streamed_index(request: GoldenRequest) -> TensorIndex:
+    """Return the index of the tensors that are streamed: a slice's, the first layers' or, with None, all of them."""
     model = request.model
     if request.part is not None:
         return read_slice_index(model.folder, request.part)
@@ -305,6 +299,7 @@ def _streamed_index(request: GoldenRequest) -> TensorIndex:
 
 
 def _verify_layers(index: TensorIndex, request: GoldenRequest) -> None:
+    """Check that the index has the tensors of every layer that runs, with the shapes of config.json."""
     part = request.part
     for layer in range(request.model.num_hidden_layers) if part is None else part.stage.layers:
         verify_layer(index, request.model.spec, layer)

@@ -25,7 +25,7 @@ class GoldenWriter:
     keeps_twins: bool  # whether to keep the floor's float32 twins too
     reader: CheckpointReader  # reader of the checkpoint, which counts the bytes read
     progress: Progress
-    _num_bytes_read: int = field(init=False)
+    _num_bytes_read: int = field(init=False)  # bytes read when the layer before was written
 
     def __post_init__(self) -> None:
         self._num_bytes_read = self.reader.num_bytes_read

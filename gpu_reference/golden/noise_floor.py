@@ -30,14 +30,10 @@ FLOOR_SITES = frozenset((Site.INPUT, Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS))
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredFloor(Generic[SiteKind]):
-    """The floor of one layer, or of the sites outside the layers.
+    """The floor of one layer, or of the sites outside the layers."""
 
-    Args:
-        twin: Float32 twins by site.
-        statistics: Statistics by name, float32 [B,S] (see `minimax_tools.metrics.noise_floor`).
-    """
-
-    twin: Mapping[SiteKind, torch.Tensor]
+    twin: Mapping[SiteKind, torch.Tensor]  # float32 twins by site
+    # Statistics, float32 [B,S], by the names in `minimax_tools.metrics.noise_floor`
     statistics: Mapping[str, torch.Tensor]
 
 
@@ -45,16 +41,14 @@ class MeasuredFloor(Generic[SiteKind]):
 class NoiseFloor:
     """The floor of a golden, measured layer by layer.
 
-    Args:
-        config: transformers' config of the golden.
-        variants: Names of the layer variants that widen the floor (see `minimax_tools.reference.variants`).
+    Variants are other correct ways to compute a layer in BF16; their errors widen the floor.
     """
 
-    config: MiniMaxM2Config
-    weights: TwinWeights
+    config: MiniMaxM2Config  # transformers' config of the golden
+    weights: TwinWeights  # the weights that the golden computes with
     spec: ModelSpec
     inputs: Inputs
-    variants: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()  # names of the variants to run
 
     def measure_layer(
         self,

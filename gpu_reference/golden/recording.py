@@ -40,7 +40,7 @@ def recording_layers(
     inputs: Inputs,
     sink: LayerSink,
 ) -> Iterator[None]:
-    """During the block, give the sites of each of `layers` to `sink` as soon as the layer has run, and drop them then.
+    """During the block, give the sites of each of `layers` to `sink` as soon as the layer has run, then drop them.
 
     Raises:
         GoldenRefusedError: A layer ran and did not show all of `sites`.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def skipping_layers(
     model: PreTrainedModel, num_layers: int, hidden_states: torch.Tensor | None
 ) -> Iterator[None]:
-    """Skip the first layers during the block; their weights are not even read.
+    """Skip the first `num_layers` layers during the block; if the model is streamed, their weights are not read.
 
     `hidden_states` [B,S,H] is the output of the last skipped layer; None if `num_layers` is 0.
     """
@@ -59,7 +59,7 @@ def _replaced_layers(model: PreTrainedModel, stand_ins: Mapping[int, torch.nn.Mo
 
 
 class _StandIn(torch.nn.Module):
-    """A module in place of a skipped one: returns the skipped module's output, or its own input if that is None."""
+    """A module in place of a skipped one: returns `output`, the skipped module's; with None, what it was given."""
 
     def __init__(self, output: torch.Tensor | None) -> None:
         super().__init__()

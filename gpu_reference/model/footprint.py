@@ -53,7 +53,7 @@ class Footprint:
 
     def streamed_bytes(self, *, prefetch: bool, packed: bool) -> int:
         """Return the bytes of weights in memory while layers are streamed: one layer, or two with prefetch."""
-        return (1 + prefetch) * (self.packed_layer_bytes if packed else self.layer_bytes)
+        return (2 if prefetch else 1) * (self.packed_layer_bytes if packed else self.layer_bytes)
 
     def held_bytes(self, stage: Stage, *, packed: bool) -> int:
         """Return the memory of a slice that is held whole: weights, and sites until they are written."""
@@ -70,6 +70,7 @@ class Footprint:
     def loading_bytes(self) -> int:
         """Peak of memory while the model is loaded whole."""
         layers = self.layer_bytes * (self.num_layers + _LOADING_LAYERS)
+        # Twice: the embedding, and the lm_head.
         return int(layers) + 2 * self.vocabulary_bytes
 
     @property
@@ -94,6 +95,8 @@ class Footprint:
     def _site_values(self) -> int:
         """The number of values in all sites of a layer."""
         spec = self.spec
+        # Most sites are as wide as the residual stream, the queries or the keys; the router has one value for each
+        # expert, and two (number and weight) for each chosen one.
         width = (
             7 * spec.hidden_size
             + 4 * spec.query_width

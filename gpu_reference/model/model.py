@@ -96,8 +96,9 @@ def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> 
     for layer in model.model.layers:
         layer.mlp.gate.to(torch.float32)
         layer.mlp.e_score_correction_bias = layer.mlp.e_score_correction_bias.to(torch.float32)
-    # The rotary embedding has frequencies, not weights. from_pretrained computes them on the CPU too.
+    # The rotary embedding has frequencies, not weights. As in from_pretrained, they are computed on the CPU.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    # As from_pretrained does; `placement` reads from it where the model runs. "" is the whole model.
     model.hf_device_map = {"": str(device)}
     golden: MiniMaxM2ForCausalLM = model.eval()
     return golden
@@ -116,6 +117,7 @@ def restore_router(model: torch.nn.Module, reader: CheckpointReader) -> None:
 
 @contextmanager
 def _loading_errors_translated(request: GoldenModelRequest) -> Iterator[None]:
+    """Translate transformers' errors in the block: it asks for an offload folder if the model does not fit."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:

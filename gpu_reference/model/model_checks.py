@@ -60,7 +60,7 @@ def prove_model(
 
 
 def prove_bare_model(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
-    """Prove what a model without weights shows. The rest is proved on the first layer that is streamed.
+    """Prove what a model shows without weights. The rest is proved on the first layer that is streamed.
 
     Returns:
         The same names as `prove_model`, since a golden is the same capture however it was made.
@@ -188,7 +188,7 @@ def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
 
 
 def _weights(layer: torch.nn.Module, loaded: tuple[int, ...] | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights to compare, by the hub's names."""
+    """Yield weights to compare, by the hub's names; `loaded` are the numbers of the loaded experts, None for all."""
     for name in ATTENTION_AND_NORM_NAMES:
         path, _, weight = name.rpartition(".")
         yield name, weight_of(layer.get_submodule(path), weight)

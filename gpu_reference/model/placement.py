@@ -140,6 +140,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
     device = model.get_submodule("model.embed_tokens").get_parameter("weight").device
     if device.type != "meta":
         return device
+    # Without an entry for the whole model, parts of it are offloaded.
     whole_model_device = _device_map(model).get("", "disk")
     return torch.device("cpu" if whole_model_device == "disk" else whole_model_device)
 

@@ -74,14 +74,17 @@ def capture_by_ranks(
             rank_run = _RankRun(golden, ranks, writer, steps[ranks.rank], plan=proposal.plan)
             if not steps[ranks.rank].is_idle:
                 rank_run.run()
+            # Wait until the next rank has received all.
             ranks.flush()
             parts = _exchange_manifests(ranks, writer.manifest)
         if ranks.rank == 0:
+            # From here on, the loss of another rank does not matter.
             ranks.settle()
             for part in parts:
                 writer.add_part(part)
             _require_whole(writer.manifest, golden.request.run, directory)
             writer.finish()
+    # The other ranks wait here until rank 0 is done.
     ranks.leave()
 
 
@@ -108,6 +111,7 @@ class _RankRun:
         self._unwritten: list[tuple[int, Mapping[Site, torch.Tensor], torch.device]] = []
         self._last_output: torch.Tensor | None = None
         self._records_folder = writer.directory / RECORDS_FOLDER
+        # The bytes that this rank reads of each tensor; `plan` is the plan's digest.
         self._record = ReadRecord.begun(streaming.part.node.name, plan=plan)
         if writer.complete_layers:
             self._record = _read_earlier(self._records_folder, self._record)
@@ -203,6 +207,7 @@ class _RankRun:
         self._unwritten.append((layer, captured, device))
 
     def _write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
+        # Another run may have taken the directory over, if rank 0 died. `nonce` names this run.
         refuse_other_owner(self._writer.directory, self._ranks.nonce)
         self._write_read_record()
         self._golden_writer.write_layer(layer, captured, device)
@@ -255,7 +260,7 @@ class _PublishedProgress:
 def _showing_progress(
     ranks: RankGroup, complete: Sequence[int], run: Run, progress: Progress
 ) -> Iterator[None]:
-    """Show, on rank 0, the layers that all ranks publish."""
+    """Show, on rank 0, the layers that all ranks publish: looked for in the block now and then, and at its end."""
     if ranks.rank > 0:
         yield
         return

@@ -57,7 +57,8 @@ def open_shared_capture(
 ) -> Iterator[CaptureWriter]:
     """Open the capture directory on rank 0, and a writer into it on every rank.
 
-    Wait at most `patience_s` seconds until this machine sees the directory that rank 0 opened.
+    Wait at most `patience_s` seconds until this machine sees the directory that rank 0 opened. The directory's lock
+    holds `ranks.nonce`, a name that no other run has.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.

@@ -50,6 +50,7 @@ class OnceReader(CheckpointReader):
             self._repeats.update(name for name in names if name in self.index)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
+        """Fill `out` with a tensor's bytes, from memory if they were kept, else from its file."""
         with self._keeping:
             kept = self._kept.get(entry.name)
             if kept is not None:

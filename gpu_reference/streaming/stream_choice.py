@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,17 +27,11 @@ _SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingRequest:
-    """The streaming that a user asked for.
+    """The streaming that a user asked for."""
 
-    Args:
-        stream: `on`, `off`, or `auto` to stream a model that does not fit.
-        prefetch: Whether to read the next layer while one runs; None to do so if two layers fit.
-        packed_experts: Whether to keep experts in FP8.
-    """
-
-    stream: str = "auto"
-    prefetch: bool | None = None
-    packed_experts: bool = False
+    stream: str = "auto"  # `on`, `off`, or `auto` to stream a model that does not fit
+    prefetch: bool | None = None  # whether to read the next layer while one runs; None to do so if two fit
+    packed_experts: bool = False  # whether to keep experts in FP8
 
     def refuse_contradictions(self, placement: Placement) -> None:
         """Raise UsageError if the options contradict each other or the placement."""
@@ -74,6 +69,7 @@ class MemoryRoom:
     def devices(self) -> list[torch.device]:
         """The devices that the placement allows, GPUs first; the first one runs streamed layers."""
         if isinstance(self.placement.device_map, dict):
+            # Only a map of the whole model to one device comes here: other maps are not streamed.
             name = str(self.placement.device_map[""])
             return [torch.device("cuda", int(name)) if name.isdigit() else torch.device(name)]
         gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -86,6 +82,7 @@ class MemoryRoom:
         """Return the bytes that --max-memory allows for weights on a device; None without --max-memory."""
         if self.placement.max_memory is None:
             return None
+        # A device that --max-memory does not name may hold nothing. `cuda` without an index is GPU 0.
         return self.placement.max_memory.get("cpu" if device.type == "cpu" else device.index or 0, 0)
 
     def free_bytes(self, device: torch.device) -> int:
@@ -152,9 +149,8 @@ def choose_part_streaming(
     packed, footprint = asked.packed_experts, room.footprint
     devices = [device for device in room.devices if device.type == "cuda"] or room.devices
     device = devices[place.local_rank % len(devices)]
-    # Ranks of one machine share its memory, and those of one GPU the GPU's: at most their number over that of GPUs,
-    # rounded up.
-    num_sharing = place.num_local if device.type == "cpu" else -(-place.num_local // len(devices))
+    # Ranks of one machine share its memory, and those of one GPU the GPU's.
+    num_sharing = place.num_local if device.type == "cpu" else math.ceil(place.num_local / len(devices))
     free = room.free_bytes(device) // num_sharing
     logits = footprint.logits_bytes if part.stage.has_head else 0
     needed = footprint.held_bytes(part.stage, packed=packed) + footprint.activation_bytes + logits
@@ -166,8 +162,9 @@ def choose_part_streaming(
             format_size(needed),
             format_size(free),
         )
-    fits_two = holds or room.two_layers_bytes(packed=packed) <= free
+    fits_two = room.two_layers_bytes(packed=packed) <= free
     prefetch = fits_two if asked.prefetch is None else asked.prefetch
+    # A held slice is read before it runs: nothing is left to prefetch.
     return Streaming(
         device=device, prefetch=prefetch and not holds, packed=packed, part=part, holds_part=holds
     )
@@ -215,6 +212,7 @@ def _has_room_for_two(room: MemoryRoom, device: torch.device, *, packed: bool) -
 
 
 def _is_placed_by_hand(placement: Placement) -> bool:
+    """Decide whether the user divided the model by a map, or offloads a part; a map to one device does neither."""
     if placement.offload_folder is not None:
         return True
     return isinstance(placement.device_map, dict) and (

@@ -109,9 +109,9 @@ class StreamedModel:
     streaming: Streaming
     footprint: Footprint
     budget: MemoryBudget  # limit of anonymous memory; unlimited on a GPU
-    _held: dict[int, LayerStorage] = field(default_factory=dict)
-    _running: int | None = None
-    _is_proved: bool = False
+    _held: dict[int, LayerStorage] = field(default_factory=dict)  # layers that `hold` read
+    _running: int | None = None  # layer that ran last, whose weights are still in memory
+    _is_proved: bool = False  # whether a first layer was compared with the checkpoint
 
     def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
         """Return the weights of the layer that ran last, or of a layer that is held."""
@@ -134,6 +134,7 @@ class StreamedModel:
         if layers:
             self._expect_proof(layers[0], self._names_of_whole_proof())
         for layer in layers:
+            # `then` is the layer to begin to read meanwhile, if the loader prefetches.
             self.loader.load(layer, then=layer + 1 if layer + 1 in layers else None)
             self._held[layer] = self.loader.keep_current()
         if with_head:
@@ -142,7 +143,10 @@ class StreamedModel:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Hook the model so that its parts fetch their weights during the block."""
+        """Hook the model so that its parts fetch their weights during the block.
+
+        torch calls a pre-hook with the module and its inputs; `partial` puts more arguments before these.
+        """
         embedding, layers, norm, head = (
             self.model.get_submodule(name)
             for name in ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
@@ -193,6 +197,7 @@ class StreamedModel:
         self, number: int, layer: torch.nn.Module, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
     ) -> None:
         hidden_states, top_k_index = inputs[0], inputs[1]
+        # Otherwise `_fetch_layer` has read all experts.
         if self._reads_routed_only(hidden_states):
             experts = tuple(top_k_index.unique().tolist())
             self._expect_proof(number, proved_expert_names(experts))
@@ -213,7 +218,9 @@ class StreamedModel:
 
     def _fetch_head(self, module: torch.nn.Module, _: Any) -> None:
         if not module.get_parameter("weight").is_meta:
+            # `hold` has read it.
             return
+        # All layers have run: their memory serves the lm_head.
         self.loader.release()
         self._running = None
         needed = self.footprint.vocabulary_bytes + self.footprint.logits_bytes
@@ -221,6 +228,7 @@ class StreamedModel:
         self._bind_weight(module, head_name(self.request.spec))
 
     def _bind_weight(self, module: torch.nn.Module, name: str) -> None:
+        """Read a weight and bind it, unless it is bound already."""
         if module.get_parameter("weight").is_meta:
             weight = self.reader.read_weight(name, self.request.dtype).to(self.streaming.device)
             _set_weight(module, "weight", weight)

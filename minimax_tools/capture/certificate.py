@@ -20,23 +20,17 @@ class Outcome(TextEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check of a golden.
+    """A check of a golden."""
 
-    Args:
-        name: Its name, such as `rotary_width`.
-        found: The finding in words, or the reason why the check could not be made.
-        worst: The worst value measured; None if the check measures nothing, or the value is not finite.
-        limit: The largest value that passes; None if the check measures nothing.
-    """
-
-    name: str
+    name: str  # such as `rotary_width`
     outcome: Outcome
-    found: str
+    found: str  # the finding in words, or the reason why the check could not be made
+    # The worst value measured; None if the check measures nothing, or the value is not finite
     worst: float | None = None
-    limit: float | None = None
+    limit: float | None = None  # the largest value that passes; None if the check measures nothing
 
     def to_json(self) -> dict[str, Any]:
-        """Return the check as a manifest holds it."""
+        """Return the check as a manifest holds it: with `worst` under the key `figure`."""
         return encode_fields(self, worst="figure")
 
     @classmethod
@@ -47,19 +41,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """The checks of a golden.
+    """The checks of a golden."""
 
-    Args:
-        checks: Every check, including those that could not be made.
-        content_digest: `Manifest.content_digest` of the capture that was checked.
-        files: sha256 of every tensor file beside the manifest, by file name.
-        versions: Versions of the libraries that checked, by library.
-    """
-
-    checks: tuple[Check, ...]
-    content_digest: str
-    files: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
+    checks: tuple[Check, ...]  # every check, including those that could not be made
+    content_digest: str  # `Manifest.content_digest` of the capture that was checked
+    files: Mapping[str, str] = field(default_factory=dict)  # sha256 of every tensor file, by file name
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that checked, by library
 
     @property
     def has_passed(self) -> bool:

@@ -13,7 +13,7 @@ class CheckRunner:
     def __init__(self) -> None:
         self._passed: set[Hashable] = set()
         self._pending: dict[Hashable, Future[None]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: ThreadPoolExecutor | None = None  # only within `beside`
 
     def run(self, key: Hashable, check: Callable[[], None]) -> None:
         """Run a check that has not passed before: on the thread within `beside`, else now."""
@@ -43,6 +43,7 @@ class CheckRunner:
             try:
                 yield
             finally:
+                # Checks asked for from here on run at once; those that wait are waited for, in order.
                 self._thread = None
                 pending, self._pending = self._pending, {}
                 for key, check in pending.items():

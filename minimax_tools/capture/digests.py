@@ -49,15 +49,10 @@ class FileDigests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests:
-    """Digests of everything stored that has no entry.
+    """Digests of everything stored that has no entry."""
 
-    Args:
-        tensors: Digests of the tensor files, sorted by file name.
-        texts: Name of each JSON file and sha256 over its bytes, sorted by name.
-    """
-
-    tensors: tuple[FileDigests, ...] = ()
-    texts: tuple[tuple[str, str], ...] = ()
+    tensors: tuple[FileDigests, ...] = ()  # one for each tensor file, sorted by file name
+    texts: tuple[tuple[str, str], ...] = ()  # name of each JSON file and sha256 of its bytes, sorted by name
 
     def with_files(self, files: Iterable[FileDigests]) -> Digests:
         """Add or replace the digests of some tensor files."""

@@ -39,20 +39,16 @@ class Likely:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """A prompt, and the tokens generated after it.
+    """A prompt, and the tokens generated after it."""
 
-    Args:
-        prompt_ids: The prompt's token ids, without padding.
-        text: The generated text; None if the checkpoint has no tokenizer.
-        likeliest: For each generated token the `NUM_LIKELIEST` candidates, best first; empty if not kept.
-    """
-
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # the prompt's token ids, without padding
     generated_ids: tuple[int, ...]
-    text: str | None
+    text: str | None  # the generated text; None if the checkpoint has no tokenizer
+    # For each generated token the `NUM_LIKELIEST` candidates, best first; empty if they were not kept
     likeliest: tuple[tuple[Likely, ...], ...] = ()
 
 
+# A file without candidates has no key for them.
 omit_default(Continuation, "likeliest")
 
 
@@ -81,15 +77,16 @@ class Generation:
         texts: Sequence[str | None] = [None] * len(generated_rows)
         if has_tokenizer(folder):
             texts = decode_rows(folder, generated_rows)
+        # No candidates for each row, if none were kept.
         likeliest = likeliest or [()] * len(generated_rows)
         rows = tuple(
             Continuation(
                 prompt_ids=tuple(prompt_ids),
                 generated_ids=tuple(generated_ids),
                 text=text,
-                likeliest=tuple(tuple(candidates) for candidates in of_row),
+                likeliest=tuple(tuple(candidates) for candidates in likeliest_of_row),
             )
-            for prompt_ids, generated_ids, text, of_row in zip(
+            for prompt_ids, generated_ids, text, likeliest_of_row in zip(
                 inputs.real_rows(), generated_rows, texts, likeliest, strict=True
             )
         )
@@ -113,7 +110,7 @@ class Generation:
             ) from error
 
     def num_alike(self, other: Generation) -> tuple[int, ...]:
-        """Count in each row the generated tokens that equal those of another generation, up to the first other one."""
+        """Count in each row the generated tokens before the first that differs from another generation's."""
         return tuple(
             _count_equal(own_row.generated_ids, other_row.generated_ids)
             for own_row, other_row in zip(self.rows, other.rows, strict=True)

@@ -14,15 +14,10 @@ from minimax_tools.model.sites import ModelSite, Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureInspection:
-    """Results of reading all of a capture.
+    """Results of reading all of a capture."""
 
-    Args:
-        num_tensors: Number of tensors that match their digests.
-        faults: A sentence for each tensor that cannot be read or does not match, with file and place.
-    """
-
-    num_tensors: int
-    faults: tuple[str, ...]
+    num_tensors: int  # number of tensors that match their digests
+    faults: tuple[str, ...]  # a sentence for each fault found, with file and place
 
 
 def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> CaptureInspection:
@@ -35,7 +30,8 @@ def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> Capt
         with_inputs: Whether to read the token rows, hidden states and generated tokens too.
     """
     num_tensors = 0
-    faults: dict[str, None] = {}  # each once, in order: a damaged file fails for all its tensors
+    # A set that keeps its order: a damaged file fails in the same words for all its tensors.
+    faults: dict[str, None] = {}
     for read, num_read in _reads(capture, with_inputs=with_inputs):
         try:
             if read() is not None:

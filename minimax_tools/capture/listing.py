@@ -20,19 +20,12 @@ class ListedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpListing:
-    """Contents of another tool's dump.
+    """Contents of another tool's dump."""
 
-    Args:
-        format: Name of its layout.
-        steps: Labels of its forward passes.
-        passes: Labels of the passes that are read; those of an inner tuple follow each other for the same prompts.
-        num_ranks: Number of ranks that the port was divided among.
-        unmapped: Modules that map to no site, with `{layer}` for the layer's number.
-    """
-
-    format: str
-    steps: tuple[str, ...]
+    format: str  # name of its layout
+    steps: tuple[str, ...]  # labels of its forward passes
+    # Labels of the passes that are read; those of an inner tuple follow each other for the same prompts
     passes: tuple[tuple[str, ...], ...]
-    num_ranks: int
+    num_ranks: int  # number of ranks that the port was divided among
     tensors: tuple[ListedTensor, ...]
-    unmapped: tuple[str, ...]
+    unmapped: tuple[str, ...]  # modules that map to no site, with `{layer}` for the layer's number

@@ -27,7 +27,7 @@ from minimax_tools.provenance import Provenance
 MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
-# Of an older mm2: without digests of inputs, float32 twins, noise floors and JSON files.
+# Manifests of an older mm2 have no digests of inputs, float32 twins, noise floors and JSON files.
 _SCHEMA_WITHOUT_DIGESTS = 2
 
 
@@ -65,25 +65,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Description of a capture, fixed before its first tensor is written.
+    """Description of a capture, fixed before its first tensor is written."""
 
-    Args:
-        side: `gpu_reference` for a golden, `neuron` for a device run.
-        run: Layers, mode and sites.
-        provenance: Model, software and device that compute it.
-        inputs_digest: Digest of ids, mask and positions.
-        input_source: Source of the first layer's input, in words.
-        noise_floor: `full`, `stats` or `off`.
-        floor_variants: Names of the other right ways to compute a layer, whose errors widen the noise floor.
-    """
-
-    side: str
-    run: Run
-    provenance: Provenance
-    inputs_digest: str
-    input_source: str
-    noise_floor: str = "off"
-    floor_variants: tuple[str, ...] = ()
+    side: str  # `gpu_reference` for a golden, `neuron` for a device run
+    run: Run  # layers, mode and sites
+    provenance: Provenance  # model, software and device that compute it
+    inputs_digest: str  # digest of ids, mask and positions
+    input_source: str  # source of the first layer's input, in words
+    noise_floor: str = "off"  # `full` with float32 twins, `stats` with their distances alone, or `off`
+    floor_variants: tuple[str, ...] = ()  # other right ways to compute a layer, which widen the noise floor
 
     def differences(self, other: Description) -> list[str]:
         """Return dotted names of values that differ, such as `options.attn_implementation`.
@@ -99,27 +89,19 @@ omit_default(Description, "floor_variants")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Contents of a capture directory.
+    """Contents of a capture directory."""
 
-    Args:
-        description: The run.
-        entries: Sites stored so far.
-        digests: Digests of everything stored that has no entry; None in captures of an older mm2.
-        not_exposed: Sites by layer that the run wanted and the port does not expose.
-        observed_dtypes: Dtypes of the router's gate and correction bias as the port loaded them.
-        complete_layers: Layers stored whole, ascending.
-        is_complete: Whether the run came to its end.
-        certificate: Checks of a golden, added by `mm2-gpu certify`.
-    """
-
-    description: Description
-    entries: tuple[Entry, ...] = ()
+    description: Description  # the run
+    entries: tuple[Entry, ...] = ()  # sites stored so far
+    # Digests of everything stored that has no entry; None in captures of an older mm2
     digests: Digests | None = field(default_factory=Digests)
+    # Sites by layer that the run wanted and the port does not expose
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
+    # Dtypes of the router's gate and correction bias as the port loaded them
     observed_dtypes: Mapping[str, str] = field(default_factory=dict)
-    complete_layers: tuple[int, ...] = ()
-    is_complete: bool = False
-    certificate: Certificate | None = None
+    complete_layers: tuple[int, ...] = ()  # layers stored whole, ascending
+    is_complete: bool = False  # whether the run came to its end
+    certificate: Certificate | None = None  # checks of a golden, added by `mm2-gpu certify`
 
     @property
     def is_certified(self) -> bool:
@@ -161,10 +143,10 @@ class Manifest:
 
     def with_model(self, entries: tuple[Entry, ...], digests: Iterable[FileDigests] = ()) -> Manifest:
         """Replace the sites outside the layers; `digests` are those of their twins and floors."""
-        layers = tuple(entry for entry in self.entries if entry.layer is not None)
+        layer_entries = tuple(entry for entry in self.entries if entry.layer is not None)
         return replace(
             self,
-            entries=_sorted((*layers, *entries)),
+            entries=_sorted((*layer_entries, *entries)),
             digests=None if self.digests is None else self.digests.with_files(digests),
         )
 
@@ -254,7 +236,7 @@ class Manifest:
         except FileNotFoundError:
             return False
         except ValueError:
-            # Damaged JSON is anyone's; only mm2 writes the inputs beside it.
+            # Damaged JSON may be another tool's; only mm2 writes the inputs beside it.
             return (directory / INPUTS_NAME).exists()
 
 
@@ -286,9 +268,10 @@ def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Sort entries by layer, those outside the layers last, and by the sites' order of execution."""
 
     def key(entry: Entry) -> tuple[bool, int, int, str]:
-        is_model_site = entry.layer is None
-        order = 0 if is_model_site else parse_site(entry.site).order
-        return is_model_site, entry.layer or 0, order, entry.site
+        if entry.layer is None:
+            # Sites outside the layers go by name.
+            return True, 0, 0, entry.site
+        return False, entry.layer, parse_site(entry.site).order, entry.site
 
     return tuple(sorted(entries, key=key))
 

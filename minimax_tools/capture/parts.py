@@ -38,7 +38,7 @@ def merge_parts(directory: Path, manifest: Manifest) -> Manifest:
 
 
 def add_part(manifest: Manifest, part: Manifest) -> Manifest:
-    """Add to a manifest the sites outside the layers, and the layers, that only a part of the same capture lists."""
+    """Add to a manifest the layers, and the sites outside the layers, that only a part of the same capture lists."""
     listed = {(entry.layer, entry.site) for entry in manifest.entries}
     new = [entry for entry in part.entries if (entry.layer, entry.site) not in listed]
     merged = manifest

@@ -85,7 +85,7 @@ class Proof:
         return self._checks.beside()
 
     def check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Raise if a site's tensor is not the one that its entry describes.
+        """Raise if a site's tensor is not the one that its entry describes; within `beside`, at the block's end.
 
         Raises:
             CaptureError: The tensor differs.
@@ -224,6 +224,7 @@ class Proof:
                     found=f"sha256 {found[:16]}…",
                 )
 
+        # No name: the key of the whole file.
         self._checks.run(self._key(file, ""), check)
 
     def _key(self, file: str, name: str) -> tuple[str, str, tuple[int, int, int]]:
@@ -260,6 +261,7 @@ def _matches_statistics(tensor: torch.Tensor, statistics: TensorStatistics) -> b
         return True
     low, high = (float(value) for value in tensor.aminmax())
     num_nonfinite = statistics.num_nan + statistics.num_inf
+    # Statistics leave NaN and Inf out, so of a tensor with some only their presence is compared.
     if not (math.isfinite(low) and math.isfinite(high)):
         return num_nonfinite > 0
     if num_nonfinite or (low, high) != (statistics.min, statistics.max):

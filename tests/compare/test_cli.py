@@ -112,6 +112,7 @@ class TestVerdict:
         both = command(mm2_compare, *sides, "--layer", "layer_1", "--layer-pattern", "layer_*")
         assert both.exit_code == 2
         assert "--layer and --layer-pattern were both given. Use one of them." in both.stderr
+        assert command(mm2_compare, *sides, "--layer", "01").exit_code == 0
         nothing = command(mm2_compare, *sides, "--layer", "layer_9")
         assert nothing.exit_code == 2
         assert "no layer matches 'layer_9'" in nothing.stderr

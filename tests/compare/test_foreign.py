@@ -196,6 +196,18 @@ class TestWrongMap:
             *("--gpu-path", golden, "--neuron-path", runs["right"].directory, "--map", tmp_path / "map.yaml"),
         )
         assert result.exit_code == 2
+        assert "mm2 wrote both sides. Leave them out." in result.stderr
+
+    def test_map_for_one_of_two_dumps_is_refused(self, command: Command, tmp_path: Path) -> None:
+        (tmp_path / "map.yaml").write_text("ranks: 2")
+        sides = (tmp_path / "golden_dump", tmp_path / "device_dump")
+        for side in sides:
+            side.mkdir()
+        result = command(
+            mm2_compare,
+            *("--gpu-path", sides[0], "--neuron-path", sides[1], "--map", tmp_path / "map.yaml"),
+        )
+        assert result.exit_code == 2
         assert "which side --format or --map is meant for cannot be told" in result.stderr
 
 

@@ -195,11 +195,43 @@ def test_versions_known_to_be_broken_are_found(certify: Certify, tampered: Path)
 
 
 @pytest.mark.parametrize(
-    ("version", "is_broken"), [("4.57.1", True), ("5.22.9", True), ("5.23.0", False), ("6.0.dev0", False)]
+    ("version", "is_broken"),
+    [
+        ("4.57.1", True),
+        ("5.22.9", True),
+        ("5.23.0.dev0", True),
+        ("5.23rc1", True),
+        ("5.23", False),
+        ("5.23.0", False),
+        ("5.23.0+cu128", False),
+        ("5.23.1.dev0", False),
+        ("6.0.dev0", False),
+    ],
 )
 def test_versions_are_compared_as_numbers(version: str, *, is_broken: bool) -> None:
     assert bool(find_broken_versions({"transformers": version})) == is_broken
     assert not find_broken_versions({"torch": "2.9.1"})
+
+
+def test_a_golden_that_records_no_transformers_is_not_checked_for_versions(
+    certify: Certify, tampered: Path
+) -> None:
+    path = tampered / MANIFEST_NAME
+    record = json.loads(path.read_text())
+    del record["provenance"]["versions"]["transformers"]
+    path.write_text(json.dumps(record))
+    code, checks = certify(tampered, model=None)
+    assert (code, checks["versions"]["outcome"]) == (0, "not checked")
+    assert checks["versions"]["found"] == "the golden records no version of transformers"
+
+
+def test_another_model_with_fewer_layers_is_found(certify: Certify, tampered: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    model = SyntheticModel(num_hidden_layers=2)
+    synthesize(other, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    code, checks = certify(tampered, model=other)
+    assert (code, failed(checks)) == (1, {"same_model"})
+    assert checks["same_model"]["found"] == "config.json describes another model"
 
 
 def test_another_model_is_found(certify: Certify, tampered: Path, tmp_path: Path) -> None:
@@ -208,6 +240,7 @@ def test_another_model_is_found(certify: Certify, tampered: Path, tmp_path: Path
     code, checks = certify(tampered, model=other)
     assert (code, failed(checks)) == (1, {"same_model"})
     assert checks["reference_layer"]["outcome"] == "not checked"
+    assert checks["reference_layer"]["found"] == "the model that was given is not the golden's"
 
 
 def test_a_golden_without_twins_is_computed_once_more(
