@@ -166,6 +166,8 @@ class HubTransfer:
         # Of a file of unknown size nobody can say what a part lacks.
         if file.size_bytes is None or _size(part) > file.size_bytes:
             part.unlink(missing_ok=True)
+        # For an empty file no request is made.
+        part.touch()
         self._on_bytes(_size(part))
         while _size(part) != file.size_bytes:
             size_before = _size(part)

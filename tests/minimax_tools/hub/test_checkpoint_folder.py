@@ -644,3 +644,9 @@ def _read(terminal: int) -> bytes:
     except OSError:
         # How Linux says that nobody holds the other end any more.
         return b""
+
+
+def test_an_empty_file_is_fetched(access: HubAccess, hub: Any) -> None:
+    hub.add("owner/blank", {"config.json": b"{}", "merges.txt": b""})
+    paths = fetch_files("owner/blank", ["merges.txt"], access=access)
+    assert paths["merges.txt"].read_bytes() == b""
