@@ -96,12 +96,20 @@ class HubRanges:
             raise NoRangesError(
                 f"{self._commit.access.endpoint} gives no part of {file.name}",
                 expected="status 206",
-                found=f"status {response.status_code}, the whole file",
+                found="status 200, the whole file"
+                if response.status_code == 200
+                else f"status {response.status_code}",
                 next_step="Fetch whole files: leave out --byte-ranges.",
             )
         content_range = response.headers.get("content-range", "")
         match = _CONTENT_RANGE.fullmatch(content_range)
-        if match is None or int(match[1]) != start or match[2] not in ("*", str(file.size_bytes)):
+        listed_size = "*" if file.size_bytes is None else str(file.size_bytes)
+        # A size of "*" is unknown: to the server, or to the hub that listed the file.
+        if (
+            match is None
+            or int(match[1]) != start
+            or (match[2] != listed_size and "*" not in (match[2], listed_size))
+        ):
             raise BrokenTransferError(
                 f"bytes from {start} on of {file.size_bytes} were asked for, {content_range!r} came"
             )
