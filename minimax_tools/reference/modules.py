@@ -79,6 +79,9 @@ def recording_layer(
 
     `layer` is transformers' decoder layer, which runs with `attn_implementation`. Tensors are copied to the CPU at
     once, in transformers' shapes.
+
+    Raises:
+        KeyError: transformers has no attention implementation of that name.
     """
     wanted = frozenset(sites)
     taps = {site: tap for site, tap in LAYER_TAPS.items() if site in wanted}
@@ -101,9 +104,10 @@ def _recording_attention(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.minimax_m2.modeling_minimax_m2 import eager_attention_forward
 
-    # `eager` has no entry: it is the modeling file's own function, until an entry takes its place.
+    # `eager` has no entry: it is the modeling file's own function, until an entry takes its place. Other names without
+    # an entry are refused: the entry made below would hide the mistake.
     before = ALL_ATTENTION_FUNCTIONS.get(attn_implementation)
-    attend = before or eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(attn_implementation, eager_attention_forward)
 
     def record_and_attend(
         caller: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
