@@ -32,7 +32,7 @@ def read(access: HubAccess, start: int, stop: int, *, is_stopped: bool = False) 
         stopping.set()
 
     def work(snapshot: HubSnapshot) -> bytes:
-        return HubRanges(snapshot.commit, stop=stopping).read(snapshot.files[SHARD], start, stop)
+        return HubRanges(snapshot.commit, stop_event=stopping).read(snapshot.files[SHARD], start, stop)
 
     return work_on_hub(MODEL, work, access=access)
 
@@ -75,7 +75,7 @@ def test_an_answer_without_content_is_not_called_the_whole_file(
 def test_a_part_of_a_file_of_unknown_size_is_taken(access: HubAccess) -> None:
     def work(snapshot: HubSnapshot) -> bytes:
         file = dataclasses.replace(snapshot.files[SHARD], size_bytes=None)
-        return HubRanges(snapshot.commit, stop=threading.Event()).read(file, 3, 9)
+        return HubRanges(snapshot.commit, stop_event=threading.Event()).read(file, 3, 9)
 
     assert work_on_hub(MODEL, work, access=access) == DATA[3:9]
 
