@@ -17,10 +17,8 @@ _CACHE_KEYS = ("active_file", "inactive_file")
 def cgroup_headroom_bytes(*, root: Path = Path("/")) -> int | None:
     """Return the bytes that this process's cgroup and its parents still allow; None without a limit.
 
-    The page cache counts as free: the kernel drops it before it refuses memory.
-
-    Args:
-        root: Folder that holds `proc` and `sys`; another one in tests.
+    The page cache counts as free: the kernel drops it before it refuses memory. `root` is the folder that holds `proc`
+    and `sys`; tests give another one.
     """
     headrooms = [_headroom(folder) for folder in _limiting_folders(root)]
     return min((headroom for headroom in headrooms if headroom is not None), default=None)

@@ -57,8 +57,7 @@ class MemoryBudgetError(CannotRunError):
 def available_bytes(*, root: Path = Path("/")) -> int:
     """Return the bytes that this process can still take without swapping, within the machine and its cgroup.
 
-    Args:
-        root: Folder that holds `proc` and `sys`; another one in tests.
+    `root` is the folder that holds `proc` and `sys`; tests give another one.
     """
     available = psutil.virtual_memory().available
     headroom = cgroup_headroom_bytes(root=root)
@@ -108,9 +107,7 @@ class MemoryBudget:
     def require(self, num_bytes: int, purpose: str) -> None:
         """Raise unless `num_bytes` more fit, for memory that is allocated and filled at once.
 
-        Args:
-            num_bytes: Bytes about to be taken.
-            purpose: Purpose of the memory, such as "reading layer 7"; the error's text begins with it.
+        The error's text begins with `purpose`, such as "reading layer 7".
 
         Raises:
             MemoryBudgetError: The bytes do not fit.

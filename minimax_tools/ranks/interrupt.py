@@ -15,7 +15,10 @@ class InterruptedRunError(BaseException):
 
 
 class Interrupter:
-    """A `with` block in which the first SIGTERM raises `InterruptedRunError` in the main thread, unless disarmed."""
+    """A `with` block in which the first SIGTERM raises `InterruptedRunError` in the main thread, unless disarmed.
+
+    SIGTERM comes from `interrupt`, or from torchrun. Later ones are ignored until the block ends.
+    """
 
     def __init__(self) -> None:
         self._is_armed = True

@@ -43,6 +43,7 @@ class Float32Layer:
             router_experts: int64 [B,S,k], the choice to replay; None for the layer's own. `router_experts` of the
                 result is always the layer's own.
         """
+        # Later sites are computed from the replayed choice; `sites` keeps the layer's own.
         replayed = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
         sites = {Site.INPUT: hidden_states.float()}
         for site in Site:
@@ -67,14 +68,17 @@ class Float32Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Values:
-    """Given sites of all tokens of a batch, padding included: `LayerValues` of a layer without decoding."""
+    """Given sites of all tokens of a batch, padding included: the `LayerValues` that stages read.
+
+    Stages take and give sites from `attn_context` on with one row for each token: [T,…] instead of [B,S,…].
+    """
 
     spec: ModelSpec
     tensors: Mapping[str, torch.Tensor]
-    kept: dict[str, torch.Tensor]
+    kept: dict[str, torch.Tensor]  # weights that were upcast for earlier sites
     inputs: Inputs
     given: Mapping[Site, torch.Tensor]
-    tokens: torch.Tensor = field(init=False)
+    tokens: torch.Tensor = field(init=False)  # indices of the tokens in the flattened batch: here all of them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", torch.arange(self.inputs.attention_mask.numel()))
@@ -87,6 +91,7 @@ class _Values:
     def position_ids(self) -> torch.Tensor:
         return self.inputs.position_ids
 
+    # Nothing is decoded here: decoding would start behind the last column, and no other layer fills the cache.
     @property
     def decode_start(self) -> int:
         return self.inputs.attention_mask.shape[1]

@@ -51,7 +51,7 @@ class LayerValues(Protocol):
 
     @property
     def base(self) -> LayerValues:
-        """The layer whose keys and values are in the cache of decoded tokens."""
+        """The layer whose keys and values are in the cache of decoded tokens: the golden's, or this one."""
 
     def __getitem__(self, site: Site, /) -> torch.Tensor:
         """Return the values of a site, float32 (experts int64)."""
@@ -64,7 +64,10 @@ Stage = Callable[[LayerValues], torch.Tensor]
 
 
 def has_all_rows(site: object) -> bool:
-    """Decide whether a node of the graph holds all tokens, because attention still mixes them."""
+    """Decide whether a site holds all tokens, because attention still mixes them.
+
+    The diagnosis also asks for its own nodes of the graph, which are no sites: they hold the chosen tokens.
+    """
     return isinstance(site, Site) and site.order < Site.ATTN_CONTEXT.order
 
 
@@ -123,10 +126,12 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention's context at the chosen tokens: [T,N·D].
 
+    The defaults are MiniMax-M2's attention; the diagnosis tries mistakes by other values.
+
     Args:
         layer: The layer's values.
         scale: Additional factor on the scores, after D^-0.5.
-        is_tiled: Whether query head j reads kv head j % K instead of j // (N/K).
+        is_tiled: Whether query head j reads kv head j % K instead of j // (N/K), where N/K heads share one kv head.
         is_causal: Whether later keys are hidden.
         hides_padding: Whether padded keys are hidden.
         window: Number of latest keys that a query sees; None for all.

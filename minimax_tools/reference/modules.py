@@ -1,4 +1,4 @@
-"""transformers' own MiniMax-M2 modules, and the recording of mm2's sites in them.
+"""Recording of mm2's sites in transformers' MiniMax-M2, and what comes before it: installed packages and config.
 
 `transformers` is imported inside the functions, so that this file can be imported on a host without it.
 """
@@ -45,20 +45,25 @@ LAYER_TAPS: Mapping[Site, Tap] = MappingProxyType(
         Site.OUTPUT: Tap(path=""),
     }
 )
-# A callback that gets the queries [B,N,S,D] and keys [B,K,S,D] after RoPE.
+# A callback that gets the queries [B,N,S,D] and keys [B,K,S,D] after RoPE: N heads, K kv heads, D head_dim.
 RecordRope = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def require_golden_extra(needed_for: str) -> None:
-    """Check that transformers and accelerate are installed.
+    """Check that transformers and accelerate are installed, and set USE_TORCH_XLA=0 for accelerate.
+
+    Call it before accelerate is imported, by transformers too: accelerate reads the variable only then.
+
+    Args:
+        needed_for: Purpose of the packages, which begins the error's text.
 
     Raises:
-        MissingExtraError: One of them is not.
+        MissingExtraError: One of them is not installed.
     """
     for package in ("transformers", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra="golden", needed_for=needed_for)
-    # Goldens run on torch's own devices; accelerate would start torch_xla where it is installed.
+    # Goldens run on torch's own devices; accelerate would start torch_xla where it is installed. A user's value stays.
     os.environ.setdefault("USE_TORCH_XLA", "0")
 
 

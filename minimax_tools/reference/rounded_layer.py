@@ -1,6 +1,7 @@
-"""RoundedLayer: copies of a decoder layer computed side by side in float32, each rounding in its own way.
+"""RoundedLayer: copies of a decoder layer computed side by side in float32, each with its own kind of rounding.
 
-An exact copy is the layer's true value; the other copies are samples of the noise that BF16 adds to a correct layer.
+An exact copy, not rounded, is the layer's true value. The others, rounded to the nearest BF16 number or by random
+steps, are samples of the noise that BF16 adds to a correct layer.
 They round wherever any correct implementation does, including attention's scores and the experts' partial sums.
 Weights are read and upcast once for all copies.
 B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, k experts per token.
@@ -28,19 +29,14 @@ _MOST_SCORES = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedLayer:
-    """A decoder layer, computed in several copies.
-
-    Args:
-        spec: The model.
-        tensors: The layer's weights by the hub's relative names, of any float dtype; each is read when it is needed.
-        kinds: The kind of rounding of each copy, ascending.
-        seed: Seed of the random steps.
-    """
+    """A decoder layer, computed in several copies."""
 
     spec: ModelSpec
-    tensors: Mapping[str, torch.Tensor]
-    kinds: tuple[RoundingKind, ...] = field(kw_only=True)
-    seed: int = field(kw_only=True)
+    tensors: Mapping[
+        str, torch.Tensor
+    ]  # by the hub's relative names, of any float dtype; each is read when needed
+    kinds: tuple[RoundingKind, ...] = field(kw_only=True)  # of each copy, ascending
+    seed: int = field(kw_only=True)  # of the random steps
 
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
@@ -65,7 +61,7 @@ class RoundedLayer:
 
 @dataclass(slots=True)
 class _Pass:
-    """A computation of all copies. Roundings are numbered in the order of their calls, so that order is fixed."""
+    """A computation of all copies. Roundings are numbered (`draws`) as they are called: another order, other noise."""
 
     layer: RoundedLayer
     inputs: Inputs
@@ -198,6 +194,7 @@ class _Pass:
         return self._round(context.transpose(1, 2).flatten(2))
 
     def _round_row(self, values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+        """Round values of one row, all of one kind."""
         return Rounding(seed=self.layer.seed).apply(values[None], kind[None], draw=next(self.draws))[0]
 
     def _multiply_halves(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
