@@ -77,6 +77,7 @@ class HubTransfer:
             raise translate(error, self._commit, file=file.name) from error
 
     def _read_metadata(self, file: HubFile) -> Any:
+        """Ask for the file's etag and size, and whether the hub offers it by xet, its protocol for large files."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         return get_hf_file_metadata(
@@ -116,6 +117,8 @@ class HubTransfer:
         try:
             path = self._download(file)
             damage = _find_damage(path, file)
+        except FetchStoppedError:
+            raise
         except Exception as error:
             logger.warning("%s does not come by xet (%s): fetching it over HTTP.", file.name, error)
             return None
