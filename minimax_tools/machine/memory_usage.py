@@ -1,4 +1,4 @@
-"""This process's memory: a reading (`MemoryUsage`), one with a label (`MemorySnapshot`), and peaks (`MemoryPeak`).
+"""Memory of this process: a reading (`MemoryUsage`), one with a label (`MemorySnapshot`), and peaks (`MemoryPeak`).
 
 | kind | memory |
 |---|---|

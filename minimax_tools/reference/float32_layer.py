@@ -15,7 +15,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
-from minimax_tools.reference.float32_stages import STAGES, has_all_rows, swiglu
+from minimax_tools.reference.float32_stages import STAGES, has_all_tokens, swiglu
 
 
 class Float32Layer:
@@ -63,7 +63,7 @@ class Float32Layer:
         layer = _Values(spec=self._spec, tensors=self._tensors, kept=self._kept, inputs=inputs, given=values)
         with torch.no_grad():
             value = layer.run_experts() if site is Site.MOE_DELTA else STAGES[site](layer)
-        return value if has_all_rows(site) else value.unflatten(0, inputs.batch_shape)
+        return value if has_all_tokens(site) else value.unflatten(0, inputs.batch_shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,7 +102,7 @@ class _Values:
 
     def __getitem__(self, site: Site) -> torch.Tensor:
         value = self.given[site]
-        return value if has_all_rows(site) else value.flatten(0, 1)
+        return value if has_all_tokens(site) else value.flatten(0, 1)
 
     def weight(self, name: str) -> torch.Tensor:
         if name not in self.kept:
