@@ -43,7 +43,7 @@ class SiteLayout(Protocol):
         """
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """Cut the piece of `rank`, out of `num_ranks`, from the whole tensor.
+        """Cut the piece of `rank`, out of `num_ranks`, from the whole tensor, to feed it to the port.
 
         Raises:
             TargetError: The layout does not determine the rank's piece.

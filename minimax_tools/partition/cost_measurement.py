@@ -134,6 +134,7 @@ def _weight_cost(
     if isinstance(part, int) and len(tensor.shape) > 1:
         flops = 2 * num_parameters
         if EXPERTS in tensor.name:
+            # On average: a token goes through some of the experts only.
             flops = flops * sizes.num_experts_per_tok // sizes.num_experts
     return PartCost(
         stored_bytes=tensor.size_bytes,

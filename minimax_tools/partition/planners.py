@@ -59,6 +59,7 @@ def _plan_compute(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
 def _plan_by_shares(
     chain: NodeChain, nodes: Sequence[Node], find_targets: Callable[[NodeChain, Sequence[Node]], list[float]]
 ) -> tuple[Stage, ...]:
+    """Divide so that each node's run ends near its target: `find_targets(chain, order)` gives them, in layers."""
     order = _require_order(chain, nodes)
     return _make_stages(nodes, order, divide(chain, order, find_targets(chain, order)))
 
@@ -176,10 +177,9 @@ def _round_shares(targets: Sequence[float]) -> list[float]:
     shares = [max(stop - start, 0.0) for start, stop in zip(starts, targets, strict=True)]
     rounded = [int(share) for share in shares]
     num_left = round(targets[-1]) - sum(rounded)
-    # The largest fraction first.
-    by_fraction = sorted(
-        range(len(shares)), key=lambda position: (rounded[position] - shares[position], position)
-    )
+    fractions = [share - whole for share, whole in zip(shares, rounded, strict=True)]
+    # Sorting is stable: of equal fractions, the first comes first.
+    by_fraction = sorted(range(len(shares)), key=fractions.__getitem__, reverse=True)
     for position in by_fraction[: max(num_left, 0)]:
         rounded[position] += 1
     return [float(stop) for stop in accumulate(rounded)]

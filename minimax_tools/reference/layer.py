@@ -77,8 +77,8 @@ class ReferenceAttention(nn.Module):
 
     def repeat(self, heads: torch.Tensor) -> torch.Tensor:
         """Expand [B,K,S,D] to [B,N,S,D]: query head j reads kv head j // (N/K)."""
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        return heads.repeat_interleave(groups, dim=1)
+        heads_per_kv = self.config.num_attention_heads // self.config.num_key_value_heads
+        return heads.repeat_interleave(heads_per_kv, dim=1)
 
     def attend(
         self, q_bnsd: torch.Tensor, k_bnsd: torch.Tensor, v_bnsd: torch.Tensor, attention_mask: torch.Tensor

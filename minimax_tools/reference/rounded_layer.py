@@ -108,12 +108,9 @@ class _Pass:
         biased = scores + self._weight(weight_names.CORRECTION_BIAS, states)
         sites[Site.ROUTER_EXPERTS] = biased.topk(self.layer.spec.num_experts_per_tok, dim=-1).indices
         if router_experts is None:
-            lead = (
-                self.layer.kinds.index(RoundingKind.NEAREST)
-                if RoundingKind.NEAREST in self.layer.kinds
-                else 0
-            )
-            router_experts = sites[Site.ROUTER_EXPERTS].chunk(len(self.layer.kinds))[lead]
+            kinds = self.layer.kinds
+            leading_copy = kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in kinds else 0
+            router_experts = sites[Site.ROUTER_EXPERTS].chunk(len(kinds))[leading_copy]
         experts = router_experts.long().to(states.device).repeat(len(self.layer.kinds), 1, 1)
         chosen = scores.gather(-1, experts)
         sites[Site.ROUTER_WEIGHTS] = chosen / chosen.sum(-1, keepdim=True)
@@ -127,6 +124,7 @@ class _Pass:
             rounding=ExpertRounding(
                 # Experts number their roundings themselves: another seed keeps these apart from `draws`.
                 rounding=Rounding(seed=self.layer.seed + 1),
+                # The kind of each real token.
                 kinds=self._row_kinds().repeat_interleave(mask_rs.sum(-1).cpu()),
             ),
         )
@@ -173,7 +171,7 @@ class _Pass:
         self, q_rnsd: torch.Tensor, k_rksd: torch.Tensor, v_rksd: torch.Tensor, mask_rs: torch.Tensor
     ) -> torch.Tensor:
         """Compute causal attention [R,S,N·D] with padded keys hidden, some heads of a row at a time."""
-        groups = self.layer.spec.num_attention_heads // self.layer.spec.num_key_value_heads
+        heads_per_kv = self.layer.spec.num_attention_heads // self.layer.spec.num_key_value_heads
         num_rows, num_heads, length, _ = q_rnsd.shape
         causal = torch.ones(length, length, dtype=torch.bool, device=q_rnsd.device).tril()
         context = torch.empty_like(q_rnsd)
@@ -183,8 +181,8 @@ class _Pass:
             visible = causal & mask_rs[row].bool()
             for start in range(0, num_heads, heads_at_once):
                 heads = slice(start, min(start + heads_at_once, num_heads))
-                keys = k_rksd[row].repeat_interleave(groups, dim=0)[heads]
-                values = v_rksd[row].repeat_interleave(groups, dim=0)[heads]
+                keys = k_rksd[row].repeat_interleave(heads_per_kv, dim=0)[heads]
+                values = v_rksd[row].repeat_interleave(heads_per_kv, dim=0)[heads]
                 scores = self._round_row(q_rnsd[row][heads] @ keys.transpose(-1, -2), kinds[row])
                 scores = self._round_row(scores * self.layer.spec.head_dim**-0.5, kinds[row])
                 # A finite minimum: a padded query that sees nothing must not become NaN.
