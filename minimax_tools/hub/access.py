@@ -19,9 +19,7 @@ class HubAccess:
     token: str | None = None  # None for the token that huggingface_hub finds (`HF_TOKEN`, a saved login)
     is_offline: bool = False  # True if only the cache is used, and no request is sent
     timeout_s: float = 10.0  # longest silence of the hub
-    num_attempts: int = (
-        5  # number of failures in a row, with nothing received between them, that end a transfer
-    )
+    num_attempts: int = 5  # failures in a row, with nothing received between them, that end a transfer
     first_delay_s: float = 1.0  # wait after the first failure; doubled after each further one
     num_workers: int = 4  # number of files that are fetched at once
 

@@ -28,9 +28,7 @@ class PartCost:
     stored_bytes: int = 0  # on the disk, block scales included
     loaded_bytes: int = 0  # weights in memory
     num_parameters: int = 0  # number of weights; block scales do not count
-    flops_per_token: int = (
-        0  # two for each weight that a token is multiplied by, and attention to a whole context
-    )
+    flops_per_token: int = 0  # two for each weight that multiplies a token, and attention to a whole context
     kv_bytes: int = 0  # keys and values of all rows
     activation_bytes: int = 0  # in use while it runs, beside weights, keys and values
 
@@ -73,12 +71,10 @@ class ModelCost:
     layers: tuple[PartCost, ...]  # decoder layers in order
     final_norm: PartCost  # norm behind the last layer
     lm_head: PartCost  # projection to logits; if it is tied, the token embedding once more
-    rest: PartCost = (
-        PartCost()
-    )  # other tensors, such as modules that predict further tokens; they go with the head
-    shared: PartCost = (
-        PartCost()
-    )  # token embedding that a tied lm_head shares; a node that holds both holds it once
+    # Other stored tensors, such as modules that predict further tokens. They go with the head.
+    rest: PartCost = PartCost()
+    # Token embedding that a tied lm_head shares. A node that holds both holds it once.
+    shared: PartCost = PartCost()
     is_tied: bool = False  # True if the lm_head is the embedding
     workload: Workload  # inputs that the costs are for
 
