@@ -26,24 +26,6 @@ _NUMERIC_VARIABLES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """The maker of a capture: model, software, machine and options."""
-
-    model: ModelFingerprint  # of the checkpoint's weights
-    model_source: str  # folder or hub id, as it was given
-    backend: str  # name of the backend that computed, such as `cuda`, `neuron-xla`, `xla-cpu`, `cpu`
-    device: str  # description of the device
-    dtypes: Mapping[str, str]  # dtype of `weights`, `router_gate` and `correction_bias` in the computation
-    target: str  # implementation that ran: `transformers`, `builtin`, or a port's name
-    target_digest: str = ""  # sha256 of the port's source; empty for implementations of a library
-    # Choices that change numbers, such as the attention and experts implementation.
-    options: Mapping[str, Any] = field(default_factory=dict)
-    # The functions stand below: lambdas find them when a value is made.
-    versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
-    environment: Mapping[str, str] = field(default_factory=lambda: numeric_environment())
-
-
 def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed libraries that compute, by name."""
     versions = {"python": platform.python_version()}
@@ -58,3 +40,20 @@ def library_versions() -> dict[str, str]:
 def numeric_environment() -> dict[str, str]:
     """Return the environment variables that change numbers, if set."""
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The maker of a capture: model, software, machine and options."""
+
+    model: ModelFingerprint  # of the checkpoint's weights
+    model_source: str  # folder or hub id, as it was given
+    backend: str  # name of the backend that computed, such as `cuda`, `neuron-xla`, `xla-cpu`, `cpu`
+    device: str  # description of the device
+    dtypes: Mapping[str, str]  # dtype of `weights`, `router_gate` and `correction_bias` in the computation
+    target: str  # implementation that ran: `transformers`, `builtin`, or a port's name
+    target_digest: str = ""  # sha256 of the port's source; empty for implementations of a library
+    # Choices that change numbers, such as the attention and experts implementation.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=library_versions)
+    environment: Mapping[str, str] = field(default_factory=numeric_environment)

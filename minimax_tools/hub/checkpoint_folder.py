@@ -111,8 +111,9 @@ def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = 
 def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
     """Return the names of the shards with these layers and with the tensors outside all layers; None for all shards.
 
-    Without an index, these are all files of the format. A snapshot that is not listed knows only the cached files, so
-    names that the cache may lack are added: fetching them fails with a message that says so.
+    The index, if the model has one, must be cached already; without one, all files of the format are named. A snapshot
+    that is not listed knows only the cached files, so names that the cache may lack are added: fetching them fails with
+    a message that says so.
 
     Raises:
         CheckpointError: The model holds no weights, or its index is damaged.
@@ -121,6 +122,7 @@ def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
         shards = {name for name in snapshot.files if "/" not in name and name.endswith(suffix)}
         if index_file in snapshot.files:
             weight_map = read_weight_map(snapshot.folder / index_file)
+            # `layer_of` is None for a tensor outside all layers.
             return {
                 file
                 for name, file in weight_map.items()
