@@ -93,7 +93,7 @@ class Run:
     def __post_init__(self) -> None:
         if self.decode_rows and self.component is not None:
             raise UsageError(
-                "a component does not decode: it gets the golden's values for all rows at once",
+                "a component does not decode: it gets the golden's values for all tokens at once",
                 next_step="Decode with mm2-test single-layer, or leave out --decode.",
             )
         if not self.sites:
@@ -111,11 +111,11 @@ class Run:
         """Kept sites that the run itself computes: only these can be judged."""
         return tuple(site for site in self.sites if site not in self.fed_sites)
 
-    def decoding(self, num_rows: int) -> Run:
-        """Return this run with `num_rows` tokens of each prompt decoded and a name that says so; unchanged for 0."""
-        if num_rows == 0:
+    def decoding(self, num_tokens: int) -> Run:
+        """Return this run with the last `num_tokens` of each prompt decoded, and named so; unchanged for 0."""
+        if num_tokens == 0:
             return self
-        return replace(self, name=f"{self.name}_decode_{num_rows}", decode_rows=num_rows)
+        return replace(self, name=f"{self.name}_decode_{num_tokens}", decode_rows=num_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as a manifest holds it; `from_json` ignores `first_site` and `last_site`."""

@@ -5,6 +5,7 @@ steps, are samples of the noise that BF16 adds to a correct layer.
 They round wherever any correct implementation does, including attention's scores and the experts' partial sums.
 Weights are read and upcast once for all copies.
 B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, k experts per token.
+The end of a name such as `hidden_rsh` gives its dims: [R,S,H].
 """
 
 from __future__ import annotations
