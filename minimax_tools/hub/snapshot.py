@@ -36,9 +36,8 @@ class HubSnapshot:
     """A commit and its known files."""
 
     commit: HubCommit
-    files: Mapping[
-        str, HubFile
-    ]  # by name: all files that the hub lists or, if it is not asked, those in the cache
+    # By name: all files that the hub lists or, if it is not asked, those in the cache.
+    files: Mapping[str, HubFile]
     is_listed: bool  # True if the hub listed the files
 
     @property

@@ -33,9 +33,8 @@ class RoundedLayer:
     """A decoder layer, computed in several copies."""
 
     spec: ModelSpec
-    tensors: Mapping[
-        str, torch.Tensor
-    ]  # by the hub's relative names, of any float dtype; each is read when needed
+    # The layer's weights by the hub's relative names, of any float dtype. Each is read when it is needed.
+    tensors: Mapping[str, torch.Tensor]
     kinds: tuple[RoundingKind, ...] = field(kw_only=True)  # of each copy, ascending
     seed: int = field(kw_only=True)  # of the random steps
 
