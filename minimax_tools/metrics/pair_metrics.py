@@ -37,9 +37,7 @@ class PairMetrics:
     max_abs_diff: float  # largest |target − reference|
     mean_abs_diff: float
     median_abs_diff: float  # lower median, exact to `MEDIAN_RELATIVE_RESOLUTION`
-    close_fraction: (
-        float  # fraction of elements within the tolerance; an element that is not finite is not close
-    )
+    close_fraction: float  # fraction of elements within the tolerance; NaN and Inf are not close
     cosine_similarity: float | None  # cosine of the angle between the sides; None if a side is zero
     pearson_correlation: float | None  # None if a side is constant
     relative_l2: float  # ‖target − reference‖ / ‖reference‖

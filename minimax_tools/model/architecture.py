@@ -27,12 +27,8 @@ class Architecture:
 
     model_type: str  # the architecture's name in config.json
     layers: tuple[str, ...]  # the list of decoder layers, without a layer's number
-    token_embeddings: tuple[
-        str, ...
-    ]  # token embedding; a checkpoint without lm_head uses its matrix as lm_head
-    other_embeddings: tuple[
-        str, ...
-    ] = ()  # embeddings added to the token embedding, such as learned positions
+    token_embeddings: tuple[str, ...]  # a checkpoint without lm_head uses this matrix as its lm_head
+    other_embeddings: tuple[str, ...] = ()  # added to the token embedding, such as learned positions
     final_norms: tuple[str, ...]  # norm after the last layer
     lm_heads: tuple[str, ...]  # projection to logits
     # None if unknown. Modules that predict further tokens may be stored as layers with higher numbers; these are none.
