@@ -54,9 +54,9 @@ def decode(kind: type[T], record: Any) -> T:
 
 
 def encode_fields(value: Any, **keys: str) -> dict[str, Any]:
-    """Return a dataclass as an object with one key for each field, for a `to_json` that changes it.
+    """Return a dataclass as an object with one key for each field, for a class whose `to_json` changes that object.
 
-    A field's key is its name, or the one that `keys` gives it.
+    A field's key is its name, or the one that `keys` gives it: `encode_fields(file, size_bytes="size")`.
     """
     kind: Any = type(value)
     record: dict[str, Any] = _field_writer(kind, **keys)(value)
@@ -64,17 +64,15 @@ def encode_fields(value: Any, **keys: str) -> dict[str, Any]:
 
 
 def decode_fields(kind: type[T], record: Mapping[str, Any], **keys: str) -> T:
-    """Return a dataclass from an object with one key for each field, for a `from_json` that changes it.
-
-    A field's key is its name, or the one that `keys` gives it.
-    """
+    """Return a dataclass from an object that `encode_fields` made with the same `keys`."""
+    # mypy cannot type a cached function whose result depends on its argument.
     hint: Any = kind
     value: T = _field_reader(hint, **keys)(record, hint)
     return value
 
 
 def omit_default(kind: type[T], *fields: str) -> None:
-    """Leave fields of a dataclass out of its JSON if they hold their default."""
+    """Leave these fields of a dataclass out of its JSON from now on, if they hold their default."""
     overrides: Any = {name: cattrs.override(omit_if_default=True) for name in fields}
     _CONVERTER.register_unstructure_hook(
         kind, cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER, **overrides)

@@ -13,46 +13,17 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 
 # In the order in which a manifest lists their versions.
 _PACKAGES = (
-    *("torch", "torch_xla"),
-    *("torch-neuronx", "neuronx-distributed", "neuronx-cc", "libneuronxla"),
-    *("transformers", "accelerate", "safetensors"),
-)
+    "torch", "torch_xla",
+    "torch-neuronx", "neuronx-distributed", "neuronx-cc", "libneuronxla",
+    "transformers", "accelerate", "safetensors",
+)  # fmt: skip
 # Variables that change numbers on one of the backends, in the order in which a manifest lists them.
 _NUMERIC_VARIABLES = (
-    *("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_NUM_THREADS"),
-    *("NEURON_CC_FLAGS", "NEURON_CUSTOM_SILU", "NEURON_FUSE_SOFTMAX", "NEURON_RT_STOCHASTIC_ROUNDING_EN"),
-    *("NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PJRT_DEVICE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-    *("XLA_DISABLE_FUNCTIONALIZATION", "XLA_DOWNCAST_BF16", "XLA_FLAGS", "XLA_USE_BF16"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """The maker of a capture: model, software, machine and options.
-
-    Args:
-        model: Fingerprint of the checkpoint's weights.
-        model_source: Folder or hub id, as it was given.
-        backend: Name of the backend that computed, such as `cuda`, `neuron-xla`, `xla-cpu`, `cpu`.
-        device: Description of the device.
-        dtypes: Dtype of `weights`, `router_gate` and `correction_bias` in the computation.
-        target: Implementation that ran: `transformers`, `builtin`, or a target's name.
-        target_digest: sha256 of the target's source; empty for implementations of a library.
-        options: Choices that change numbers, such as the attention and experts implementation.
-        versions: Library versions.
-        environment: Environment variables that change numbers, if set.
-    """
-
-    model: ModelFingerprint
-    model_source: str
-    backend: str
-    device: str
-    dtypes: Mapping[str, str]
-    target: str
-    target_digest: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
-    environment: Mapping[str, str] = field(default_factory=lambda: numeric_environment())
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_NUM_THREADS",
+    "NEURON_CC_FLAGS", "NEURON_CUSTOM_SILU", "NEURON_FUSE_SOFTMAX", "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+    "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PJRT_DEVICE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "XLA_DISABLE_FUNCTIONALIZATION", "XLA_DOWNCAST_BF16", "XLA_FLAGS", "XLA_USE_BF16",
+)  # fmt: skip
 
 
 def library_versions() -> dict[str, str]:
@@ -69,3 +40,20 @@ def library_versions() -> dict[str, str]:
 def numeric_environment() -> dict[str, str]:
     """Return the environment variables that change numbers, if set."""
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The maker of a capture: model, software, machine and options."""
+
+    model: ModelFingerprint  # of the checkpoint's weights
+    model_source: str  # folder or hub id, as it was given
+    backend: str  # name of the backend that computed, such as `cuda`, `neuron-xla`, `xla-cpu`, `cpu`
+    device: str  # description of the device
+    dtypes: Mapping[str, str]  # dtype of `weights`, `router_gate` and `correction_bias` in the computation
+    target: str  # implementation that ran: `transformers`, `builtin`, or a port's name
+    target_digest: str = ""  # sha256 of the port's source; empty for implementations of a library
+    # Choices that change numbers, such as the attention and experts implementation.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=library_versions)
+    environment: Mapping[str, str] = field(default_factory=numeric_environment)

@@ -13,7 +13,7 @@ from compare.judging.layer_judge import LayerJudge
 from compare.noise.rows import Rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.inputs import decoded_rows
+from minimax_tools.model.inputs import decoded_columns
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame, SiteResult
 
@@ -94,7 +94,7 @@ def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
     description, mask = sides.target.known_description, sides.reference.read_attention_mask()
     if description is None or not description.run.decode_rows or mask is None:
         return None
-    decoded = decoded_rows(mask, description.run.decode_rows)
+    decoded = decoded_columns(mask, description.run.decode_rows)
     return rows.places[:, 1] >= decoded.start
 
 

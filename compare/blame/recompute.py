@@ -22,7 +22,7 @@ from compare.sides.batch import spread_evenly
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.sides import Sides
 from minimax_tools.metrics.noise_floor import choice_margin, token_rows
-from minimax_tools.model.inputs import Inputs, decoded_rows
+from minimax_tools.model.inputs import Inputs, decoded_columns
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
@@ -212,7 +212,7 @@ def _find_decoded(sides: Sides, attention_mask: torch.Tensor) -> torch.Tensor:
     description = sides.target.known_description
     is_decoded = torch.zeros_like(attention_mask, dtype=torch.bool)
     if description is not None and description.run.decode_rows and description.run.mode is Mode.ISOLATED:
-        rows = decoded_rows(attention_mask, description.run.decode_rows)
+        rows = decoded_columns(attention_mask, description.run.decode_rows)
         is_decoded[:, rows.start : rows.stop] = True
     return sides.batch.tokens(is_decoded)
 

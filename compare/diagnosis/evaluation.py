@@ -18,7 +18,7 @@ from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference import float32_stages
-from minimax_tools.reference.float32_stages import choose_rows, has_all_rows
+from minimax_tools.reference.float32_stages import choose_tokens, has_all_tokens
 from minimax_tools.text_enum import TextEnum
 
 
@@ -156,7 +156,7 @@ class Evaluation:
     def select_tokens(self, indices: torch.Tensor) -> Evaluation:
         """Return this base with the tokens `tokens[indices]` alone; known values are not computed again."""
         values = {
-            node: value if has_all_rows(node) else value[indices] for node, value in self._values.items()
+            node: value if has_all_tokens(node) else value[indices] for node, value in self._values.items()
         }
         return Evaluation(self.inputs, self._stages, tokens=self.tokens[indices], values=values)
 
@@ -164,18 +164,18 @@ class Evaluation:
         """Return this base with all B·S tokens, padding too."""
         if self._everywhere is None:
             all_tokens = torch.arange(self.attention_mask.numel())
-            values = {node: value for node, value in self._values.items() if has_all_rows(node)}
+            values = {node: value for node, value in self._values.items() if has_all_tokens(node)}
             self._everywhere = Evaluation(self.inputs, self._stages, tokens=all_tokens, values=values)
         return self._everywhere
 
     def chosen(self, rows: torch.Tensor) -> torch.Tensor:
         """Pick the chosen tokens of [B,S,F]: [T,F]."""
-        return choose_rows(self, rows)
+        return choose_tokens(self, rows)
 
     def rows(self, site: Site) -> torch.Tensor:
         """Return the chosen tokens of any site: [T,F]."""
         value = self[site]
-        return self.chosen(token_rows(value, site)) if has_all_rows(site) else value
+        return self.chosen(token_rows(value, site)) if has_all_tokens(site) else value
 
     def expert_job(self) -> ExpertJob:
         """Return what `run_experts` needs to compute this evaluation's experts."""
@@ -219,7 +219,7 @@ def scaled(site: Site, factor: float) -> Change:
 def with_given(given: Mapping[Site, torch.Tensor]) -> dict[GraphNode, Stage]:
     """Return `STAGES`, but with the values [B,S,…] of `given` sites in place of their stages."""
     replaced: dict[GraphNode, Stage] = {
-        site: _constant(value) if has_all_rows(site) else _chosen(value) for site, value in given.items()
+        site: _constant(value) if has_all_tokens(site) else _chosen(value) for site, value in given.items()
     }
     return {**STAGES, **replaced}
 

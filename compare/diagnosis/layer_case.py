@@ -20,7 +20,7 @@ from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
-from minimax_tools.model.inputs import decoded_rows
+from minimax_tools.model.inputs import decoded_columns
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 
@@ -191,7 +191,7 @@ def _read_inputs(
         weights=weights,
         attention_mask=mask,
         position_ids=tokens.position_ids,
-        decode_start=decoded_rows(mask, num_decoded).start if num_decoded else mask.shape[1],
+        decode_start=decoded_columns(mask, num_decoded).start if num_decoded else mask.shape[1],
     )
 
 

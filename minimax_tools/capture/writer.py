@@ -21,7 +21,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.folder_lock import locked_directory
-from minimax_tools.machine.whole_file import remove_temporaries, replacing
+from minimax_tools.machine.whole_file import remove_temporaries, whole_capture_file
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -179,13 +179,13 @@ class CaptureWriter:
         return FileDigests.of(name, {key: describe_tensor(tensor) for key, tensor in tensors.items()})
 
     def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        with replacing(self.directory / name) as temporary:
+        with whole_capture_file(self.directory / name) as temporary:
             safetensors.torch.save_file(
                 {key: tensor.contiguous() for key, tensor in tensors.items()}, temporary
             )
 
     def _write_text(self, name: str, text: str) -> None:
-        with replacing(self.directory / name) as temporary:
+        with whole_capture_file(self.directory / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
     def _update(self, manifest: Manifest) -> None:

@@ -12,27 +12,16 @@ from minimax_tools.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubAccess:
-    """Access to a hub: endpoint, token, cache and patience.
+    """Access to a hub: endpoint, token, cache and patience."""
 
-    Args:
-        endpoint: Address of the hub, without a slash at the end.
-        cache_dir: Cache, in the layout of huggingface_hub.
-        token: Token of the user; None for the token that huggingface_hub finds (`HF_TOKEN`, a saved login).
-        is_offline: True if only the cache is used, and no request is sent.
-        timeout_s: Longest silence of the hub, in seconds.
-        num_attempts: Number of failures in a row, with nothing received between them, that end a transfer.
-        first_delay_s: Wait after the first failure, in seconds; doubled after each.
-        num_workers: Number of files that are fetched at once.
-    """
-
-    endpoint: str
-    cache_dir: Path
-    token: str | None = None
-    is_offline: bool = False
-    timeout_s: float = 10.0
-    num_attempts: int = 5
-    first_delay_s: float = 1.0
-    num_workers: int = 4
+    endpoint: str  # address of the hub, without a slash at the end
+    cache_dir: Path  # cache, in the layout of huggingface_hub
+    token: str | None = None  # None for the token that huggingface_hub finds (`HF_TOKEN`, a saved login)
+    is_offline: bool = False  # True if only the cache is used, and no request is sent
+    timeout_s: float = 10.0  # longest silence of the hub
+    num_attempts: int = 5  # failures in a row, with nothing received between them, that end a transfer
+    first_delay_s: float = 1.0  # wait after the first failure; doubled after each further one
+    num_workers: int = 4  # number of files that are fetched at once
 
     def __post_init__(self) -> None:
         if self.num_attempts < 1 or self.num_workers < 1:
@@ -63,17 +52,11 @@ class HubAccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
-    """A file of a hub model.
+    """A file of a hub model. Size and hash are None if the hub does not tell them, or is not asked."""
 
-    Args:
-        name: Path in the repository.
-        size_bytes: Size; None if the hub does not tell it.
-        content_hash: sha256 of a large file, git's sha1 of a small one; None if the hub does not tell it.
-    """
-
-    name: str
+    name: str  # path in the repository
     size_bytes: int | None
-    content_hash: str | None
+    content_hash: str | None  # sha256 of a large file, git's sha1 of a small one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +92,7 @@ class HubCommit:
         return self.blob(content_hash).with_name(f"{content_hash}.incomplete")
 
     def holds(self, file: HubFile) -> bool:
-        """Decide whether the snapshot has the file, with the right size."""
+        """Decide whether the snapshot has the file, with the right size if that is known."""
         path = self.folder / file.name
         return path.is_file() and file.size_bytes in (None, path.stat().st_size)
 

@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 # Index file of each format, in order of preference: a repository with safetensors is read from those alone.
 _INDEX_FILES = {SAFETENSORS_SUFFIX: INDEX_FILE, ".bin": PICKLED_INDEX_FILE}
+# Name of one shard of several, such as `model-00001-of-00130.safetensors`.
 _NUMBERED = re.compile(r".*-of-\d+\.\w+")
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w][\w./-]*))?")
 _DEFAULT_REVISION = "main"
@@ -48,12 +49,12 @@ def resolve_model(model: str, *, layers: range | None = None, access: HubAccess 
         CheckpointError: The folder is missing, or the hub did not give the model.
     """
     folder = _find_folder(model)
-    return folder or _with_snapshot(model, access, lambda snapshot: _fetch_model(snapshot, layers))
+    return folder or _on_snapshot(model, access, lambda snapshot: _fetch_model(snapshot, layers))
 
 
 def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
-    """Return the folder of a checkpoint as `resolve_model` does, without fetching shards."""
-    return _find_folder(model) or _with_snapshot(model, access, _fetch_description)
+    """Return the folder of a checkpoint; of a hub model only config, index and tokenizer are fetched."""
+    return _find_folder(model) or _on_snapshot(model, access, _fetch_description)
 
 
 def is_on_hub(model: str) -> bool:
@@ -64,7 +65,7 @@ def is_on_hub(model: str) -> bool:
 def work_on_hub(
     model: str, work: Callable[[HubSnapshot], Result], *, access: HubAccess | None = None
 ) -> Result:
-    """Fetch the description of a hub model, and return the result of `work` on its snapshot.
+    """Fetch config, index and tokenizer of a hub model, and return the result of `work` on its snapshot.
 
     Raises:
         UsageError: The model is a folder.
@@ -78,14 +79,14 @@ def work_on_hub(
         _fetch_description(snapshot)
         return work(snapshot)
 
-    return _with_snapshot(model, access, describe_and_work)
+    return _on_snapshot(model, access, describe_and_work)
 
 
 def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...]:
     """Return the sorted names of the model's files; offline, of its cached files."""
     folder = _find_folder(model)
     if folder is None:
-        return _with_snapshot(model, access, lambda snapshot: tuple(sorted(snapshot.files)))
+        return _on_snapshot(model, access, lambda snapshot: tuple(sorted(snapshot.files)))
     return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
 
 
@@ -98,7 +99,7 @@ def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = 
     wanted = tuple(names)
     folder = _find_folder(model)
     if folder is None:
-        return _with_snapshot(model, access, lambda snapshot: snapshot.fetch(wanted))
+        return _on_snapshot(model, access, lambda snapshot: snapshot.fetch(wanted))
     missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing:
         raise CheckpointError(
@@ -108,7 +109,11 @@ def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = 
 
 
 def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
-    """Return the names of the shards to fetch; without an index these are all files of the format.
+    """Return the names of the shards with these layers and with the tensors outside all layers; None for all shards.
+
+    The index, if the model has one, must be cached already; without one, all files of the format are named. A snapshot
+    that is not listed knows only the cached files, so names that the cache may lack are added: fetching them fails with
+    a message that says so.
 
     Raises:
         CheckpointError: The model holds no weights, or its index is damaged.
@@ -117,13 +122,14 @@ def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
         shards = {name for name in snapshot.files if "/" not in name and name.endswith(suffix)}
         if index_file in snapshot.files:
             weight_map = read_weight_map(snapshot.folder / index_file)
+            # `layer_of` is None for a tensor outside all layers.
             return {
                 file
                 for name, file in weight_map.items()
                 if layers is None or layer_of(name) in (None, *layers)
             }
         if shards and not snapshot.is_listed and any(map(_NUMBERED.fullmatch, shards)):
-            # Without the index it is unknown which shards the cache lacks.
+            # Only the index, which the cache lacks, tells all shards.
             return {*shards, index_file}
         if shards:
             return shards
@@ -134,7 +140,7 @@ def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
             found=f"{len(snapshot.files)} other files",
             next_step="Check the id. Other weight formats, such as GGUF, are not read.",
         )
-    # Fetching the index fails with the message that the cache lacks it.
+    # The cache holds no shard at all.
     return {INDEX_FILE}
 
 
@@ -145,7 +151,8 @@ def _find_folder(model: str) -> Path | None:
     return folder if model and folder.is_dir() else None
 
 
-def _with_snapshot(model: str, access: HubAccess | None, work: Callable[[HubSnapshot], Result]) -> Result:
+def _on_snapshot(model: str, access: HubAccess | None, work: Callable[[HubSnapshot], Result]) -> Result:
+    """Parse the hub id `model`, and return the result of `work` on its snapshot."""
     match = _HUB_ID.fullmatch(model)
     if match is None or ".." in model:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Failures of requests to a hub: new attempts after those that may pass, and errors for the user.
+"""Failures of requests to a hub: new attempts after transient ones, and errors for the user after the others.
 
 huggingface_hub uses requests before 1.0, httpx before 2.0 and httpx2 since. Their errors have no common class, so the
 library that an error comes from decides.
@@ -26,7 +26,7 @@ _LONGEST_DELAY_S = 30.0
 _LONGEST_ASKED_DELAY_S = 330.0
 _HTTP_LIBRARIES = frozenset({"requests", "urllib3", "httpx", "httpx2", "httpcore"})
 # Timeout, too early, too many requests.
-_PASSING_STATUSES = frozenset({408, 425, 429})
+_TRANSIENT_STATUSES = frozenset({408, 425, 429})
 # Header of the hub: no requests remain (r=0), and the window ends in t seconds.
 _RATE_LIMIT = re.compile(r"r=0\b.*?\bt=(\d+)")
 _MAX_FOUND_LENGTH = 300
@@ -73,7 +73,7 @@ class Attempts:
         self._num_failed = 0
 
     def wait_after(self, error: Exception) -> None:
-        """Wait for the next attempt after a failure, or raise it if it cannot pass or no attempt is left.
+        """Return once the next attempt is due. Raise `error` if it is not transient, or no attempt is left.
 
         Raises:
             FetchStoppedError: `stop` was set.
@@ -108,7 +108,7 @@ def is_transient(error: BaseException) -> bool:
     error = _root(error)
     status = _status(error)
     if status is not None:
-        return status in _PASSING_STATUSES or status >= 500
+        return status in _TRANSIENT_STATUSES or status >= 500
     if isinstance(error, (ConnectionError, TimeoutError)):
         # huggingface_hub's refusal to ask the hub is a ConnectionError too.
         return type(error).__name__ != "OfflineModeIsEnabled"
@@ -126,7 +126,10 @@ def asked_delay_s(error: BaseException) -> float:
 
 
 def translate(error: BaseException, commit: HubCommit, *, file: str | None = None) -> CheckpointError:
-    """Build the error for a request about a model (or one `file` of it) that failed for good."""
+    """Build the error for a request about a model, or one `file` of it, after its last attempt failed.
+
+    A CheckpointError, such as one about a server without byte ranges, is returned as it is.
+    """
     error = _root(error)
     if isinstance(error, CheckpointError):
         return error
@@ -165,7 +168,7 @@ def _explain(error: BaseException, commit: HubCommit, file: str | None) -> tuple
     )
     if kind == "GatedRepoError":
         return (
-            f"{model} is gated, and its owner has not let this token, or no token, in",
+            f"{model} is gated, and its owner has not admitted this token (or there is no token)",
             f"Ask for access at {endpoint}/{model}, then log in with `hf auth login` or set HF_TOKEN.",
         )
     if kind == "RevisionNotFoundError":

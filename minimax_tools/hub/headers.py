@@ -27,21 +27,21 @@ from minimax_tools.hub.checkpoint_folder import find_shards
 from minimax_tools.hub.ranges import HubRanges, NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
 
-# Limit of safetensors itself, in bytes: the length that a file states may be wrong.
+# Longest header that safetensors itself reads. A damaged file may state any length, and it would all be fetched.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
-    """Read the tensor entries of a hub model by name; of each missing shard two short ranges are fetched.
+    """Read the tensor entries of a hub model by name; of each shard that is not cached two short ranges are fetched.
 
-    The snapshot's index, if it has one, must be here already.
+    The model's index, if it has one, must be cached already.
 
     Raises:
         NoRangesError: The server sends whole files only, or the weights are not safetensors.
-        NotCachedError: Shards are missing, and the hub is not asked.
+        NotCachedError: Shards are not cached, and the hub is not asked.
         CheckpointError: Headers could not be fetched, or contradict each other or the index.
     """
-    shards = find_shards(snapshot, None)
+    shards = find_shards(snapshot, layers=None)
     if any(not shard.endswith(SAFETENSORS_SUFFIX) for shard in shards):
         raise NoRangesError(
             f"the tensors of {snapshot.commit.model} cannot be listed by byte ranges",
@@ -60,18 +60,19 @@ def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
 
 
 def _read_shard_headers(snapshot: HubSnapshot, shards: Iterable[str]) -> dict[str, tuple[TensorEntry, ...]]:
-    """Read the tensor entries of shards, by shard; headers of missing shards are fetched."""
+    """Read the tensor entries of shards, by shard; headers of shards that are not cached are fetched."""
     absent, headers = [], {}
     for shard in sorted(shards):
         if shard in snapshot.files and snapshot.commit.holds(snapshot.files[shard]):
             headers[shard] = read_header(snapshot.folder / shard)
         else:
             absent.append(shard)
+    # If the hub was not asked for its list (`is_listed`), it is not asked for headers either.
     unknown = [shard for shard in absent if shard not in snapshot.files or not snapshot.is_listed]
     if unknown:
         raise snapshot.lacking(unknown)
     stop = threading.Event()
-    ranges = HubRanges(snapshot.commit, stop=stop)
+    ranges = HubRanges(snapshot.commit, stop_event=stop)
 
     def fetch(file: HubFile) -> None:
         headers[file.name] = _fetch_header(ranges, file, snapshot)
@@ -82,7 +83,7 @@ def _read_shard_headers(snapshot: HubSnapshot, shards: Iterable[str]) -> dict[st
 
 
 def _fetch_header(ranges: HubRanges, file: HubFile, snapshot: HubSnapshot) -> tuple[TensorEntry, ...]:
-    """Fetch a header in two ranges: its length, then as many bytes."""
+    """Fetch a header in two ranges: its length, then the header itself, which ends where the tensors' data start."""
     path = snapshot.folder / file.name
     if file.size_bytes is None:
         raise CheckpointError(f"the hub does not say how long {file.name} is")

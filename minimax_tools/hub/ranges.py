@@ -28,12 +28,12 @@ class HubRanges:
 
     Args:
         commit: Commit to read from.
-        stop: Event that ends all reads.
+        stop_event: Event that ends all reads.
     """
 
-    def __init__(self, commit: HubCommit, *, stop: threading.Event) -> None:
+    def __init__(self, commit: HubCommit, *, stop_event: threading.Event) -> None:
         self._commit = commit
-        self._stop = stop
+        self._stop_event = stop_event
 
     def read(self, file: HubFile, start: int, stop: int) -> bytes:
         """Read bytes `start` to `stop` of a file, `stop` not included; errors are as for `stream`."""
@@ -45,9 +45,9 @@ class HubRanges:
         Raises:
             NoRangesError: The server sends whole files only.
             CheckpointError: They could not be fetched.
-            FetchStoppedError: The event `stop` was set.
+            FetchStoppedError: The stop event was set.
         """
-        attempts = Attempts(self._commit.access, name=file.name, stop=self._stop)
+        attempts = Attempts(self._commit.access, name=file.name, stop=self._stop_event)
         position = start
         while position < stop:
             pieces = self._stream_once(file, position, stop)
@@ -60,7 +60,7 @@ class HubRanges:
                 pieces.close()
 
     def _next_piece(self, pieces: Iterator[bytes], attempts: Attempts, file: HubFile) -> bytes | None:
-        """Return the next piece of a response; None at its end, or if it broke and another one is due.
+        """Return the next piece of a response; None at its end, or after it broke off and another request is due.
 
         Only errors of the transfer are handled here, not those of the code that the pieces are yielded to.
         """
@@ -68,10 +68,12 @@ class HubRanges:
             return next(pieces, None)
         except Exception as error:
             try:
+                # Returns when another attempt is due; raises `error` if none is left or none would help.
                 attempts.wait_after(error)
             except FetchStoppedError:
                 raise
             except Exception as last_error:
+                # A NoRangesError stays as it is; other errors become a CheckpointError for the user.
                 raise translate(last_error, self._commit, file=file.name) from last_error
         return None
 
@@ -82,7 +84,7 @@ class HubRanges:
         with open_body(self._commit, file.name, byte_range=f"bytes={start}-{stop - 1}") as (response, pieces):
             self._check_response(response, file, start)
             for piece in pieces:
-                if self._stop.is_set():
+                if self._stop_event.is_set():
                     raise FetchStoppedError
                 yield piece[:num_missing]
                 num_missing -= min(len(piece), num_missing)
@@ -96,12 +98,20 @@ class HubRanges:
             raise NoRangesError(
                 f"{self._commit.access.endpoint} gives no part of {file.name}",
                 expected="status 206",
-                found=f"status {response.status_code}, the whole file",
+                found="status 200, the whole file"
+                if response.status_code == 200
+                else f"status {response.status_code}",
                 next_step="Fetch whole files: leave out --byte-ranges.",
             )
         content_range = response.headers.get("content-range", "")
         match = _CONTENT_RANGE.fullmatch(content_range)
-        if match is None or int(match[1]) != start or match[2] not in ("*", str(file.size_bytes)):
+        listed_size = "*" if file.size_bytes is None else str(file.size_bytes)
+        # A size of "*" is unknown: to the server, or to the hub that listed the file.
+        if (
+            match is None
+            or int(match[1]) != start
+            or (match[2] != listed_size and "*" not in (match[2], listed_size))
+        ):
             raise BrokenTransferError(
                 f"bytes from {start} on of {file.size_bytes} were asked for, {content_range!r} came"
             )

@@ -33,17 +33,12 @@ class NotCachedError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSnapshot:
-    """A commit and its known files.
-
-    Args:
-        commit: The commit.
-        files: Files by name: those that the hub lists or, if it is not asked, those in the cache.
-        is_listed: True if the hub listed the files.
-    """
+    """A commit and its known files."""
 
     commit: HubCommit
+    # By name: all files that the hub lists or, if it is not asked, those in the cache.
     files: Mapping[str, HubFile]
-    is_listed: bool
+    is_listed: bool  # True if the hub listed the files
 
     @property
     def folder(self) -> Path:
@@ -84,7 +79,7 @@ class HubSnapshot:
         )
 
     def _check_room(self, absent: list[HubFile]) -> None:
-        needed_bytes = sum(max(0, self._missing_bytes(file)) for file in absent)
+        needed_bytes = sum(self._missing_bytes(file) for file in absent)
         existing_folder = self.commit.access.cache_dir.absolute()
         while not existing_folder.exists():
             existing_folder = existing_folder.parent
@@ -103,7 +98,8 @@ class HubSnapshot:
         if file.content_hash is not None:
             candidates = (self.commit.blob(file.content_hash), self.commit.part(file.content_hash))
             here_bytes = max((path.stat().st_size for path in candidates if path.is_file()), default=0)
-        return (file.size_bytes or 0) - here_bytes
+        # What is left may be too long; it is dropped later, so it does not make room for other files.
+        return max((file.size_bytes or 0) - here_bytes, 0)
 
     def _transfer(self, absent: list[HubFile]) -> None:
         total_bytes = sum(file.size_bytes or 0 for file in absent)
@@ -142,8 +138,8 @@ def with_snapshot(
 ) -> Result:
     """Return the result of `work` on the model's snapshot.
 
-    Offline it is the cache's, else the hub's. If the hub does not answer, it is the cache's; if that lacks files that
-    `work` needs, the hub is asked several times.
+    Offline it is the cache's snapshot, else the hub's. If the hub does not answer, it is the cache's snapshot too. If
+    that lacks files that `work` needs, the hub is asked again, several times.
 
     Raises:
         CheckpointError: `work` raised it. Or the hub cannot be reached, has no such model or revision, or refuses
@@ -183,6 +179,7 @@ def _work_on_cache(cached: HubSnapshot, error: Exception, work: Callable[[HubSna
 
 
 def _list_patiently(asked: HubCommit) -> HubSnapshot:
+    """Ask the hub for the revision's commit and files, in several attempts."""
     attempts = Attempts(asked.access, name=asked.model, stop=threading.Event())
     try:
         return attempts.run(lambda: _list_files(asked))
@@ -241,7 +238,7 @@ def _is_inside(name: str) -> bool:
 def run_all(
     work: Callable[[HubFile], object], files: list[HubFile], *, num_workers: int, stop: threading.Event
 ) -> None:
-    """Run `work` on all files; the first error ends the others."""
+    """Run `work` on all files, several at once. The first error is raised, and sets `stop` to end the others."""
     with ThreadPoolExecutor(num_workers, thread_name_prefix="hub") as pool:
         futures = [pool.submit(work, file) for file in files]
         try:

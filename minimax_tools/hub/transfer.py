@@ -2,7 +2,8 @@
 
 huggingface_hub does the requests, the cache and the xet protocol. It lacks two things. From 2.0 on it drops the
 received part of a file when the connection breaks, and no version compares hashes. So a file that comes over plain
-HTTP is written beside the cache's blobs, verified, and then becomes a blob.
+HTTP is first written to its *part*, a file beside the cache's blobs (blob: a file's content, named after its hash). A
+part that a broken connection or an earlier run left is resumed. Once it is whole and verified, it becomes the blob.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class HubTransfer:
                 if path is not None:
                     return path
             self._fetch_blob(expected, self._commit.blob(metadata.etag))
-            # The blob is there, so nothing is fetched again.
+            # huggingface_hub finds the blob by its etag, fetches nothing and links it into the snapshot.
             return self._download(file)
         except FetchStoppedError:
             raise
@@ -76,6 +77,7 @@ class HubTransfer:
             raise translate(error, self._commit, file=file.name) from error
 
     def _read_metadata(self, file: HubFile) -> Any:
+        """Ask for the file's etag and size, and whether the hub offers it by xet, its protocol for large files."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         return get_hf_file_metadata(
@@ -115,6 +117,8 @@ class HubTransfer:
         try:
             path = self._download(file)
             damage = _find_damage(path, file)
+        except FetchStoppedError:
+            raise
         except Exception as error:
             logger.warning("%s does not come by xet (%s): fetching it over HTTP.", file.name, error)
             return None
@@ -161,31 +165,39 @@ class HubTransfer:
         )
 
     def _receive(self, file: HubFile, part: Path) -> None:
-        """Receive what the part still lacks, in as many requests as it takes."""
+        """Receive the bytes that `part` lacks. If a response breaks off, the next request goes on where it ended."""
         attempts = self._attempts(file)
-        # Of a file of unknown size nobody can say what a part lacks.
+        # A part that is too long is wrong, and if the size is unknown, so is what an earlier run's part lacks.
         if file.size_bytes is None or _size(part) > file.size_bytes:
             part.unlink(missing_ok=True)
+        # An empty file needs no request.
+        part.touch()
         self._on_bytes(_size(part))
         while _size(part) != file.size_bytes:
             size_before = _size(part)
             try:
                 self._receive_once(file, part)
                 if file.size_bytes is None:
+                    # A response that ended well was the whole file.
                     return
             except Exception as error:
                 if _size(part) > size_before:
                     attempts.forget_failures()
+                # Returns when another attempt is due; raises `error` if none is left or none would help.
                 attempts.wait_after(error)
 
     def _receive_once(self, file: HubFile, part: Path) -> None:
-        """Append one response's body to the part; a part that is too long is removed."""
+        """Request the bytes behind the part, and append them. A part that gets too long is removed.
+
+        Raises:
+            BrokenTransferError: The part is not whole afterwards.
+        """
         start = _size(part)
         byte_range = f"bytes={start}-" if start else None
         with open_body(self._commit, file.name, byte_range=byte_range) as (response, chunks):
             is_continued = response.status_code == 206
             if start and not is_continued:
-                # The whole file comes again, and replaces the part.
+                # The server ignores ranges: the whole file comes again, and replaces the part.
                 self._on_bytes(-start)
             with part.open("ab" if is_continued else "wb") as output:
                 for chunk in chunks:

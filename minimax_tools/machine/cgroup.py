@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Folder below which every group has its own folder, in cgroups of version 1 and 2.
 _V1_MOUNT, _V2_MOUNT = "sys/fs/cgroup/memory", "sys/fs/cgroup"
-# Files of a group's folder, of version 1 or 2: the limits, of which the lowest holds, and the bytes in use.
+# Files of a group's folder, in version 1 and then 2: its limits, of which the lowest holds, and its bytes in use.
 _LIMIT_FILES = ("memory.limit_in_bytes", "memory.max", "memory.high")
 _USAGE_FILES = ("memory.usage_in_bytes", "memory.current")
 # Keys of the page cache in memory.stat. Version 1 has them once more for the group and those below, as `total_…`.
@@ -17,10 +17,8 @@ _CACHE_KEYS = ("active_file", "inactive_file")
 def cgroup_headroom_bytes(*, root: Path = Path("/")) -> int | None:
     """Return the bytes that this process's cgroup and its parents still allow; None without a limit.
 
-    The page cache counts as free: the kernel drops it before it refuses memory.
-
-    Args:
-        root: Folder of `proc` and `sys`.
+    The page cache counts as free: the kernel drops it before it refuses memory. `root` is the folder that holds `proc`
+    and `sys`; tests give another one.
     """
     headrooms = [_headroom(folder) for folder in _limiting_folders(root)]
     return min((headroom for headroom in headrooms if headroom is not None), default=None)
@@ -57,6 +55,7 @@ def _headroom(folder: Path) -> int | None:
     usages = _read_numbers(folder, _USAGE_FILES)
     if not limits or not usages:
         return None
+    # A folder has the files of one version only, so there is one usage.
     return max(min(limits) - usages[0] + _cached_bytes(folder), 0)
 
 

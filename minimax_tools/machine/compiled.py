@@ -48,10 +48,11 @@ def compiled(
 
 
 def _compile(function: Callable[P, R], signature: str, *, sums_in_any_order: bool) -> Callable[P, R]:
-    # The import takes half a second, which commands that compare nothing save.
+    # The import takes half a second. Commands that run no compiled loop do without it.
     import numba
 
     fastmath = {"reassoc"} if sums_in_any_order else set()
+    # With error_model="numpy", a division by zero gives Inf or NaN instead of an exception.
     njit = functools.partial(numba.njit, signature, nogil=True, fastmath=fastmath, error_model="numpy")
     try:
         return cast("Callable[P, R]", njit(cache=True)(function))

@@ -57,8 +57,7 @@ class MemoryBudgetError(CannotRunError):
 def available_bytes(*, root: Path = Path("/")) -> int:
     """Return the bytes that this process can still take without swapping, within the machine and its cgroup.
 
-    Args:
-        root: Folder of `proc` and `sys`.
+    `root` is the folder that holds `proc` and `sys`; tests give another one.
     """
     available = psutil.virtual_memory().available
     headroom = cgroup_headroom_bytes(root=root)
@@ -108,9 +107,7 @@ class MemoryBudget:
     def require(self, num_bytes: int, purpose: str) -> None:
         """Raise unless `num_bytes` more fit, for memory that is allocated and filled at once.
 
-        Args:
-            num_bytes: Bytes about to be taken.
-            purpose: Purpose of the memory, such as "reading layer 7"; the error's text begins with it.
+        The error's text begins with `purpose`, such as "reading layer 7".
 
         Raises:
             MemoryBudgetError: The bytes do not fit.
@@ -183,7 +180,7 @@ class Reservation:
 
 
 def _unreclaimable_bytes() -> int:
-    """Return the bytes that the system cannot take from this process without its doing."""
+    """Return the bytes that stay in use until this process frees them, in memory or swapped out."""
     usage = MemoryUsage.on_host()
     return usage.anonymous_bytes + usage.swapped_bytes
 
@@ -207,6 +204,6 @@ def _round_size_up(num_bytes: int) -> str:
     """Return a size as an option takes it, rounded up to one decimal of its unit: `12.4GB`."""
     unit_bytes = 1000 ** ((len(str(num_bytes)) - 1) // 3)
     step_bytes = max(unit_bytes // 10, 1)
-    # Ceiling division.
+    # Division rounded up.
     num_steps = -(-num_bytes // step_bytes)
     return format_size(num_steps * step_bytes).replace(" ", "")

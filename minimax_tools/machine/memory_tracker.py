@@ -39,7 +39,8 @@ class MemoryTracker:
         self._stopped = threading.Event()
         self._sampler: threading.Thread | None = None
         self._was_sampled = False
-        self._counted_before = self.baseline
+        # The reading against which peaks count that the kernel and torch recorded: older peaks are not this tracker's.
+        self._reading_at_start = self.baseline
         self._peak = MemoryPeak()
         self._peak_since_snapshot = 0
         self._record(self.baseline)
@@ -58,8 +59,8 @@ class MemoryTracker:
         if torch.cuda.is_initialized():
             for index in range(torch.cuda.device_count()):
                 torch.cuda.reset_peak_memory_stats(index)
-        self._counted_before = MemoryUsage.current()
-        self._record(self._counted_before)
+        self._reading_at_start = MemoryUsage.current()
+        self._record(self._reading_at_start)
         self._was_sampled = True
         self._stopped.clear()
         self._sampler = threading.Thread(target=self._sample, name="memory sampler", daemon=True)
@@ -88,8 +89,7 @@ class MemoryTracker:
 
     @property
     def peak(self) -> MemoryPeak:
-        """The peak so far. After `stop` only snapshots raise it."""
-        # Read once more, unless sampling has ended: a peak after `stop` must not count.
+        """The peak so far, with a reading of now. After `stop` only snapshots raise it."""
         if self._sampler is not None or not self._was_sampled:
             self._record(MemoryUsage.current())
         return self._peak
@@ -128,7 +128,7 @@ class MemoryTracker:
 
     def _record(self, usage: MemoryUsage) -> None:
         with self._lock:
-            self._peak = self._peak.raised_by(usage, since=self._counted_before)
+            self._peak = self._peak.raised_by(usage, since=self._reading_at_start)
             self._peak_since_snapshot = max(self._peak_since_snapshot, usage.anonymous_bytes)
 
 

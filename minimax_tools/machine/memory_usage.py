@@ -1,9 +1,10 @@
-"""Readings of this process's memory: `MemoryUsage`, with a label `MemorySnapshot`, the highest of many `MemoryPeak`.
+"""Memory of this process: a reading (`MemoryUsage`), one with a label (`MemorySnapshot`), and peaks (`MemoryPeak`).
 
 | kind | memory |
 |---|---|
 | anonymous | allocated and written to |
 | file-backed | pages of mapped files, which the system drops and reads again as it likes |
+| shared | shared with other processes, as tensors may be |
 | device | tensors of torch on each CUDA device |
 """
 
@@ -19,6 +20,7 @@ import psutil
 import torch
 
 _STATUS = Path("/proc/self/status")
+# Resident memory of the three kinds, swapped memory, and the peak (high water mark) of all resident memory.
 _STATUS_LINE = re.compile(r"^(RssAnon|RssFile|RssShmem|VmSwap|VmHWM):\s*(\d+) kB$", re.MULTILINE)
 
 
@@ -28,26 +30,18 @@ class MemoryUsage:
 
     Linux tells the kinds apart. On other systems `are_kinds_known` is False, and `anonymous_bytes` is all resident
     memory: too high rather than too low.
-
-    Args:
-        anonymous_bytes: Memory that was allocated and written to, swapped pages not counted.
-        file_bytes: Resident pages of mapped files.
-        shared_bytes: Resident shared memory, as of tensors that several processes share.
-        swapped_bytes: Anonymous memory that is swapped out.
-        most_resident_bytes: Peak of resident memory since the process began; None if unknown.
-        device_bytes: Bytes of torch's tensors by CUDA device, as `cuda:0`; empty until this process uses CUDA.
-        most_device_bytes: Peak of `device_bytes` since the process began or torch's counters were reset.
-        are_kinds_known: Whether the first three kinds are told apart.
     """
 
-    anonymous_bytes: int
-    file_bytes: int = 0
-    shared_bytes: int = 0
-    swapped_bytes: int = 0
-    most_resident_bytes: int | None = None
+    anonymous_bytes: int  # resident, so without swapped pages
+    file_bytes: int = 0  # resident
+    shared_bytes: int = 0  # resident
+    swapped_bytes: int = 0  # anonymous memory that is swapped out
+    most_resident_bytes: int | None = None  # peak since the process began; None if unknown
+    # Bytes of torch's tensors by CUDA device, such as `cuda:0`, now and at their peak since the process began or
+    # torch's counters were reset; empty until this process uses CUDA.
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     most_device_bytes: Mapping[str, int] = field(default_factory=dict)
-    are_kinds_known: bool = True
+    are_kinds_known: bool = True  # whether anonymous, file-backed and shared memory are told apart
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "most_device_bytes"):
@@ -79,13 +73,14 @@ class MemoryUsage:
         Raises:
             KeyError: The text does not tell the kinds apart, as in some sandboxes.
         """
-        found = {key: int(number) * 1024 for key, number in _STATUS_LINE.findall(status)}
+        # Linux writes kB for 1024 bytes.
+        sizes = {key: int(number) * 1024 for key, number in _STATUS_LINE.findall(status)}
         return cls(
-            anonymous_bytes=found["RssAnon"],
-            file_bytes=found["RssFile"],
-            shared_bytes=found["RssShmem"],
-            swapped_bytes=found.get("VmSwap", 0),
-            most_resident_bytes=found.get("VmHWM"),
+            anonymous_bytes=sizes["RssAnon"],
+            file_bytes=sizes["RssFile"],
+            shared_bytes=sizes["RssShmem"],
+            swapped_bytes=sizes.get("VmSwap", 0),
+            most_resident_bytes=sizes.get("VmHWM"),
         )
 
     @classmethod
@@ -108,8 +103,8 @@ class MemoryUsage:
 class MemoryPeak:
     """Peaks of a process's memory, in bytes, each at its own moment.
 
-    The kernel and torch count the peaks of `resident_bytes` and `device_bytes`, so new peaks are exact. The other two
-    are the highest samples.
+    The kernel and torch record the highest `resident_bytes` and `device_bytes`, so a peak above all earlier ones is
+    exact. Other peaks are the highest samples.
     """
 
     anonymous_bytes: int = 0
@@ -128,7 +123,7 @@ class MemoryPeak:
     def raised_by(self, usage: MemoryUsage, *, since: MemoryUsage) -> MemoryPeak:
         """Return this peak, raised by a reading.
 
-        The reading's own peak counters count only if they rose after the reading `since`: else their peak is older.
+        The peaks that the reading itself holds (`most_…`) count only if they rose after the reading `since`.
         """
         return MemoryPeak(
             anonymous_bytes=max(self.anonymous_bytes, usage.anonymous_bytes),

@@ -25,7 +25,8 @@ def native_output_dropped() -> Iterator[None]:
 @contextmanager
 def output_set_aside() -> Iterator[None]:
     """Redirect standard output to standard error in the block, for what ports and compilers print."""
-    with _output_sent_to(2), redirect_stdout(sys.stderr):
+    standard_error = 2
+    with _output_sent_to(standard_error), redirect_stdout(sys.stderr):
         yield
 
 

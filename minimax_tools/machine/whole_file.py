@@ -1,4 +1,8 @@
-"""Files that are written whole or not at all: to a temporary sibling first, which is renamed at the end."""
+"""Files that are written whole or not at all: to a temporary sibling first, which is renamed at the end.
+
+`whole_file` opens a text file. `whole_capture_file` yields a path, for safetensors too; it flushes the file to the
+disk, and its errors are for the user.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from minimax_tools.errors import CaptureError
 
 # The disk, or a quota, is used up.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Name of a temporary file of `whole_capture_file`. Earlier versions left out the random part.
 _TEMPORARY = re.compile(r"\..+\.(safetensors|json)(\.[0-9a-f]{8})?\.tmp")
 
 
@@ -44,8 +49,8 @@ def whole_file(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of a capture's file. Rename it to `path` once the block has ended well.
+def whole_capture_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary sibling of a capture's file. Rename it to `path` once the block has ended well.
 
     Raises:
         CaptureError: The disk is full, or cannot be written to.
@@ -74,7 +79,7 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Decide whether a file is a temporary file of `replacing`, such as a killed run leaves behind."""
+    """Decide whether a file is a temporary file of `whole_capture_file`, such as a killed run leaves behind."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 

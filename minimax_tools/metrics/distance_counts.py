@@ -7,10 +7,11 @@ import numpy as np
 from minimax_tools.machine.compiled import compiled
 from minimax_tools.metrics.pair_sums import Values
 
-# The number of a distance's bin is the distance's float32 bits without the 14 low ones.
+# A bin's number is the float32 bits of its distances without the 14 low ones. Bits of larger distances are larger.
 _DROPPED_BITS = 14
 # Width of a bin as a fraction of the distance: float32 has 23 bits after the leading one.
 MEDIAN_RELATIVE_RESOLUTION = 2.0 ** (_DROPPED_BITS - 23)
+# Bin of Inf, the last: a finite float64 distance may exceed float32.
 _INFINITY_BIN = 0x7F800000 >> _DROPPED_BITS
 
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]

@@ -17,7 +17,7 @@ import torch
 # Least divisor: keeps a channel of zeros from dividing by zero.
 _TINY = 1e-30
 # Tokens that are averaged at a time; bounds the float32 copies.
-_BLOCK_ROWS = 256
+_BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Structure:
     worst_channel: int  # index of the worst channel
 
     def divided(self, divisors: Sequence[float]) -> Structure:
-        """Return the structure with each of its `figures` divided by its own divisor."""
+        """Return the structure with each of its `figures` divided by its own divisor, such as a variant's figure."""
         token_gain, channel_gain, channel_offset, channel_worst = divisors
         return replace(
             self,
@@ -49,12 +49,12 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Averages:
-    """Averages of one side's error, float64: a gain for each token [T]; gain, sum and sum of squares by channel [F]."""
+    """Averages of one side's error, float64."""
 
-    token_gains: torch.Tensor
-    channel_gains: torch.Tensor
-    channel_offsets: torch.Tensor
-    channel_squares: torch.Tensor
+    token_gains: torch.Tensor  # [T]
+    channel_gains: torch.Tensor  # [F]
+    channel_offsets: torch.Tensor  # [F], sum of the errors over all tokens
+    channel_squares: torch.Tensor  # [F], sum of the squared errors over all tokens
 
 
 def measure_structure(
@@ -87,30 +87,34 @@ def measure_structure(
     )
 
 
-def _average_error(rows: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor) -> _Averages:
-    """Average one side's error: blocks in float32, enough for errors of few digits, and their sums in float64."""
-    num_channels = rows.shape[1]
+def _average_error(values: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor) -> _Averages:
+    """Average the error of one side's values [T,F].
+
+    Blocks are computed in float32, enough for errors of few digits, and summed in float64.
+    """
+    num_tokens, num_channels = values.shape
     ordinary = (~massive).to(torch.float32)
     gains = []
-    products, norms, sums, squares = torch.zeros(4, num_channels, dtype=torch.float64)
-    for start in range(0, rows.shape[0], _BLOCK_ROWS):
-        exact = twin[start : start + _BLOCK_ROWS].to(torch.float32)
-        error = rows[start : start + _BLOCK_ROWS].to(torch.float32) - exact
-        product, norm = error * exact, exact.square()
-        gains.append((product @ ordinary) / (norm @ ordinary).clamp(min=_TINY))
+    products, exact_squares, sums, squares = torch.zeros(4, num_channels, dtype=torch.float64)
+    for start in range(0, num_tokens, _BLOCK_TOKENS):
+        exact = twin[start : start + _BLOCK_TOKENS].to(torch.float32)
+        error = values[start : start + _BLOCK_TOKENS].to(torch.float32) - exact
+        product, exact_square = error * exact, exact.square()
+        gains.append((product @ ordinary) / (exact_square @ ordinary).clamp(min=_TINY))
         products += product.sum(dim=0)
-        norms += norm.sum(dim=0)
+        exact_squares += exact_square.sum(dim=0)
         sums += error.sum(dim=0)
         squares += error.square_().sum(dim=0)
     return _Averages(
         token_gains=torch.cat(gains).double(),
-        channel_gains=products / norms.clamp(min=_TINY),
+        channel_gains=products / exact_squares.clamp(min=_TINY),
         channel_offsets=sums,
         channel_squares=squares,
     )
 
 
 def _ratio(port: torch.Tensor, golden: torch.Tensor) -> float:
+    """Return the L2 norm of the port's averages over that of the golden's; 1 if both are 0."""
     numerator, denominator = float(port.norm()), float(golden.norm())
     if denominator == 0.0:
         return 1.0 if numerator == 0.0 else math.inf

@@ -11,8 +11,9 @@ Names in a layer's floor file, float32 [B,S] with zeros on padding unless said o
 | `<variant>/<name>` | the same for a variant instead of the golden |
 | `<variant>/<site>.structure` | float32 [4], the variant's averages over the golden's (`Structure.figures`) |
 
-A variant is another correct way to compute the layer in BF16, with the golden's choice of experts.
-Shapes: B rows, S positions, T tokens that are no padding, F channels of a site, E experts; k experts for each token.
+A variant is another correct way to compute the layer in BF16, with the golden's choice of experts. A biased score is
+the sigmoid of a router logit plus the correction bias: the k experts with the highest are chosen.
+Shapes: B prompts, S positions, T tokens that are no padding, F channels of a site, E experts, k experts for each token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from minimax_tools.model.sites import ModelSite, Site
 MASSIVE_RATIO = 20.0
 ROUTER_MARGIN = "router_margin"
 ROUTER_NOISE = "router_noise"
-# Number of scores before and after the boundary between chosen and other experts that BF16 may carry across it.
+# Number of scores on each side of the boundary between chosen and other experts that BF16 may carry across it.
 _NUM_COMPETITORS = 4
 
 
@@ -58,7 +59,7 @@ def variant_name(variant: str, name: str) -> str:
 
 
 def token_rows(tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-    """Reshape a site's tensor to one row per token, [B,S,F], with heads side by side."""
+    """Reshape a site's tensor to one row for each token, [B,S,F]; heads with a dim of their own go side by side."""
     if site.has_heads_dim:
         tensor = tensor.transpose(1, 2)
     return tensor.reshape(*tensor.shape[:2], -1)
@@ -79,15 +80,16 @@ def floor_statistics(
     num_experts_per_tok: int,
     golden: Mapping[Site, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Measure the floor statistics of one layer.
+    """Measure the floor statistics of one layer: of the golden itself, or of one variant.
 
     Args:
-        computed: BF16 tensors by site.
+        computed: BF16 tensors by site, the golden's or the variant's. Sites that it lacks are left out.
         twin: Float32 tensors by site, computed from the same input with the same choice of experts.
         attention_mask: int64 [B,S].
         correction_bias: float32 [E].
         num_experts_per_tok: k.
-        golden: The golden's BF16 tensors by site if `computed` holds a variant's; None if it holds the golden's own.
+        golden: None for the golden itself. For a variant, the golden's BF16 tensors by site: they decide which channels
+            are massive, and the variant's `structure` is relative to their error.
     """
     real = attention_mask.bool()
     statistics: dict[str, torch.Tensor] = {}
@@ -98,6 +100,7 @@ def floor_statistics(
         if golden is None:
             statistics |= error_norms(site, computed[site], exact, real=real)
             continue
+        # A variant.
         golden_rows = token_rows(golden[site], site)[real]
         massive = massive_channels(golden_rows)
         statistics |= error_norms(site, computed[site], exact, real=real, massive=massive)
@@ -125,12 +128,12 @@ def variant_statistics(
 ) -> dict[str, torch.Tensor]:
     """Measure the `floor_statistics` of a layer's variants, under `<variant>/<name>`.
 
-    `computed` has the BF16 tensors by variant and site. Only these sites are measured.
+    `computed` has the BF16 tensors by variant and site; the other arguments are those of `floor_statistics`.
     """
     statistics: dict[str, torch.Tensor] = {}
-    for name, sites in computed.items():
+    for variant, tensors in computed.items():
         measured = floor_statistics(
-            sites,
+            tensors,
             twin,
             attention_mask=attention_mask,
             correction_bias=correction_bias,
@@ -139,13 +142,13 @@ def variant_statistics(
         )
         # The margin is the twin's, so it is the same for all variants and stored once.
         measured.pop(ROUTER_MARGIN, None)
-        statistics |= {variant_name(name, key): value for key, value in measured.items()}
+        statistics |= {variant_name(variant, name): value for name, value in measured.items()}
     return statistics
 
 
 def error_norms(
     site: Site | ModelSite,
-    reference: torch.Tensor,
+    computed: torch.Tensor,
     twin: torch.Tensor,
     *,
     real: torch.Tensor,
@@ -155,12 +158,12 @@ def error_norms(
 
     Args:
         site: The site.
-        reference: BF16 tensor of the site.
+        computed: BF16 tensor of the site.
         twin: float32 tensor of the site.
         real: bool [B,S], false on padding.
-        massive: bool [F], true on massive channels; None to find them in `reference`.
+        massive: bool [F], true on massive channels; None to find them in `computed`.
     """
-    rows = token_rows(reference, site)
+    rows = token_rows(computed, site)
     error = rows.to(torch.float32) - token_rows(twin, site).to(torch.float32)
     if massive is None:
         massive = massive_channels(rows[real])
@@ -181,7 +184,7 @@ def choice_margin(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def competing_places(k: int, num_experts: int) -> slice:
-    """Return the ranks, by descending biased score, of the scores near the k-th; none if all experts are chosen."""
+    """Return the places, in descending order of biased scores, near the k-th; none if all experts are chosen."""
     if k >= num_experts:
         return slice(0, 0)
     return slice(max(k - _NUM_COMPETITORS, 0), min(k + _NUM_COMPETITORS, num_experts))

@@ -29,32 +29,20 @@ _SAMPLE_ELEMENTS = 1 << 11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMetrics:
-    """Differences of a target from its reference. Relative metrics refer to the reference.
-
-    Args:
-        num_nonfinite_reference: Number of NaN and Inf in the reference; likewise for the target.
-        max_abs_diff: Largest |target − reference|.
-        median_abs_diff: Lower median of |target − reference|, exact to `MEDIAN_RELATIVE_RESOLUTION`.
-        close_fraction: Fraction of elements within the tolerance; an element that is not finite is not close.
-        cosine_similarity: Cosine of the angle between the sides; None if a side is zero.
-        pearson_correlation: Correlation of the sides; None if a side is constant.
-        relative_l2: ‖target − reference‖ / ‖reference‖.
-        norm_ratio: ‖target‖ / ‖reference‖.
-        worst_index: Index of the element with `max_abs_diff`.
-    """
+    """Differences of a target from its reference. Relative metrics refer to the reference."""
 
     num_elements: int
-    num_nonfinite_reference: int
+    num_nonfinite_reference: int  # NaN and Inf in the reference
     num_nonfinite_target: int
-    max_abs_diff: float
+    max_abs_diff: float  # largest |target − reference|
     mean_abs_diff: float
-    median_abs_diff: float
-    close_fraction: float
-    cosine_similarity: float | None
-    pearson_correlation: float | None
-    relative_l2: float
-    norm_ratio: float
-    worst_index: tuple[int, ...]
+    median_abs_diff: float  # lower median, exact to `MEDIAN_RELATIVE_RESOLUTION`
+    close_fraction: float  # fraction of elements within the tolerance; NaN and Inf are not close
+    cosine_similarity: float | None  # cosine of the angle between the sides; None if a side is zero
+    pearson_correlation: float | None  # None if a side is constant
+    relative_l2: float  # ‖target − reference‖ / ‖reference‖
+    norm_ratio: float  # ‖target‖ / ‖reference‖
+    worst_index: tuple[int, ...]  # index of the element with `max_abs_diff`
 
 
 def compare_tensors(
@@ -74,7 +62,7 @@ def compare_tensors(
 
 
 def sample_centres(reference: torch.Tensor, target: torch.Tensor) -> Centres:
-    """Return the centres of two flat tensors, from a sample of each."""
+    """Return the centres of two flat tensors, which `PairSums` subtracts before squaring, from a sample of each."""
     # Odd, so that the sample does not hold one channel again and again. `| 1` makes an even step odd.
     step = max(reference.numel() // _SAMPLE_ELEMENTS, 1) | 1
     return Centres.of(reference[::step].double(), target[::step].double())
@@ -145,6 +133,7 @@ def _pair_metrics(sums: PairSums, median: float, shape: tuple[int, ...]) -> Pair
         num_elements=sums.num_elements,
         num_nonfinite_reference=totals.nonfinite_reference,
         num_nonfinite_target=totals.nonfinite_target,
+        # -1 if no element is finite on both sides.
         max_abs_diff=max(sums.worst, 0.0),
         mean_abs_diff=totals.distances / max(totals.num_finite, 1),
         median_abs_diff=median,
@@ -162,6 +151,7 @@ def _pair_metrics(sums: PairSums, median: float, shape: tuple[int, ...]) -> Pair
 
 
 def _correlation(products: float, reference_squares: float, target_squares: float) -> float | None:
+    """Return Σrt / √(Σr² · Σt²) from the three sums; None if a side has no square."""
     if reference_squares <= 0.0 or target_squares <= 0.0:
         return None
     # Two roots, because the product of two small sums would underflow.
@@ -169,6 +159,7 @@ def _correlation(products: float, reference_squares: float, target_squares: floa
 
 
 def _ratio(numerator: float, denominator: float, *, of_zeros: float) -> float:
+    """Divide; return `of_zeros` for 0 / 0, and infinity for another number over 0."""
     if denominator > 0.0:
         return numerator / denominator
     return of_zeros if numerator == 0.0 else math.inf

@@ -43,7 +43,10 @@ class Centres:
 
 
 class Totals(NamedTuple):
-    """Counts and sums over elements. All but the first two are over elements that are finite on both sides."""
+    """Counts and sums over elements. All but the first two are over elements that are finite on both sides.
+
+    A distance is |t − r|, squares are of deviations, and a product is of both sides' deviations.
+    """
 
     nonfinite_reference: int = 0
     nonfinite_target: int = 0
@@ -59,12 +62,12 @@ class Totals(NamedTuple):
 
 
 class SideSums(NamedTuple):
-    """Sums over the finite elements x of one side: deviations Σ(x − centre) and squares Σ(x − centre)²."""
+    """Sums over those elements x of one side that are finite on both sides."""
 
     num_finite: int
     centre: float
-    deviations: float
-    squares: float
+    deviations: float  # Σ(x − centre)
+    squares: float  # Σ(x − centre)²
 
     @property
     def squares_around_zero(self) -> float:
@@ -73,7 +76,7 @@ class SideSums(NamedTuple):
 
     @property
     def squares_around_mean(self) -> float:
-        """Σ(x − mean)²; exactly 0 if rounding of the mean explains it."""
+        """Σ(x − mean)²; exactly 0 if it is so small that rounding of the mean explains it."""
         count = max(self.num_finite, 1)
         spread = self.squares - self.deviations**2 / count
         rounding = count * (4 * np.finfo(np.float64).eps * self.centre) ** 2

@@ -19,28 +19,19 @@ _LAYER_NUMBER = re.compile("0|[1-9][0-9]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The module paths of one architecture. Each field lists alternative paths of one role.
-
-    Args:
-        model_type: The architecture's name in config.json.
-        layers: Paths of the list of decoder layers, without a layer's number.
-        token_embeddings: Paths of the token embedding. A checkpoint without lm_head uses its matrix as lm_head.
-        other_embeddings: Paths of embeddings that are added to the token embedding, such as learned positions.
-        final_norms: Paths of the norm after the last layer.
-        lm_heads: Paths of the projection to logits.
-        num_layers: Number of decoder layers; None if unknown. Modules that predict further tokens may be stored as
-            layers with higher numbers, which do not count.
+    """The module paths of one architecture. Each tuple lists alternative paths of one role.
 
     Raises:
         ValueError: A required role has no path, or `num_layers` is less than 1.
     """
 
-    model_type: str
-    layers: tuple[str, ...]
-    token_embeddings: tuple[str, ...]
-    other_embeddings: tuple[str, ...] = ()
-    final_norms: tuple[str, ...]
-    lm_heads: tuple[str, ...]
+    model_type: str  # the architecture's name in config.json
+    layers: tuple[str, ...]  # the list of decoder layers, without a layer's number
+    token_embeddings: tuple[str, ...]  # a checkpoint without lm_head uses this matrix as its lm_head
+    other_embeddings: tuple[str, ...] = ()  # added to the token embedding, such as learned positions
+    final_norms: tuple[str, ...]  # norm after the last layer
+    lm_heads: tuple[str, ...]  # projection to logits
+    # None if unknown. Modules that predict further tokens may be stored as layers with higher numbers; these are none.
     num_layers: int | None = None
 
     def __post_init__(self) -> None:

@@ -12,23 +12,18 @@ from minimax_tools.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """A batch of token ids: B rows, padded to S tokens.
-
-    Args:
-        input_ids: int64 [B,S].
-        attention_mask: int64 [B,S], 1 on real tokens, 0 on padding.
-        position_ids: int64 [B,S], counted over each row's real tokens from its first position on. Right padding
-            repeats the row's last position, left padding its first.
-        source: Origin of the rows, in a few words.
+    """A batch of token ids: B rows, padded to S tokens. The tensors are int64 [B,S].
 
     Raises:
         ValueError: The three tensors have different shapes, or are not two-dimensional.
     """
 
     input_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    attention_mask: torch.Tensor  # 1 on real tokens, 0 on padding
+    # Counted over each row's real tokens from its first position on. Right padding repeats the row's last position,
+    # left padding its first.
     position_ids: torch.Tensor
-    source: str
+    source: str  # origin of the rows, in a few words
 
     def __post_init__(self) -> None:
         shapes = {tuple(tensor.shape) for tensor in self.tensors().values()}
@@ -183,16 +178,17 @@ def format_positions(inputs: Inputs) -> str:
     return f"position{'s' if len(positions) > 1 else ''} {words}"
 
 
-def decoded_rows(attention_mask: torch.Tensor, num_rows: int) -> range:
+def decoded_columns(attention_mask: torch.Tensor, num_tokens: int) -> range:
     """Choose the columns of a batch to decode one at a time, out of S.
 
-    The range holds at least the last `num_rows` real tokens of each prompt, but never a prompt's first token. It ends
+    The range holds at least the last `num_tokens` real tokens of each prompt, but never a prompt's first token. It ends
     with the last real token of the batch.
 
     Args:
         attention_mask: [B,S] of 0/1.
-        num_rows: Number of tokens to decode, less than the longest prompt has.
+        num_tokens: Number of tokens of each prompt to decode, less than the longest prompt has.
     """
     real_columns = [mask.nonzero().flatten().tolist() for mask in attention_mask]
-    starts = [columns[max(len(columns) - num_rows, 1)] for columns in real_columns if len(columns) > 1]
+    # The first token, at index 0, is never decoded: nothing is cached before it. Prompts of one token do not count.
+    starts = [columns[max(len(columns) - num_tokens, 1)] for columns in real_columns if len(columns) > 1]
     return range(min(starts), max(columns[-1] for columns in real_columns) + 1)

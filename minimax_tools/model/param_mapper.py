@@ -11,7 +11,7 @@ class ParamMapper:
     """Questions about the part of a model that a tensor belongs to.
 
     `model_type` is config.json's name for a family in `ARCHITECTURES`, or the `Architecture` itself. Every method
-    raises `UsageError` for an unknown name. Block scales and biases belong to the part of their weight.
+    raises `UsageError` for an unknown `model_type`. Block scales and biases belong to the part of their weight.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Run: which layers are computed, from which inputs, and which sites are kept.
+"""Run: the layers that are computed, their inputs and the sites that are kept; and the parts of a layer that run alone.
 
 Each command that runs layers (`full`, `single-layer`, `multi-layer`, `sweep`, `bisect`, `component`) has a function
 below that builds its `Run`.
@@ -38,10 +38,10 @@ class Component(TextEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """The sites at which a component gets the golden's values, and the sites that it computes."""
+    """The border of a component in its layer."""
 
-    fed: tuple[Site, ...]
-    computed: tuple[Site, ...]
+    fed: tuple[Site, ...]  # sites at which it gets the golden's values
+    computed: tuple[Site, ...]  # sites that it computes
 
 
 _ATTENTION_SITES = (
@@ -75,33 +75,25 @@ BOUNDARIES: Mapping[Component, Boundary] = MappingProxyType(
 class Run:
     """The plan of a run.
 
-    Args:
-        name: Name of the capture directory, unique for the host.
-        span: The layers that run.
-        mode: Source of each layer's input.
-        sites: Sites of every layer to keep, in execution order.
-        model_sites: Sites outside the layers to keep.
-        component: The only component of a layer that runs; None for whole layers.
-        decode_rows: Number of tokens at each prompt's end that are decoded: computed one at a time, from cached keys
-            and values. 0 computes all tokens at once.
-
     Raises:
         UsageError: No site is kept, or a component is to decode.
         ValueError: The sites are not in execution order, or repeat.
     """
 
-    name: str
-    span: Span
-    mode: Mode
-    sites: tuple[Site, ...]
-    model_sites: tuple[ModelSite, ...] = ()
-    component: Component | None = None
+    name: str  # name of the capture directory, unique for the host
+    span: Span  # the layers that run
+    mode: Mode  # source of each layer's input
+    sites: tuple[Site, ...]  # sites of every layer to keep, in execution order
+    model_sites: tuple[ModelSite, ...] = ()  # sites outside the layers to keep
+    component: Component | None = None  # the only component of a layer that runs; None for whole layers
+    # Number of tokens at each prompt's end that are decoded: computed one at a time, from cached keys and values. 0
+    # computes all tokens at once.
     decode_rows: int = 0
 
     def __post_init__(self) -> None:
         if self.decode_rows and self.component is not None:
             raise UsageError(
-                "a component does not decode: it gets the golden's values for all rows at once",
+                "a component does not decode: it gets the golden's values for all tokens at once",
                 next_step="Decode with mm2-test single-layer, or leave out --decode.",
             )
         if not self.sites:
@@ -119,14 +111,14 @@ class Run:
         """Kept sites that the run itself computes: only these can be judged."""
         return tuple(site for site in self.sites if site not in self.fed_sites)
 
-    def decoding(self, num_rows: int) -> Run:
-        """Return this run with `num_rows` tokens of each prompt decoded and a name that says so; unchanged for 0."""
-        if num_rows == 0:
+    def decoding(self, num_tokens: int) -> Run:
+        """Return this run with the last `num_tokens` of each prompt decoded, and named so; unchanged for 0."""
+        if num_tokens == 0:
             return self
-        return replace(self, name=f"{self.name}_decode_{num_rows}", decode_rows=num_rows)
+        return replace(self, name=f"{self.name}_decode_{num_tokens}", decode_rows=num_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run as a manifest holds it."""
+        """Return the run as a manifest holds it; `from_json` ignores `first_site` and `last_site`."""
         return {
             "name": self.name,
             "start_layer": self.span.start,
@@ -163,7 +155,7 @@ def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:
 
 
 def single_layer_run(layer: int, *, sites_level: str) -> Run:
-    """Return a run of one layer, isolated. Without a golden, the layer's input is computed."""
+    """Return a run of one layer, isolated. Where no golden gives its input, the layers before are computed first."""
     name, span = f"single_layer_{layer}", Span.single(layer)
     return Run(name=name, span=span, mode=Mode.ISOLATED, sites=SITE_LEVELS[sites_level])
 

@@ -9,8 +9,8 @@ A layout is written after `@` in a port's `sites`, and in the map of a capture t
 | `@shard(dim; 0,1,2,-,3,4,5,-)` | as many blocks along `dim` as any other rank |
 | `@partial` | an addend: the ranks' pieces are still to be summed |
 
-Blocks are listed rank after rank by their place in the whole tensor. `-` is a block of padding. A block that is listed
-twice is held twice; the copies must be bit-equal.
+Blocks are listed rank after rank by their place in the whole tensor. `-` is a block of padding: of two ranks in the
+example, the first holds blocks 0, 1, 2 and padding. A block that is listed twice is held twice, bit-equal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SiteLayout(Protocol):
         """
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """Cut the piece of `rank`, out of `num_ranks`, from the whole tensor.
+        """Cut the piece of `rank`, out of `num_ranks`, from the whole tensor, to feed it to the port.
 
         Raises:
             TargetError: The layout does not determine the rank's piece.
@@ -103,21 +103,18 @@ class Partial:
 class Sharded:
     """Parts along a dim, each of one or several blocks.
 
-    Args:
-        dim: Dim of the tensor as the port shows it; negative numbers count from the last.
-        blocks: Number of each block in the whole tensor, None for padding; listed rank after rank, equally many for
-            each rank. Empty for one block per rank, in rank order.
-
     Raises:
         TargetError: A block of the whole tensor is on no rank.
     """
 
-    dim: int
+    dim: int  # dim of the tensor as the port shows it; negative numbers count from the last
+    # Number of each block in the whole tensor, None for padding; listed rank after rank, equally many for each rank.
+    # Empty for one block per rank, in rank order.
     blocks: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = {number for number in self.blocks if number is not None}
-        if self.blocks and numbers != set(range(max(len(numbers), 1))):
+        if self.blocks and (not numbers or numbers != set(range(len(numbers)))):
             raise TargetError(
                 f"the blocks of {self} do not make up a tensor",
                 expected="every number from 0 to the last, at least once",
@@ -140,6 +137,7 @@ class Sharded:
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
         """Join the rank's blocks, with zeros for padding."""
         self._refuse_missing_dim(tensor, what=what)
+        # Without a list, rank r holds block r.
         blocks = self.blocks or tuple(range(num_ranks))
         num_held = Sharded(dim=self.dim, blocks=blocks)._blocks_per_rank(num_ranks, what=what)
         num_blocks = len(set(blocks) - {None})
@@ -177,12 +175,14 @@ class Sharded:
         for index, number in enumerate(self.blocks):
             if number is None:
                 continue
+            # The blocks are listed rank after rank, `num_held` for each.
             rank, position = divmod(index, num_held)
             block = pieces[rank].narrow(self.dim, position * width, width)
             copies.setdefault(number, []).append((rank, block))
         return copies
 
     def _blocks_per_rank(self, num_ranks: int, *, what: str) -> int:
+        """Return the number of blocks that each rank holds, padding included."""
         if len(self.blocks) % num_ranks:
             raise TargetError(
                 f"{what} is {self}, whose blocks do not divide among the ranks",

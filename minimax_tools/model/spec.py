@@ -13,7 +13,7 @@ from typing import Any
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 
-# Settings that every MiniMax-M2 has. A config.json with other values describes another computation.
+# Settings that every MiniMax-M2 has; config.json may leave them out. Other values describe another computation.
 _FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
     {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "hidden_act": "silu"}
 )

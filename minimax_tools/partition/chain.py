@@ -1,7 +1,8 @@
 """NodeChain: the layers of a model in a row, and which runs of them fit a node.
 
-A run is a range of consecutive layers. Each node gets one run; the first node also holds the embedding, the last one
-the head. A run fits a node that has the memory for it and, if there is a time limit, computes a token within it.
+A run is a range of consecutive layers. Each node gets one run. The *ends* of the model lie beside it: the first node
+also holds the embedding, the last one the head (final norm, lm_head and the rest). A run fits a node that has the
+memory for it and, if there is a time limit, computes a token within it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class NodeChain:
     equally many.
 
     Attributes:
-        memory: Bytes of weights, keys and values of the layers before each layer, and of all layers.
-        flops: FLOPs per token of the layers before each layer, and of all layers.
+        memory: Running sums of bytes of weights, keys and values: `memory[n]` is that of the first n layers.
+        flops: Running sums of FLOPs per token, likewise.
         is_uniform: True if all layers cost the same.
         max_seconds: Limit on the time of one node for one token; None for no limit.
     """
@@ -60,6 +61,7 @@ class NodeChain:
 
     def longest(self, node: Node) -> int:
         """Return the length of the longest run that fits the node without embedding and head."""
+        # If all layers cost the same, runs from every start are equally long.
         starts = range(1 if self.is_uniform else self.num_layers)
         return max(self.reach(node, start) - start for start in starts)
 
@@ -96,6 +98,7 @@ class NodeChain:
         memory = node.memory_bytes - ends.held_bytes
         if memory < ends.activation_bytes:
             return None
+        # Layers and ends run one after the other, so the larger activations count.
         memory -= max(self.activation_bytes, ends.activation_bytes)
         if self.max_seconds is None:
             return _Room(memory, None)

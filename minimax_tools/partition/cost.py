@@ -23,24 +23,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCost:
-    """Cost of one or several parts of a model, such as a layer or the embedding.
+    """Cost of one or several parts of a model, such as a layer or the embedding."""
 
-    Args:
-        stored_bytes: Bytes on the disk, block scales included.
-        loaded_bytes: Bytes of its weights in memory.
-        num_parameters: Number of weights; block scales do not count.
-        flops_per_token: FLOPs of a token that attends to a whole context: two for each weight it is multiplied by, and
-            attention.
-        kv_bytes: Bytes of keys and values of all rows.
-        activation_bytes: Bytes in use while it runs, beside weights, keys and values.
-    """
-
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    num_parameters: int = 0
-    flops_per_token: int = 0
-    kv_bytes: int = 0
-    activation_bytes: int = 0
+    stored_bytes: int = 0  # on the disk, block scales included
+    loaded_bytes: int = 0  # weights in memory
+    num_parameters: int = 0  # number of weights; block scales do not count
+    flops_per_token: int = 0  # two for each weight that multiplies a token, and attention to a whole context
+    kv_bytes: int = 0  # keys and values of all rows
+    activation_bytes: int = 0  # in use while it runs, beside weights, keys and values
 
     def __add__(self, other: PartCost) -> PartCost:
         """Return the cost of both parts: they run one after the other, so the larger activations count."""
@@ -75,27 +65,18 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """Cost of each part of a model.
+    """Cost of each part of a model."""
 
-    Args:
-        embedding: Embeddings of token ids and, if the model has them, of positions.
-        layers: Decoder layers in order.
-        final_norm: Norm behind the last layer.
-        lm_head: Projection to logits; if it is tied, the token embedding once more.
-        rest: Other stored tensors, such as modules that predict further tokens. They go with the head.
-        shared: Token embedding that a tied lm_head shares. A node that holds both holds it once.
-        is_tied: True if the lm_head is the embedding.
-        workload: Inputs that the costs are for.
-    """
-
-    embedding: PartCost
-    layers: tuple[PartCost, ...]
-    final_norm: PartCost
-    lm_head: PartCost
+    embedding: PartCost  # embeddings of token ids and, if the model has them, of positions
+    layers: tuple[PartCost, ...]  # decoder layers in order
+    final_norm: PartCost  # norm behind the last layer
+    lm_head: PartCost  # projection to logits; if it is tied, the token embedding once more
+    # Other stored tensors, such as modules that predict further tokens. They go with the head.
     rest: PartCost = PartCost()
+    # Token embedding that a tied lm_head shares. A node that holds both holds it once.
     shared: PartCost = PartCost()
-    is_tied: bool = False
-    workload: Workload
+    is_tied: bool = False  # True if the lm_head is the embedding
+    workload: Workload  # inputs that the costs are for
 
     @property
     def head(self) -> PartCost:

@@ -70,7 +70,7 @@ def measure_costs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ConfigSizes:
-    """Sizes from config.json that no weight's shape tells. The config of another model may lack some: 0 or 1."""
+    """Sizes from config.json, under any of their usual names. A missing width is 0, a missing number of experts 1."""
 
     hidden_size: int
     query_width: int
@@ -134,6 +134,7 @@ def _weight_cost(
     if isinstance(part, int) and len(tensor.shape) > 1:
         flops = 2 * num_parameters
         if EXPERTS in tensor.name:
+            # On average: a token goes through some of the experts only.
             flops = flops * sizes.num_experts_per_tok // sizes.num_experts
     return PartCost(
         stored_bytes=tensor.size_bytes,

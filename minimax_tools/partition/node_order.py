@@ -96,37 +96,40 @@ def _order_uniform(chain: NodeChain, nodes: Sequence[Node]) -> tuple[Node, ...] 
 
 
 class _Ends(NamedTuple):
-    """The positions of the first and the last node, and the number of layers that fit all nodes then."""
+    """A choice of the nodes that hold embedding and head."""
 
-    num_layers: int
-    first: int
-    last: int
+    num_layers: int  # number of layers that fit all nodes, given this choice
+    first: int  # position of the node with the embedding
+    last: int  # position of the node with the head
 
 
 def _choose_ends(chain: NodeChain, nodes: Sequence[Node]) -> _Ends | None:
     """Choose the first and the last node so that most layers fit; None if no two nodes have the room."""
+    # All layers cost the same here, so as many fit a node anywhere as from layer 0.
     reaches = [chain.reach(node, 0) for node in nodes]
     first_losses = _layers_lost(chain, nodes, reaches, chain.cost.embedding)
     last_losses = _layers_lost(chain, nodes, reaches, chain.cost.head)
-    # Among equals, the node nearest to its end of the row. Two candidates suffice: a node can take only one end.
+    # The least loss wins; among equals, the foremost node as the first and the hindmost (-position) as the last. Two
+    # candidates for each end suffice: the best node may be the best for both ends, but can take only one.
     firsts = sorted(first_losses, key=lambda position: (first_losses[position], position))[:2]
     lasts = sorted(last_losses, key=lambda position: (last_losses[position], -position))[:2]
-    pairs = [
-        (first_losses[first] + last_losses[last], first, -last)
-        for first in firsts
-        for last in lasts
-        if first != last
-    ]
+    pairs = [(first, last) for first in firsts for last in lasts if first != last]
     if not pairs:
         return None
-    loss, first, minus_last = min(pairs)
-    return _Ends(num_layers=sum(reaches) - loss, first=first, last=-minus_last)
+    first, last = min(
+        pairs, key=lambda pair: (first_losses[pair[0]] + last_losses[pair[1]], pair[0], -pair[1])
+    )
+    num_layers = sum(reaches) - first_losses[first] - last_losses[last]
+    return _Ends(num_layers=num_layers, first=first, last=last)
 
 
 def _layers_lost(
     chain: NodeChain, nodes: Sequence[Node], reaches: Sequence[int], end: PartCost
 ) -> dict[int, int]:
-    """Return by position how many layers fewer fit each node beside `end`, for the nodes that `end` fits."""
+    """Return by position how many fewer layers fit a node if it holds `end` too; nodes too small for `end` are absent.
+
+    `reaches` has the number of layers that fit each node without `end`.
+    """
     lost = {}
     for position, (node, reach) in enumerate(zip(nodes, reaches, strict=True)):
         reach_beside_end = chain.reach(node, 0, end)
@@ -136,9 +139,9 @@ def _layers_lost(
 
 
 class _Front(NamedTuple):
-    """The first nodes of an order, and the first layer that they do not hold."""
+    """The beginning of an order, with as many layers as its nodes can hold."""
 
-    stop: int
+    stop: int  # the first layer that they do not hold
     order: tuple[Node, ...]
 
 
@@ -149,8 +152,8 @@ _Fronts = dict[tuple[int, ...], _Front]
 def _order_by_sets(chain: NodeChain, nodes: Sequence[Node]) -> tuple[Node, ...] | None:
     """Return an order for layers that differ; nodes that it does not need stand before its last.
 
-    Fronts grow node by node. Nodes of one kind, alike in memory and throughput, are interchangeable, and of all fronts
-    with the same set of nodes only the one with the most layers is kept.
+    Fronts (see `_Front`) grow node by node. Nodes of one kind, alike in memory and throughput, are interchangeable, and
+    of all fronts with the same set of nodes only the one with the most layers is kept.
     """
     kinds: dict[tuple[int, float | None], list[Node]] = {}
     for node in nodes:
@@ -162,10 +165,12 @@ def _order_by_sets(chain: NodeChain, nodes: Sequence[Node]) -> tuple[Node, ...] 
         longer: _Fronts = {}
         for counts, front in fronts.items():
             for kind, node in _next_of_each(nodes_of_kind, counts):
+                # If this node can hold all that is left and the head, the order is found.
                 if front.order and chain.reach(node, front.stop, head) == chain.num_layers:
                     idle = (other for other in nodes if other not in front.order and other != node)
                     return (*front.order, *idle, node)
                 stop = chain.reach(node, front.stop, NO_ENDS if front.order else embedding)
+                # The set of the front's nodes and this one.
                 grown = (*counts[:kind], counts[kind] + 1, *counts[kind + 1 :])
                 if stop >= 0 and (grown not in longer or stop > longer[grown].stop):
                     longer[grown] = _Front(stop, (*front.order, node))

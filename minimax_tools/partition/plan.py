@@ -89,7 +89,7 @@ class PartitionPlan:
         return len(slice_.stage.layers) / self.num_hidden_layers
 
     def memory_weight(self, slice_: Slice) -> tuple[float, float]:
-        """Return start and end of a slice's share of all nodes' memory, laid end to end from 0 to 1."""
+        """Return start and end of a node's share of all memory, with the nodes laid end to end from 0 to 1."""
         memory = [other.node.memory_bytes for other in self.slices]
         rank = self.slices.index(slice_)
         return sum(memory[:rank]) / sum(memory), sum(memory[: rank + 1]) / sum(memory)

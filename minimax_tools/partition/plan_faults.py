@@ -34,6 +34,7 @@ def find_stage_faults(slices: Sequence[Slice], num_hidden_layers: int) -> list[s
             faults.append(
                 f"node {slice_.node.name} begins with layer {layers.start}, expected layer {next_layer}"
             )
+        # A faulty plan may have a stop before its start.
         next_layer = max(layers.stop, layers.start)
     if next_layer != num_hidden_layers:
         faults.append(f"the slices end with layer {next_layer - 1}, the model with {num_hidden_layers - 1}")

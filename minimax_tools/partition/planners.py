@@ -59,6 +59,7 @@ def _plan_compute(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
 def _plan_by_shares(
     chain: NodeChain, nodes: Sequence[Node], find_targets: Callable[[NodeChain, Sequence[Node]], list[float]]
 ) -> tuple[Stage, ...]:
+    """Divide so that each node's run ends near its target: `find_targets(chain, order)` gives them, in layers."""
     order = _require_order(chain, nodes)
     return _make_stages(nodes, order, divide(chain, order, find_targets(chain, order)))
 
@@ -72,13 +73,13 @@ def _plan_balanced(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     slowest = _slowest_seconds(chain, order, runs)
     # No division takes less time than if all nodes worked all the time.
     total_speed = sum(node.flops_per_second for node in nodes)
-    impossible = cost.whole.flops_per_token / total_speed * (1 - _PRECISION)
-    while slowest > impossible * (1 + _PRECISION):
-        limit = (impossible + slowest) / 2
+    too_short = cost.whole.flops_per_token / total_speed * (1 - _PRECISION)
+    while slowest > too_short * (1 + _PRECISION):
+        limit = (too_short + slowest) / 2
         limited = chain.within(limit)
         faster = find_order(limited, nodes)
         if faster is None:
-            impossible = limit
+            too_short = limit
             continue
         order = faster
         runs = divide(limited, order, _targets_by_speed(chain, order))
@@ -97,6 +98,7 @@ def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
         )
     runs = [(node, node.layers) for node in nodes if node.layers is not None]
     runs.sort(key=lambda run: run[1])
+    # The spans meet if each starts where the one before stops; the model starts at 0 and stops behind its last layer.
     starts = [span.start for _, span in runs] + [len(cost.layers)]
     stops = [0] + [span.stop for _, span in runs]
     if starts != stops:
@@ -140,6 +142,8 @@ def _make_stages(nodes: Sequence[Node], order: Sequence[Node], runs: Sequence[ra
 
 def _targets_by_memory(chain: NodeChain, order: Sequence[Node]) -> list[float]:
     """Return the end of each node's run, in layers with fractions, for which all nodes are equally full."""
+    # A node holds its run, its ends and activations. The sums of `chain.memory` are of runs alone, so from what the
+    # first nodes should hold together, the embedding and their activations are subtracted.
     activations = [chain.activation_bytes] * len(order)
     total = chain.memory[-1] + sum(ends.held_bytes for ends in chain.ends(len(order))) + sum(activations)
     memory = [node.memory_bytes for node in order]
@@ -173,9 +177,9 @@ def _round_shares(targets: Sequence[float]) -> list[float]:
     shares = [max(stop - start, 0.0) for start, stop in zip(starts, targets, strict=True)]
     rounded = [int(share) for share in shares]
     num_left = round(targets[-1]) - sum(rounded)
-    by_fraction = sorted(
-        range(len(shares)), key=lambda position: (rounded[position] - shares[position], position)
-    )
+    fractions = [share - whole for share, whole in zip(shares, rounded, strict=True)]
+    # Sorting is stable: of equal fractions, the first comes first.
+    by_fraction = sorted(range(len(shares)), key=fractions.__getitem__, reverse=True)
     for position in by_fraction[: max(num_left, 0)]:
         rounded[position] += 1
     return [float(stop) for stop in accumulate(rounded)]
@@ -210,7 +214,14 @@ def _slowest_seconds(chain: NodeChain, order: Sequence[Node], runs: Sequence[ran
 
 
 def _require_order(chain: NodeChain, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return an order of nodes that can share the model, of no more nodes than layers if these suffice."""
+    """Return an order of nodes that can share the model.
+
+    First the foremost nodes that can hold a layer are tried, as many as there are layers; then all such nodes; then
+    also the nodes that can hold only embedding or head.
+
+    Raises:
+        CannotRunError: No order was found.
+    """
     able = [node for node in nodes if chain.longest(node) > 0]
     for candidates in (able[: chain.num_layers], able, nodes):
         order = find_order(chain, candidates) if candidates else None

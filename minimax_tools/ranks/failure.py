@@ -24,7 +24,7 @@ _CAUSE_S = 3.0
 # Time between two looks into the store, in seconds.
 _POLL_S = 0.05
 _FAILURE_KEY, _END_KEY = "failure", "end"
-# torch raises a plain RuntimeError for all of these. Only its text tells them apart.
+# torch raises a plain RuntimeError both for a wait that timed out and for a lost connection. Only its text tells.
 _TIMED_OUT = re.compile(r"timed out", re.IGNORECASE)
 _CONNECTION = re.compile(r"gloo|connection|socket|recv|timed out|broken pipe|NCCL", re.IGNORECASE)
 
@@ -68,6 +68,7 @@ class RankFailure:
 
     def record(self, store: Any) -> RankFailure:
         """Record this failure unless the store holds one already; return the one that it then holds."""
+        # torch's `compare_set` writes if the key has no value (""), and returns the value that it then has.
         first = store.compare_set(_FAILURE_KEY, "", json.dumps(asdict(self)))
         return RankFailure(**json.loads(first))
 
@@ -99,9 +100,11 @@ def failing_together(store: Any, rank: int) -> Iterator[None]:
     except Exception as error:
         if store is None:
             raise
+        # A RankTimeoutError comes from an inner block, and is named already.
         has_timed_out = _matches(error, _TIMED_OUT) and not isinstance(error, RankTimeoutError)
         own_error = RankTimeoutError(rank, error) if has_timed_out else error
         own_failure = RankFailure(rank=rank, text=str(own_error) or type(own_error).__name__)
+        # A lost connection has its cause in another rank, so that rank's record is waited for.
         patience_s = _CAUSE_S if _matches(error, _CONNECTION) else 0.0
         first_failure = _find_first_failure(store, own_failure, patience_s=patience_s)
         if first_failure.rank != rank:

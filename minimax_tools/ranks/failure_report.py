@@ -68,7 +68,8 @@ class FailureReport:
         if not lost:
             # Without the store no rank knows what others reported: each reports.
             return RankLostError(f"{STORE_LOST}: {watch.store_fault}", next_step=RESUME)
-        # A rank without a reason reported its own failure. Else one survivor is enough to report a dead rank.
+        # A rank without a reason reported its own failure. Else one survivor is enough to report a dead rank: the
+        # survivors claim one report, whose text is "lost" whatever each of them saw.
         has_reported_itself = "" in lost.values()
         if has_reported_itself or not self._is_first_to_report("lost"):
             return ReportedElsewhereError(CannotRunError.exit_code)
@@ -87,7 +88,7 @@ class FailureReport:
         return ReportedElsewhereError(CannotRunError.exit_code)
 
     def _is_first_to_report(self, text: str) -> bool:
-        """Claim a report for this rank. A claim stays with its rank, however often that rank asks.
+        """Claim the report `text` for this rank, and return True if no other rank claimed the same text before.
 
         A rank may ask twice: an interrupt may cut it short, and the thread that shows progress may ask first.
         """

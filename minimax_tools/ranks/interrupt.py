@@ -15,7 +15,10 @@ class InterruptedRunError(BaseException):
 
 
 class Interrupter:
-    """A `with` block in which the first SIGTERM raises `InterruptedRunError` in the main thread, unless disarmed."""
+    """A `with` block in which the first SIGTERM raises `InterruptedRunError` in the main thread, unless disarmed.
+
+    SIGTERM comes from `interrupt`, or from torchrun. Later ones are ignored until the block ends.
+    """
 
     def __init__(self) -> None:
         self._is_armed = True
@@ -40,6 +43,7 @@ class Interrupter:
         # The lock keeps `disarm` from returning while a signal is on its way.
         with self._lock:
             if self._is_armed:
+                # A running thread has an id; `or 0` is for the type checker.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _raise_once(self, *_: object) -> None:

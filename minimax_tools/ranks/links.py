@@ -34,11 +34,7 @@ class Links:
         self._wire = device if is_direct else torch.device("cpu")
 
     def connect(self, store: Any) -> None:
-        """Open the process group, on all ranks.
-
-        Args:
-            store: A connection to torch.distributed's store for this group alone: nccl waits in it.
-        """
+        """Open the process group, on all ranks, by a connection to the store for it alone: nccl waits in it."""
         if self._is_direct:
             # The watch reports a dead rank; nccl's own guard would end this process without a word.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

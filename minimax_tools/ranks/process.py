@@ -36,7 +36,9 @@ def _place() -> str:
 
 def _is_alive(pid: int) -> bool:
     try:
+        # Signal 0 does nothing but fail if the process is gone.
         os.kill(pid, 0)
+        # The state stands behind the program's name, which is in parentheses and may hold spaces.
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return False

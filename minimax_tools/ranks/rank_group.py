@@ -47,6 +47,8 @@ class RankGroup:
 
     If another rank has died, every call that waits for it raises RankLostError, or ReportedElsewhereError.
 
+    A single rank has neither watch nor interrupter nor link store.
+
     Attributes:
         place: Number of this rank, and number of ranks.
         nonce: Name of this attempt, which no other run shares.
@@ -69,9 +71,10 @@ class RankGroup:
         self._interrupter = interrupter
         self._report = FailureReport(place.rank, name=self.name, store=store, watch=watch)
         self._is_settled = False
+        # Connection to the store for the process group (`Links`) alone.
         self._link_store = link_store
         self._links: Links | None = None
-        self._nodes: tuple[str, ...] = ()
+        self._nodes: tuple[str, ...] = ()  # the plan's node of each rank; empty until `assign`
         self._sent: list[BackgroundCall] = []
         self._on_look: Callable[[], None] | None = None
 
@@ -105,10 +108,7 @@ class RankGroup:
         self._nodes = tuple(nodes)
 
     def join(self, device: torch.device) -> None:
-        """Open the process group: nccl if every rank has its own GPU, else gloo.
-
-        Args:
-            device: Device that this rank computes on.
+        """Open the process group for this rank's device: nccl if every rank has its own GPU, else gloo.
 
         Raises:
             RankLostError: A rank died, or cannot be reached.
@@ -131,7 +131,6 @@ class RankGroup:
         """Publish a JSON value to all ranks."""
         text = json.dumps(value)
         self._ask_store(lambda: self._store.set(f"said/{key}", text))
-        # A single rank has no watch, whose looks call the function otherwise.
         if self._watch is None and self._on_look is not None:
             self._on_look()
 
@@ -199,7 +198,10 @@ class RankGroup:
             BackgroundCall(self._links.close).is_over(_FAREWELL_S)
 
     def on_look(self, call: Callable[[], None] | None) -> None:
-        """Call a function twice a second from another thread; for a single rank, at every `publish`."""
+        """Call a function at every look of the watch, twice a second from its thread; None ends the calls.
+
+        A single rank has no watch: it calls the function at every `publish`.
+        """
         self._on_look = call
         if self._watch is not None:
             self._watch.on_look(call)

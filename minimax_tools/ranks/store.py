@@ -12,14 +12,12 @@ import torch.distributed
 
 from minimax_tools.ranks.failure import STORE_LOST, RankLostError
 
+# torchrun's number of the first attempt. After a failure it may start all ranks anew, as the next attempt.
 _FIRST_ATTEMPT = "0"
 
 
 def connect_store(timeout: timedelta) -> Any:
-    """Connect to the store that MASTER_ADDR and MASTER_PORT name.
-
-    Args:
-        timeout: Longest wait for the connection, and for a key.
+    """Connect to the store that MASTER_ADDR and MASTER_PORT name; wait for it, and for a key, at most `timeout`.
 
     Raises:
         RankLostError: The store cannot be reached.

@@ -121,6 +121,7 @@ class Watch:
             if self._ended.is_set():
                 return
         else:
+            # No `break`: the call is not over.
             self._store_fault = f"it did not answer for {SILENT_S:.0f} s"
         if call.error is not None:
             # An error of torch: the process that serves the store has ended.
@@ -145,6 +146,7 @@ class Watch:
             for rank, status in zip(others, statuses, strict=True):
                 reason = self._find_death(rank, status.decode())
                 if reason is not None:
+                    # The first reason stays.
                     self._lost.setdefault(rank, reason)
             if self._on_look is not None:
                 self._call_on_look(self._on_look)

@@ -15,7 +15,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
-from minimax_tools.reference.float32_stages import STAGES, has_all_rows, swiglu
+from minimax_tools.reference.float32_stages import STAGES, has_all_tokens, swiglu
 
 
 class Float32Layer:
@@ -43,6 +43,7 @@ class Float32Layer:
             router_experts: int64 [B,S,k], the choice to replay; None for the layer's own. `router_experts` of the
                 result is always the layer's own.
         """
+        # Later sites are computed from the replayed choice; `sites` keeps the layer's own.
         replayed = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
         sites = {Site.INPUT: hidden_states.float()}
         for site in Site:
@@ -62,19 +63,22 @@ class Float32Layer:
         layer = _Values(spec=self._spec, tensors=self._tensors, kept=self._kept, inputs=inputs, given=values)
         with torch.no_grad():
             value = layer.run_experts() if site is Site.MOE_DELTA else STAGES[site](layer)
-        return value if has_all_rows(site) else value.unflatten(0, inputs.batch_shape)
+        return value if has_all_tokens(site) else value.unflatten(0, inputs.batch_shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Values:
-    """Given sites of all tokens of a batch, padding included: `LayerValues` of a layer without decoding."""
+    """Given sites of all tokens of a batch, padding included: the `LayerValues` that stages read.
+
+    Stages take and give sites from `attn_context` on with one row for each token: [T,…] instead of [B,S,…].
+    """
 
     spec: ModelSpec
     tensors: Mapping[str, torch.Tensor]
-    kept: dict[str, torch.Tensor]
+    kept: dict[str, torch.Tensor]  # weights that were upcast for earlier sites
     inputs: Inputs
     given: Mapping[Site, torch.Tensor]
-    tokens: torch.Tensor = field(init=False)
+    tokens: torch.Tensor = field(init=False)  # indices of the tokens in the flattened batch: here all of them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", torch.arange(self.inputs.attention_mask.numel()))
@@ -87,6 +91,7 @@ class _Values:
     def position_ids(self) -> torch.Tensor:
         return self.inputs.position_ids
 
+    # Nothing is decoded here: decoding would start behind the last column, and no other layer fills the cache.
     @property
     def decode_start(self) -> int:
         return self.inputs.attention_mask.shape[1]
@@ -97,7 +102,7 @@ class _Values:
 
     def __getitem__(self, site: Site) -> torch.Tensor:
         value = self.given[site]
-        return value if has_all_rows(site) else value.flatten(0, 1)
+        return value if has_all_tokens(site) else value.flatten(0, 1)
 
     def weight(self, name: str) -> torch.Tensor:
         if name not in self.kept:

@@ -51,7 +51,7 @@ class LayerValues(Protocol):
 
     @property
     def base(self) -> LayerValues:
-        """The layer whose keys and values are in the cache of decoded tokens."""
+        """The layer whose keys and values are in the cache of decoded tokens: the golden's, or this one."""
 
     def __getitem__(self, site: Site, /) -> torch.Tensor:
         """Return the values of a site, float32 (experts int64)."""
@@ -63,14 +63,17 @@ class LayerValues(Protocol):
 Stage = Callable[[LayerValues], torch.Tensor]
 
 
-def has_all_rows(site: object) -> bool:
-    """Decide whether a node of the graph holds all tokens, because attention still mixes them."""
+def has_all_tokens(site: object) -> bool:
+    """Decide whether a site holds all tokens, because attention still mixes them.
+
+    The diagnosis also asks for its own nodes of the graph, which are no sites: they hold the chosen tokens.
+    """
     return isinstance(site, Site) and site.order < Site.ATTN_CONTEXT.order
 
 
-def choose_rows(layer: LayerValues, rows: torch.Tensor) -> torch.Tensor:
+def choose_tokens(layer: LayerValues, values: torch.Tensor) -> torch.Tensor:
     """Return the values of the chosen tokens, [T,…], out of those of all, [B,S,…]."""
-    return rows.flatten(0, 1)[layer.tokens]
+    return values.flatten(0, 1)[layer.tokens]
 
 
 def normalise(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -85,12 +88,9 @@ def split_heads(flat: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def frequencies(rotary_dim: int, theta: float, width: int | None = None) -> torch.Tensor:
-    """Return the angle per position of each pair of dims: float32 [rotary_dim/2].
+    """Return the angle per position of each pair of the `rotary_dim` rotated dims: float32 [rotary_dim/2].
 
-    Args:
-        rotary_dim: Number of dims that are rotated.
-        theta: Base of the frequencies.
-        width: Divisor of the exponents; `rotary_dim` by default.
+    `theta` is the base of the frequencies, `width` the divisor of their exponents: `rotary_dim` by default.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / (width or rotary_dim)
     angles: torch.Tensor = theta**-exponents
@@ -123,10 +123,12 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention's context at the chosen tokens: [T,N·D].
 
+    The defaults are MiniMax-M2's attention; the diagnosis tries mistakes by other values.
+
     Args:
         layer: The layer's values.
         scale: Additional factor on the scores, after D^-0.5.
-        is_tiled: Whether query head j reads kv head j % K instead of j // (N/K).
+        is_tiled: Whether query head j reads kv head j % K instead of j // (N/K), where N/K heads share one kv head.
         is_causal: Whether later keys are hidden.
         hides_padding: Whether padded keys are hidden.
         window: Number of latest keys that a query sees; None for all.
@@ -141,7 +143,7 @@ def attend(
     rows, columns = layer.tokens.div(length, rounding_mode="floor"), layer.tokens % length
     key_columns = torch.arange(length)
     for row in rows.unique().tolist():
-        prompt = _KeyValues(layer, row, kv_of_head)
+        prompt = _PromptAttention(layer, row, kv_of_head)
         for block in (rows == row).nonzero().flatten().split(_BLOCK_QUERIES):
             query_columns = columns[block]
             visible = torch.ones(len(block), length, dtype=torch.bool)
@@ -159,8 +161,8 @@ def attend(
     return context
 
 
-class _KeyValues:
-    """Keys and values of one prompt.
+class _PromptAttention:
+    """Queries, keys and values of one prompt, as each of the N query heads reads them.
 
     A decoded token sees its own key and value, and the cached ones of all tokens before it.
     """
@@ -171,7 +173,7 @@ class _KeyValues:
         self._start = layer.decode_start
         self._cached: tuple[torch.Tensor, torch.Tensor] | None = None
         if self._start < self._keys.shape[1] and layer.base is not layer:
-            # The cache is the golden's, but the layer decides which kv head a query head reads.
+            # The cache is `base`'s, but the layer decides which kv head a query head reads.
             self._cached = _read_key_values(layer.base, row, kv_of_head)
 
     def score(self, query_columns: torch.Tensor) -> torch.Tensor:
@@ -180,7 +182,7 @@ class _KeyValues:
         scores = queries @ self._keys.transpose(-1, -2)
         if self._cached is None:
             return scores
-        # Each query's own column: its key is not from the cache.
+        # Each query's own column gets the score of its own key, which is not from the cache.
         diagonal = query_columns[None, :, None].expand(len(scores), -1, 1)
         cached = queries @ self._cached[0].transpose(-1, -2)
         cached = cached.scatter(-1, diagonal, scores.gather(-1, diagonal))
@@ -191,6 +193,7 @@ class _KeyValues:
         context = shares @ self._values
         if self._cached is not None:
             diagonal = query_columns[None, :, None].expand(len(shares), -1, 1)
+            # Likewise each query's own value: its share is taken out of the cached sum, and added with that value.
             latest = shares.gather(-1, diagonal) * self._values[:, query_columns]
             cached = shares.scatter(-1, diagonal, 0.0) @ self._cached[1] + latest
             context = torch.where((query_columns >= self._start)[None, :, None], cached, context)
@@ -277,7 +280,7 @@ STAGES: Mapping[Site, Stage] = MappingProxyType(
         Site.Q_ROPE: rope_stage(Site.Q_NORM),
         Site.K_ROPE: rope_stage(Site.K_NORM),
         Site.ATTN_CONTEXT: attend,
-        Site.ATTN_RESIDUAL: lambda layer: choose_rows(layer, layer[Site.INPUT]) + layer[Site.ATTN_DELTA],
+        Site.ATTN_RESIDUAL: lambda layer: choose_tokens(layer, layer[Site.INPUT]) + layer[Site.ATTN_DELTA],
         Site.ROUTER_EXPERTS: _choose,
         Site.ROUTER_WEIGHTS: lambda layer: expert_shares(router_scores(layer), layer[Site.ROUTER_EXPERTS]),
         Site.OUTPUT: lambda layer: layer[Site.ATTN_RESIDUAL] + layer[Site.MOE_DELTA],

@@ -1,7 +1,8 @@
 """ReferenceLayer: MiniMax-M2's decoder layer in plain PyTorch, written to be read; every site is exposed.
 
 Parameters have the hub's names, so a checkpoint's layer loads unchanged. `config` is transformers' config.
-B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token.
+B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token. The end
+of a name such as `q_bnsd` gives its dims: [B,N,S,D].
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class ReferenceAttention(nn.Module):
 
     def repeat(self, heads: torch.Tensor) -> torch.Tensor:
         """Expand [B,K,S,D] to [B,N,S,D]: query head j reads kv head j // (N/K)."""
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        return heads.repeat_interleave(groups, dim=1)
+        heads_per_kv = self.config.num_attention_heads // self.config.num_key_value_heads
+        return heads.repeat_interleave(heads_per_kv, dim=1)
 
     def attend(
         self, q_bnsd: torch.Tensor, k_bnsd: torch.Tensor, v_bnsd: torch.Tensor, attention_mask: torch.Tensor
@@ -163,7 +164,8 @@ class ReferenceMoe(nn.Module):
 class ReferenceLayer(nn.Module):
     """The decoder layer, built as any target is: `ReferenceLayer(config, layer_idx)`.
 
-    `sites` names the module that shows each site, in the notation of a port's `sites`.
+    `sites` names the module that shows each site, in the notation of a port's `sites`. The layer's own input and output
+    need no name.
     """
 
     sites: Mapping[str, str] = MappingProxyType(

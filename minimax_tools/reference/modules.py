@@ -1,4 +1,4 @@
-"""transformers' own MiniMax-M2 modules, and the recording of mm2's sites in them.
+"""Recording of mm2's sites in transformers' MiniMax-M2, and what comes before it: installed packages and config.
 
 `transformers` is imported inside the functions, so that this file can be imported on a host without it.
 """
@@ -45,20 +45,25 @@ LAYER_TAPS: Mapping[Site, Tap] = MappingProxyType(
         Site.OUTPUT: Tap(path=""),
     }
 )
-# A callback that gets the queries [B,N,S,D] and keys [B,K,S,D] after RoPE.
+# A callback that gets the queries [B,N,S,D] and keys [B,K,S,D] after RoPE: N heads, K kv heads, D head_dim.
 RecordRope = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def require_golden_extra(needed_for: str) -> None:
-    """Check that transformers and accelerate are installed.
+    """Check that transformers and accelerate are installed, and set USE_TORCH_XLA=0 for accelerate.
+
+    Call it before accelerate is imported, by transformers too: accelerate reads the variable only then.
+
+    Args:
+        needed_for: Purpose of the packages, which begins the error's text.
 
     Raises:
-        MissingExtraError: One of them is not.
+        MissingExtraError: One of them is not installed.
     """
     for package in ("transformers", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra="golden", needed_for=needed_for)
-    # Goldens run on torch's own devices; accelerate would start torch_xla where it is installed.
+    # Goldens run on torch's own devices; accelerate would start torch_xla where it is installed. A user's value stays.
     os.environ.setdefault("USE_TORCH_XLA", "0")
 
 
@@ -79,6 +84,9 @@ def recording_layer(
 
     `layer` is transformers' decoder layer, which runs with `attn_implementation`. Tensors are copied to the CPU at
     once, in transformers' shapes.
+
+    Raises:
+        KeyError: transformers has no attention implementation of that name.
     """
     wanted = frozenset(sites)
     taps = {site: tap for site, tap in LAYER_TAPS.items() if site in wanted}
@@ -101,9 +109,10 @@ def _recording_attention(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.minimax_m2.modeling_minimax_m2 import eager_attention_forward
 
-    # `eager` has no entry: it is the modeling file's own function, until an entry takes its place.
+    # `eager` has no entry: it is the modeling file's own function, until an entry takes its place. Other names without
+    # an entry are refused: the entry made below would hide the mistake.
     before = ALL_ATTENTION_FUNCTIONS.get(attn_implementation)
-    attend = before or eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(attn_implementation, eager_attention_forward)
 
     def record_and_attend(
         caller: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,9 +1,11 @@
-"""RoundedLayer: copies of a decoder layer computed side by side in float32, each rounding in its own way.
+"""RoundedLayer: copies of a decoder layer computed side by side in float32, each with its own kind of rounding.
 
-An exact copy is the layer's true value; the other copies are samples of the noise that BF16 adds to a correct layer.
+An exact copy, not rounded, is the layer's true value. The others, rounded to the nearest BF16 number or by random
+steps, are samples of the noise that BF16 adds to a correct layer.
 They round wherever any correct implementation does, including attention's scores and the experts' partial sums.
 Weights are read and upcast once for all copies.
 B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, k experts per token.
+The end of a name such as `hidden_rsh` gives its dims: [R,S,H].
 """
 
 from __future__ import annotations
@@ -28,19 +30,13 @@ _MOST_SCORES = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedLayer:
-    """A decoder layer, computed in several copies.
-
-    Args:
-        spec: The model.
-        tensors: The layer's weights by the hub's relative names, of any float dtype; each is read when it is needed.
-        kinds: The kind of rounding of each copy, ascending.
-        seed: Seed of the random steps.
-    """
+    """A decoder layer, computed in several copies."""
 
     spec: ModelSpec
+    # The layer's weights by the hub's relative names, of any float dtype. Each is read when it is needed.
     tensors: Mapping[str, torch.Tensor]
-    kinds: tuple[RoundingKind, ...] = field(kw_only=True)
-    seed: int = field(kw_only=True)
+    kinds: tuple[RoundingKind, ...] = field(kw_only=True)  # of each copy, ascending
+    seed: int = field(kw_only=True)  # of the random steps
 
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
@@ -65,7 +61,7 @@ class RoundedLayer:
 
 @dataclass(slots=True)
 class _Pass:
-    """A computation of all copies. Roundings are numbered in the order of their calls, so that order is fixed."""
+    """A computation of all copies. Roundings are numbered (`draws`) as they are called: another order, other noise."""
 
     layer: RoundedLayer
     inputs: Inputs
@@ -112,12 +108,9 @@ class _Pass:
         biased = scores + self._weight(weight_names.CORRECTION_BIAS, states)
         sites[Site.ROUTER_EXPERTS] = biased.topk(self.layer.spec.num_experts_per_tok, dim=-1).indices
         if router_experts is None:
-            lead = (
-                self.layer.kinds.index(RoundingKind.NEAREST)
-                if RoundingKind.NEAREST in self.layer.kinds
-                else 0
-            )
-            router_experts = sites[Site.ROUTER_EXPERTS].chunk(len(self.layer.kinds))[lead]
+            kinds = self.layer.kinds
+            leading_copy = kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in kinds else 0
+            router_experts = sites[Site.ROUTER_EXPERTS].chunk(len(kinds))[leading_copy]
         experts = router_experts.long().to(states.device).repeat(len(self.layer.kinds), 1, 1)
         chosen = scores.gather(-1, experts)
         sites[Site.ROUTER_WEIGHTS] = chosen / chosen.sum(-1, keepdim=True)
@@ -131,6 +124,7 @@ class _Pass:
             rounding=ExpertRounding(
                 # Experts number their roundings themselves: another seed keeps these apart from `draws`.
                 rounding=Rounding(seed=self.layer.seed + 1),
+                # The kind of each real token.
                 kinds=self._row_kinds().repeat_interleave(mask_rs.sum(-1).cpu()),
             ),
         )
@@ -177,7 +171,7 @@ class _Pass:
         self, q_rnsd: torch.Tensor, k_rksd: torch.Tensor, v_rksd: torch.Tensor, mask_rs: torch.Tensor
     ) -> torch.Tensor:
         """Compute causal attention [R,S,N·D] with padded keys hidden, some heads of a row at a time."""
-        groups = self.layer.spec.num_attention_heads // self.layer.spec.num_key_value_heads
+        heads_per_kv = self.layer.spec.num_attention_heads // self.layer.spec.num_key_value_heads
         num_rows, num_heads, length, _ = q_rnsd.shape
         causal = torch.ones(length, length, dtype=torch.bool, device=q_rnsd.device).tril()
         context = torch.empty_like(q_rnsd)
@@ -187,8 +181,8 @@ class _Pass:
             visible = causal & mask_rs[row].bool()
             for start in range(0, num_heads, heads_at_once):
                 heads = slice(start, min(start + heads_at_once, num_heads))
-                keys = k_rksd[row].repeat_interleave(groups, dim=0)[heads]
-                values = v_rksd[row].repeat_interleave(groups, dim=0)[heads]
+                keys = k_rksd[row].repeat_interleave(heads_per_kv, dim=0)[heads]
+                values = v_rksd[row].repeat_interleave(heads_per_kv, dim=0)[heads]
                 scores = self._round_row(q_rnsd[row][heads] @ keys.transpose(-1, -2), kinds[row])
                 scores = self._round_row(scores * self.layer.spec.head_dim**-0.5, kinds[row])
                 # A finite minimum: a padded query that sees nothing must not become NaN.
@@ -198,6 +192,7 @@ class _Pass:
         return self._round(context.transpose(1, 2).flatten(2))
 
     def _round_row(self, values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+        """Round values of one row, all of one kind."""
         return Rounding(seed=self.layer.seed).apply(values[None], kind[None], draw=next(self.draws))[0]
 
     def _multiply_halves(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _fetch_shards(
         raise snapshot.lacking(missing or sorted(shards))
     _check_room(shards, folder)
     stop = threading.Event()
-    ranges = HubRanges(snapshot.commit, stop=stop)
+    ranges = HubRanges(snapshot.commit, stop_event=stop)
     fetched: dict[str, int] = {}
 
     def fetch(file: HubFile) -> None:

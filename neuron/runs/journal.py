@@ -13,7 +13,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
-from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, replacing
+from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, whole_capture_file
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Probe
 
@@ -50,7 +50,7 @@ class Journal:
             "description": encode(self._description),
             "probes": encode(tuple(self._probes.values())),
         }
-        with replacing(self._directory / JOURNAL_NAME) as temporary:
+        with whole_capture_file(self._directory / JOURNAL_NAME) as temporary:
             temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import TargetError
 from minimax_tools.json_codec import encode
-from minimax_tools.model.inputs import decoded_rows
+from minimax_tools.model.inputs import decoded_columns
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
@@ -168,7 +168,7 @@ class DeviceRun:
         return run_decoding(
             lambda layer_input: self._executor.run(replace(layer_request, layer_input=layer_input)),
             layer_request.layer_input,
-            rows=decoded_rows(self._request.inputs.attention_mask, num_decoded),
+            rows=decoded_columns(self._request.inputs.attention_mask, num_decoded),
             sites=layer_request.sites,
             past=past,
         )

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +24,10 @@ from safetensors.torch import save
 
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
-from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub import transfer
+from minimax_tools.hub.access import HubAccess, HubCommit, HubFile
 from minimax_tools.hub.checkpoint_folder import fetch_files, list_files, resolve_config, resolve_model
+from minimax_tools.hub.faults import FetchStoppedError
 from minimax_tools.model.weight_names import EMBEDDING, layer_of
 
 _ROOT = Path(__file__).parents[3]
@@ -644,3 +647,26 @@ def _read(terminal: int) -> bytes:
     except OSError:
         # How Linux says that nobody holds the other end any more.
         return b""
+
+
+def test_an_empty_file_is_fetched(access: HubAccess, hub: Any) -> None:
+    hub.add("owner/blank", {"config.json": b"{}", "merges.txt": b""})
+    paths = fetch_files("owner/blank", ["merges.txt"], access=access)
+    assert paths["merges.txt"].read_bytes() == b""
+
+
+def test_a_stopped_xet_transfer_does_not_go_on_over_http(
+    access: HubAccess, hub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(*_: object) -> Path:
+        raise FetchStoppedError
+
+    monkeypatch.setattr(transfer, "_speaks_xet", lambda: True)
+    monkeypatch.setattr(transfer.HubTransfer, "_download", stop)
+    commit = hub.add("owner/xet", {TOP: b"data"}, offers_xet=True).commit
+    asked = HubCommit(model="owner/xet", revision="main", commit=commit, access=access)
+    fetching = transfer.HubTransfer(asked, stop=threading.Event(), on_bytes=lambda _: None)
+    with pytest.raises(FetchStoppedError):
+        fetching.fetch(HubFile(name=TOP, size_bytes=4, content_hash=None))
+    assert "does not come by xet" not in caplog.text
+    assert not hub.asked("GET", TOP)

@@ -32,7 +32,7 @@ def read(access: HubAccess, start: int, stop: int, *, is_stopped: bool = False) 
         stopping.set()
 
     def work(snapshot: HubSnapshot) -> bytes:
-        return HubRanges(snapshot.commit, stop=stopping).read(snapshot.files[SHARD], start, stop)
+        return HubRanges(snapshot.commit, stop_event=stopping).read(snapshot.files[SHARD], start, stop)
 
     return work_on_hub(MODEL, work, access=access)
 
@@ -62,6 +62,22 @@ def test_a_server_without_ranges_is_named_and_its_file_left_alone(
     with pytest.raises(NoRangesError, match="gives no part of model.safetensors.*status 200"):
         read(access, 0, 8)
     assert len(hub.asked("GET", SHARD)) == 1
+
+
+def test_an_answer_without_content_is_not_called_the_whole_file(
+    access: HubAccess, hub: Any, hub_module: ModuleType
+) -> None:
+    hub.plant("GET", "/content/", hub_module.Fault(status=202))
+    with pytest.raises(NoRangesError, match=r"found status 202\."):
+        read(access, 0, 8)
+
+
+def test_a_part_of_a_file_of_unknown_size_is_taken(access: HubAccess) -> None:
+    def work(snapshot: HubSnapshot) -> bytes:
+        file = dataclasses.replace(snapshot.files[SHARD], size_bytes=None)
+        return HubRanges(snapshot.commit, stop_event=threading.Event()).read(file, 3, 9)
+
+    assert work_on_hub(MODEL, work, access=access) == DATA[3:9]
 
 
 def test_a_hub_that_stays_down_is_a_network_error(

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from minimax_tools.errors import CaptureError
-from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, replacing, whole_file
+from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, whole_capture_file, whole_file
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def names(directory: Path) -> list[str]:
 
 
 def fail_halfway(path: Path) -> None:
-    with replacing(path) as temporary:
+    with whole_capture_file(path) as temporary:
         temporary.write_text("half")
         raise OSError("planted")
 
@@ -47,7 +47,7 @@ def fail_halfway(path: Path) -> None:
 def test_file_appears_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text("old")
-    with replacing(path) as temporary:
+    with whole_capture_file(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() == "old"
         assert is_temporary(temporary)
@@ -78,20 +78,20 @@ def test_full_disk_is_told_apart_with_the_free_space(tmp_path: Path, error: Exce
     with pytest.raises(
         CaptureError, match=rf"no space left to write {tmp_path}/a\.json: found [\d.]+ MB free"
     ):
-        with replacing(tmp_path / "a.json"):
+        with whole_capture_file(tmp_path / "a.json"):
             raise error
 
 
 def test_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="cannot write"):
-        with replacing(tmp_path / "absent/a.json"):
+        with whole_capture_file(tmp_path / "absent/a.json"):
             pass
 
 
 def test_others_may_read_what_safetensors_wrote(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.touch()
-    with replacing(tmp_path / "a.safetensors") as temporary:
+    with whole_capture_file(tmp_path / "a.safetensors") as temporary:
         safetensors.torch.save_file({"x": torch.ones(2)}, temporary)
     assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
 

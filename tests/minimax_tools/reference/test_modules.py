@@ -88,6 +88,14 @@ def test_attention_of_another_implementation_is_not_seen(layers: Any) -> None:
     assert tensors == {}
 
 
+def test_misspelt_attention_does_not_run_as_eager(layers: Any) -> None:
+    with (
+        pytest.raises(KeyError, match="sdpaa"),
+        recording_layer(layers[0], sites=(Site.Q_ROPE,), attn_implementation="sdpaa"),
+    ):
+        pass
+
+
 def test_config_is_cut_to_the_layers_asked_for(toy: Path) -> None:
     config = read_config(toy, num_hidden_layers=2)
     assert (config.num_hidden_layers, config.hidden_size, config.rotary_dim) == (2, 256, 32)
