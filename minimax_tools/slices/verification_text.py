@@ -251,14 +251,14 @@ def _describe_ends(slice_: Slice) -> str:
 
 
 def _format_layers(layers: Sequence[int]) -> str:
-    """Render layers as `0-9`, or with gaps as `0-3, 7`."""
+    """Render layers as `0-9`, with gaps as `0-3, 7`, and no layers as `none`."""
     runs: list[range] = []
     for layer in layers:
         if runs and runs[-1].stop == layer:
             runs[-1] = range(runs[-1].start, layer + 1)
         else:
             runs.append(range(layer, layer + 1))
-    return ", ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
 
 
 def _count_files(repository: Repository) -> str:
