@@ -92,7 +92,8 @@ def _build_whole(config: PreTrainedConfig, implementation: Implementation) -> Pr
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(plain_config, **implementation.arguments())
-    except (ValueError, ImportError) as error:
+    except Exception as error:
+        # A config that fits no model fails in any class: AttributeError, ImportError, ZeroDivisionError.
         raise CheckpointError(
             f"transformers cannot build a causal language model of type {config.model_type!r}",
             found=f"{type(error).__name__}: {error}",
