@@ -30,7 +30,7 @@ from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import SliceSource
 
-# Bytes that are noted in the journal at once: at most so many of a shard are lost by an interrupt.
+# Most bytes of a piece. The journal is written after so many bytes, so an interrupt loses little more of a shard.
 _PIECE_BYTES = 64 << 20
 _JOURNAL_SUFFIX = ".fetched"
 
@@ -196,7 +196,7 @@ class _SparseFile:
         with self._path.open("r+b" if done else "w+b") as output, self._journal.open("a") as journal:
             if not done:
                 journal.truncate(0)
-            # Extends the file to the shard's size: what was never written is a hole.
+            # Extend the file to the shard's size: what is never written is a hole.
             output.truncate(file.size_bytes)
             unnoted: list[tuple[int, int]] = []
             for start, stop in _cut_pieces(wanted):
