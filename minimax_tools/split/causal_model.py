@@ -153,8 +153,8 @@ def _progress_bar(shown: bool) -> Iterator[None]:
     """Show or hide transformers' progress bars in the block."""
     from transformers.utils import logging
 
-    def show(shown: bool) -> None:
-        (bars.enable_progress_bar if shown else bars.disable_progress_bar)()
+    def show(is_shown: bool) -> None:
+        (bars.enable_progress_bar if is_shown else bars.disable_progress_bar)()
 
     # transformers' module has no types.
     bars: Any = logging

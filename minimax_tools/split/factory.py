@@ -187,18 +187,17 @@ def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
 @contextlib.contextmanager
 def logging_to_stderr(verbose: bool) -> Iterator[None]:
     """Write the package's log messages to stderr in the block, if `verbose` and no handler shows them already."""
-    logger = logging.getLogger("minimax_tools")
-    if not verbose or (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
+    package_logger = logging.getLogger("minimax_tools")
+    if not verbose or (package_logger.isEnabledFor(logging.INFO) and package_logger.hasHandlers()):
         yield
         return
-    handler = logging.StreamHandler(sys.stderr)
-    before = (logger.level, logger.propagate, list(logger.handlers))
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
+    level, propagate, handlers = package_logger.level, package_logger.propagate, list(package_logger.handlers)
+    package_logger.handlers[:] = [logging.StreamHandler(sys.stderr)]
+    package_logger.setLevel(logging.INFO)
     # A handler further up would show every line again.
-    logger.propagate = False
+    package_logger.propagate = False
     try:
         yield
     finally:
-        logger.level, logger.propagate, logger.handlers[:] = before
-        logger.setLevel(before[0])
+        package_logger.setLevel(level)
+        package_logger.propagate, package_logger.handlers[:] = propagate, handlers
