@@ -44,7 +44,7 @@ class HeldOutEvaluation:
 
     num_tokens: int  # that are predicted
     bits_per_byte: float
-    bits_per_byte_random_experts: float  # if each token goes to the experts of another, random token
+    bits_per_byte_random_experts: float  # the same if each token goes to the experts of another, random token
     layers: tuple[LayerExperts, ...]
 
 
@@ -106,7 +106,7 @@ def _compress(data: bytes) -> bytes:
 
 @torch.no_grad()
 def _run(trainee: Trainee, rows: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
-    """Return the mean loss in nats per token, and the experts [T,k] of each layer."""
+    """Run the model in evaluation mode; return the mean loss in nats per token, and the experts [T,k] of each layer."""
     was_training = trainee.module.training
     trainee.module.eval()
     losses, choices = [], []

@@ -44,14 +44,14 @@ PROMPT_LENGTHS = (157, 1, 4, 61, 500, 17)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
-    """A trained model: its training, and its evaluation on held-out text before and after the training."""
+    """A trained model: its training, and its evaluation on held-out text."""
 
-    folders: tuple[Path, ...]
-    course: TrainingCourse
+    folders: tuple[Path, ...]  # its checkpoints
+    course: TrainingCourse  # length and last loss of the training
     corpus: Corpus
-    rivals: Rivals
-    before: HeldOutEvaluation
-    after: HeldOutEvaluation
+    rivals: Rivals  # bits per byte of the held-out text in codes without a model
+    before: HeldOutEvaluation  # of the untrained model
+    after: HeldOutEvaluation  # of the trained model
 
 
 def train_checkpoint(
@@ -161,6 +161,7 @@ def training_record(
     """Return the content of training.json."""
     return {
         "model": asdict(model),
+        # Options that train the same model again: the steps that were made, not the minutes asked for.
         "options": {**asdict(options), "num_steps": learned.course.num_steps, "minutes": None},
         "text": {
             "name": learned.corpus.name,
