@@ -164,8 +164,7 @@ class CurvePoint:
     error: float  # ‖target − reference‖ / ‖reference‖ of the layer's output
     # The same ratio of the layer's input: the inherited error; 0 if the input is the golden's own.
     handed_on: float
-    # Error that the layer's noise and its input error cause, relative to the output; None if the golden kept no
-    # floor.
+    # Error that the layer's noise and its input error cause, relative to the output; None without a noise floor.
     floor: float | None
     # ρ of the output over the judged tokens; if there is no floor, the error in units of its limit.
     ratio: float
