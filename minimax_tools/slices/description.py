@@ -27,7 +27,7 @@ class SliceDescription:
     has_embedding: bool | None  # True if it holds the embedding
     has_head: bool | None  # True if it holds the final norm and the lm_head
     source: str  # the checkpoint it was cut from: a folder as it was given, or a hub id
-    # Sha256 of each tensor by name; None if it was not computed.
+    # sha256 of each tensor by name; None if it was not computed.
     tensors: Mapping[str, str | None] = field(repr=False)
 
     def write(self, folder: Path) -> None:

@@ -146,6 +146,7 @@ def _fetch_shards(
     fetched: dict[str, int] = {}
 
     def fetch(file: HubFile) -> None:
+        # Where the hub tells no hash of a file, its commit is the version.
         sparse = _SparseFile(folder / file.name, version=file.content_hash or snapshot.commit.commit)
         fetched[file.name] = sparse.fetch(shards[file.name], file, ranges)
         progress.advance(len(fetched), num_bytes=fetched[file.name])

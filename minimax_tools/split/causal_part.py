@@ -103,7 +103,10 @@ def _build_whole(config: PreTrainedConfig, implementation: Implementation) -> Pr
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make parameters float32 that must not be rounded: those that transformers names, and the router."""
+    """Make parameters float32 that must not be rounded: those that transformers names, and the router.
+
+    transformers keeps its strict list in float32 for BF16 and float16, and the other list for float16 alone.
+    """
     patterns = list(_FLOAT32_NAMES.get(model.config.model_type, ()))
     if dtype in (torch.bfloat16, torch.float16):
         patterns += model._keep_in_fp32_modules_strict or ()

@@ -125,6 +125,7 @@ def _finish(loaded: Iterator[ModelPart], storage: Path | None) -> Iterator[Split
         for role in Role:
             refuse_foreign(storage / str(role))
     tracker = MemoryTracker()
+    # Memory is tracked only if it is reported.
     with tracker if logger.isEnabledFor(logging.INFO) else contextlib.nullcontext():
         for model_part in loaded:
             component = SplitModel(model_part)

@@ -75,6 +75,7 @@ def read_corpus(texts: tuple[str, ...]) -> Corpus:
 
 
 def _documents(text: str) -> Iterator[str]:
+    """Yield the documents of the named corpus `text`, or else the file of that path."""
     if text in CORPORA:
         yield from CORPORA[text]()
         return

@@ -26,11 +26,14 @@ _ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerExperts:
-    """The choice of experts of a layer over held-out text; information is mutual, in bits, and beyond chance."""
+    """The choice of experts of a layer over held-out text.
+
+    Information is mutual information in bits, less that of shuffled experts.
+    """
 
     load: tuple[float, ...]  # share of the choices that each expert got, with sum 1
     token_information: float  # between a token and one of its experts
-    next_token_information: float  # between the next token and one of these experts
+    next_token_information: float  # between the token after it and one of its experts
 
     @property
     def load_range(self) -> tuple[float, float]:

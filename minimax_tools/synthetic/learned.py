@@ -149,6 +149,7 @@ def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
     for number, length in enumerate(PROMPT_LENGTHS):
         # Evenly spread over the held-out passages.
         passage = corpus.held_out[number * len(corpus.held_out) // len(PROMPT_LENGTHS)]
+        # Start and end of each token in the passage, in characters.
         offsets = tokenizer.encode(passage).offsets
         _, end = offsets[min(length, len(offsets)) - 1]
         prompts.append(passage[:end])

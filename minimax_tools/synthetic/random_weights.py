@@ -142,7 +142,7 @@ class SyntheticWeights:
     ) -> Iterator[torch.Tensor]:
         random, is_embedding = self._random(name), name == weight_names.EMBEDDING
         std = _EMBEDDING_RMS if is_embedding else _LOGIT_STD / math.sqrt(self._spec.hidden_size)
-        # A multiple of 8 rows, so that the bytes of every block but the last are a multiple of 8.
+        # A multiple of 8 rows: the stream draws words of 8 bytes, and every block but the last uses whole words.
         rows_at_once = max(8, _ELEMENTS_AT_ONCE // shape[1] // 8 * 8)
         for start in range(0, shape[0], rows_at_once):
             num_rows = min(rows_at_once, shape[0] - start)
