@@ -1,7 +1,7 @@
 """Tensor names of any causal language model that transformers knows, read from its tree of modules.
 
-The tree is built on the meta device, without weights. Each path gets up to four spellings: that of the tree and that
-of the hub's files, and both without the prefix that files saved from the base model alone lack. A Gemma 3 has
+The tree is built on the meta device, without weights. Each path gets up to four spellings: that of the tree, that of
+the hub's files, and both without the base model's prefix, as in files saved from the base model alone. For a Gemma 3:
 
     model.language_model.norm (tree), language_model.norm (base model), language_model.model.norm (hub)
 """
@@ -111,7 +111,7 @@ def _roles(model: PreTrainedModel, trunk: str, *, left_out: set[str]) -> Iterato
     for name, module in children:
         if name in left_out or not module.state_dict():
             continue
-        # By name before by class: BLOOM's `word_embeddings_layernorm` runs before the layers, with the embedding.
+        # The name decides before the class: BLOOM's `word_embeddings_layernorm` is part of the embedding.
         if isinstance(module, torch.nn.Embedding) or "emb" in name:
             yield name, "embedding"
         elif "norm" in type(module).__name__.lower():
@@ -141,9 +141,9 @@ def _hub_path(model: PreTrainedModel, path: str) -> str:
     # On loading transformers fuses matrices. A tensor of the fewest dims, such as a norm's, is at most renamed.
     tensors = dict(model.get_submodule(path).state_dict())
     inner_name = min(tensors, key=lambda name: (tensors[name].dim(), name))
-    stored_name = str(
-        next(iter(revert_weight_conversion(model, {f"{path}.{inner_name}": tensors[inner_name]})))
-    )
+    # One tensor goes in, and one comes out, by its stored name.
+    stored = revert_weight_conversion(model, {f"{path}.{inner_name}": tensors[inner_name]})
+    stored_name = str(next(iter(stored)))
     # If even the name inside the module is another on the hub, the hub's path is unknown: the tree's is used.
     suffix = f".{inner_name}"
     return stored_name.removesuffix(suffix) if stored_name.endswith(suffix) else path
