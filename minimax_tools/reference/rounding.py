@@ -63,7 +63,7 @@ def _bf16_steps(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_to_round(kinds: torch.Tensor) -> Iterator[tuple[RoundingKind, slice]]:
-    """Yield each kind that changes values, with the slice of its rows."""
+    """Yield each kind that changes values, with the slice of its rows: `kinds` ascend, so they are neighbours."""
     counts = torch.bincount(kinds, minlength=len(RoundingKind)).tolist()
     start = 0
     for kind, count in zip(RoundingKind, counts, strict=True):

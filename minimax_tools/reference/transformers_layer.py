@@ -48,6 +48,7 @@ class TransformersLayer:
             name.replace("block_sparse_moe.", "mlp."): tensor.to(self._device, dtype)
             for name, tensor in tensors.items()
         }
+        # Not strict: the float32 twin gives its large matrices only while they are used.
         self.module.load_state_dict(weights, strict=False, assign=True)
 
     def run(

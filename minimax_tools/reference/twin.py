@@ -52,6 +52,7 @@ class Float32Twin(TransformersLayer):
 
 
 def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:
+    """Return a copy of the config that names `_upcast_experts`, which is registered with transformers here."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_IMPLEMENTATION, _upcast_experts)

@@ -21,7 +21,7 @@ from minimax_tools.reference.rounding import Rounding
 _BLOCK_VALUES = 2**17
 # Number of tokens from which weight × statesᵀ is faster than states × weightᵀ.
 _MANY_TOKENS = 16
-# Numbers of the roundings of one expert: each rounding has a number of its own, so that no two share random steps.
+# Numbers of the roundings of one expert, below `_DRAWS_PER_EXPERT`, so that no two roundings share random steps.
 _GATE, _UP, _SILU, _ACTIVATED, _FIRST_HALF, _SECOND_HALF, _DOWN, _WEIGHTED, _SUM = range(9)
 _DRAWS_PER_EXPERT = 16
 
@@ -61,6 +61,7 @@ def upcast_experts(
     """
     output = torch.zeros_like(states)
     numbers = experts.unique().tolist()
+    # For each expert its tokens [t], and the column of `experts` [t] in which each token names it.
     routed = [torch.where(experts == number) for number in numbers]
     scratch = _Scratch()
 
@@ -73,9 +74,10 @@ def upcast_experts(
             expert_output = _run_rounded(weights, number, states[tokens], tokens, scratch, rounding)
             return rounding.apply(expert_output.mul_(token_shares), tokens, expert=number, step=_WEIGHTED)
 
+    tokens_of, positions_of = [tokens for tokens, _ in routed], [positions for _, positions in routed]
     with _side_by_side(states.device) as map_in_order:
-        expert_outputs = map_in_order(run, numbers, *zip(*routed, strict=True))
-        for number, (tokens, _), expert_output in zip(numbers, routed, expert_outputs, strict=True):
+        expert_outputs = map_in_order(run, numbers, tokens_of, positions_of)
+        for number, tokens, expert_output in zip(numbers, tokens_of, expert_outputs, strict=True):
             if rounding is None:
                 output.index_add_(0, tokens, expert_output)
             else:

@@ -8,20 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A token that the port sends to other experts.
+    """A token that the port sends to other experts."""
 
-    Args:
-        row: The token's prompt.
-        position: The token's position in its row.
-        dropped: Experts that the golden chose and the port did not.
-        chosen: Experts that the port chose and the golden did not; none if the port names one expert twice.
-        margin: Difference of biased scores that noise must overcome to cause the flip; None without a floor.
-    """
-
-    row: int
-    position: int
-    dropped: tuple[int, ...]
+    row: int  # the token's prompt
+    position: int  # the token's position in its row
+    dropped: tuple[int, ...]  # experts that the golden chose and the port did not
+    # Experts that the port chose and the golden did not; none if the port names one twice.
     chosen: tuple[int, ...]
+    # Difference of biased scores that noise must overcome to cause the flip; None without a floor.
     margin: float | None
 
 
@@ -36,7 +30,8 @@ class RoutingResult:
     num_tokens: int  # judged tokens
     num_flipped: int  # judged tokens with other experts
     num_explained: int  # flips that noise explains
-    widest_unexplained_margin: float | None  # the widest margin of an unexplained flip; None without a floor
+    # The widest margin of an unexplained flip; None without a noise floor.
+    widest_unexplained_margin: float | None
     worst_flips: tuple[Flip, ...] = ()  # some unexplained flips, the widest margin first
 
     @property
@@ -59,32 +54,24 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsResult:
-    """Comparison of the next-token distributions, token by token.
+    """Comparison of the next-token distributions, token by token."""
 
-    Args:
-        num_tokens: Judged tokens.
-        kl_mean, kl_p95, kl_worst: KL(golden ‖ port) in nats over the tokens: mean, 95th percentile, worst.
-        worst_token: Row and position of the worst token.
-        kl_mean_foreseen, kl_p95_foreseen: The divergence that noise within the floor causes.
-        overlaps: By k, the share of the golden's k likeliest tokens that are among the port's k likeliest.
-        num_disagreeing: Tokens whose likeliest next token is another.
-        num_explained: Disagreements whose margin noise may reverse.
-        worst_choices: Some unexplained disagreements, the widest margin first.
-    """
-
-    num_tokens: int
+    num_tokens: int  # judged tokens
+    # KL(golden ‖ port) in nats over the tokens: mean, 95th percentile, worst.
     kl_mean: float
     kl_p95: float
     kl_worst: float
-    worst_token: tuple[int, int]
+    worst_token: tuple[int, int]  # row and position of the token with `kl_worst`
+    # `kl_mean` and `kl_p95` as noise of the floor's size alone would make them.
     kl_mean_foreseen: float
     kl_p95_foreseen: float
+    # By k, the share of the golden's k likeliest tokens that are among the port's k likeliest.
     overlaps: Mapping[int, float]
-    num_disagreeing: int
-    num_explained: int
-    worst_choices: tuple[TokenChoice, ...] = ()
+    num_disagreeing: int  # tokens whose likeliest next token is another
+    num_explained: int  # disagreements whose margin noise may reverse
+    worst_choices: tuple[TokenChoice, ...] = ()  # some unexplained disagreements, the widest margin first
 
     @property
     def num_unexplained(self) -> int:
-        """Other choices that noise does not explain."""
+        """Disagreements that noise does not explain."""
         return self.num_disagreeing - self.num_explained

@@ -21,21 +21,15 @@ _PROOF_EXCESS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Layers that ran one after the other, and the judgement of the last one's output.
-
-    Args:
-        is_right: Whether the output is within its limits.
-        excess: Its error in units of the limit; above 1 it is wrong.
-        visible: Noise of this size on every token of the chain's output is seen, whatever the port's own noise;
-            relative to the norm of the token's ordinary channels, without the massive ones.
-        reason: Why it is wrong; empty if it is right.
-    """
+    """Layers that ran one after the other, and the judgement of the last one's output."""
 
     span: Span
-    is_right: bool
-    excess: float
+    is_right: bool  # whether the output is within its limits
+    excess: float  # the output's error in units of the limit; above 1 it is wrong
+    # The least noise that would surely make the chain wrong, whatever the port's own noise: noise added to every token
+    # of the output, relative to the norm of the token's ordinary channels (all but the massive ones).
     visible: float
-    reason: str = ""
+    reason: str = ""  # why the output is wrong; empty if it is right
 
     def to_json(self) -> dict[str, Any]:
         """Return the chain as a bisection's journal holds it: figures as text, because they may be infinite."""
@@ -118,27 +112,17 @@ class BisectionFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """A finished search over layers.
+    """A finished search over layers."""
 
-    Args:
-        span: The layers that were searched.
-        reference: The golden's directory.
-        target: The port as the user named it.
-        arguments: What a command needs to run the same port on the same golden.
-        probes: Every run of it, in order.
-        findings: What they found, ascending.
-        num_resumed: Number of probes that an earlier bisection had run.
-        sweep_visible: Noise of this size on what the experts add, relative to the output, is seen by a sweep of the
-            layers one by one; None if the golden does not tell.
-    """
-
-    span: Span
-    reference: str
-    target: str
-    arguments: tuple[str, ...]
-    probes: tuple[Probe, ...]
-    findings: tuple[BisectionFinding, ...]
-    num_resumed: int = 0
+    span: Span  # the layers that were searched
+    reference: str  # the golden's directory
+    target: str  # the port as the user named it
+    arguments: tuple[str, ...]  # what a command needs to run the same port on the same golden
+    probes: tuple[Probe, ...]  # the runs of the search, in order
+    findings: tuple[BisectionFinding, ...]  # wrong layers and wrong chains, ascending
+    num_resumed: int = 0  # number of probes that an earlier, interrupted bisection had run
+    # The least noise in the experts' sum, relative to the output, that a sweep of the layers one by one would
+    # surely see; None if the golden does not tell.
     sweep_visible: float | None = None
 
     @property
@@ -160,12 +144,12 @@ class Bisection:
 
     @property
     def compared(self) -> int:
-        """Layers whose own output was judged."""
+        """Number of layers whose own output was judged."""
         return len({chain.span.last for probe in self.probes for chain in probe.chains})
 
     @property
     def of(self) -> int:
-        """Layers of the search."""
+        """Number of layers of the search."""
         return len(self.span)
 
     @property
@@ -180,12 +164,12 @@ class Bisection:
 
     @property
     def chained_visible(self) -> float | None:
-        """Noise of this size in the output of any chain of several layers is seen; None if none ran."""
+        """Least noise (`Chain.visible`) that is seen behind any chain of several layers; None if none ran."""
         return max((chain.visible for chain in self._chains() if len(chain.span) > 1), default=None)
 
     @property
     def single_visible(self) -> float | None:
-        """Noise of this size in the output of any layer that ran alone is seen; None if none ran."""
+        """Least noise (`Chain.visible`) that is seen behind any layer that ran alone; None if none ran."""
         return max((chain.visible for chain in self._chains() if len(chain.span) == 1), default=None)
 
     def _chains(self) -> tuple[Chain, ...]:

@@ -42,44 +42,29 @@ class SiteStatus(TextEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseRatio:
-    """ρ = ‖target − float32‖ / ‖reference − float32‖ at one site; 1 is as good as the golden.
+    """ρ = ‖target − float32‖ / ‖reference − float32‖ at one site; 1 is as good as the golden."""
 
-    Args:
-        whole: ρ over all judged tokens and channels.
-        ordinary: Without the massive channels.
-        massive: Over the massive channels alone; None if there are none.
-        token_median: Median over the tokens.
-        token_p99: 99th percentile over the tokens.
-        token_worst: ρ of the worst token.
-        worst_token: Row and position of the worst token.
-        is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
-        incoming: Relative error of a chained layer's input, which widens the floor; 0 in isolated runs.
-        floor: The floor that ρ is in units of, relative to the golden's values; None if they are all zero.
-        interval: 95 % interval of `whole`, by a jackknife over prompts or blocks of tokens; None if there are too few.
-        token_gain, channel_gain, channel_offset: ρ of the error's averages, in which noise almost cancels: of each
-            token's scale, each channel's scale, and each channel's mean error. None without a twin, and in
-            chained runs.
-        channel_worst: ρ of the worst channel, over all tokens; None in the same cases.
-        worst_channel: Index of the worst channel.
-        is_widened: Whether the golden's variants widen the floor.
-    """
-
-    whole: float
-    ordinary: float
-    massive: float | None
-    token_median: float
-    token_p99: float
-    token_worst: float
-    worst_token: tuple[int, int]
-    is_estimated: bool
-    incoming: float
+    whole: float  # ρ over all judged tokens and channels
+    ordinary: float  # without the massive channels
+    massive: float | None  # over the massive channels alone; None if there are none
+    token_median: float  # median over the tokens
+    token_p99: float  # 99th percentile over the tokens
+    token_worst: float  # ρ of the worst token
+    worst_token: tuple[int, int]  # row and position of the worst token
+    is_estimated: bool  # whether the float32 twin was missing and ρ was estimated from ‖target − reference‖
+    incoming: float  # relative error of a chained layer's input, which widens the floor; 0 in isolated runs
+    # The floor that ρ is in units of, relative to the golden's values; None if they are all zero.
     floor: float | None = None
+    # 95 % interval of `whole`, by a jackknife over prompts or blocks of tokens; None if there are too few.
     interval: tuple[float, float] | None = None
+    # Three ρ of averages of the error, in which noise almost cancels: of each token's scale, each channel's scale, and
+    # each channel's mean error. None without a float32 twin, and in chained runs.
     token_gain: float | None = None
     channel_gain: float | None = None
     channel_offset: float | None = None
-    channel_worst: float | None = None
-    worst_channel: int | None = None
+    channel_worst: float | None = None  # ρ of the worst channel, over all tokens; None in the same cases
+    worst_channel: int | None = None  # index of the worst channel
+    # Whether the golden's variants (other correct BF16 computations of the layer) widen the floor.
     is_widened: bool = False
 
 
@@ -107,80 +92,57 @@ class NearestLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedRow:
-    """Comparison of the tokens that both sides generated after a prompt.
+    """Comparison of the tokens that both sides generated after a prompt."""
 
-    Args:
-        row: The prompt.
-        num_compared: Number of tokens that both sides generated.
-        num_alike: Number of tokens before the first that differs.
-        status: `fail` if noise does not explain the first difference; `not judged` if the golden does not tell.
-        reason: Sentence that explains the status.
-        reference, target: The golden's token and the port's where they first differ.
-        margin: The golden's logit of its own token minus its logit of the port's token; a lower bound if the golden
-            did not keep the latter, None if it kept none.
-        reach: The largest margin that noise may reverse; None if it is not known.
-    """
-
-    row: int
-    num_compared: int
-    num_alike: int
+    row: int  # the prompt
+    num_compared: int  # number of tokens that both sides generated
+    num_alike: int  # number of tokens before the first that differs
+    # `fail` if noise does not explain the first difference; `not judged` if the golden does not tell.
     status: SiteStatus
-    reason: str
-    reference: int | None = None
-    target: int | None = None
+    reason: str  # sentence that explains the status
+    reference: int | None = None  # the golden's token where they first differ
+    target: int | None = None  # the port's token there
+    # The golden's logit of its own token minus its logit of the port's token. A lower bound if the golden did not
+    # keep its logit of the port's token; None if it kept no logits.
     margin: float | None = None
-    reach: float | None = None
+    reach: float | None = None  # the largest margin that noise may reverse; None if it is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteResult:
-    """Result at one site of one layer (or of the model, if `layer` is None).
-
-    Args:
-        reason: Sentence that explains the status; empty for a plain pass.
-        metrics: Classic metrics, such as cosine similarity; None if nothing was compared.
-        noise: ρ; None without a floor.
-        routing: Comparison of the chosen experts; only at `router_experts`.
-        relative: The relative error, if there is no floor; else None.
-        nearest: The figure that decided, or came nearest to it; None if no limit of noise applies.
-        num_judged: Tokens that were judged by noise.
-        logits: Comparison of the next-token distributions; only at `logits`.
-        num_set_aside: Tokens left out of ρ because the port's experts are, or may be, others than the golden's.
-        num_replayed: Tokens with other experts, judged by replay: against the golden with the port's experts.
-        classic_failures: Limits of classic metrics that are broken, such as `cosine_similarity 0.93 < 0.99`.
-        where: Sentences on what the wrong tokens and channels have in common; only of sites to blame.
-    """
+    """Result at one site of one layer (or of the model, if `layer` is None)."""
 
     layer: int | None
     site: str
     status: SiteStatus
-    reason: str = ""
+    reason: str = ""  # sentence that explains the status; empty for a plain pass
+    # Classic metrics, such as cosine similarity; None if nothing was compared.
     metrics: PairMetrics | None = None
-    noise: NoiseRatio | None = None
-    routing: RoutingResult | None = None
-    relative: RelativeError | None = None
+    noise: NoiseRatio | None = None  # ρ; None without a floor
+    routing: RoutingResult | None = None  # comparison of the chosen experts; only at `router_experts`
+    relative: RelativeError | None = None  # the relative error, if there is no floor; else None
+    # The figure that broke its limit most, or came nearest to it; None if no limit of noise applies.
     nearest: NearestLimit | None = None
-    num_judged: int = 0
-    logits: LogitsResult | None = None
+    num_judged: int = 0  # tokens that were judged by noise
+    logits: LogitsResult | None = None  # comparison of the next-token distributions; only at `logits`
+    # Tokens left out of ρ because the port's experts are, or may be, others than the golden's.
     num_set_aside: int = 0
+    # Tokens with other experts, judged by replay: against the golden with the port's experts.
     num_replayed: int = 0
+    # Limits of classic metrics that are broken, such as `cosine_similarity 0.93 < 0.99`.
     classic_failures: tuple[str, ...] = ()
+    # Sentences on what the wrong tokens and channels have in common; only of sites to blame.
     where: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """A site to blame: it fails though its inputs pass, or it still fails when recomputed from the port's own inputs.
+    """A site to blame: it fails though its inputs pass, or though it is recomputed from the port's own inputs."""
 
-    Args:
-        layer: The layer; None outside the layers.
-        sites: The site, and before it those that were not compared and may hold the fault as well.
-        reason: Sentence that explains the blame.
-    """
-
-    layer: int | None
+    layer: int | None  # the layer; None outside the layers
+    # The site, and before it those that were not compared and may hold the fault as well.
     sites: tuple[str, ...]
-    reason: str
+    reason: str  # sentence that explains the blame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,20 +158,15 @@ class BlameGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """Error of a chained run after one layer.
-
-    Args:
-        error: ‖target − reference‖ / ‖reference‖ of the layer's output.
-        handed_on: The same of the layer's input, the inherited error; 0 if the input is the golden's own.
-        floor: Error that the layer's noise and its input error cause, relative to the output; None if the golden
-            kept no floor.
-        ratio: ρ of the output over the judged tokens; if there is no floor, the error in units of its limit.
-    """
+    """Error of a chained run after one layer."""
 
     layer: int
-    error: float
+    error: float  # ‖target − reference‖ / ‖reference‖ of the layer's output
+    # The same ratio of the layer's input: the inherited error; 0 if the input is the golden's own.
     handed_on: float
+    # Error that the layer's noise and its input error cause, relative to the output; None without a noise floor.
     floor: float | None
+    # ρ of the output over the judged tokens; if there is no floor, the error in units of its limit.
     ratio: float
 
 
@@ -224,65 +181,47 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterDtype:
-    """A part of the router that the port holds in another dtype than the golden.
+    """A part of the router that the port holds in another dtype than the golden."""
 
-    Args:
-        name: `router_gate` or `correction_bias`.
-        reference, target: Names of the golden's dtype and of the port's.
-        consequence: Sentence on what the other dtype does.
-    """
-
-    name: str
-    reference: str
-    target: str
-    consequence: str
+    name: str  # `router_gate` or `correction_bias`
+    reference: str  # name of the golden's dtype
+    target: str  # name of the port's dtype
+    consequence: str  # sentence on what the other dtype does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A whole comparison of two directories.
+    """A whole comparison of two directories."""
 
-    Args:
-        reference, target: The two directories.
-        criteria: `noise`, `classic`, or the file that the limits came from.
-        sites: Every site of every layer in the run's span, in natural order.
-        blame: Sites to blame, earliest layer first.
-        blame_groups: The sites to blame, with layers of the same sites together.
-        curve: Growth of a chained run's error; None for isolated runs.
-        notes: What a reader must know beside the verdict.
-        router_dtypes: Parts of the router that the port holds in another dtype.
-        generated: What both sides generated, prompt by prompt.
-        tokens: The real tokens of the batch, such as `81 at positions 0-47`; empty if no side tells.
-    """
-
-    reference: str
-    target: str
-    criteria: str
+    reference: str  # the golden's directory
+    target: str  # the port's directory
+    criteria: str  # `noise`, `classic`, or the file that the limits came from
     verdict: Verdict
-    sites: tuple[SiteResult, ...]
-    blame: tuple[Blame, ...] = ()
-    blame_groups: tuple[BlameGroup, ...] = ()
-    curve: Curve | None = None
-    notes: tuple[str, ...] = ()
-    router_dtypes: tuple[RouterDtype, ...] = ()
-    generated: tuple[GeneratedRow, ...] = ()
-    tokens: str = ""
+    sites: tuple[SiteResult, ...]  # every site of every layer in the run's span, in natural order
+    blame: tuple[Blame, ...] = ()  # sites to blame, earliest layer first
+    blame_groups: tuple[BlameGroup, ...] = ()  # the sites to blame, with layers of the same sites together
+    curve: Curve | None = None  # growth of a chained run's error; None for isolated runs
+    notes: tuple[str, ...] = ()  # what a reader must know beside the verdict
+    router_dtypes: tuple[RouterDtype, ...] = ()  # parts of the router that the port holds in another dtype
+    generated: tuple[GeneratedRow, ...] = ()  # what both sides generated, prompt by prompt
+    tokens: str = ""  # the real tokens of the batch, such as `81 at positions 0-47`; empty if no side tells
 
     @property
     def shows_outputs_only(self) -> bool:
         """True if only the outputs of the layers were judged, though they have other sites."""
         judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
         declared = {site.site for site in self.sites if site.layer is not None}
-        return judged == {str(Site.OUTPUT)} != declared
+        outputs = {str(Site.OUTPUT)}
+        return judged == outputs and declared != outputs
 
     @property
     def compared(self) -> int:
-        """Layer-site pairs that were judged."""
+        """Number of sites, counted in each layer, that were judged."""
         return sum(site.status.is_compared for site in self.sites)
 
     @property
     def of(self) -> int:
-        """Layer-site pairs within the run's declared span."""
+        """Number of sites, counted in each layer, within the run's declared span."""
         return len(self.sites)
 
     @property

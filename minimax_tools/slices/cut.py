@@ -35,18 +35,12 @@ class FileFormat(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceCut:
-    """A slice to be written.
+    """A slice to be written."""
 
-    Args:
-        source: The checkpoint.
-        description: Content of its slice.json, without digests.
-        file_format: Format of its weight files.
-        shards: Tensors of each file by its name, in the order in which they lie in the source.
-    """
-
-    source: StoredWeights
-    description: SliceDescription
-    file_format: FileFormat
+    source: StoredWeights  # the checkpoint
+    description: SliceDescription  # content of its slice.json, without digests
+    file_format: FileFormat  # format of its weight files
+    # Tensors of each file to be written, by the file's name, in the order in which they lie in the source.
     shards: dict[str, tuple[TensorEntry, ...]] = field(repr=False)
 
     @classmethod
@@ -64,8 +58,8 @@ class SliceCut:
             source: A checkpoint that holds the tensors.
             description: The slice.
             file_format: safetensors, or one `.pth` file.
-            shard_size_bytes: Largest size of a shard's data; a larger tensor gets a shard of its own. With None the
-                slice has as many shards as shards of the source hold some of it.
+            shard_size_bytes: Largest size of a shard's data; a larger tensor gets a shard of its own. None: the tensors
+                of each shard of the source go into one shard.
 
         Raises:
             UsageError: A shard size was given for a `.pth` file, which has no shards.
@@ -84,6 +78,7 @@ class SliceCut:
             groups = _group_by_shard(entries, shard_size_bytes)
             shards = {
                 f"model-{number:05}-of-{len(groups):05}.safetensors": group
+                # Numbered from 1, as transformers numbers shards that it saves.
                 for number, group in enumerate(groups, start=1)
             }
         return cls(source=source, description=description, file_format=file_format, shards=shards)
@@ -136,6 +131,7 @@ def _group_by_shard(
     entries: Sequence[TensorEntry], shard_size_bytes: int | None
 ) -> list[tuple[TensorEntry, ...]]:
     if shard_size_bytes is None:
+        # `entries` are in the source's order, so tensors of one file follow each other.
         return [tuple(group) for _, group in groupby(entries, key=lambda entry: entry.file)]
     shards: list[list[TensorEntry]] = []
     filled_bytes = 0

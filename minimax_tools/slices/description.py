@@ -20,25 +20,18 @@ class SliceDescription:
     """The parts and tensors of a slice.
 
     Layers, embedding and head are None if the tensors were chosen one by one.
-
-    Args:
-        node: Name of its node.
-        layers: Its decoder layers.
-        has_embedding: True if it holds the embedding.
-        has_head: True if it holds the final norm and the lm_head.
-        source: The checkpoint it was cut from: a folder as it was given, or a hub id.
-        tensors: sha256 of each tensor by name; None if it was not computed.
     """
 
-    node: str
-    layers: range | None
-    has_embedding: bool | None
-    has_head: bool | None
-    source: str
+    node: str  # name of its node
+    layers: range | None  # its decoder layers
+    has_embedding: bool | None  # True if it holds the embedding
+    has_head: bool | None  # True if it holds the final norm and the lm_head
+    source: str  # the checkpoint it was cut from: a folder as it was given, or a hub id
+    # sha256 of each tensor by name; None if it was not computed.
     tensors: Mapping[str, str | None] = field(repr=False)
 
     def write(self, folder: Path) -> None:
-        """Write `slice.json` into the folder, over one that is there."""
+        """Write `slice.json` into the folder; an older one is replaced."""
         with whole_file(folder / SLICE_FILE) as file:
             json.dump({"schema_version": SCHEMA_VERSION, **encode(self)}, file, indent=1)
             file.write("\n")

@@ -42,7 +42,7 @@ def digest_tensor(reader: CheckpointReader, entry: TensorEntry) -> str:
 
 
 def describe_shape(entry: TensorEntry) -> str:
-    """Return dtype and shape in words, which a digest of the bytes does not cover."""
+    """Return dtype and shape, which a digest of the bytes does not cover, such as `torch.bfloat16 [64, 32]`."""
     return f"{entry.dtype} {list(entry.shape)}"
 
 

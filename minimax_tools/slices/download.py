@@ -26,28 +26,25 @@ class DownloadedFile:
     @property
     def size_bytes(self) -> int:
         """Size in the repository, else on this machine, else 0."""
-        return self.expected_bytes if self.expected_bytes is not None else self.actual_bytes or 0
+        if self.expected_bytes is not None:
+            return self.expected_bytes
+        return 0 if self.actual_bytes is None else self.actual_bytes
 
     @property
     def is_complete(self) -> bool:
-        """True if it is here with the expected size."""
+        """True if it is here with the expected size, or with any size if none is known."""
         return self.actual_bytes is not None and self.expected_bytes in (None, self.actual_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
-    """The known files of a checkpoint's repository, from its listing, the index file and the plan.
+    """The known files of a checkpoint's repository, by the listing of hub or folder, the index file and the plan."""
 
-    Args:
-        folder: Folder of the files, even before they are fetched.
-        sizes: Bytes of each file by name, from the plan or the listing; None if unknown.
-        weights: Names of the files that hold weights.
-        is_listed: True if these are certainly all files. False if the hub was not asked, or a folder lacks some.
-    """
-
-    folder: Path
+    folder: Path  # folder of the files, even before they are fetched
+    # Bytes of each file by name, from the plan or the listing; None if unknown.
     sizes: Mapping[str, int | None]
-    weights: frozenset[str]
+    weights: frozenset[str]  # names of the files that hold weights
+    # True if these are certainly all files. False if the hub was not asked, or a folder lacks some.
     is_listed: bool
 
     @classmethod
@@ -85,17 +82,12 @@ class Repository:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """The part of a repository that a slice needs.
+    """The part of a repository that a slice needs."""
 
-    Args:
-        weights: Files that hold some of its tensors, sorted.
-        describing: Config, tokenizer and other describing files, which every slice needs, sorted.
-        repository: The whole repository.
-    """
-
-    weights: tuple[DownloadedFile, ...]
+    weights: tuple[DownloadedFile, ...]  # files that hold some of its tensors, sorted
+    # Config, tokenizer and other describing files, which every slice needs, sorted.
     describing: tuple[DownloadedFile, ...]
-    repository: Repository
+    repository: Repository  # the whole repository
 
     @classmethod
     def of(cls, slice_: Slice, source: SliceSource, repository: Repository) -> Download:

@@ -128,6 +128,7 @@ def _find_existing(slice_: Slice, output: Path, model: str) -> FetchedSlice | No
 
 
 def _find_difference(holding: Holding, slice_: Slice, model: str) -> str | None:
+    """Return the first difference between the slice that a folder holds and that of `model`; None if there is none."""
     if holding.faults:
         return holding.faults[0]
     if holding.source != model:

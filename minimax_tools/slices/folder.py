@@ -156,7 +156,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 def _view_map(file_map: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
-    """Return the tensor over the file's pages, with a storage of its size, because torch saves storages."""
+    """Return the tensor over the file's pages, with a storage of its own size: torch saves whole storages."""
     if entry.size_bytes == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
     flat = torch.frombuffer(file_map, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
@@ -190,6 +190,7 @@ def _reuse_slice(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_
         with open_slice(output) as existing:
             files = existing.index.files
             difference = _find_difference(cut, description, existing)
+            # Digests read every byte, so they come last.
             if difference is None:
                 digests = _digest_source(cut, reader)
                 difference = _find_other_bytes(digests, description, existing)

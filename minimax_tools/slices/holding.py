@@ -18,30 +18,20 @@ _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pth", ".pt"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """The tensors of a node, by name.
+    """The tensors of a node, by name."""
 
-    Args:
-        node: Name of the node.
-        folder: Folder of its slice; None if the tensors are only planned. Then the fields below, except `sizes`,
-            are empty.
-        source: The checkpoint that the slice was cut from, by its slice.json.
-        sizes: Bytes of each tensor.
-        files: Names of the weight files in the folder, sorted.
-        shapes: Dtype and shape of each tensor, in words.
-        digests: sha256 of each tensor.
-        noted: sha256 of each tensor by slice.json; None if slice.json notes none.
-        faults: Reasons why the folder cannot be read, or is not the node's.
-    """
-
-    node: str
+    node: str  # name of the node
+    # Folder of its slice; None if the tensors are only planned. Then the fields below, except `sizes`, are empty.
     folder: Path | None = None
-    source: str | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
-    files: tuple[str, ...] = ()
+    source: str | None = None  # the checkpoint that the slice was cut from, by its slice.json
+    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)  # bytes of each tensor
+    files: tuple[str, ...] = ()  # names of the weight files in the folder, sorted
+    # Dtype and shape of each tensor, in words.
     shapes: Mapping[str, str] = field(default_factory=dict, repr=False)
-    digests: Mapping[str, str] = field(default_factory=dict, repr=False)
+    digests: Mapping[str, str] = field(default_factory=dict, repr=False)  # sha256 of each tensor
+    # sha256 of each tensor as slice.json notes it; None for a tensor without one there.
     noted: Mapping[str, str | None] = field(default_factory=dict, repr=False)
-    faults: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()  # reasons why the folder cannot be read, or is not the node's
 
     @classmethod
     def planned(cls, slice_: Slice, sizes: Mapping[str, int]) -> Holding:
@@ -78,6 +68,7 @@ def _read_folder(slice_: Slice, folder: Path) -> Holding:
         entries = reader.index.entries
         digests = {name: digest_tensor(reader, entry) for name, entry in entries.items()}
         files = tuple(file.name for file in reader.index.files)
+    # Weight files that the slice's index does not name.
     stray = sorted(
         path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES and path.name not in files
     )

@@ -28,7 +28,7 @@ def find_disproportions(plan: PartitionPlan, costs: Sequence[PartCost], cost: Mo
     the slices, in the plan's order, and `cost` that of the model's parts.
     """
     largest = max(cost.layers, key=lambda part: part.held_bytes)
-    # The planner charges each used node for one layer's activations; the logits come and go.
+    # As the planner counts: every used node has one layer's activations, and the logits of the last node are left out.
     held_bytes = [
         part.held_bytes + (largest.activation_bytes if slice_.stage.is_used else 0)
         for slice_, part in zip(plan.slices, costs, strict=True)
@@ -37,6 +37,7 @@ def find_disproportions(plan: PartitionPlan, costs: Sequence[PartCost], cost: Mo
     givers, takers = [], []
     for slice_, part, held in zip(plan.slices, costs, held_bytes, strict=True):
         share = sum(held_bytes) * slice_.node.memory_bytes / total_memory_bytes
+        # At least 1, so that layers without weights do not divide by zero.
         excess_layers = (held - share) / max(largest.held_bytes, 1)
         has_room = (part + largest).memory_bytes <= slice_.node.memory_bytes
         if excess_layers > _MAX_EXCESS_LAYERS and slice_.stage.is_used:

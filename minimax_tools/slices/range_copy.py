@@ -18,6 +18,7 @@ from minimax_tools.errors import CheckpointError
 # Bytes copied by one call: small enough to react to an interrupt, large enough to cost no time.
 _PIECE_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
+# Errors of a system, or of a pair of file systems, that cannot copy in the kernel.
 _UNSUPPORTED = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
@@ -57,7 +58,7 @@ def _copy_range(byte_range: ByteRange, source: int, target: int) -> None:
 
 def _copy_in_kernel(source: int, target: int, start: int, stop: int) -> int:
     """Copy with `copy_file_range` as far as it works, and return the position reached."""
-    # Only Linux has it.
+    # Systems other than Linux lack the call.
     if not hasattr(os, "copy_file_range"):
         return start
     while start < stop:
@@ -68,6 +69,7 @@ def _copy_in_kernel(source: int, target: int, start: int, stop: int) -> int:
                 raise
             return start
         if count == 0:
+            # The source has ended, or its file system cannot copy this way. The buffer will tell.
             return start
         start += count
     return start

@@ -199,5 +199,6 @@ def _find_architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
         from minimax_tools.split.module_tree import read_architecture
 
         return read_architecture(folder)
+    # gpt2's config.json has `n_layer`.
     num_layers = config.get("num_hidden_layers") or config.get("n_layer")
     return replace(Architecture.of(config["model_type"]), num_layers=num_layers)

@@ -30,7 +30,7 @@ from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import SliceSource
 
-# Bytes that are noted in the journal at once: at most so many of a shard are lost by an interrupt.
+# Most bytes of a piece. The journal is written after so many bytes, so an interrupt loses little more of a shard.
 _PIECE_BYTES = 64 << 20
 _JOURNAL_SUFFIX = ".fetched"
 
@@ -146,6 +146,7 @@ def _fetch_shards(
     fetched: dict[str, int] = {}
 
     def fetch(file: HubFile) -> None:
+        # Where the hub tells no hash of a file, its commit is the version.
         sparse = _SparseFile(folder / file.name, version=file.content_hash or snapshot.commit.commit)
         fetched[file.name] = sparse.fetch(shards[file.name], file, ranges)
         progress.advance(len(fetched), num_bytes=fetched[file.name])
@@ -196,7 +197,7 @@ class _SparseFile:
         with self._path.open("r+b" if done else "w+b") as output, self._journal.open("a") as journal:
             if not done:
                 journal.truncate(0)
-            # Extends the file to the shard's size: what was never written is a hole.
+            # Extend the file to the shard's size: what is never written is a hole.
             output.truncate(file.size_bytes)
             unnoted: list[tuple[int, int]] = []
             for start, stop in _cut_pieces(wanted):

@@ -1,6 +1,7 @@
-"""ModelSplitter: the shard of a node, cut out of a checkpoint by tensor names.
+"""ModelSplitter: the slice of a node, cut out of a checkpoint by tensor names.
 
-A split plan lists tensor names for each node. `split_plans` makes one from a PartitionPlan.
+A split plan lists tensor names for each node. `split_plans` makes one from a PartitionPlan. In this interface a slice
+is called the shard of its node, and `layer_names` are names of tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SplitPlan:
 
     Args:
         node_id: Name of the node.
-        layer_names: Full names of its tensors in the checkpoint, not of layers.
+        layer_names: Full names of its tensors in the checkpoint.
         total_compute: Compute that they need; in FLOPs per token if `split_plans` made the plan.
         compute_utilization: Fraction of the time that the node is busy, 0 to 1.
 
@@ -63,38 +64,24 @@ class SplitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
-    """A model to split.
+    """A model to split."""
 
-    Args:
-        model_name: Name of the model, for the log.
-        model_path: The checkpoint's folder.
-        split_plan: Tensors of each node, by node.
-        output_dir: Folder for the shards, each in a folder of its node's name; None for ./model_shards.
-    """
-
-    model_name: str
-    model_path: str | Path
-    split_plan: Mapping[str, SplitPlan]
+    model_name: str  # name of the model, for the log
+    model_path: str | Path  # the checkpoint's folder
+    split_plan: Mapping[str, SplitPlan]  # tensors of each node, by node
+    # Folder for the shards, each in a folder of its node's name; None for ./model_shards.
     output_dir: str | Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitResult:
-    """A shard that was written.
+    """A shard that was written."""
 
-    Args:
-        node_id: Name of the node.
-        shard_path: The folder of safetensors, or the `.pth` file.
-        layer_names: Names of its tensors, sorted, block scales included.
-        total_params: Number of weights; block scales do not count.
-        shard_size_mb: Size of the tensors' data, in 10⁶ bytes.
-    """
-
-    node_id: str
-    shard_path: Path
-    layer_names: tuple[str, ...]
-    total_params: int
-    shard_size_mb: float
+    node_id: str  # name of the node
+    shard_path: Path  # the folder of safetensors, or the `.pth` file
+    layer_names: tuple[str, ...]  # names of its tensors, sorted, block scales included
+    total_params: int  # number of weights; block scales do not count
+    shard_size_mb: float  # size of the tensors' data, in 10⁶ bytes
 
 
 class ModelSplitter:

@@ -12,7 +12,7 @@
 | `downloads_complete` | the files of the nodes asked for are here with their sizes |
 | `slices_as_planned` | each folder holds the plan's tensors, no others, and can be read |
 | `digests_match` | each tensor of a folder has the bytes of its source, and those that slice.json notes |
-| `reads_match` | each node opened exactly its tensors, and read as many bytes as they have, within 1 % |
+| `reads_match` | each node opened exactly its tensors, and read as many bytes as they have (ratio 1.00) |
 """
 
 from __future__ import annotations
@@ -37,23 +37,15 @@ _NO_FOLDER = "no folder of slices was given"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeVerification:
-    """The evidence about one node: its plan, files, tensors and reads.
+    """The evidence about one node: its plan, files, tensors and reads."""
 
-    Args:
-        slice: Its part of the plan.
-        download: Its files.
-        holding: Its tensors: those found in its folder if one was given, else the planned ones.
-        record: Its reads in a run; None if there is no record.
-        layers: Layers of which the run opened tensors, ascending; None if there is no record.
-        slice_bytes: Size of its tensors.
-    """
-
-    slice: Slice
-    download: Download
-    holding: Holding
-    record: ReadRecord | None
+    slice: Slice  # its part of the plan
+    download: Download  # its files
+    holding: Holding  # its tensors: those found in its folder if one was given, else the planned ones
+    record: ReadRecord | None  # its reads in a run; None if there is no record
+    # Layers of which the run opened tensors, ascending; None if there is no record.
     layers: tuple[int, ...] | None
-    slice_bytes: int
+    slice_bytes: int  # size of its planned tensors; `holding` knows the size of those found in its folder
 
     @property
     def name(self) -> str:
@@ -138,9 +130,10 @@ def judge_nobody_holds_the_whole(
 ) -> SliceVerdict:
     """Decide whether no node of several holds or downloads the whole model.
 
-    `names` are all tensors of the checkpoint, or None if only the plan's are known. `fetching` download whole files.
+    `names` are all tensors of the checkpoint, or None if only the plan's are known. `fetching` are the nodes that
+    download whole files.
     """
-    # By the plan: a node whose folder is missing is used, and holds nothing.
+    # The plan decides who is used: a node whose folder is missing counts too, though it holds nothing.
     used = [node for node in nodes if node.slice.tensors]
     if len(used) == 1:
         return SliceVerdict.of(
@@ -227,7 +220,8 @@ def judge_digests_match(
 ) -> SliceVerdict:
     """Decide whether the tensors in the nodes' folders equal their source, byte for byte.
 
-    Of the source, `shapes` has dtype and shape in words where headers are known, `digests` sha256 of tensors here.
+    `shapes` has dtype and shape in words of the source's tensors whose headers are known, by name. `digests` has the
+    sha256 of those whose bytes are here.
     """
     if not has_folders:
         return SliceVerdict.not_judged("digests_match", "each tensor has the bytes of its source", _NO_FOLDER)

@@ -3,18 +3,20 @@
 | section | content for a node |
 |---|---|
 | NODE SLICE ASSIGNMENT | the layers of all nodes, and what this node will load |
-| SLICE LOADING | its layers, and the files that a download allows |
+| SLICE LOADING | its layers, and the patterns of the files to download |
 | DOWNLOAD | its files among the repository's, and their sizes |
-| DOWNLOAD COMPLETED | each file, expected and actual |
+| DOWNLOAD COMPLETED | each file: its size in the repository (expected) and on this machine (actual) |
 | RUNTIME SLICE | the layers that were loaded, the bytes read for them, and the tensors in the slice's folder |
+| VERDICTS | each claim over all nodes, with its contradictions; once, at the end |
 
-Sections are shown with `DEBUG=11`, or by a command's option for details:
+`console.shows_details` reads the environment variable DEBUG. From DEBUG=11 on, commands show sections:
 
-- `mm2-split verify` shows all sections.
-- `mm2-split fetch` shows the first three, and after the fetch the fourth.
-- A run shows the first and the last.
+- `mm2-split verify` all, also with `--verbose`;
+- `mm2-split fetch` the first three, and after the fetch DOWNLOAD COMPLETED;
+- a run NODE SLICE ASSIGNMENT and RUNTIME SLICE.
 
-With `with_marks` lines begin with pictures; without, the pictures that mean something become words.
+Titles and labels were given word for word. Their `Shard` is a node's slice, not a file.
+With `with_marks` lines begin with pictures. Without, `_MARKS` become words, and other pictures are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict, read_over_slice
 from minimax_tools.slices.verify import Verification, layers_read
 
-# Pictures, with the variation selector that makes a sign a picture, and the space behind.
+# Pictures with the spaces after them. U+FE0F turns the sign before it into a picture.
 _PICTURE = re.compile("[\U0001f000-\U0001faff\u2300-\u27bf\ufe0f]+ *")
 _MARKS = {"✅": "[ok]", "❌": "[no]", "⏳": "[..]", "⚪": "[--]"}
 
@@ -57,6 +59,7 @@ def render_details(verification: Verification, *, with_marks: bool) -> str:
         lines += [
             *_before_download(plan, slice_, download, model, node.slice_bytes),
             "",
+            # A slice's own folder holds its tensors, so the repository's files are not needed.
             *_completion(slice_, download.files, model, is_needed=node.holding.folder is None),
             "",
             *_runtime(plan, slice_, model, node.record, node.layers, node.slice_bytes),
@@ -70,7 +73,7 @@ def render_details(verification: Verification, *, with_marks: bool) -> str:
 def render_download(
     plan: PartitionPlan, slice_: Slice, download: Download, *, model: str, slice_bytes: int, with_marks: bool
 ) -> str:
-    """Render a node's first three sections, before its files are fetched; its tensors have `slice_bytes`."""
+    """Render a node's first three sections, before its files are fetched; `slice_bytes` is its tensors' size."""
     return _join_lines([*_before_download(plan, slice_, download, model, slice_bytes)], with_marks=with_marks)
 
 
@@ -116,7 +119,9 @@ def _assignment(plan: PartitionPlan, node_slice: Slice, model: str) -> Iterator[
     yield ""
     yield "📋 COMPLETE PARTITION MAP:"
     for rank, slice_ in enumerate(plan.slices):
-        layers, (start, stop) = slice_.stage.layers, plan.memory_weight(slice_)
+        layers = slice_.stage.layers
+        # All nodes' memory is the line from 0 to 1. The nodes lie on it side by side, each as wide as its part of it.
+        start, stop = plan.memory_weight(slice_)
         yield f"   {'✅' if slice_ is node_slice else '⏳'} Node {rank}: {slice_.node.name}"
         yield f"      Layers: {_format_layers(layers)} ({len(layers)} layers, {plan.share(slice_):.1%})"
         yield f"      Memory weight: [{start:.3f}, {stop:.3f})"
@@ -164,11 +169,13 @@ def _download(download: Download, slice_bytes: int) -> Iterator[str]:
 def _completion(
     slice_: Slice, files: Sequence[DownloadedFile], model: str, *, is_needed: bool = True
 ) -> Iterator[str]:
+    """Yield the section DOWNLOAD COMPLETED; without `is_needed` a missing file is no fault."""
     is_complete = all(file.is_complete for file in files)
     status = "Complete" if is_complete else "Incomplete"
     if not is_complete and not is_needed:
         status += ", but not needed: the slice has its own folder"
     is_known = all(file.expected_bytes is not None for file in files)
+    # `size_bytes` is `expected_bytes`, or where that is unknown `actual_bytes`, or else 0.
     expected = _megabytes(sum(file.size_bytes for file in files))
     yield f"{_mark(is_complete, is_needed)} === DOWNLOAD COMPLETED VERIFICATION ==="
     yield f"🎯 Shard: {model} layers {_format_layers(slice_.stage.layers)}"
@@ -193,6 +200,7 @@ def _runtime(
     layers: Sequence[int] | None,
     slice_bytes: int,
 ) -> Iterator[str]:
+    """Yield the section RUNTIME SLICE; `record` and `layers`, those that were read, are None before a run."""
     layers_shown = slice_.stage.layers if layers is None else layers
     yield "🚀 === RUNTIME SLICE VERIFICATION ==="
     yield f"🖥️  Node: {slice_.node.name}"
@@ -244,21 +252,20 @@ def _describe_reads(node: NodeVerification) -> str:
 
 
 def _describe_ends(slice_: Slice) -> str:
-    # A list times False is empty.
-    ends = ["the embedding"] * slice_.stage.has_embedding
-    ends += ["the final norm and the lm_head"] * slice_.stage.has_head
-    return " and ".join(ends)
+    embedding = "the embedding" if slice_.stage.has_embedding else ""
+    head = "the final norm and the lm_head" if slice_.stage.has_head else ""
+    return " and ".join(end for end in (embedding, head) if end)
 
 
 def _format_layers(layers: Sequence[int]) -> str:
-    """Render layers as `0-9`, or with gaps as `0-3, 7`."""
+    """Render layers as `0-9`, with gaps as `0-3, 7`, and no layers as `none`."""
     runs: list[range] = []
     for layer in layers:
         if runs and runs[-1].stop == layer:
             runs[-1] = range(runs[-1].start, layer + 1)
         else:
             runs.append(range(layer, layer + 1))
-    return ", ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
 
 
 def _count_files(repository: Repository) -> str:

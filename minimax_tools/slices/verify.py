@@ -109,6 +109,7 @@ def verify(
     # Without folders of slices, the nodes of a hub's model download whole files.
     fetching = all_nodes if slices is None and is_on_hub(source.model) else ()
     tensors = source.find_tensors()
+    # Without headers and index file, config.json may tell the names; None if nothing does.
     names = source.names or frozenset(tensor.name for tensor in tensors or ()) or None
     cost = None
     if tensors is not None:
@@ -177,7 +178,7 @@ def _gather_evidence(
 def _judge_plan(plan: PartitionPlan, source: SliceSource) -> SliceVerdict:
     """Decide whether the plan is whole and the checkpoint's, as far as headers and index file are known."""
     names = source.names
-    # Without any names headers are unknown too.
+    # If not even the names are known, no header is: None, as an empty mapping would mean a checkpoint without tensors.
     entries = None if names is None else source.headers_known
     faults = plan.find_faults(entries, source.architecture, folder=source.folder, names=names)
     return SliceVerdict.of("plan_is_whole", "the plan agrees with itself and the checkpoint", faults)

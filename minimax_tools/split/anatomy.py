@@ -33,25 +33,16 @@ class AroundLayers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """Modules of a model by their place: layers, modules around the layers, head.
+    """Modules of a model by their place: layers, modules around the layers, head."""
 
-    Args:
-        model: Model that the modules belong to.
-        decoder: Module that runs the layers.
-        stack: List of layers that the decoder iterates over; stand-ins are put into it.
-        layers: The model's own layers.
-        around: Other modules of the decoder that hold tensors or apply dropout, by name.
-        embedding: Name of the token embedding in `around`.
-        head: Modules that the model applies after its decoder, by name.
-    """
-
-    model: PreTrainedModel
-    decoder: nn.Module
-    stack: nn.ModuleList
-    layers: tuple[nn.Module, ...]
+    model: PreTrainedModel  # model that the modules belong to
+    decoder: nn.Module  # module that runs the layers
+    stack: nn.ModuleList  # list of layers that the decoder iterates over; stand-ins are put into it
+    layers: tuple[nn.Module, ...]  # the model's own layers
+    # Other modules of the decoder that hold tensors or apply dropout, by name.
     around: Mapping[str, nn.Module]
-    embedding: str
-    head: Mapping[str, nn.Module]
+    embedding: str  # name of the token embedding in `around`
+    head: Mapping[str, nn.Module]  # modules that the model applies after its decoder, by name
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Anatomy:
@@ -114,6 +105,7 @@ class Anatomy:
         for number, layer in enumerate(self.layers):
             self.stack[number] = PassThrough(layer, in_tuple=in_tuple)
         for name, module in self.around.items():
+            # Embeddings of positions are added to hidden states; norms and dropouts are applied to them.
             stand_in = AddsNothing() if isinstance(module, nn.Embedding) else nn.Identity()
             setattr(self.decoder, name, Elsewhere() if name == self.embedding else stand_in)
         for name in self.head:
@@ -143,6 +135,7 @@ class Anatomy:
         return self._around_layers([name for name in calls if name == _LAYER or name in self.around])
 
     def _around_layers(self, calls: list[str]) -> AroundLayers:
+        """Sort the modules by their calls, in which each layer is `_LAYER`; refuse other orders."""
         start = calls.index(_LAYER) if _LAYER in calls else len(calls)
         stop = start + len(self.layers)
         # The trace starts from hidden states, so the token embedding is not called.

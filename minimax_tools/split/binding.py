@@ -69,7 +69,7 @@ class Binding:
         Args:
             source: Source of the planned tensors; several threads call it.
             device: Device of the slots.
-            report: Called from any thread with the bytes of each place that was filled.
+            report: Called with the number of bytes of each place that was filled, by the thread that filled it.
 
         Returns:
             The filled tensors by slot name.
@@ -168,7 +168,10 @@ def _match_places(
 def _fill_slot(
     slot: Slot, stored_at: Mapping[ParameterPlace, str], names: ModuleNames, faults: list[str]
 ) -> dict[ParameterPlace, str]:
-    """Return the stored name for each place of a slot; append to `faults` which are missing or too many."""
+    """Return the stored name for each place of a slot: its own tensor, else that of the tied slot, else the experts'.
+
+    Append to `faults` which are missing or too many.
+    """
     whole_slot = ParameterPlace(slot=slot.name)
     if whole_slot in stored_at:
         return {whole_slot: stored_at[whole_slot]}
@@ -189,6 +192,7 @@ def _fill_slot(
 def _expert_places(slot: Slot) -> list[ParameterPlace]:
     """List the places of a slot that holds all experts of a layer; empty for any other slot."""
     name = slot.name.rpartition(".")[2]
+    # Halves of an expert's rows, each stored as a tensor of its own; None for all rows.
     halves: dict[str, tuple[str | None, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": (None,)}
     if name not in halves or len(slot.shape) != 3:
         return []
@@ -200,6 +204,7 @@ def _expert_places(slot: Slot) -> list[ParameterPlace]:
 
 
 def _misfits(name: str, stored: StoredTensors, *, expected: tuple[int, ...], slot: Slot) -> list[str]:
+    """Describe faults of shape, dtype and FP8 scales of a stored tensor that goes into `slot`."""
     tensor = stored[name]
     faults = []
     if tuple(tensor.shape) != expected:
@@ -219,6 +224,7 @@ def _misfits(name: str, stored: StoredTensors, *, expected: tuple[int, ...], slo
 
 
 def _is_scale(name: str, stored: StoredTensors) -> bool:
+    """Decide whether a tensor holds scales: of `x.weight_scale_inv`, if `x.weight` is FP8."""
     weight = stored.get(name.removesuffix(SCALE_ENDING)) if name.endswith(SCALE_SUFFIX) else None
     return weight is not None and weight.dtype == torch.float8_e4m3fn
 

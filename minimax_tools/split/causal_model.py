@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     # For annotations in modules that do not import transformers.
     CausalConfig: TypeAlias = PreTrainedConfig
 
-# Errors that transformers raises on damaged or unknown files.
+# Errors that transformers raises on damaged or unknown weights. A damaged config can raise any class.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
 
 
@@ -53,7 +53,7 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except _FAULTS as error:
+    except Exception as error:
         raise CheckpointError(
             f"{folder / 'config.json'} cannot be used",
             found=f"{type(error).__name__}: {error}",
@@ -81,7 +81,7 @@ def make_causal_config(values: Mapping[str, Any], *, where: Path) -> PreTrainedC
     others = {name: value for name, value in values.items() if name != "model_type"}
     try:
         config: PreTrainedConfig = AutoConfig.for_model(str(values.get("model_type")), **others)
-    except _FAULTS as error:
+    except Exception as error:
         raise CheckpointError(
             f"the config in {where} cannot be used", found=f"{type(error).__name__}: {error}"
         ) from error
@@ -153,8 +153,8 @@ def _progress_bar(shown: bool) -> Iterator[None]:
     """Show or hide transformers' progress bars in the block."""
     from transformers.utils import logging
 
-    def show(shown: bool) -> None:
-        (bars.enable_progress_bar if shown else bars.disable_progress_bar)()
+    def show(is_shown: bool) -> None:
+        (bars.enable_progress_bar if is_shown else bars.disable_progress_bar)()
 
     # transformers' module has no types.
     bars: Any = logging

@@ -92,7 +92,8 @@ def _build_whole(config: PreTrainedConfig, implementation: Implementation) -> Pr
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(plain_config, **implementation.arguments())
-    except (ValueError, ImportError) as error:
+    except Exception as error:
+        # A config that fits no model fails in any class: AttributeError, ImportError, ZeroDivisionError.
         raise CheckpointError(
             f"transformers cannot build a causal language model of type {config.model_type!r}",
             found=f"{type(error).__name__}: {error}",
@@ -102,7 +103,10 @@ def _build_whole(config: PreTrainedConfig, implementation: Implementation) -> Pr
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make parameters float32 that must not be rounded: those that transformers names, and the router."""
+    """Make parameters float32 that must not be rounded: those that transformers names, and the router.
+
+    transformers keeps its strict list in float32 for BF16 and float16, and the other list for float16 alone.
+    """
     patterns = list(_FLOAT32_NAMES.get(model.config.model_type, ()))
     if dtype in (torch.bfloat16, torch.float16):
         patterns += model._keep_in_fp32_modules_strict or ()

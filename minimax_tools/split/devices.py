@@ -28,6 +28,7 @@ def auto_device_map(num_gpus: int) -> Mapping[Role, str]:
     """
     if num_gpus < 0:
         raise ValueError(f"num_gpus is {num_gpus}, expected 0 or more")
+    # By the number of GPUs, 0 to 3.
     rules = (
         ("cpu", "cpu", "cpu"),
         ("cpu", "cuda:0", "cuda:0"),

@@ -125,6 +125,7 @@ def _finish(loaded: Iterator[ModelPart], storage: Path | None) -> Iterator[Split
         for role in Role:
             refuse_foreign(storage / str(role))
     tracker = MemoryTracker()
+    # Memory is tracked only if it is reported.
     with tracker if logger.isEnabledFor(logging.INFO) else contextlib.nullcontext():
         for model_part in loaded:
             component = SplitModel(model_part)
@@ -187,18 +188,17 @@ def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
 @contextlib.contextmanager
 def logging_to_stderr(verbose: bool) -> Iterator[None]:
     """Write the package's log messages to stderr in the block, if `verbose` and no handler shows them already."""
-    logger = logging.getLogger("minimax_tools")
-    if not verbose or (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
+    package_logger = logging.getLogger("minimax_tools")
+    if not verbose or (package_logger.isEnabledFor(logging.INFO) and package_logger.hasHandlers()):
         yield
         return
-    handler = logging.StreamHandler(sys.stderr)
-    before = (logger.level, logger.propagate, list(logger.handlers))
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
+    level, propagate, handlers = package_logger.level, package_logger.propagate, list(package_logger.handlers)
+    package_logger.handlers[:] = [logging.StreamHandler(sys.stderr)]
+    package_logger.setLevel(logging.INFO)
     # A handler further up would show every line again.
-    logger.propagate = False
+    package_logger.propagate = False
     try:
         yield
     finally:
-        logger.level, logger.propagate, logger.handlers[:] = before
-        logger.setLevel(before[0])
+        package_logger.setLevel(level)
+        package_logger.propagate, package_logger.handlers[:] = propagate, handlers

@@ -22,7 +22,7 @@ import torch
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 
-SCALE_ENDING = "_scale_inv"
+SCALE_ENDING = "_scale_inv"  # `x.weight_scale_inv` are the FP8 scales of `x.weight`
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
 # Where each matrix of an expert lies: the grouped tensor, and the half of the expert's rows in it.
 _GATE, _UP, _DOWN = ("gate_up_proj", "gate"), ("gate_up_proj", "up"), ("down_proj", None)
@@ -37,16 +37,11 @@ class Slot(TensorSize):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlace:
-    """Place of a stored tensor: a whole slot, or one expert's rows in a slot that groups all experts.
+    """Place of a stored tensor: a whole slot, or one expert's rows in a slot that groups all experts."""
 
-    Args:
-        slot: Name of the slot.
-        expert: Index of the expert in a grouped slot; None for a whole slot.
-        half: `gate` for the first half of the expert's rows, `up` for the second; None for all rows.
-    """
-
-    slot: str
-    expert: int | None = None
+    slot: str  # name of the slot
+    expert: int | None = None  # index of the expert in a grouped slot; None for a whole slot
+    # `gate` for the first half of the expert's rows, `up` for the second; None for all rows.
     half: str | None = None
 
     def shape_in(self, slot: Slot) -> tuple[int, ...]:
@@ -74,21 +69,14 @@ class ParameterPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """Names of a model that stored names are matched with.
+    """Names of a model that stored names are matched with."""
 
-    Args:
-        known: Parameters and persistent buffers of the whole model, other components included.
-        prefix: Prefix of the base model, which some checkpoints leave out and others add.
-        layers: Path of the list of decoder layers, prefix included.
-        tied: For a slot that may have no stored tensor, the tied slot whose tensor fills it instead.
-        ignored: Patterns of stored names that the model does not use.
-    """
-
-    known: frozenset[str]
-    prefix: str
-    layers: str
+    known: frozenset[str]  # parameters and persistent buffers of the whole model, other components included
+    prefix: str  # prefix of the base model, which some checkpoints leave out and others add
+    layers: str  # path of the list of decoder layers, prefix included
+    # For a slot that may have no stored tensor, the tied slot whose tensor fills it instead.
     tied: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # patterns of stored names that the model does not use
 
     def place_of(self, stored_name: str) -> ParameterPlace | None:
         """Return the place of a stored tensor; None if the model lacks one."""

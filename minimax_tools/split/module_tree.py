@@ -1,7 +1,9 @@
 """Tensor names of any causal language model that transformers knows, read from its tree of modules.
 
-The tree is built on the meta device, without weights. Each path gets up to three spellings: that of the tree, of the
-hub's files, and of files saved from the base model alone.
+The tree is built on the meta device, without weights. Each path gets up to four spellings: that of the tree, that of
+the hub's files, and both without the base model's prefix, as in files saved from the base model alone. For a Gemma 3:
+
+    model.language_model.norm (tree), language_model.norm (base model), language_model.model.norm (hub)
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ def read_architecture(folder: Path) -> Architecture:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = _build(config)
-    except (KeyError, OSError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
+        # A config that fits no model fails in any class: AttributeError, ImportError, ZeroDivisionError.
         raise CheckpointError(
             f"transformers builds no causal language model from {folder / 'config.json'}",
             found=f"{type(error).__name__}: {error}",
-            next_step="Use a transformers that knows the model, or give the Architecture itself.",
+            next_step="Use a transformers that knows the model, or give an Architecture.",
         ) from error
     return _describe_tree(model)
 
@@ -72,7 +75,7 @@ def _describe_tree(model: PreTrainedModel) -> Architecture:
         raise _unfit(model, "no norm after its layers")
     return Architecture(
         model_type=str(config.model_type),
-        layers=_spellings(model, (_join(trunk, layer_lists[0]),), inside="0"),
+        layers=_spellings(model, (_join(trunk, layer_lists[0]),)),
         token_embeddings=_spellings(model, (embedding,)),
         other_embeddings=_spellings(model, tuple(roles["embedding"])),
         final_norms=_spellings(model, tuple(roles["norm"])),
@@ -84,7 +87,8 @@ def _describe_tree(model: PreTrainedModel) -> Architecture:
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
     import transformers
 
-    # The class that config.json names gave the tensors their names. For vision models AutoModelForCausalLM is another.
+    # config.json names the class that was saved, so the tree of this class fits the stored tensors.
+    # AutoModelForCausalLM may build another class: for a model of images and text its part for text alone.
     for name in config.architectures or ():
         model_class = getattr(transformers, str(name), None)
         # A config may name any object of transformers; only models are built.
@@ -96,7 +100,10 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _roles(model: PreTrainedModel, trunk: str, *, left_out: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield each child of the trunk that holds tensors, layers aside, as an embedding or the final norm."""
+    """Yield (name, "embedding" or "norm") of each child of the trunk that holds tensors.
+
+    `left_out` are the names of the layers and of the token embedding; the head is left out too.
+    """
     children: list[tuple[str, Any]] = list(model.get_submodule(trunk).named_children())
     if trunk == "":
         head = model.get_output_embeddings()
@@ -104,6 +111,7 @@ def _roles(model: PreTrainedModel, trunk: str, *, left_out: set[str]) -> Iterato
     for name, module in children:
         if name in left_out or not module.state_dict():
             continue
+        # The name decides before the class: BLOOM's `word_embeddings_layernorm` is part of the embedding.
         if isinstance(module, torch.nn.Embedding) or "emb" in name:
             yield name, "embedding"
         elif "norm" in type(module).__name__.lower():
@@ -112,27 +120,33 @@ def _roles(model: PreTrainedModel, trunk: str, *, left_out: set[str]) -> Iterato
             raise _unfit(model, f"{_join(trunk, name)}, neither an embedding nor a norm")
 
 
-def _spellings(model: PreTrainedModel, paths: tuple[str, ...], *, inside: str = "") -> tuple[str, ...]:
-    """Return all spellings of each path; `inside` is the path of a submodule that holds tensors."""
+def _spellings(model: PreTrainedModel, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return all spellings of each path."""
     spellings: list[str] = []
     for path in paths:
-        for spelling in (path, _hub_path(model, path, inside)):
+        for spelling in (path, _hub_path(model, path)):
             spellings += [spelling, spelling.removeprefix(model.base_model_prefix + ".")]
     # Each once, in order.
     return tuple(dict.fromkeys(spellings))
 
 
-def _hub_path(model: PreTrainedModel, path: str, inside: str) -> str:
+def _hub_path(model: PreTrainedModel, path: str) -> str:
+    """Return the path of a module in the hub's files, found by the stored name of one of its tensors.
+
+    For `model.language_model.layers` that is `0.input_layernorm.weight`, stored by the hub as
+    `language_model.model.layers.0.input_layernorm.weight`: the path is what precedes it.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # transformers may rename or fuse tensors on loading. The one of fewest dims (a norm's or an embedding's) is at most
-    # renamed, and the end of its name stays: what precedes the end is the path in the hub's files.
-    root = _join(path, inside)
-    tensors = dict(model.get_submodule(root).state_dict())
-    tail = min(tensors, key=lambda name: (tensors[name].dim(), name))
-    (stored,) = revert_weight_conversion(model, {_join(root, tail): tensors[tail]})
-    suffix = "." + _join(inside, tail)
-    return str(stored).removesuffix(suffix) if str(stored).endswith(suffix) else path
+    # On loading transformers fuses matrices. A tensor of the fewest dims, such as a norm's, is at most renamed.
+    tensors = dict(model.get_submodule(path).state_dict())
+    inner_name = min(tensors, key=lambda name: (tensors[name].dim(), name))
+    # One tensor goes in, and one comes out, by its stored name.
+    stored = revert_weight_conversion(model, {f"{path}.{inner_name}": tensors[inner_name]})
+    stored_name = str(next(iter(stored)))
+    # If even the name inside the module is another on the hub, the hub's path is unknown: the tree's is used.
+    suffix = f".{inner_name}"
+    return stored_name.removesuffix(suffix) if stored_name.endswith(suffix) else path
 
 
 def _join(*parts: str) -> str:
@@ -144,5 +158,5 @@ def _unfit(model: PreTrainedModel, found: str) -> CheckpointError:
         f"the tree of {type(model).__name__} cannot be divided into embeddings, layers, final norm and head",
         expected="a list of decoder layers beside the embedding and the final norm",
         found=found,
-        next_step="Give the Architecture itself.",
+        next_step="Give an Architecture (see minimax_tools.model.architecture).",
     )

@@ -1,7 +1,7 @@
-"""PartLoader: loads components from a checkpoint, one by itself or all three out of the whole model.
+"""PartLoader: loads bottom, trunk and top of a model, also called components or parts, from a checkpoint.
 
-One by itself needs memory for the component and for the few tensors that are being read. Out of the whole model, the
-components take over the memory that transformers filled.
+`load` reads one component. It needs memory for the component and for the few tensors that are being read.
+`load_out_of_whole` lets transformers load the whole model. The components then take over the memory that it filled.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def first_dtype(reader: CheckpointReader) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartLoader:
-    """A loader of a checkpoint's components."""
+    """A loader of a checkpoint's components. A `ModelPart` is transformers' model with one component's tensors."""
 
     weights: Weights
     config: CausalConfig
@@ -157,6 +157,7 @@ class PartLoader:
                 for name, slot in slots.items()
                 if state[name].dtype == slot.dtype
             }
+            # transformers loaded these in another dtype than the slot's, so it rounded them.
             rounded = {name: slot for name, slot in slots.items() if name not in tensors}
             if rounded:
                 tensors |= self._read(model_part, rounded, device=device)
@@ -173,14 +174,15 @@ class PartLoader:
     def _read(
         self, model_part: ModelPart, slots: Mapping[str, Slot], *, device: torch.device
     ) -> dict[str, torch.Tensor]:
+        """Read the tensors of `slots`, some or all slots of the component, within the memory budget."""
         part, names = model_part.part, model_part.names
         with self.weights.open(names, slots, layers=part.layers) as reader:
             stored = in_disk_order(reader.index)
             binding = plan_binding(slots, stored, names, layers=part.layers, where=reader.folder)
             held_bytes = binding.size_bytes if device.type == "cpu" else 0
-            # Each thread holds at most one stored tensor besides.
-            passing_bytes = max(stored[name].size_bytes for name in binding.sources.values())
-            passing_bytes *= os.cpu_count() or 1
+            # Each reading thread holds at most one stored tensor besides.
+            largest_bytes = max(stored[name].size_bytes for name in binding.sources.values())
+            passing_bytes = largest_bytes * (os.cpu_count() or 1)
             size = format_size(binding.size_bytes)
             logger.info("Loading parameters: %s from %d tensors", size, binding.num_tensors)
             started_s = time.monotonic()

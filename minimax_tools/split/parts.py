@@ -76,6 +76,7 @@ def plan_parts(split_point_1: int, split_point_2: int, *, num_hidden_layers: int
             next_step="Bottom ends before split_point_1, trunk before split_point_2; both count layers from 0.",
         )
     bounds = (0, split_point_1, split_point_2, num_hidden_layers)
+    # Each component lies between two neighbouring bounds.
     bottom, trunk, top = (
         Part(role=role, span=Span(start, stop), num_hidden_layers=num_hidden_layers)
         for role, start, stop in zip(Role, bounds, bounds[1:], strict=False)

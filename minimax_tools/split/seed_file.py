@@ -1,4 +1,4 @@
-"""Components in `.pt` files of older tools, decoded tensor by tensor. No pickled code is run.
+"""Seed files: components in `.pt` files of older tools, decoded tensor by tensor. No pickled code is run.
 
 Two kinds are read:
 
@@ -78,7 +78,7 @@ def read_seed_file(path: Path, *, device: torch.device) -> ModelPart:
 
 
 def _renumber(stored: Mapping[str, TensorEntry], names: ModuleNames, part: Part) -> dict[str, str]:
-    """Return each stored name with the layer number of the whole model, by the stored name."""
+    """Return, by stored name, the name with the whole model's layer number, such as `h.8.x` for `h.0.x`."""
     numbers = {names.layer_of(name) for name in stored} - {None}
     # Numbers 0 to n-1 of n layers are counted from the component's first layer.
     shift = part.span.start if numbers == set(range(len(part.span))) else 0
@@ -98,6 +98,7 @@ def _read_description(path: Path) -> _SeedDescription:
     metadata = path.with_name(f"{path.stem}_metadata.json")
     beside = _read_metadata(metadata) if metadata.is_file() else {}
     inside = content if isinstance(content, Mapping) else {}
+    # The file itself goes before the metadata beside it.
     given = {**beside, **{key: item for key, item in inside.items() if isinstance(key, str)}}
     role_names = [given[key] for key in _ROLE_KEYS if isinstance(given.get(key), str)]
     try:

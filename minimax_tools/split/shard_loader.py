@@ -144,6 +144,7 @@ class ShardLoader:
         if include_final_norm:
             parts[PART_NORM] = "the final norm"
         if include_lm_head:
+            # Completes the error's "found nothing of".
             parts[PART_HEAD] = "lm_head, nor an embedding that it is tied to"
         missing = [description for part, description in parts.items() if not by_part.get(part)]
         if missing:

@@ -1,6 +1,8 @@
 """Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with random numbers of a seed.
 
-Shards are written with one tensor in memory at a time, into a temporary folder that is renamed at the end.
+FP8, BF16 and float32 checkpoints of one seed are one model: linear layers are always drawn in FP8, and dequantised for
+the other dtypes (see `random_weights`). Shards are written with one tensor in memory at a time, into a temporary folder
+that is renamed at the end.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def synthesize(
 ) -> SyntheticCheckpoint:
     """Write a checkpoint of `model` to the folder `output`, its linear layers stored in `dtype`.
 
-    The same arguments give the same bytes. FP8, BF16 and float32 checkpoints of one seed hold the same model.
+    The same arguments give the same bytes.
 
     Args:
         output: A folder that is absent or empty.
@@ -117,6 +119,7 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[TensorSi
     spec = model.spec()
     if dtype == FP8:
         _refuse_ragged_blocks(spec)
+    # Of tensors that are no linear layers of attention or experts.
     plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     tensors = model_tensors(spec, matrix_dtype=dtype, plain_dtype=plain_dtype)
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
@@ -136,7 +139,7 @@ def _refuse_ragged_blocks(spec: ModelSpec) -> None:
     if ragged:
         raise UsageError(
             "these widths do not fit FP8's blocks",
-            expected=f"multiples of {BLOCK_SIZE}, or less: readers derive the block from the scales' shape",
+            expected=f"multiples of {BLOCK_SIZE}, or smaller: readers derive the block from the scales' shape",
             found="; ".join(ragged),
             next_step="Change them, or ask for --dtype bfloat16.",
         )
@@ -151,6 +154,7 @@ def _divide_into_shards(plan: tuple[TensorSize, ...], shard_size_bytes: int) -> 
             filled_bytes = 0
         shards[-1].append(tensor)
         filled_bytes += tensor.size_bytes
+    # Numbered from 0, as MiniMax-M2's shards on the hub.
     return {
         f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards)
     }

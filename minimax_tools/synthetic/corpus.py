@@ -21,7 +21,7 @@ from minimax_tools.errors import UsageError
 _PASSAGE_BYTES = 4096
 # One of so many passages is held out.
 _HELD_OUT_EVERY = 20
-# One to train on, and one to hold out.
+# One passage to train on, and one to hold out.
 _LEAST_PASSAGES = 2
 _LICENCE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
 
@@ -75,6 +75,7 @@ def read_corpus(texts: tuple[str, ...]) -> Corpus:
 
 
 def _documents(text: str) -> Iterator[str]:
+    """Yield the documents of the named corpus `text`, or else the file of that path."""
     if text in CORPORA:
         yield from CORPORA[text]()
         return
@@ -136,6 +137,7 @@ def _prose() -> Iterator[str]:
 
 
 def _docstrings(path: Path) -> Iterator[str]:
+    """Yield the docstrings of several lines in a Python file."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         text = ast.get_docstring(node) if isinstance(node, documented) else None
@@ -163,7 +165,7 @@ CORPORA: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(
     {
         "prose": _prose,
         "python-asyncio-and-email": lambda: _sources("asyncio", "email"),
-        "python-standard-library": lambda: _sources("."),
+        "python-standard-library": lambda: _sources("."),  # the modules that are no packages
         "character-tables": lambda: _sources("encodings"),
         "licences": _licences,
     }

@@ -26,11 +26,14 @@ _ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerExperts:
-    """The choice of experts of a layer over held-out text; information is mutual, in bits, and beyond chance."""
+    """The choice of experts of a layer over held-out text.
+
+    Information is mutual information in bits, less that of shuffled experts.
+    """
 
     load: tuple[float, ...]  # share of the choices that each expert got, with sum 1
     token_information: float  # between a token and one of its experts
-    next_token_information: float  # between the next token and one of these experts
+    next_token_information: float  # between the token after it and one of its experts
 
     @property
     def load_range(self) -> tuple[float, float]:
@@ -44,7 +47,7 @@ class HeldOutEvaluation:
 
     num_tokens: int  # that are predicted
     bits_per_byte: float
-    bits_per_byte_random_experts: float  # if each token goes to the experts of another, random token
+    bits_per_byte_random_experts: float  # the same if each token goes to the experts of another, random token
     layers: tuple[LayerExperts, ...]
 
 
@@ -106,7 +109,7 @@ def _compress(data: bytes) -> bytes:
 
 @torch.no_grad()
 def _run(trainee: Trainee, rows: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
-    """Return the mean loss in nats per token, and the experts [T,k] of each layer."""
+    """Run the model in evaluation mode; return the mean loss in nats per token, and the experts [T,k] of each layer."""
     was_training = trainee.module.training
     trainee.module.eval()
     losses, choices = [], []

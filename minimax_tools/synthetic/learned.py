@@ -44,14 +44,14 @@ PROMPT_LENGTHS = (157, 1, 4, 61, 500, 17)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
-    """A trained model: its training, and its evaluation on held-out text before and after the training."""
+    """A trained model: its training, and its evaluation on held-out text."""
 
-    folders: tuple[Path, ...]
-    course: TrainingCourse
+    folders: tuple[Path, ...]  # its checkpoints
+    course: TrainingCourse  # length and last loss of the training
     corpus: Corpus
-    rivals: Rivals
-    before: HeldOutEvaluation
-    after: HeldOutEvaluation
+    rivals: Rivals  # bits per byte of the held-out text in codes without a model
+    before: HeldOutEvaluation  # of the untrained model
+    after: HeldOutEvaluation  # of the trained model
 
 
 def train_checkpoint(
@@ -149,6 +149,7 @@ def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
     for number, length in enumerate(PROMPT_LENGTHS):
         # Evenly spread over the held-out passages.
         passage = corpus.held_out[number * len(corpus.held_out) // len(PROMPT_LENGTHS)]
+        # Start and end of each token in the passage, in characters.
         offsets = tokenizer.encode(passage).offsets
         _, end = offsets[min(length, len(offsets)) - 1]
         prompts.append(passage[:end])
@@ -161,6 +162,7 @@ def training_record(
     """Return the content of training.json."""
     return {
         "model": asdict(model),
+        # Options that train the same model again: the steps that were made, not the minutes asked for.
         "options": {**asdict(options), "num_steps": learned.course.num_steps, "minutes": None},
         "text": {
             "name": learned.corpus.name,

@@ -44,8 +44,10 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Codes, float8_e4m3fn [R,C], and the scales to multiply them with, float32 [ceil(R/128), ceil(C/128)].
     """
     num_rows, num_columns = weight.shape
+    # Zeros up to whole blocks.
     padding = (0, -num_columns % BLOCK_SIZE, 0, -num_rows % BLOCK_SIZE)
     padded = torch.nn.functional.pad(weight.float(), padding)
+    # [rows of blocks, 128, columns of blocks, 128]
     blocks = padded.unflatten(1, (-1, BLOCK_SIZE)).unflatten(0, (-1, BLOCK_SIZE))
     largest = blocks.abs().amax(dim=(1, 3))
     scale = torch.where(largest > 0, largest / _LARGEST_CODE, 1.0)

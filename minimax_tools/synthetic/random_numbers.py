@@ -21,7 +21,7 @@ _FP8_MAX = 448.0
 
 def _unit_levels() -> torch.Tensor:
     # 256 quantiles of the logistic distribution, whose tails are heavier than the normal's: the largest lies at 3.4
-    # standard deviations instead of 2.9.
+    # standard deviations instead of 2.9. The quantile of probability p = (2i+1)/512 is log(p / (1-p)).
     quantiles = torch.tensor([math.log((2 * i + 1) / (511 - 2 * i)) for i in range(256)], dtype=torch.float64)
     return quantiles / quantiles.square().mean().sqrt()
 

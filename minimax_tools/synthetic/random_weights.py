@@ -31,11 +31,11 @@ from minimax_tools.synthetic.random_numbers import MatrixRecipe, RandomStream
 _ATTENTION_SHARE = 0.15  # ‖attn_delta‖ / ‖input‖
 _MOE_SHARE = 0.11  # ‖moe_delta‖ / ‖input‖
 _EMBEDDING_RMS = 0.1
+_WIDE_HIDDEN_SIZE = 2048  # from this hidden size on a model is wide
 _NARROW_MASSIVE = (23.0, -21.0)  # massive channels of narrow models, in units of the median channel
-_WIDE_MASSIVE = (38.0, -30.0, 22.0)  # of models of this hidden size or more:
-_WIDE_HIDDEN_SIZE = 2048
-_MASSIVE_AFTER_NORM = 2.0  # mean magnitude; an ordinary channel has 1
-_MASSIVE_SPREAD = 0.05  # between tokens
+_WIDE_MASSIVE = (38.0, -30.0, 22.0)  # the same of wide models
+_MASSIVE_AFTER_NORM = 2.0  # mean magnitude of the massive channels after a norm; an ordinary channel has 1
+_MASSIVE_SPREAD = 0.05  # of massive channels between tokens
 # Growth of massive channels relative to the stream's designed growth: deltas align with the stream, so the stream grows
 # a little faster than designed.
 _MASSIVE_LEAD = 1.15
@@ -52,11 +52,11 @@ _UP_STD = 1.0
 _ACTIVATION_RMS = 1.1  # of silu(gate) × up
 _EXPERT_SPREAD = 0.15  # between experts' matrices
 _ROUTER_LOGIT_STD = 1.5
-_BIAS_LIMITS = (8.0, 9.5)
+_BIAS_LIMITS = (8.0, 9.5)  # of the router's correction bias
 _BIAS_CENTRES = (8.4, 9.1)  # bounds of a layer's mean bias
-_BIAS_STD = 0.10
+_BIAS_STD = 0.10  # within a layer
 _OFFSET_OF_BIAS = 8.0  # logits per unit of bias: the inverse of the sigmoid's slope near a score of 0.85
-_LOGIT_STD = 2.5
+_LOGIT_STD = 2.5  # of the model's logits
 _ELEMENTS_AT_ONCE = 1 << 22  # of embedding and lm_head, made in blocks: 16 MB in float32
 
 
@@ -116,7 +116,9 @@ class SyntheticWeights:
         Copies in all dtypes are one model. Linear layers hold the same FP8 values, dequantised in BF16 and float32
         copies. Tensors that FP8 copies hold in BF16 are rounded to BF16 in float32 copies.
         """
-        kind = name.removeprefix(weight_names.layer_prefix(weight_names.layer_of(name) or 0))
+        layer = weight_names.layer_of(name)
+        # The name in its layer, as `weight_names` has it; tensors outside the layers keep theirs.
+        kind = name if layer is None else name.removeprefix(weight_names.layer_prefix(layer))
         if kind in (weight_names.EMBEDDING, weight_names.LM_HEAD):
             yield from self._vocabulary_rows(name, shape=shape, dtype=dtype)
         elif name.endswith("norm.weight"):
@@ -140,11 +142,12 @@ class SyntheticWeights:
     ) -> Iterator[torch.Tensor]:
         random, is_embedding = self._random(name), name == weight_names.EMBEDDING
         std = _EMBEDDING_RMS if is_embedding else _LOGIT_STD / math.sqrt(self._spec.hidden_size)
-        # A multiple of 8 rows, so that the bytes of every block but the last are a multiple of 8.
+        # A multiple of 8 rows: the stream draws words of 8 bytes, and every block but the last uses whole words.
         rows_at_once = max(8, _ELEMENTS_AT_ONCE // shape[1] // 8 * 8)
         for start in range(0, shape[0], rows_at_once):
             num_rows = min(rows_at_once, shape[0] - start)
             recipe = MatrixRecipe(std=std, row_gain=_ones(num_rows), num_columns=shape[1], block_spread=0.0)
+            # Not stored in FP8: codes are just a fast source of numbers that are the same on every host.
             codes, scales = recipe.codes(random), recipe.scales(random)
             values = dequantise(codes.view(torch.float8_e4m3fn), scales, dtype=torch.float32)
             values *= random.draw_gain(num_rows, 1, spread=_TOKEN_SPREAD).float()
@@ -172,7 +175,7 @@ class SyntheticWeights:
             name.replace(weight_names.GATE, weight_names.CORRECTION_BIAS), count=shape[0]
         )
         # In a trained model the bias compensates an expert's mean score. Here the massive channels, nearly constant,
-        # give the experts their mean scores.
+        # give the experts their mean scores: each adds its equal part of an expert's offset to the logit.
         offset = (bias.mean() - bias) * _OFFSET_OF_BIAS / (_MASSIVE_AFTER_NORM * len(self._stream.channels))
         for channel, magnitude in self._stream.massive:
             weight[:, channel] = math.copysign(1, magnitude) * offset
@@ -211,6 +214,7 @@ class SyntheticWeights:
         return (rows.float() * share[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _recipe(self, name: str) -> MatrixRecipe:
+        """Return the distribution of a linear layer of attention or of an expert."""
         layer = weight_names.layer_of(name) or 0
         gains = self._random(f"{name} gains")
         if name.endswith(weight_names.O_PROJ):
@@ -235,7 +239,7 @@ class SyntheticWeights:
         spec, stream = self._spec, self._stream
         std = _ATTENTION_SHARE * stream.rms * stream.median_channel(layer) / _CONTEXT_RMS
         std /= math.sqrt(spec.query_width)
-        # What a row of gain 1 that equals v_proj's column adds to its massive channel.
+        # The number that a row of gain 1, equal to v_proj's column (see `_massive_rows`), adds to its massive channel.
         added = spec.query_width * std * _MASSIVE_AFTER_NORM / math.sqrt(spec.hidden_size)
         row_gain = _ones(spec.hidden_size)
         wanted = _MASSIVE_LEAD * stream.growth * stream.mean_magnitude * stream.median_channel(layer)

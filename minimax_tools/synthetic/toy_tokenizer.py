@@ -17,7 +17,7 @@ _EOS_TOKEN = "[e~["
 _ROLE_TOKEN = "]~b]"
 _UNKNOWN_TOKEN = "]!d~["
 _SPECIAL_TOKENS = (_ROLE_TOKEN, _EOS_TOKEN, _UNKNOWN_TOKEN, _BOS_TOKEN)
-_TEXT_TOKENS = ("<think>", "</think>")
+_TEXT_TOKENS = ("<think>", "</think>")  # tokens of their own, but not special: decoding keeps them
 _NUM_BYTES = 256
 MIN_VOCAB_SIZE = _NUM_BYTES + len(_SPECIAL_TOKENS) + len(_TEXT_TOKENS)
 

@@ -34,35 +34,27 @@ _LOGGED_STEPS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """Options of a training.
+    """Options of a training."""
 
-    Args:
-        num_steps: Number of steps; None if `minutes` is given.
-        minutes: Training time in minutes; None if `num_steps` is given. The speed of the first steps tells how many
-            steps fit.
-        batch_size: Number of rows of a step.
-        seq_len: Number of tokens of a row.
-        learning_rate: Highest learning rate of AdamW, after the warm-up; it falls by a cosine.
-        bias_rate: Largest change of an expert's correction bias in a step; it falls as the learning rate does.
-        seed: Seed of the first weights and of the rows.
-    """
-
-    num_steps: int | None
+    num_steps: int | None  # number of steps; None if `minutes` is given
+    # Training time in minutes; None if `num_steps` is given. The speed of the first steps tells how many steps
+    # fit.
     minutes: float | None
-    batch_size: int
-    seq_len: int
-    learning_rate: float
+    batch_size: int  # number of rows of a step
+    seq_len: int  # number of tokens of a row
+    learning_rate: float  # highest learning rate of AdamW, after the warm-up; it falls by a cosine
+    # Largest change of an expert's correction bias in a step; it falls as the learning rate does.
     bias_rate: float
-    seed: int
+    seed: int  # seed of the first weights and of the rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCourse:
-    """Length of a training, and `loss`: the mean of about the last 50 steps, in nats per token."""
+    """Length of a training, and its last loss."""
 
     num_steps: int
     num_tokens: int
-    loss: float
+    loss: float  # mean of about the last 50 steps, in nats per token
     duration_s: float
 
 
@@ -135,7 +127,10 @@ def _count_steps(minutes: float | None, timed_from_s: float) -> int:
 
 
 def _rate_share(step: int, num_steps: int | None) -> float:
-    """Return the share of the highest learning rate at a step: a linear warm-up, then a cosine."""
+    """Return the share of the highest learning rate at a step: a linear warm-up, then a cosine.
+
+    `num_steps` is None only while steps are timed, which is within the warm-up.
+    """
     if num_steps is None or step < _WARMUP_STEPS:
         return (step + 1) / _WARMUP_STEPS
     progress = (step - _WARMUP_STEPS) / max(num_steps - _WARMUP_STEPS, 1)

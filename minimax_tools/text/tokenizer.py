@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer.json: text to token ids and back, without transformers. The ids that end a text, too."""
+"""The checkpoint's tokenizer.json: text to token ids and back, without transformers; and the ids that end a text."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_the_command_fetches_by_ranges_and_says_what_came(toy: Path, hub: Any, t
     assert values["bytes_fetched"] == slice_bytes
     assert "File 1 (" in done.stderr
     assert titles(done.stderr) == TITLES
-    assert f"Shard: {plan.model} layers 3-3" in done.stderr
+    assert f"Shard: {plan.model} layers 3" in done.stderr
     assert f"   Actual:   {slice_bytes / 1e6:.2f} MB" in done.stderr
     assert "   Status:   ✅ Complete" in done.stderr
     proof = run("verify", "--plan", "plan.json", "--node", "b", "--slices", "model_shards")

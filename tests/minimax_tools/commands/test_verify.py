@@ -119,13 +119,13 @@ def test_debug_11_shows_every_section_of_a_node(
       Layers: 0-2 (3 layers, 75.0%)
       Memory weight: [0.000, 0.750)
    ✅ Node 1: b
-      Layers: 3-3 (1 layers, 25.0%)
+      Layers: 3 (1 layers, 25.0%)
       Memory weight: [0.750, 1.000)
    Total layers assigned: 4 of 4
 
 🎯 THIS NODE WILL LOAD:
    Model: {toy}
-   Layers: 3-3
+   Layers: 3
    Layer count: 1 / 4
    Beside them: the final norm and the lm_head
    Percentage: 25.0%
@@ -137,9 +137,9 @@ def test_debug_11_shows_every_section_of_a_node(
     assert (
         found["SLICE LOADING VERIFICATION"]
         == f"""\
-🎯 Shard: {toy} layers 3-3
+🎯 Shard: {toy} layers 3
 🖥️  Node: b
-📊 Layer range: 3-3 (1 layers)
+📊 Layer range: 3 (1 layers)
 🧩 Tensors: {len(plan.slice_of("b").tensors)}
 🎯 Allow patterns: {patterns}"""
     )
@@ -170,7 +170,7 @@ def test_debug_11_shows_every_section_of_a_node(
     ]
 
     runtime = found["RUNTIME SLICE VERIFICATION"].splitlines()
-    assert runtime[:4] == ["🖥️  Node: b", f"📊 Model: {toy}", "🧩 Loaded layers: 3-3", "🎯 Layer count: 1 / 4"]
+    assert runtime[:4] == ["🖥️  Node: b", f"📊 Model: {toy}", "🧩 Loaded layers: 3", "🎯 Layer count: 1 / 4"]
     slice_bytes = sum(tensor.size_bytes for tensor in plan.slice_of("b").tensors)
     assert f"💾 Bytes read: {slice_bytes}" in runtime
     assert "🎯 Bytes read over slice: 1.00" in runtime
@@ -183,7 +183,7 @@ def test_debug_11_shows_every_section_of_a_node(
 
 def test_slices_without_a_run_say_that_nothing_was_loaded(run: Any, slices: Path) -> None:
     runtime = sections(run("--slices", slices, "--verbose").stdout)["RUNTIME SLICE VERIFICATION"]
-    assert "🧩 Layers to be loaded: 3-3" in runtime
+    assert "🧩 Layers to be loaded: 3" in runtime
     assert "⏳ Nothing loaded yet: give a run's --records to see its reads" in runtime
     assert "Bytes read" not in runtime
     assert "📁 Found in " in runtime
@@ -192,10 +192,10 @@ def test_slices_without_a_run_say_that_nothing_was_loaded(run: Any, slices: Path
 def test_a_nodes_part_in_a_run_is_told_before_and_after_it(plan: PartitionPlan) -> None:
     before = sections(render_run(plan, "b", with_marks=True))
     assert list(before) == ["NODE SLICE ASSIGNMENT VERIFICATION", "RUNTIME SLICE VERIFICATION"]
-    assert "Layers to be loaded: 3-3" in before["RUNTIME SLICE VERIFICATION"]
+    assert "Layers to be loaded: 3" in before["RUNTIME SLICE VERIFICATION"]
     after = sections(render_run(plan, "b", record=record_of(plan, "b"), with_marks=True))
     assert after["NODE SLICE ASSIGNMENT VERIFICATION"] == before["NODE SLICE ASSIGNMENT VERIFICATION"]
-    assert "Loaded layers: 3-3" in after["RUNTIME SLICE VERIFICATION"]
+    assert "Loaded layers: 3" in after["RUNTIME SLICE VERIFICATION"]
     assert "Bytes read over slice: 1.00" in after["RUNTIME SLICE VERIFICATION"]
 
 

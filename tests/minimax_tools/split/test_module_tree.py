@@ -85,6 +85,13 @@ def test_vision_tower_beside_a_decoder_is_no_part_of_it(tmp_path: Path) -> None:
         ("bert", {**SMALL, "is_decoder": True}, "0 lists of 3 layers"),
         ("opt", {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 16}, "project_out, neither"),
         ("no_such_model", {}, "transformers builds no causal language model"),
+        ("llama", {**SMALL, "num_attention_heads": 0}, "transformers builds no causal language model"),
+        ("llama", {**SMALL, "num_attention_heads": "x"}, "transformers builds no causal language model"),
+        (
+            "llama",
+            {**SMALL, "architectures": ["T5ForConditionalGeneration"]},
+            "transformers builds no causal language model",
+        ),
     ],
 )
 def test_model_that_is_no_stack_of_layers_is_refused(

@@ -288,7 +288,7 @@ def test_memory_stays_far_below_a_shard(tmp_path: Path) -> None:
 def test_fp8_refuses_widths_that_its_readers_would_misread(
     change: dict[str, int], found: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="multiples of 128, or less") as raised:
+    with pytest.raises(UsageError, match="multiples of 128, or smaller") as raised:
         write(tmp_path / "ragged", model=replace(MODEL, **change))
     assert found in str(raised.value)
     assert "--dtype bfloat16" in str(raised.value)
