@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from minimax_tools.errors import BackendError, UsageError
+from minimax_tools.errors import BackendError, TargetError, UsageError, list_names
 from neuron.devices.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 _CPU_NUM_DEVICES = "CPU_NUM_DEVICES"
+_NUM_NAMES_SHOWN = 4
 # Names of the mesh's axes in a layer's `shardings`.
 EXPERT_AXIS, TENSOR_AXIS = "expert", "tensor"
 # For each dim of a weight, the axis or axes that divide it; None for an undivided dim.
@@ -44,6 +45,9 @@ class Spmd:
         """Mark the division of a loaded module's weights by its `shardings`: the axes of each weight, by name.
 
         Without the attribute, the module stays whole on every device, and a warning names it by `what`.
+
+        Raises:
+            TargetError: `shardings` names a weight that the module does not have.
         """
         shardings: Mapping[str, Axes] | None = getattr(module, "shardings", None)
         if shardings is None:
@@ -53,6 +57,15 @@ class Spmd:
                 self.sharing.degree,
             )
             return
+        tensors = module.state_dict(keep_vars=True)
+        unknown = [str(name) for name in shardings if name not in tensors]
+        if unknown:
+            raise TargetError(
+                f"{what}: `shardings` names weights that the module does not have",
+                expected="names of its state_dict()",
+                found=list_names(unknown, most=_NUM_NAMES_SHOWN),
+                next_step="Correct the port's `shardings`.",
+            )
         from torch_xla.distributed.spmd.xla_sharding import Mesh, mark_sharding
 
         mesh = Mesh(
@@ -60,7 +73,6 @@ class Spmd:
             (self.sharing.expert_degree, self.sharing.ranks_per_expert),
             (EXPERT_AXIS, TENSOR_AXIS),
         )
-        tensors = module.state_dict(keep_vars=True)
         for name, axes in shardings.items():
             mark_sharding(tensors[name], mesh, axes)
 

@@ -13,6 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from minimax_tools.errors import TargetError
+from neuron.devices.ranks import Ranks
+from neuron.devices.spmd import TENSOR_AXIS, Spmd
+
 REPOSITORY = Path(__file__).parents[3]
 LIMIT = 1e-5
 LAYER_0 = ("single-layer", "--layer", 0, "--seq-len", "12,7", "--dtype", "float32", "--json")
@@ -110,6 +114,17 @@ def test_a_port_that_is_not_sharded_is_told_of(needs_xla: None, process: Any, sm
     done = process(*run, "--backend", "xla-cpu", "--tp-degree", 2)
     assert done.returncode == 0, done.stderr
     assert "target reference has no `shardings`: each of 2 devices computes all of it" in done.stderr
+
+
+def test_a_sharding_of_a_weight_that_the_port_lacks_is_refused() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.shardings = {"weight": (TENSOR_AXIS, None), "proj.weight": (None, TENSOR_AXIS)}  # type: ignore[assignment]
+    with pytest.raises(TargetError) as caught:
+        Spmd(sharing=Ranks(degree=2)).shard(module, what="target port.py:Layer")
+    error = caught.value
+    assert error.what == "target port.py:Layer: `shardings` names weights that the module does not have"
+    assert (error.expected, error.found) == ("names of its state_dict()", "proj.weight")
+    assert error.next_step == "Correct the port's `shardings`."
 
 
 @pytest.mark.slow
