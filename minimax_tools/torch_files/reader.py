@@ -49,9 +49,9 @@ class PickledReader(CheckpointReader):
             CheckpointError: There is no such tensor, or its file is cut, unreadable or damaged.
         """
         entry = self._entry(name)
-        if not entry.stored.repeats_elements:
-            return super().read(name)
-        return self._read_view(entry, entry.stored)
+        if entry.stored.repeats_elements:
+            return self._read_view(entry, entry.stored)
+        return super().read(name)
 
     def _entry(self, name: str) -> PickledEntry:
         entry = self.index[name]
@@ -60,8 +60,9 @@ class PickledReader(CheckpointReader):
         return entry
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        # The base class reads whole tensors only of these files, so the name tells which.
+        # The base class asks only for whole tensors of these files: the entry is the index's own, a `PickledEntry`.
         entry = self._entry(entry.name)
+        # Verbatim: the bytes in the file are the values, in order.
         if not entry.stored.is_verbatim:
             self._fill_by_pieces(entry, entry.stored, out)
             return
