@@ -59,7 +59,7 @@ def parse_storage_id(persistent_id: Any) -> StorageId | None:
     """Return the storage that a persistent id names; None if it names something else.
 
     A persistent id is a pickle's reference to data outside of it: torch.save writes ("storage", class, key, device,
-    number of elements), and in old files of a view (key of the view, first element, number of elements).
+    number of elements), and in old files a sixth item for a view: (its key, first element, number of elements).
     """
     if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6):
         return None

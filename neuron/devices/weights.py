@@ -169,7 +169,7 @@ class WeightLoader:
         else:
             host = self._buffers.take(parameter)
             weight.fill(host)
-        # The device holds one layer, not two: the last reference to the old tensor goes first.
+        # The device holds one layer, not two: after this only the module refers to the old tensor, until `_replace`.
         del parameter
         _replace(module, name, lambda: self._move(host))
         if not isinstance(weight, torch.Tensor):
