@@ -215,7 +215,9 @@ def test_right_port_passes_and_is_told_what_could_not_be_seen(bisect: Any, tmp_p
     visible = record["smallest_visible"]
     assert 0.001 < visible["alone"] < visible["in_chains"] < 0.05
     again = bisect("builtin", "--quiet")
-    assert re.search(r"In the output of a chain, noise from [12]\.\d+ % on is\s+seen", again.stdout)
+    assert re.search(
+        r"At\s+the\s+end\s+of\s+a\s+chain,\s+noise\s+of\s+[12]\.\d+\s+%\s+or\s+more", again.stdout
+    )
     assert "mm2-test sweep --layers 0:12" in again.stdout
     # Nothing is kept of the layers' outputs.
     directory = Path(record["directory"])
