@@ -66,9 +66,9 @@ class MachineFinding:
 
 
 class _Setting(NamedTuple):
-    """An environment variable's effect on numbers; `changes_numbers` decides whether a value has the effect."""
+    """An environment variable's effect on numbers."""
 
-    changes_numbers: Callable[[str], bool]
+    changes_numbers: Callable[[str], bool]  # decides whether a value of the variable has the effect
     level: Level
     effect: str
     next_step: str
@@ -122,7 +122,7 @@ def check_machine(
     """Return findings about this machine.
 
     For each of `seq_lens`, in tokens, the memory that mm2's own layer takes is checked. `backend` may be `auto`. From a
-    `profile` of a run on this machine, the time of each length is estimated. `root` holds `dev`, `sys` and `var`.
+    `profile` of a run on this machine, the time of each length is estimated. `root` is the file system's root.
 
     Raises:
         CaptureError: The profile is of another model, dtype or backend, of several ranks, or of a run that decodes.
@@ -141,6 +141,7 @@ def check_machine(
             spec, dtype=dtype, is_lazy=chosen.is_lazy
         )
         for seq_len in seq_lens:
+            # Rows of random tokens, so no file of `folder` is read.
             footprint = DeviceFootprint(
                 spec=spec,
                 dtype=dtype,
@@ -162,7 +163,8 @@ def check_machine(
 
 def worst_level(findings: Sequence[MachineFinding]) -> Level:
     """Return the highest level among the findings."""
-    return max((finding.level for finding in findings), key=tuple(Level).index, default=Level.OK)
+    order = tuple(Level)
+    return max((finding.level for finding in findings), key=order.index, default=Level.OK)
 
 
 def _check_devices(machine: Machine) -> Iterator[MachineFinding]:
@@ -234,6 +236,7 @@ def _explain_unused_devices(backend: Backend) -> MachineFinding:
 
 
 def _check_environment(machine: Machine) -> Iterator[MachineFinding]:
+    # Variables that are set and may change numbers, `PJRT_DEVICE` among them.
     variables = numeric_environment()
     found_any = False
     for name, value in variables.items():
@@ -287,7 +290,7 @@ def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) 
             "Share it among cores with --tp-degree, or take a smaller dtype.",
             fits=max(weight_bytes, head_bytes) <= hbm_bytes,
         )
-    # A port may hold gate and up of all experts in one tensor.
+    # The largest in a MiniMax-M2: a port may hold gate and up of all experts in one tensor.
     gate_up_bytes = spec.num_local_experts * 2 * spec.intermediate_size * spec.hidden_size * dtype.itemsize
     tensor_bytes = (math.prod(shape) * dtype.itemsize for shape in expected_layer_shapes(spec).values())
     largest_bytes = max(gate_up_bytes, head_bytes, *tensor_bytes)
@@ -306,7 +309,7 @@ def _check_device_activations(machine: Machine, footprint: DeviceFootprint) -> I
     hbm_bytes = machine.hbm_bytes_per_core
     if hbm_bytes is None:
         return
-    # The footprint on the CPU holds the whole layer, as a device does.
+    # A footprint is of the host's memory. With the backend `cpu`, that holds all that a device holds in its own.
     on_device = replace(footprint, backend=Backend.CPU)
     needed_bytes = on_device.loaded_layer_bytes + on_device.activation_bytes
     yield _fit_finding(
@@ -330,11 +333,9 @@ def _check_host_memory(footprint: DeviceFootprint, free_bytes: int) -> MachineFi
 
 
 def _fit_finding(subject: str, found: str, next_step: str, *, fits: bool) -> MachineFinding:
-    return (
-        MachineFinding(Level.OK, subject, found)
-        if fits
-        else MachineFinding(Level.FAIL, subject, found, next_step)
-    )
+    if fits:
+        return MachineFinding(Level.OK, subject, found)
+    return MachineFinding(Level.FAIL, subject, found, next_step)
 
 
 def _estimate_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> MachineFinding:
@@ -357,7 +358,8 @@ def _estimate_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> Machin
 
 def _row_flops(spec: ModelSpec, seq_len: int) -> float:
     """Return the operations for one row in one layer of mm2's own, in which every expert computes every token."""
-    # Per token, two operations for each multiply-add: of q, k, v and o; of gate, up and down; of scores and values.
+    # A multiply-add is two operations: the first 2 of each product. The other factors: q and o, k and v; gate, up and
+    # down; scores and values.
     projections = 2 * spec.hidden_size * (2 * spec.query_width + 2 * spec.key_value_width)
     experts = 2 * 3 * spec.num_local_experts * spec.hidden_size * spec.intermediate_size
     attention = 2 * 2 * spec.query_width * seq_len

@@ -46,4 +46,5 @@ for _command in (
 
 
 if __name__ == "__main__":
+    # `mm2-test` itself begins in `neuron.__main__`, which does not import torch.
     sys.exit(supervise(main, sys.argv[1:]))

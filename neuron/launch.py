@@ -36,10 +36,10 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankProcess:
-    """A rank that was started, and the record of its status."""
+    """A rank that was started."""
 
     process: subprocess.Popen[bytes]
-    record: StatusRecord
+    record: StatusRecord  # memory in which the rank writes its activity, its time limit, and the exit code mm2 chose
 
     @property
     def exit_code(self) -> int | None:
@@ -53,7 +53,7 @@ class _RankProcess:
 
     def describe_failure(self) -> str | None:
         """Say why the rank failed; return None if it still runs, or succeeded."""
-        # In this order: an ended process has written its last status.
+        # The process is looked at first: if it has ended, the status read then is its last.
         exit_code = self.process.poll()
         status = self.record.read()
         if exit_code is None:
@@ -73,7 +73,8 @@ def launch_ranks(
     Raises:
         RankFailedError: A rank died, or a layer took it too long, and rank 0 could not report it.
     """
-    # This process serves the store: it outlives every rank, and no other process can take its port.
+    # This process serves the store, at any free port (0). It outlives every rank, and no other process can take the
+    # port before the ranks connect.
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         _HOST, 0, is_master=True, wait_for_workers=False
     )
@@ -81,7 +82,7 @@ def launch_ranks(
     ranks: list[_RankProcess] = []
     try:
         for rank in range(num_ranks):
-            ranks.append(_start(rank, num_ranks, store.port, arguments, environment))
+            ranks.append(_start(rank, num_ranks, arguments, environment, store_port=store.port))
         return _supervise(ranks, attempt_store(store))
     except KeyboardInterrupt:
         if not ranks:
@@ -100,7 +101,7 @@ def launch_ranks(
 
 
 def _start(
-    rank: int, num_ranks: int, port: int, arguments: Sequence[str], environment: Mapping[str, str]
+    rank: int, num_ranks: int, arguments: Sequence[str], environment: Mapping[str, str], *, store_port: int
 ) -> _RankProcess:
     record = StatusRecord.create()
     rank_variables = {
@@ -110,7 +111,7 @@ def _start(
         "WORLD_SIZE": num_ranks,
         "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": _HOST,
-        "MASTER_PORT": port,
+        "MASTER_PORT": store_port,
         # torch and torch_xla then expect the store to be served already, as by torchrun.
         "TORCHELASTIC_RUN_ID": "mm2",
         "TORCHELASTIC_RESTART_COUNT": 0,
@@ -119,6 +120,7 @@ def _start(
     process = subprocess.Popen(
         [sys.executable, "-m", "neuron", *arguments],
         env={
+            # First, so that a number in `environment` counts.
             "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks)),
             **environment,
             **{name: str(value) for name, value in rank_variables.items()},
@@ -149,10 +151,11 @@ def _supervise(ranks: Sequence[_RankProcess], store: Any) -> int:
                 _wait_for_exit(rank)
             return exit_code
         if failure is not None:
-            # Rank 0 may be about to report the same failure.
+            # Rank 0 did not report it in time, and must not begin now: this process does, without rank 0's output.
             lead.process.kill()
             lead.process.wait()
             discard_output()
+            # A failure that the store already holds came first, and caused this one.
             cause = failure.record(store)
             raise RankFailedError(f"rank {cause.rank}", cause.text, next_step=RESUME)
         time.sleep(_POLL_S)
@@ -160,6 +163,7 @@ def _supervise(ranks: Sequence[_RankProcess], store: Any) -> int:
 
 def _record_finished(ranks: Sequence[_RankProcess], finished: set[int], store: Any) -> None:
     """Record each rank after rank 0 that has succeeded, once; `finished` holds the ranks recorded so far."""
+    # A rank that then loses its connection to such a rank finds the reason in the store.
     for number, rank in enumerate(ranks):
         if number > 0 and number not in finished and rank.exit_code == 0:
             finished.add(number)
@@ -171,7 +175,7 @@ def _find_failure(ranks: Sequence[_RankProcess]) -> RankFailure | None:
     failures = {number: text for number, rank in enumerate(ranks) if (text := rank.describe_failure())}
     if not failures:
         return None
-    # If a rank hangs in the port's code, the ranks that wait for it become overdue too.
+    # If a rank hangs in the port's code, the ranks that wait for it become overdue too: they are the last choice.
     first = min(failures, key=lambda number: (ranks[number].is_waiting, number))
     return RankFailure(rank=first, text=failures[first])
 

@@ -38,9 +38,9 @@ from neuron.rank_options import rank_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """The options of a device run, each under its option's name.
+    """The options of a device run. Their help texts, here and in the options that are imported, explain them.
 
-    None leaves a choice to the machine, or stands for an option that was not given. `memory_budget` is in bytes.
+    None leaves a choice to the machine, or stands for an option that was not given.
     """
 
     model: str
@@ -50,19 +50,19 @@ class DeviceOptions:
     ranks: Ranks
     random_input: bool
     prefetch: bool | None
-    memory_budget: int | None
+    memory_budget: int | None  # in bytes
     decode_rows: int
     check_capture: bool
     profile: bool
     skip_compile: bool
     criteria: Criteria
     shows_metrics: bool
-    inputs: InputRequest
-    sites_level: str
+    inputs: InputRequest  # the token rows that the options ask for
+    sites_level: str  # a named choice of sites to record
     dtype: torch.dtype
     store: CaptureStore
     as_json: bool
-    max_new_tokens: int = 0
+    max_new_tokens: int = 0  # an option of `mm2-test full` only
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -83,7 +83,7 @@ target_option = stack_options(
         help="Implementation to run: mm2's own layer, a port's class, nxdi: and a class on "
         "neuronx-distributed-inference, or a file of mm2-test trace. Its code is executed.",
     ),
-    # A port may hang.
+    # A port may hang. The limit is no argument of a command: it is noted for the supervisor, which ends the process.
     click.option(
         "--layer-timeout",
         type=click.FloatRange(min=0),
@@ -161,7 +161,7 @@ def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Ca
     """
     if golden is None:
         return build_inputs(request, folder=folder, spec=spec)
-    # The seed serves other random numbers too.
+    # Other than the default, but for the seed, which serves other random numbers too.
     if request != InputRequest(seed=request.seed):
         raise UsageError(
             "--golden gives the token rows: no other option may choose them",

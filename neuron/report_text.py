@@ -10,6 +10,7 @@ from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_layers
 
+# Names of the phases, which every `LayerTimes` has: read, regroup, transfer, compile, run, copy back.
 _PHASES = tuple(LayerTimes().by_phase())
 _COLUMNS = [
     Column(title=title)

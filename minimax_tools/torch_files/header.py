@@ -1,4 +1,7 @@
-"""Headers of PyTorch's `.bin` files: tensors by name, shape, dtype and place; nothing in a file is called."""
+"""Headers and indexes of PyTorch's `.bin` files: tensors by name, shape, dtype and place; nothing in a file is called.
+
+Such a file is a pickle. A tensor in it is read as a `StoredTensor`, an object of an unknown class as an `InertRecord`.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,8 @@ def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIn
 
     Args:
         path: The file or the folder.
-        may_lack_shards: True if shards that the index file names may be missing; their tensors are then `absent`.
+        may_lack_shards: True if shards that the index file names may be missing; the index then lists their tensors
+            as `absent`.
 
     Raises:
         CheckpointError: As for `read_pickled_header`. Or a shard is missing or damaged, a tensor lies in two files,
@@ -134,8 +138,9 @@ def _find_state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[st
     if not isinstance(value, Mapping):
         raise _no_state_dict(path, "a single tensor" if isinstance(value, StoredTensor) else f"{value!r:.80}")
     is_state_dict = _holds_tensors(value)
+    # Keys under which a state dict lies inside `value`.
     nested_keys = [key for key in _NESTED_KEYS if _holds_tensors(value.get(key))]
-    if len(nested_keys) + is_state_dict > 1:
+    if len(nested_keys) > 1 or (nested_keys and is_state_dict):
         places = ", ".join(nested_keys) + (", and beside them" if is_state_dict else "")
         raise _no_state_dict(path, f"tensors in several places: {places}")
     if is_state_dict:
@@ -163,6 +168,7 @@ def _refuse_unreadable(path: Path, tensors: Mapping[Any, Any]) -> None:
         if isinstance(value, InertRecord) and _is_tensor(value):
             faults.append(f"{name} ({value.name})")
         elif isinstance(value, torch.Tensor):
+            # Old XLA tensors were saved as numpy arrays, which lie in the pickle itself.
             faults.append(f"{name} (inside the pickle)")
         elif isinstance(value, StoredTensor) and not isinstance(name, str):
             faults.append(f"{name!r} (a key that is not text)")

@@ -18,43 +18,32 @@ Name = tuple[str, str]  # module, qualified name
 # Mutable: a pickle first makes an object and fills it afterwards, and others may point at it by then.
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class InertRecord:
-    """An object of an unknown class, as the pickle describes it.
+    """An object of an unknown class, as the pickle describes it."""
 
-    Args:
-        module: Module of the class or function.
-        name: Qualified name. It ends in `()` if the file calls the result of a call.
-        args: Arguments of the call; None if the file only names the class or function.
-        state: State that the pickle gives the object, as attributes for example.
-        items: Items that the pickle appends, or (key, value) pairs.
-    """
-
-    module: str
-    name: str
-    args: tuple[Any, ...] | None = None
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
+    module: str  # module of the class or function
+    name: str  # qualified name; with `()` at its end for the call of an object, such as another call's result
+    args: tuple[Any, ...] | None = None  # arguments of the call; None if the file only names it
+    state: Any = None  # state that the pickle gives the object, as attributes for example
+    items: list[Any] = field(default_factory=list)  # items that the pickle appends, or (key, value) pairs
 
     def __repr__(self) -> str:
         return f"<inert {self.module}.{self.name}>"
 
 
+# Types whose values are hashed at once.
 _SCALARS = (str, bytes, int, float, complex, type(None), InertRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Names that become values. A builder returns NotImplemented if its object must stay inert.
-
-    Args:
-        constants: Values, by the name that the pickle gives for them.
-        builders: Functions that turn the arguments of a call into a value, by the name called.
-        state_builders: Functions that turn a record and its state into a value, by the record's name.
-        persistent_load: Function that turns a reference to data outside the pickle into a value.
-    """
+    """Names that become values. A builder returns NotImplemented if its object must stay inert."""
 
     constants: Mapping[Name, Any] = field(default_factory=dict)
+    # By the name called: from the arguments of the call to a value.
     builders: Mapping[Name, Callable[..., Any]] = field(default_factory=dict)
+    # By a record's name: from the record and its state to a value.
     state_builders: Mapping[Name, Callable[[InertRecord, Any], Any]] = field(default_factory=dict)
+    # From a reference to data outside the pickle, such as a tensor's storage, to a value.
     persistent_load: Callable[[Any], Any]
 
 
@@ -100,7 +89,7 @@ class _InertUnpickler(pickle._Unpickler):
         self.append(self.find_class("copyreg", f"extension {code}"))
 
     def _instantiate(self, callee: Any, args: Any) -> None:
-        # For the opcodes INST and OBJ, whose actions of the base class end here.
+        # The base class acts on the opcodes INST and OBJ, and calls this at the end.
         self._call(callee, tuple(args))
 
     def _call(self, callee: Any, args: Any, keywords: Any = None) -> None:
@@ -169,7 +158,7 @@ class _InertUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"{type(target).__name__} takes no pairs")
 
     def _load_dict(self) -> None:
-        # `pop_mark` replaces `append`, so it must come first.
+        # `pop_mark` returns the values since the last mark. It also replaces `self.append`, so it must come first.
         pairs = _pairs(self.pop_mark())
         self.append({hashable(key): value for key, value in pairs})
 

@@ -49,12 +49,13 @@ class PickledReader(CheckpointReader):
             CheckpointError: There is no such tensor, or its file is cut, unreadable or damaged.
         """
         entry = _as_pickled(self.index[name])
-        if not entry.stored.repeats_elements:
-            return super().read(name)
-        return self._read_view(entry, entry.stored)
+        if entry.stored.repeats_elements:
+            return self._read_view(entry, entry.stored)
+        return super().read(name)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         entry = _as_pickled(entry)
+        # Verbatim: the bytes in the file are the values, in order.
         if not entry.stored.is_verbatim:
             self._fill_by_pieces(entry, entry.stored, out)
             return

@@ -29,7 +29,7 @@ def torch_vocabulary(
 
     Args:
         find_storage: Function that finds a storage in the file.
-        make_tensor: Function that turns a `StoredTensor` into a value: a `torch.Tensor`, or itself.
+        make_tensor: Function that turns each `StoredTensor` into the value to return: a `torch.Tensor`, or itself.
     """
 
     def persistent_load(persistent_id: Any) -> Any:
@@ -42,6 +42,7 @@ def torch_vocabulary(
         value = builder(*args)
         return make_tensor(value) if isinstance(value, StoredTensor) else value
 
+    # `_tensor_of_type` looks up another builder in `_TENSOR_BUILDERS`: outside that table, it cannot find itself.
     tensor_builders = (
         *_TENSOR_BUILDERS.items(),
         (("torch._tensor", "_rebuild_from_type_v2"), _tensor_of_type),
@@ -58,7 +59,7 @@ def parse_storage_id(persistent_id: Any) -> StorageId | None:
     """Return the storage that a persistent id names; None if it names something else.
 
     A persistent id is a pickle's reference to data outside of it: torch.save writes ("storage", class, key, device,
-    number of elements), and in old files the window of a view.
+    number of elements), and in old files a sixth item for a view: (its key, first element, number of elements).
     """
     if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6):
         return None
@@ -73,12 +74,12 @@ def parse_storage_id(persistent_id: Any) -> StorageId | None:
 
 
 def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
-    # rest: requires_grad, backward_hooks, and the metadata if a bit is set
+    # rest: requires_grad, backward_hooks, and the metadata if the tensor was lazily conjugated or negated
     return _with_bits(_strided(storage, offset, size, stride), rest[2:3])
 
 
 def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
-    # rest: requires_grad, backward_hooks, dtype, and the metadata if a bit is set
+    # rest: requires_grad, backward_hooks, dtype, and the metadata as above
     return _with_bits(_strided(storage, offset, size, stride, dtype=rest[2]), rest[3:4])
 
 
@@ -164,12 +165,12 @@ def _numpy_array(record: InertRecord, state: Any) -> Any:
     """Rebuild a numpy array from the state of its pickle. Arrays of objects or fields stay inert."""
     if not isinstance(state, tuple) or len(state) != 5:
         return NotImplemented
-    _, shape, dtype_record, is_fortran, content = state
+    _version, shape, dtype_record, is_fortran, content = state
     dtype = _numpy_dtype(dtype_record)
     if dtype is None or not isinstance(content, bytes | bytearray):
         return NotImplemented
     array = np.frombuffer(content, dtype).reshape(_integers(shape), order="F" if is_fortran else "C")
-    # In the machine's byte order, which torch needs.
+    # Converted to the machine's byte order, which torch needs.
     return array.astype(dtype.newbyteorder("="))
 
 
@@ -182,6 +183,7 @@ def _numpy_dtype(record: Any) -> np.dtype[Any] | None:
     code = record.args[0]
     if not isinstance(code, str) or re.fullmatch(r"b1|[iu][1248]|f[248]|c(8|16)", code) is None:
         return None
+    # The state is (version, byte order, …); `|` is for single bytes.
     order = record.state[1] if isinstance(record.state, tuple) and len(record.state) > 1 else "|"
     return np.dtype(f"{order}{code}") if order in ("<", ">", "|") else None
 
@@ -201,6 +203,7 @@ def _hashables(items: Any) -> list[Any]:
 def _in_modules(
     modules: tuple[str, ...], name: str, builder: Callable[..., Any]
 ) -> dict[Name, Callable[..., Any]]:
+    """Enter a builder under its name in each of several modules."""
     return {(module, name): builder for module in modules}
 
 

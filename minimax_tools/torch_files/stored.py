@@ -7,21 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# Limit on a tensor's bytes, more than any file has: torch counts in int64.
+# Limit on a tensor's bytes: more than any file has, and still within int64, in which torch counts.
 _MAX_BYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageId:
-    """A storage outside the pickle, as the pickle describes it.
+    """A storage outside the pickle, as the pickle describes it."""
 
-    Old files store views of a storage: `window` is the view's (first element, number of elements), or None.
-    """
-
-    key: str
+    key: str  # name of the storage in the file
     dtype: torch.dtype
-    num_elements: int
-    window: tuple[int, int] | None = None
+    num_elements: int  # of the whole storage
+    window: tuple[int, int] | None = None  # (first element, number) of a view, in old files only
 
     @property
     def size_bytes(self) -> int:

@@ -71,6 +71,7 @@ def read_value(path: Path) -> Any:
         contents: dict[str, torch.Tensor] = {}
 
         def make_tensor(stored: StoredTensor) -> torch.Tensor:
+            # `stored.storage` may be a window of this one.
             storage = layout.storages[stored.storage.key]
             if storage.key not in contents:
                 contents[storage.key] = _read_storage(file, storage)
@@ -183,6 +184,7 @@ class _PickleStream:
     def __init__(self, file: io.BufferedReader) -> None:
         self.storages: dict[str, Storage] = {}
         self._file = file
+        # The storages that the value names, by key.
         self._ids: dict[str, StorageId] = {}
 
     def load(self, make_tensor: Callable[[StoredTensor], Any]) -> Any:
@@ -192,7 +194,8 @@ class _PickleStream:
         for _ in ("version", "system"):
             load_inert(self._file, names_only)
         start = self._file.tell()
-        # Read twice: the storages come after the value, and a tensor needs its storage's place.
+        # The value is read twice: the storages come after it, and a tensor needs its storage's place. The first time
+        # only notes the storages.
         load_inert(self._file, names_only)
         self._find_storages(load_inert(self._file, names_only))
         self._file.seek(start)

@@ -1,6 +1,6 @@
 """Head layout: the heads of queries, keys and values that each of several ranks holds.
 
-For N heads, K kv heads and T ranks:
+For N query heads, K kv heads and T ranks. A group is the N/K query heads that read one kv head.
 
 | | kv heads | query heads |
 |---|---|---|
@@ -11,6 +11,7 @@ For N heads, K kv heads and T ranks:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Number of a head. None stands for padding: a head of zeros, which adds nothing.
@@ -37,11 +38,12 @@ class HeadLayout:
 
     def query_heads(self, rank: int) -> tuple[Head, ...]:
         """Return the query heads of a rank, in its order."""
-        if self.num_kv_heads % self.num_ranks and self._ranks_per_kv_head:
+        if self._ranks_per_kv_head > 1:
             # Several ranks hold the same kv head: they divide its query heads.
             kv_head, part = divmod(rank, self._ranks_per_kv_head)
             group = range(kv_head * self._group_size, (kv_head + 1) * self._group_size)
             return _padded_part(group, part, self._ranks_per_kv_head)
+        # If T divides K, no part cuts through a group: query heads stay with their kv head.
         return _padded_part(range(self.num_heads), rank, self.num_ranks)
 
     def kv_heads(self, rank: int) -> tuple[Head, ...]:
@@ -72,7 +74,7 @@ class HeadLayout:
 
     @property
     def _ranks_per_kv_head(self) -> int:
-        """Number of ranks that hold each kv head; 0 if it would not be the same for all heads."""
+        """Number of ranks that hold each kv head, if K divides T; else 0."""
         return 0 if self.num_ranks % self.num_kv_heads else self.num_ranks // self.num_kv_heads
 
     @property
@@ -82,7 +84,7 @@ class HeadLayout:
 
 def _padded_part(heads: range, part: int, num_parts: int) -> tuple[Head, ...]:
     """Return one of `num_parts` parts of equal length, padded if the heads run out."""
-    # Rounded up.
-    length = -(-len(heads) // num_parts)
+    length = math.ceil(len(heads) / num_parts)
     held = heads[part * length : (part + 1) * length]
-    return (*held, *(None,) * (length - len(held)))
+    padding = [None] * (length - len(held))
+    return (*held, *padding)

@@ -54,10 +54,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: torch.Tensor, mean_square: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm [..., width], in the same dtype.
+        """Return `states` normed, in their shape and dtype.
 
         Args:
-            states: The states; on several ranks, this rank's part of their width.
+            states: The states [..., width]; on several ranks, this rank's part of their width.
             mean_square: Mean square [..., 1] over all ranks; None to compute it from `states`.
         """
         exact = states.float()
@@ -93,7 +93,8 @@ class DeviceAttention(nn.Module):
         self.q_rope = nn.Identity()
         self.k_rope = nn.Identity()
         if self._ranks.are_several:
-            # 1 for each index of a kv head that is summed on this rank, else 0.
+            # For each index of this rank's keys: 1 if the sum over all ranks counts it here; 0 for padding, and for a
+            # kv head of which another copy counts.
             is_first = torch.tensor(self._layout.is_first_copy(self._ranks.rank), dtype=torch.float32)
             self.key_share = nn.Buffer(is_first.repeat_interleave(self.head_dim), persistent=False)
 
@@ -109,7 +110,10 @@ class DeviceAttention(nn.Module):
         return {name: cut.weight(tensors, name) for name, cut in cuts.items()}
 
     def site_layouts(self) -> dict[Site, Sharded]:
-        """Return how the ranks' parts of a site join, for each site that is divided; {} on one rank."""
+        """Return how the ranks' parts of a site join, for each site that is divided; {} on one rank.
+
+        The blocks of a layout are heads: those of rank 0, then of rank 1, and so on.
+        """
         if not self._ranks.are_several:
             return {}
         queries, keys = self._layout.all_query_heads(), self._layout.all_kv_heads()
@@ -129,11 +133,7 @@ class DeviceAttention(nn.Module):
     ) -> tuple[torch.Tensor, KeyValues]:
         """Return attn_delta [B,S,H], and the past together with these rows' keys and values.
 
-        Args:
-            states: Normed hidden states [B,S,H].
-            attention_mask: Mask of 0 and 1, [B,P+S].
-            position_ids: Positions [B,S].
-            past_key_value: Keys and values of the past; None for none.
+        The normed states are [B,S,H], the mask [B,P+S] of 0/1, the positions [B,S]. Without a past, give None.
         """
         cos, sin = self._rotation(position_ids, states.dtype)
         queries, keys = self.q_proj(states), self.k_proj(states)
@@ -153,6 +153,7 @@ class DeviceAttention(nn.Module):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return mean squares over the width of all ranks, [B,S,1] float32; None on one rank."""
         if not self._ranks.are_several:
+            # Each norm computes its own.
             return None, None
         # Padding is zero. Of a kv head that several ranks hold, one copy counts.
         sums = torch.stack(
@@ -222,6 +223,7 @@ class DeviceLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = DeviceMoe(config, chunk_size_bytes=chunk_size_bytes)
         layouts = self.self_attn.site_layouts()
+        # On several ranks a path is followed by its layout, as in "self_attn.q_proj@shard(-1; 0,1,2,3)".
         self.sites = {
             **type(self).sites,
             **{str(site): f"{type(self).sites[site]}{layout}" for site, layout in layouts.items()},
@@ -229,7 +231,8 @@ class DeviceLayer(nn.Module):
 
     @property
     def shardings(self) -> Mapping[str, Axes]:
-        """Mesh axes over which devices of one process may shard each weight, by name and dim; see `Spmd`."""
+        """For each dim of each weight, the mesh axes over which devices of one process divide it; see `Spmd`."""
+        # Experts are divided among groups of devices, the attention among all devices.
         all_devices = (EXPERT_AXIS, TENSOR_AXIS)
         rows, columns = (all_devices, None), (None, all_devices)
         matrices = {Q_PROJ: rows, K_PROJ: rows, V_PROJ: rows, O_PROJ: columns}
@@ -255,11 +258,7 @@ class DeviceLayer(nn.Module):
     ) -> tuple[torch.Tensor, KeyValues]:
         """Return the layer's output [B,S,H], and keys and values [B,K,P+S,D] with the past first.
 
-        Args:
-            hidden_states: The layer's input [B,S,H].
-            attention_mask: Mask of 0 and 1, [B,P+S].
-            position_ids: Positions [B,S].
-            past_key_value: Keys and values of the past; None for none.
+        The layer's input is [B,S,H], the mask [B,P+S] of 0/1, the positions [B,S]. Without a past, give None.
         """
         attn_delta, key_value = self.self_attn(
             self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value

@@ -24,8 +24,8 @@ from neuron.devices.runtime import cut_graph
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Weight
 
-# Largest size of one chunk's weights: 512 MiB. XLA on the CPU copies a running chunk in float32, so less memory is
-# taken than one tensor's limit of 4 GB would allow.
+# Largest size of one chunk's weights: 512 MiB. Neuron allows tensors of 4 GB, but XLA on the CPU copies a running chunk
+# in float32: smaller chunks save host memory.
 CHUNK_SIZE_BYTES = 1 << 29
 
 
@@ -75,7 +75,8 @@ class ExpertChunk(nn.Module):
 
     def weights(self, tensors: LayerTensors, experts: range) -> dict[str, Weight]:
         """Return the chunk's weights by name; loading fills them expert by expert."""
-        # The hub's w1 and w3 are [I,H], w2 is [H,I]: ranks that share an expert divide I.
+        # For each parameter: a function that finds each expert's place in it, and the dim of I in the hub's matrices.
+        # w1 and w3 are [I,H], w2 is [H,I]; ranks that share an expert divide I.
         sources = {"gate_up_proj": (gate_up_places, 0), "down_proj": (down_places, 1)}
         num_parts, part = self._ranks.ranks_per_expert, self._ranks.expert_part
         weights: dict[str, Weight] = {}
@@ -116,6 +117,7 @@ class DeviceMoe(nn.Module):
         chunk_affinities = [part_tc.contiguous() for part_tc in affinities_te.split(self.chunk_size, dim=-1)]
         total_th = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
         for chunk, affinities_tc in zip(self.experts, chunk_affinities, strict=True):
+            # On a lazy device, what was recorded so far becomes a graph: the attention and router, or one chunk.
             cut_graph(states.device)
             total_th = chunk(states_th, affinities_tc, total_th)
         cut_graph(states.device)
@@ -123,7 +125,7 @@ class DeviceMoe(nn.Module):
 
     @property
     def shardings(self) -> dict[str, Axes]:
-        """Mesh axes over which devices of one process may shard the experts, by name and dim."""
+        """For each dim of each weight, the mesh axes over which devices of one process divide it; see `Spmd`."""
         axes = {
             "gate_up_proj": (EXPERT_AXIS, TENSOR_AXIS, None),
             "down_proj": (EXPERT_AXIS, None, TENSOR_AXIS),

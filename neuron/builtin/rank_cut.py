@@ -5,6 +5,7 @@ The part is made of runs of indices. Indices that no run fills are padding, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +47,7 @@ class RankCut:
                 continue
             run = IndexRun(head * head_dim, place * head_dim, head_dim)
             last = runs[-1] if runs else None
-            # Neighbouring heads are read at once.
+            # A head that follows the last run, in the tensor and in the part, lengthens it: both are read at once.
             if last and (last.source + last.length, last.place + last.length) == (run.source, run.place):
                 runs[-1] = last._replace(length=last.length + head_dim)
             else:
@@ -114,5 +115,5 @@ class RankCut:
 
 
 def part_size(size: int, num_parts: int) -> int:
-    """Return the size of a part, padding included: the quotient rounded up."""
-    return -(-size // num_parts)
+    """Return the size of a part, padding included."""
+    return math.ceil(size / num_parts)

@@ -65,7 +65,8 @@ def check_command(
         )
     else:
         for finding in findings:
-            click.echo(f"{f'[{finding.level}]':7}{finding.subject}: {finding.found}")
+            label = f"[{finding.level}]"
+            click.echo(f"{label:7}{finding.subject}: {finding.found}")
             if finding.next_step:
                 click.echo(f"       → {finding.next_step}")
     if worst_level(findings) is Level.FAIL:

@@ -42,16 +42,15 @@ from reports.terminal import render_comparison
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """A finished run. `report` is None if the run was loaded, `comparison` is None without a golden."""
+    """A finished run."""
 
     capture: Capture
-    report: RunReport | None
-    generation: Generation | None
-    comparison: Comparison | None
+    report: RunReport | None  # None if a saved run was loaded
+    generation: Generation | None  # the tokens that the run generated; None if it generates none
+    comparison: Comparison | None  # None without a golden
 
     @property
     def exit_code(self) -> int:
-        """The command's exit code."""
         if self.comparison is not None:
             return self.comparison.verdict.exit_code
         failed = self.report is not None and self.report.generation_error is not None
@@ -59,7 +58,10 @@ class _Outcome:
 
 
 def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> None:
-    """Run the target or load its saved run, judge it if there is a golden, print, and end with the exit code."""
+    """Run the target or load its saved run, judge it if there is a golden, print, and end with the exit code.
+
+    `make_run` returns the command's run for a model.
+    """
     spec = ModelSpec.from_folder(resolve_config(options.model))
     run = make_run(spec).decoding(options.decode_rows)
     run.span.within(spec.num_hidden_layers)

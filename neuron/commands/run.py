@@ -76,6 +76,7 @@ def sweep_command(span: Span | None, options: DeviceOptions) -> None:
 @device_options
 def full_command(options: DeviceOptions) -> None:
     """Run the whole model from the tokens to the logits, and print what each row generates."""
+    # --max-new-tokens is in `options`, like every option that `DeviceOptions` has.
     run_device(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options.sites_level))
 
 

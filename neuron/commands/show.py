@@ -29,6 +29,7 @@ def show_command(directory: Path, reading: DumpReading, map_template: bool, as_j
     if map_template:
         click.echo(map_template_of(source), nl=False)
         return
+    # A dump of another tool has no description: it lists no digests that its files could be checked against.
     inspection = inspect_capture(source) if source.known_description else None
     if as_json:
         print_json(capture_record(source, inspection))

@@ -112,16 +112,22 @@ def trace_command(
 
 
 def _print_trace(trace: Trace, output: Path, *, as_json: bool) -> None:
-    program, effect = trace.program, trace.effect_of_sites
+    description, effect = trace.program, trace.effect_of_sites
     if as_json:
         sizes = {"file": str(output), "size_bytes": output.stat().st_size}
-        print_json({**sizes, **encode(program), "effect_of_sites": effect})
+        print_json({**sizes, **encode(description), "effect_of_sites": effect})
         return
-    sites = ", ".join(str(site) for site in program.sites) or "none"
-    click.echo(f"{output}: layer {program.layer} of {program.port}, {format_size(output.stat().st_size)}")
-    click.echo(f"compiled by {program.program} for hidden states {list(program.shape)} in {program.dtype}")
+    sites = ", ".join(str(site) for site in description.sites) or "none"
+    click.echo(
+        f"{output}: layer {description.layer} of {description.port}, {format_size(output.stat().st_size)}"
+    )
+    click.echo(
+        f"compiled by {description.program} for hidden states {list(description.shape)} in {description.dtype}"
+    )
     click.echo(f"sites beside its input and output: {sites}")
     if effect is not None:
         changed = f"changes its output by up to {effect:.3g}" if effect else "does not change its output"
         click.echo(f"returning the sites {changed}")
-    click.echo(f"judge it with: mm2-test single-layer --layer {program.layer} --target {PREFIX}{output} …")
+    click.echo(
+        f"judge it with: mm2-test single-layer --layer {description.layer} --target {PREFIX}{output} …"
+    )

@@ -116,6 +116,7 @@ def weights_command(
         )
         shared = SharedPort(port, runtime)
         inspection = inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
+        # The other ranks wait for more orders: there are none.
         shared.dismiss()
     if as_json:
         print_json(inspection_record(inspection))

@@ -14,6 +14,7 @@ import torch
 from minimax_tools.errors import BackendError, MissingExtraError
 from minimax_tools.text_enum import TextEnum
 
+# The variable that says which device torch_xla drives, through XLA's device plug-ins (PJRT).
 _PJRT_DEVICE = "PJRT_DEVICE"
 
 
@@ -135,9 +136,9 @@ def _has_native_neuron() -> bool:
 def _find_xla_obstacle() -> str | None:
     """Say why XLA does not run on Neuron here; return None if it does.
 
-    The packages are imported, not only looked up: those of these names on PyPI are empty placeholders that raise.
+    torch_xla is imported, and imports libneuronxla: a package may be an empty placeholder from PyPI, which raises.
     """
-    # Read before torch_xla is imported: its import sets this variable.
+    # Read first: importing torch_xla sets this variable.
     if os.environ.get(_PJRT_DEVICE, "NEURON") != "NEURON":
         return f"{_PJRT_DEVICE}={os.environ[_PJRT_DEVICE]}"
     for package in ("torch_xla", "libneuronxla"):
@@ -145,7 +146,7 @@ def _find_xla_obstacle() -> str | None:
             return f"no {package}"
     try:
         import torch_xla
-    except Exception as error:  # a placeholder raises what it likes
+    except Exception as error:  # a placeholder may raise anything
         return f"{type(error).__name__}: {error}"
     if not getattr(torch_xla, "_found_libneuronxla", False):
         return "a libneuronxla that torch_xla cannot use"

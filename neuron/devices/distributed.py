@@ -30,7 +30,9 @@ _LEAD_KEY = "lead"
 
 
 def open_store(ranks: Ranks) -> Any:
-    """Connect to the store of this attempt's ranks, and wait there for the lead.
+    """Connect to the key-value store that all ranks reach, and wait there for the lead.
+
+    Keys have a prefix for each attempt: torchrun keeps its store when it starts the ranks anew.
 
     Raises:
         RankLostError: The store cannot be reached.
@@ -86,7 +88,7 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
     The process group must be open.
 
     Yields:
-        The tensor-parallel group, to be probed; None without the package.
+        The tensor-parallel group, for `probe_group`; None without the package.
 
     Raises:
         BackendError: The groups are open already, have another size, or cannot be opened.
@@ -110,7 +112,7 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
             next_step="Launch as many ranks as --tp-degree says.",
         ) from error
     try:
-        # neuronx-distributed clamps the size to the world silently.
+        # neuronx-distributed silently takes the number of all ranks if `tp_degree` is larger.
         found = parallel_state.get_tensor_model_parallel_size()
         _refuse_other_size("parallel_state", found, tp_degree)
         yield parallel_state.get_tensor_model_parallel_group()
@@ -141,7 +143,7 @@ def probe_group(device: torch.device, *, group: Any = None) -> None:
 
 
 def refuse_launched(backend: Backend) -> None:
-    """Refuse several launched ranks on a backend whose collectives are wrong.
+    """Refuse several ranks that torchrun launched, on a backend whose collectives are wrong.
 
     Raises:
         BackendError: Several ranks were launched, and the backend is XLA on the CPU.

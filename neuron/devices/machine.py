@@ -84,7 +84,7 @@ class Machine:
 
     @property
     def _has_custom_lnc(self) -> bool:
-        """True if logical cores differ from those in the table of families."""
+        """True if logical cores differ from those in the table. Older families do not join cores into logical ones."""
         assert self.family is not None, "asked of a known family"
         return (
             _FAMILIES[self.family].has_native_backend

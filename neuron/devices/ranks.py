@@ -20,7 +20,6 @@ class Ranks:
     The whole process group is one tensor-parallel group. If experts are divided too, a group of consecutive ranks holds
     the same experts, and each rank a part of every one.
 
-
     Raises:
         UsageError: `expert_degree` does not divide `degree`.
     """
@@ -117,6 +116,7 @@ def read_ranks(
 
 
 def _consequence(num_launched: int, degree: int) -> str:
+    """Say why a run with another number of ranks than --tp-degree would go wrong."""
     if num_launched < degree:
         return "neuronx_distributed would take fewer without a word"
     if num_launched % degree:

@@ -26,11 +26,11 @@ from neuron.devices.spmd import Spmd, open_spmd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCounts:
-    """Counts of graphs compiled, of fallbacks to the CPU by operation, and of seconds of compiling; zero off XLA."""
+    """Counts since this process began, or between two such counts; all zero without XLA."""
 
-    compiles: int
-    fallbacks: Mapping[str, int]
-    seconds: float = 0.0
+    compiles: int  # graphs compiled
+    fallbacks: Mapping[str, int]  # times that an operation ran on the CPU instead of the device, by its name
+    seconds: float = 0.0  # time of compiling
 
     def since(self, earlier: CompileCounts) -> CompileCounts:
         """Subtract an earlier count."""
@@ -72,8 +72,9 @@ class Runtime:
             return CompileCounts(compiles=0, fallbacks={})
         from torch_xla.debug import metrics
 
-        # Number of samples, their sum in nanoseconds, and the samples.
+        # A tuple: number of samples, their sum in nanoseconds, and the samples.
         compile_times = metrics.metric_data("CompileTime")
+        # torch_xla counts an operation under its `aten::` name only when it runs on the CPU.
         fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
         return CompileCounts(
             compiles=int(metrics.counter_value("UncachedCompile") or 0),
@@ -106,8 +107,8 @@ def open_runtime(
 
     Args:
         name: `auto`, or a value of `Backend`.
-        ranks: The ranks that share a layer: processes that were all launched, on xla-cpu devices of this process.
-            None for a single rank.
+        ranks: The ranks that share a layer; None for a single rank. They are processes, which all run already. On
+            xla-cpu, devices of this process stand for them, and `Runtime.spmd` has them instead.
         patience: Longest wait for the other ranks in a collective call.
 
     Raises:

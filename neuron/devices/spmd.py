@@ -15,35 +15,37 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from minimax_tools.errors import BackendError, UsageError
+from minimax_tools.errors import BackendError, TargetError, UsageError, list_names
 from neuron.devices.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 _CPU_NUM_DEVICES = "CPU_NUM_DEVICES"
-# Names of the mesh's axes in a layer's `shardings`.
+_NUM_NAMES_SHOWN = 4
+# Names of the mesh's axes in a layer's `shardings`: the groups of experts, and the devices within a group.
 EXPERT_AXIS, TENSOR_AXIS = "expert", "tensor"
-# For each dim of a weight, the axis or axes that divide it; None for an undivided dim.
+# For each dim of a weight, the axis or axes that divide it; None for an undivided dim. So ("tensor", None) divides the
+# rows of a matrix among the devices of each group.
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spmd:
-    """The devices of this process, as a mesh: rows are groups of experts, columns the devices in each group.
+    """The devices of this process, as a mesh: a row of devices for each group of experts."""
 
-    `sharing` divides a layer as among ranks; each device stands for one rank.
-    """
-
-    sharing: Ranks
+    sharing: Ranks  # the division of a layer that the options ask for; each device stands for one rank
 
     def as_json(self) -> dict[str, int | str]:
-        """Return the options that change numbers, by name. XLA chooses the dtype of sums."""
+        """Return the options that change numbers, by name. `reduce_dtype` has no effect here: see `open_spmd`."""
         return {"tp_degree": self.sharing.degree, "ep_degree": self.sharing.expert_degree}
 
-    def shard(self, module: nn.Module, *, what: str) -> None:
-        """Mark the division of a loaded module's weights by its `shardings`: the axes of each weight, by name.
+    def mark_division(self, module: nn.Module, *, what: str) -> None:
+        """Mark each weight that the module's `shardings` names as divided over these axes of the mesh.
 
         Without the attribute, the module stays whole on every device, and a warning names it by `what`.
+
+        Raises:
+            TargetError: `shardings` names a weight that the module does not have.
         """
         shardings: Mapping[str, Axes] | None = getattr(module, "shardings", None)
         if shardings is None:
@@ -53,6 +55,15 @@ class Spmd:
                 self.sharing.degree,
             )
             return
+        tensors = module.state_dict(keep_vars=True)
+        unknown = [str(name) for name in shardings if name not in tensors]
+        if unknown:
+            raise TargetError(
+                f"{what}: `shardings` names weights that the module does not have",
+                expected="names of its state_dict()",
+                found=list_names(unknown, most=_NUM_NAMES_SHOWN),
+                next_step="Correct the port's `shardings`.",
+            )
         from torch_xla.distributed.spmd.xla_sharding import Mesh, mark_sharding
 
         mesh = Mesh(
@@ -60,24 +71,24 @@ class Spmd:
             (self.sharing.expert_degree, self.sharing.ranks_per_expert),
             (EXPERT_AXIS, TENSOR_AXIS),
         )
-        tensors = module.state_dict(keep_vars=True)
         for name, axes in shardings.items():
             mark_sharding(tensors[name], mesh, axes)
 
 
 def open_spmd(sharing: Ranks) -> Spmd:
-    """Make XLA on the CPU show one device for each rank of `sharing`. To be called before torch_xla is used.
+    """Make XLA on the CPU show one device for each rank of `sharing`. Call it before torch_xla is used.
 
     Raises:
         BackendError: XLA shows another number of devices.
-        UsageError: `reduce_dtype` is not float32: here XLA chooses the dtype of sums.
+        UsageError: A `reduce_dtype` was asked for, which has no effect here.
     """
+    # Not the default, so the user asked for it.
     if sharing.reduce_dtype != torch.float32:
         raise UsageError(
             "--reduce-dtype has no effect on xla-cpu: XLA adds up in the dtype of the summands",
             next_step="Leave it out, or run with --backend cpu, where the ranks are processes.",
         )
-    # XLA warns on every compile that its partitioner will be replaced one day.
+    # Silence XLA's warnings: on every compile it says that its partitioner will be replaced one day.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ[_CPU_NUM_DEVICES] = str(sharing.degree)
     os.environ["PJRT_DEVICE"] = "CPU"

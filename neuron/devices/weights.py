@@ -29,11 +29,12 @@ class Staged:
     """A weight whose host buffer is being filled."""
 
     weight: Gathered
-    host: torch.Tensor
-    filling: Filling
+    host: torch.Tensor  # the buffer
+    filling: Filling  # the work of the threads that read into it
 
 
-# A weight's values, or a way to get them.
+# A weight: its values; or a function that writes them into given memory, called by the loading thread (`Deferred`); or
+# tensors of the checkpoint, each read by a thread of a `ReadingPool` into its place in given memory (`Gathered`).
 Weight = torch.Tensor | Deferred | Gathered | Staged
 Convert = TypeVar("Convert", bound=Callable[..., object])
 
@@ -50,7 +51,7 @@ def reads_in_place(convert: Callable[..., object]) -> bool:
 
 
 class WeightLoader:
-    """A loader of weights onto one device. `wait` returns when everything sent to the device has arrived."""
+    """A loader of weights onto one device, read by `pool`. `wait` returns when everything sent has arrived there."""
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:
         self._device = device
@@ -144,14 +145,14 @@ class WeightLoader:
             self.abandon(weights)
 
     def _may_stage(self, staged: list[Weight], parameter: torch.Tensor) -> bool:
-        """Decide whether another weight may be read. The first one staged is sent next; one more is always allowed."""
+        """Decide whether the weight of `parameter` may be read too, while those of `staged` are read or sent."""
+        # The first one staged is sent next. One after it is always allowed, further ones as far as their bytes allow.
         ahead_bytes = sum(weight.host.nbytes for weight in staged[1:] if isinstance(weight, Staged))
         return len(staged) < 2 or ahead_bytes + parameter.nbytes <= _AHEAD_BYTES
 
     def _stage(self, weight: Weight, parameter: torch.Tensor) -> Weight:
-        """Begin to read a weight, and return its staged form."""
+        """Begin to read a weight, and return its staged form; `_send_one` takes other weights as they are."""
         if not isinstance(weight, Gathered):
-            # The loading thread reads the others, when they are sent.
             return weight
         host = self._buffers.take(parameter)
         return Staged(weight=weight, host=host, filling=self._pool.fill(weight.places(host), weight.read))
@@ -168,10 +169,11 @@ class WeightLoader:
         else:
             host = self._buffers.take(parameter)
             weight.fill(host)
+        # The device holds one layer, not two: after this only the module refers to the old tensor, until `_replace`.
         del parameter
-        # The device holds one layer, not two: the old tensor goes first.
         _replace(module, name, lambda: self._move(host))
         if not isinstance(weight, torch.Tensor):
+            # The memory came from `_buffers`.
             self._buffers.give(host)
 
     def _move(self, host: torch.Tensor) -> torch.Tensor:
@@ -282,6 +284,6 @@ def _refuse_empty(module: nn.Module, *, what: str) -> None:
 
 
 def _shape_of(weight: object) -> tuple[int, ...] | None:
-    """Return a weight's shape; None for an object of a port's that is no weight."""
+    """Return a weight's shape; None for anything else that a port returned among its weights."""
     weight = weight.weight if isinstance(weight, Staged) else weight
     return tuple(weight.shape) if isinstance(weight, (torch.Tensor, Deferred, Gathered)) else None

@@ -33,23 +33,17 @@ _SITES_STEP = "Correct the port's `sites`, or leave it out: then submodules with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """The sites of a port's module.
+    """The sites of a port's module."""
 
-    Args:
-        taps: The place in the module at which each site is recorded.
-        declared: Sites that the port declares. There a tensor of another shape is a fault; at a site found by name
-            it only means that the name misled.
-        layouts: Layouts over ranks, as far as the port declares them.
-    """
-
-    taps: Mapping[Site, Tap]
-    declared: frozenset[Site]
-    layouts: Mapping[Site, SiteLayout] = field(default_factory=dict)
+    taps: Mapping[Site, Tap]  # the place in the module at which each site is recorded
+    declared: frozenset[Site]  # sites in the port's `sites`, and the output; the others were found by name
+    layouts: Mapping[Site, SiteLayout] = field(default_factory=dict)  # over ranks, as the port declares them
 
     def accepts(
         self, site: Site, tensor: torch.Tensor, spec: ModelSpec, batch_shape: tuple[int, int]
     ) -> bool:
         """Decide whether a recorded tensor may stand for a site; `batch_shape` is batch size and sequence length."""
+        # Another shape at a declared site is the port's fault, to be judged. At a site found by name, the name misled.
         return site in self.declared or tuple(tensor.shape) == site_shape(site, spec, batch_shape)
 
     def assemble(
@@ -144,7 +138,7 @@ def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tup
 def _parse_sites(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Site, SiteLayout]]:
     """Read a port's `sites`, such as {"q_proj": "self_attn.q_proj@shard(-1)"}: taps, and layouts if given."""
     if not isinstance(declared, Mapping) or not all(
-        isinstance(text, str) for entry in declared.items() for text in entry
+        isinstance(name, str) and isinstance(text, str) for name, text in declared.items()
     ):
         raise TargetError(
             f"{what}: sites is no mapping of names",
@@ -170,6 +164,7 @@ def _parse_sites(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[
 
 
 def _find_by_name(module: nn.Module) -> dict[Site, Tap]:
+    """Find sites at submodules with usual names, as far as the module has them."""
     present = {name for name, _ in module.named_modules()}
     attention, moe = _first_present(present, _ATTENTION), _first_present(present, _MOE)
     input_norm, post_norm = _first_present(present, _INPUT_NORM), _first_present(present, _POST_NORM)

@@ -1,8 +1,9 @@
 """Ports built on neuronx-distributed-inference: `--target nxdi:package.module:DecoderLayerClass`.
 
 NxDI stands for that package, NxD for neuronx-distributed, on which it is built. A layer there takes NxDI's config and a
-boolean mask [B,1,S,S], and holds weights in NxDI's layout. `NxdiTarget` builds the config that the class's module
-defines. `NxdiLayer` translates between the layer and the target protocol. Written against NxDI 0.9 and 0.10.
+boolean mask [B,1,S,S], and holds weights in NxDI's layout. NxDI's config of a model (InferenceConfig) holds its config
+of the device (NeuronConfig): `NxdiTarget` builds both, of the classes that the port's module names. `NxdiLayer`
+translates between the layer and the target protocol. Written against NxDI 0.9 and 0.10.
 B batch, S rows of this pass, P rows of past, H hidden.
 """
 
@@ -54,29 +55,23 @@ _ABSENT_KEYS: Mapping[str, object] = {
     "rope_scaling": None,
     "tie_word_embeddings": False,
 }
-# Submodules of an `NxdiLayer`.
+# Paths of submodules in an `NxdiLayer`, and the names that its mixture of experts may have.
 _ATTENTION, _QKV = "layer.self_attn", "layer.self_attn.qkv_proj"
 _INPUT_NORM, _POST_NORM = "layer.input_layernorm", "layer.post_attention_layernorm"
 _MOE_NAMES = ("block_sparse_moe", "mlp", "moe", "feed_forward")
 
 
 class NxdiLayer(nn.Module):
-    """A decoder layer on NxDI behind the target protocol.
-
-    Args:
-        layout: Layout of this rank's weights.
-        neuron_config: NxDI's config of the device, which says whether a pass is a prefill.
-        is_cpu_mode: True if NxD was set to compute on the CPU.
-    """
+    """A decoder layer on NxDI behind the target protocol."""
 
     def __init__(
         self, layer: nn.Module, *, layout: NxdiLayout, neuron_config: Any, is_cpu_mode: bool
     ) -> None:
         super().__init__()
         self.layer = layer
-        self._layout = layout
-        self._neuron_config = neuron_config
-        self._is_cpu_mode = is_cpu_mode
+        self._layout = layout  # of this rank's weights
+        self._neuron_config = neuron_config  # of the device: the layer reads its stage there
+        self._is_cpu_mode = is_cpu_mode  # whether NxD was set to compute on the CPU
         self.sites = _find_sites(self, layout)
 
     def forward(
@@ -140,18 +135,13 @@ class ConvertingNxdiLayer(NxdiLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class NxdiTarget(Target):
-    """A decoder layer on neuronx-distributed-inference.
-
-    Args:
-        layer_class: The decoder layer's class, called as `layer_class(config, layer_idx)` with NxDI's config.
-        module: Module that defines it.
-    """
+    """A decoder layer on neuronx-distributed-inference."""
 
     forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
     divides_weights = True
 
-    layer_class: Callable[..., Any]
-    module: ModuleType
+    layer_class: Callable[..., Any]  # called as `layer_class(config, layer_idx)`, with NxDI's config
+    module: ModuleType  # the module that defines it
 
     @classmethod
     def find(cls, name: str) -> NxdiTarget | None:
@@ -197,7 +187,7 @@ class NxdiTarget(Target):
         return wrapper(layer, layout=layout, neuron_config=neuron_config, is_cpu_mode=_is_cpu_mode())
 
     def _config(self, config: Any, *, tp_degree: int) -> Any:
-        """Build NxDI's config of the model, with its config of the device."""
+        """Build NxDI's config of the model, which holds its config of the device. The port's own options come last."""
         config_class = self._config_class()
         options = {
             "tp_degree": tp_degree,
@@ -210,6 +200,7 @@ class NxdiTarget(Target):
         neuron_config = config_class.get_neuron_config_cls()(**options)
         # Layers read the stage while they are built.
         neuron_config.is_prefill_stage = True
+        # `ranks` is mm2's addition to config.json, not NxDI's.
         values = {name: value for name, value in vars(config).items() if name != "ranks"}
         return config_class(neuron_config, **{**_ABSENT_KEYS, **values})
 
@@ -229,8 +220,7 @@ class NxdiTarget(Target):
         own = {name: value for name, value in configs.items() if value.__module__ == self.module.__name__}
         candidates = own or configs
         if len(candidates) == 1:
-            [only] = candidates.values()
-            return only
+            return next(iter(candidates.values()))
         if candidates:
             raise TargetError(
                 f"{self.module.__name__} has several configs of NxDI",
@@ -238,6 +228,7 @@ class NxdiTarget(Target):
                 found=", ".join(candidates),
                 next_step="Annotate the constructor's config.",
             )
+        # The module has none: NxDI's own, for a device that runs a mixture of experts.
         return type(
             "Mm2InferenceConfig", (InferenceConfig,), {"get_neuron_config_cls": lambda: MoENeuronConfig}
         )
@@ -245,7 +236,8 @@ class NxdiTarget(Target):
 
 def require_nxdi() -> None:
     """Raise TargetError unless neuronx-distributed-inference can be imported."""
-    # Its loggers write to standard output, where results belong; it reads their level once, at its import.
+    # Its loggers write to standard output, where results belong. Their level is set here, because it is read once, at
+    # the import below.
     os.environ.setdefault(_LOG_LEVEL_VARIABLE, "warning")
     try:
         import neuronx_distributed_inference.models.config  # noqa: F401
@@ -264,6 +256,7 @@ def _is_cpu_mode() -> bool:
 
 
 def _log_to_stderr() -> None:
+    """Turn NxD's and NxDI's loggers away from standard output, where results belong."""
     for name in tuple(logging.root.manager.loggerDict):
         if name.startswith(_LOGGER_PREFIXES):
             for handler in logging.getLogger(name).handlers:
@@ -287,7 +280,7 @@ def _open_parallel_state() -> tuple[int, int]:
 
 
 def _build_without_random_weights(layer_class: Callable[..., Any], config: Any, layer_idx: int) -> Any:
-    """Build the layer in NxD's mode for ahead-of-time compilation, in which it draws no random weights.
+    """Build the layer in NxD's mode for ahead-of-time (AOT) compilation, in which it draws no random weights.
 
     Else NxD would draw them whole in float32, 10 GB for a full-size layer, only for loading to overwrite them.
     """
@@ -301,7 +294,7 @@ def _build_without_random_weights(layer_class: Callable[..., Any], config: Any, 
         parallel_state.set_aot_mode(old_mode)
     if isinstance(layer, nn.Module):
         for module in layer.modules():
-            # In this mode NxD registers the weight a second time, which strict loading would miss.
+            # In this mode NxD registers the weight a second time, and strict loading would ask for it under that name.
             master = module._parameters.get(_MASTER_WEIGHT)
             if master is not None and master is getattr(module, "weight", None):
                 module._parameters[_MASTER_WEIGHT] = None
@@ -309,6 +302,7 @@ def _build_without_random_weights(layer_class: Callable[..., Any], config: Any, 
 
 
 def _annotation_of_config(layer_class: Callable[..., Any]) -> str | None:
+    """Return the name of the class that the constructor gives for its `config`; None if it gives none."""
     parameter = inspect.signature(layer_class).parameters.get("config")
     annotation = None if parameter is None else parameter.annotation
     if annotation is None or annotation is inspect.Parameter.empty:
@@ -326,9 +320,11 @@ def _find_sites(module: NxdiLayer, layout: NxdiLayout) -> dict[str, str]:
     if declared is not None:
         return {site: f"layer.{path}" for site, path in declared.items()}
     present = {name for name, _ in module.named_modules()}
+    # Without a mixture of experts of a known name, any name will do: sites below it are dropped at the end.
     moe = next((name for name in _MOE_NAMES if f"layer.{name}" in present), _MOE_NAMES[0])
     queries = Sharded(dim=-1, blocks=layout.heads.all_query_heads())
     keys = Sharded(dim=-1, blocks=layout.heads.all_kv_heads())
+    # A submodule's path, then perhaps `:` and a point, then perhaps a layout, which begins with `@`.
     candidates = {
         Site.INPUT_NORM: _INPUT_NORM,
         Site.Q_PROJ: f"{_QKV}.q_proj{queries}",
@@ -339,10 +335,10 @@ def _find_sites(module: NxdiLayer, layout: NxdiLayout) -> dict[str, str]:
         Site.ATTN_DELTA: f"{_ATTENTION}.o_proj",
         Site.ATTN_RESIDUAL: f"{_POST_NORM}:input",
         Site.POST_NORM: _POST_NORM,
+        # NxD's router returns logits, affinities and the chosen experts.
         Site.ROUTER_LOGITS: f"layer.{moe}.router:output[0]",
         Site.ROUTER_EXPERTS: f"layer.{moe}.router:output[2]",
         Site.MOE_DELTA: f"layer.{moe}",
     }
-    # A submodule's path, then `:` and a point, then `@` and a layout.
     paths = {site: text.partition("@")[0].partition(":")[0] for site, text in candidates.items()}
     return {str(site): text for site, text in candidates.items() if paths[site] in present}

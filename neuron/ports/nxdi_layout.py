@@ -76,7 +76,7 @@ class NxdiLayout:
         return weights
 
     def unused(self, parameters: Mapping[str, torch.Tensor], tensors: LayerTensors) -> list[str]:
-        """List the tensors that no parameter takes; experts only if none is taken."""
+        """List the tensors that no parameter takes; experts only if none is taken, as rules take them by one name."""
         taken = set()
         for name in parameters:
             if rule_match := _find_rule(name):
@@ -93,6 +93,8 @@ class NxdiLayout:
             num_kv_heads=spec.num_key_value_heads,
             num_ranks=self.tp_degree,
         )
+
+    # The functions of `_RULES`, at the end. They get the shape of the module's parameter, and the match of its name.
 
     def _projection(self, tensors: LayerTensors, match: re.Match[str], shape: tuple[int, ...]) -> Weight:
         which = match["which"]
@@ -114,6 +116,7 @@ class NxdiLayout:
         return self._cut_heads("q", dim=1).weight(tensors, O_PROJ)
 
     def _norm(self, tensors: LayerTensors, match: re.Match[str], shape: tuple[int, ...]) -> Weight:
+        # The parameter's length tells whether the port norms over all ranks' heads or over its own.
         which = match["which"]
         cut = self._cut_heads(which, of_all_ranks=True)
         if shape != (cut.size,):
@@ -121,6 +124,7 @@ class NxdiLayout:
         return cut.weight(tensors, Q_NORM if which == "q" else K_NORM)
 
     def _rank_number(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
+        # NxD reads a rank's number from a weight, so that one program serves all ranks.
         if shape == (self.tp_degree,):
             return torch.arange(self.tp_degree, dtype=torch.int32)
         return torch.tensor([self.rank], dtype=torch.int32)
@@ -130,19 +134,21 @@ class NxdiLayout:
 
     def _gate_up(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
         spec, cut = self.spec, self._cut_experts(dim=0)
-        # A port may round the intermediate size up, and pads with zeros, which compute nothing.
+        # A port may round the intermediate size up: the rest is zeros, which compute nothing.
         inner = max(cut.size, shape[-1] // 2)
 
         def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
+            # [E,H,2,inner]: gate, then up. `mT` swaps the last two dims: the hub's matrices are not transposed.
             storage.unflatten(-1, (2, inner))[..., cut.size :].zero_()
             named = gate_up_places(range(spec.num_local_experts), storage.mT, dtype=storage.dtype)
             return {name: place[: cut.size] for name, place in named.items()}
 
-        shape = (spec.num_local_experts, spec.hidden_size, 2 * inner)
-        return Gathered(shape=shape, read=partial(cut.read, tensors), places=places)
+        padded_shape = (spec.num_local_experts, spec.hidden_size, 2 * inner)
+        return Gathered(shape=padded_shape, read=partial(cut.read, tensors), places=places)
 
     def _down(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
         spec, cut = self.spec, self._cut_experts(dim=1)
+        # A parameter with another number of dims does not fit, which loading reports.
         inner = max(cut.size, shape[1]) if len(shape) == 3 else cut.size
 
         def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -150,8 +156,8 @@ class NxdiLayout:
             named = down_places(range(spec.num_local_experts), storage.mT, dtype=storage.dtype)
             return {name: place[:, : cut.size] for name, place in named.items()}
 
-        shape = (spec.num_local_experts, inner, spec.hidden_size)
-        return Gathered(shape=shape, read=partial(cut.read, tensors), places=places)
+        padded_shape = (spec.num_local_experts, inner, spec.hidden_size)
+        return Gathered(shape=padded_shape, read=partial(cut.read, tensors), places=places)
 
     def _cut_experts(self, *, dim: int) -> RankCut:
         """Return the rank's part of an expert's matrix, whose intermediate dim is `dim`."""
@@ -171,8 +177,8 @@ class _Rule(NamedTuple):
     """A way to make the weights of parameters whose names match a pattern, from the hub's tensors of these names."""
 
     pattern: str
-    # `{which}` stands for that group of the pattern.
-    tensors: tuple[str, ...]
+    tensors: tuple[str, ...]  # `{which}` stands for what that group of the pattern matched
+    # From the layout, the layer's tensors, the match of the pattern and the parameter's shape to its weight.
     make: Callable[[NxdiLayout, LayerTensors, re.Match[str], tuple[int, ...]], Weight]
 
 

@@ -10,7 +10,7 @@ from neuron.process.status import doing
 
 
 class PortEndError(TargetError):
-    """A port's attempt to exit, or its lack of memory: either ends every run."""
+    """A port's attempt to exit, or its lack of memory. A caller that survives other errors of a port lets this pass."""
 
 
 @contextmanager

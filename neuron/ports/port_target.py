@@ -68,4 +68,5 @@ class PortTarget(Target):
         return isinstance(self.factory, type) and (convert is None or reads_in_place(convert))
 
     def _conversion(self, module: nn.Module) -> Any:
+        # A function that builds a class of others may carry the conversion, as an attribute.
         return super()._conversion(module) or getattr(self.factory, "convert_state_dict", None)

@@ -52,7 +52,7 @@ class TargetSource:
     def digest(self) -> str:
         """Compute sha256 over the module's file, loaded modules below its folder, and modules that it imported.
 
-        Installed libraries and mm2 are left out. Empty for a module without a file.
+        Of modules from elsewhere, installed libraries and mm2 are left out. Empty for a module without a file.
         """
         file = getattr(self.module, "__file__", None)
         if file is None:

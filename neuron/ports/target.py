@@ -40,7 +40,7 @@ _LOAD_STEP = "Its state_dict() is filled, then to(device) called; see --debug fo
 
 @dataclass(frozen=True, kw_only=True)
 class Target(ABC):
-    """An implementation of a decoder layer: its name, which is the value of --target, and the sha256 of its source."""
+    """An implementation of a decoder layer."""
 
     # Forms of a --target of this kind.
     forms: ClassVar[str]
@@ -49,8 +49,8 @@ class Target(ABC):
     # Whether each of several ranks is known to hold only its part of a layer.
     divides_weights: ClassVar[bool] = False
 
-    name: str
-    source_digest: str
+    name: str  # the value of --target
+    source_digest: str  # sha256 of its source
 
     @classmethod
     @abstractmethod
@@ -78,7 +78,7 @@ class Target(ABC):
 
     @property
     def adds_over_ranks(self) -> bool:
-        """True if the layer adds up over ranks in the run's `reduce_dtype`."""
+        """True if the layer adds up its ranks' partial sums in the run's `reduce_dtype`; a port chooses its own."""
         return False
 
     @property

@@ -35,6 +35,7 @@ from neuron.ports.target import Target
 PREFIX = "traced:"
 # File in the archive that describes the program; it is read before the program is loaded.
 DESCRIPTION = "mm2.json"
+# The compilers.
 EXPORT, NEURON = "torch.export", "torch_neuronx.trace"
 _LAYER = "{layer}"
 _FORMAT = 1
@@ -73,6 +74,7 @@ class TracedProgram:
             )
         try:
             with zipfile.ZipFile(path) as archive:
+                # Exactly one, else this raises ValueError.
                 [name] = [name for name in archive.namelist() if name.endswith(f"/extra/{DESCRIPTION}")]
                 return decode(cls, json.loads(archive.read(name)))
         except (OSError, zipfile.BadZipFile, CaptureError, KeyError, TypeError, ValueError) as error:
@@ -173,16 +175,12 @@ class TracedLayer(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class TracedTarget(Target):
-    """Layers that `mm2-test trace` compiled, weights included.
-
-    Args:
-        pattern: Path of the file, or of one file per layer with `{layer}` in it, such as `layer_{layer}.pt2`.
-    """
+    """Layers that `mm2-test trace` compiled, weights included."""
 
     forms = f"{PREFIX}FILE"
     reads_weights = False
 
-    pattern: str
+    pattern: str  # path of the file, or of one file per layer, such as `layer_{layer}.pt2`
 
     @classmethod
     def find(cls, name: str) -> TracedTarget | None:

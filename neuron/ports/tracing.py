@@ -81,11 +81,6 @@ class SitesAsOutputs(nn.Module):
 class TraceRequest:
     """A layer to be traced.
 
-    Args:
-        inputs: Token rows; the program takes their shape.
-        backend: Backend of the program: the CPU, or Neuron over torch_xla.
-        checks_capture: Whether the layer is compiled without its sites too, and the outputs are compared.
-
     Raises:
         UsageError: The target is compiled already.
         TargetError: The target is more than one program.
@@ -95,10 +90,10 @@ class TraceRequest:
     target: Target
     spec: ModelSpec
     layer: int
-    inputs: Inputs
+    inputs: Inputs  # token rows; the program takes their shape
     dtype: torch.dtype
-    backend: Backend
-    checks_capture: bool = False
+    backend: Backend  # backend of the program: the CPU, or Neuron over torch_xla
+    checks_capture: bool = False  # whether to compile the layer without sites too, and compare the outputs
 
     def __post_init__(self) -> None:
         self.target.require_traceable(self.backend)
@@ -114,10 +109,10 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A layer that was traced, and the largest change of its output by returning the sites; None if unchecked."""
+    """A layer that was traced."""
 
-    program: TracedProgram
-    effect_of_sites: float | None
+    program: TracedProgram  # the description in the file
+    effect_of_sites: float | None  # largest change of the output by returning the sites; None if unchecked
 
 
 def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -> Trace:
@@ -133,6 +128,7 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
     generator = torch.Generator().manual_seed(0)
     shape = (request.inputs.batch_size, request.inputs.sequence_length, request.spec.hidden_size)
     states = torch.randn(shape, generator=generator).to(request.dtype)
+    # The arguments with which compilers run the layer.
     example = (states, request.inputs.attention_mask, request.inputs.position_ids)
     with torch.no_grad():
         taps = _find_taps(request, module, example, what=what)
@@ -221,10 +217,11 @@ def _compile(
     except (OSError, Mm2Error):
         raise
     except (Exception, SystemExit) as error:  # any error of a compiler or the port's code
+        # The graph may follow.
+        first_line = str(error).strip().partition("\n")[0]
         raise TargetError(
             f"{what} cannot be compiled by {traced.program}",
-            # The first line: the graph may follow.
-            found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            found=f"{type(error).__name__}: {first_line}",
             next_step="A program has fixed shapes: no `if`, loop or index may depend on a tensor's values; see "
             "--debug for the traceback.",
         ) from error

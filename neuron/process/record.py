@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 # Longest time for one pass through a layer, two hours: compiling one may take an hour.
 LAYER_TIMEOUT_S = 7200.0
-# Room for two texts of `_MAX_TEXT` characters, each up to 12 bytes in JSON, and the rest of the status.
+# Room for two texts of `_MAX_TEXT` characters, of up to 12 bytes each in JSON (two \uXXXX), and the rest of the status.
 _STATUS_BYTES = 1 << 18
 _MAX_TEXT = 8000
 _MAX_STACK_BYTES = 1 << 16
@@ -24,25 +24,15 @@ _HEADER = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Status of a process.
+    """Status of a process."""
 
-    Args:
-        activity: As in "running layer 3 of target port.py:Layer"; empty while mm2 works between layers.
-        is_in_port: True for code of the port; else mm2 works on a layer, or waits for other ranks.
-        last_activity: The activity that ended last.
-        limited_since_s: Time of the monotonic clock at which the time limit began to count; None while none counts.
-        limit_s: The time limit, in seconds; 0 for no limit.
-        exit_code: The exit code that mm2 itself chose; None before it exits.
-        num_output_bytes: Size of the command's own standard output, if the supervisor holds it back.
-    """
-
-    activity: str = ""
-    is_in_port: bool = False
-    last_activity: str = ""
-    limited_since_s: float | None = None
-    limit_s: float = LAYER_TIMEOUT_S
-    exit_code: int | None = None
-    num_output_bytes: int = 0
+    activity: str = ""  # such as "running layer 3 of target port.py:Layer"; empty between layers
+    is_in_port: bool = False  # True while the port's code runs; else mm2 works, or waits for other ranks
+    last_activity: str = ""  # the activity that ended last
+    limited_since_s: float | None = None  # monotonic time at which the limit began to count, if one counts
+    limit_s: float = LAYER_TIMEOUT_S  # the time limit, in seconds; 0 for no limit
+    exit_code: int | None = None  # the exit code that mm2 itself chose; None before it exits
+    num_output_bytes: int = 0  # size of the command's own standard output, if the supervisor holds it back
 
     def is_overdue(self, now_s: float, *, resumed_s: float = 0.0) -> bool:
         """Decide whether the time limit has passed, by the monotonic clock.
@@ -68,7 +58,7 @@ class StatusRecord:
         """Create an empty record."""
         descriptor = os.memfd_create("mm2-status")
         os.ftruncate(descriptor, _STATUS_BYTES)
-        # faulthandler writes through the descriptor: its stack comes after the status.
+        # faulthandler writes at the descriptor's position: so the stack comes after the status.
         os.lseek(descriptor, _STATUS_BYTES, os.SEEK_SET)
         return cls(descriptor)
 

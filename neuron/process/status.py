@@ -95,7 +95,7 @@ def run_supervised(command: Callable[[], object], record: StatusRecord, *, paren
 
 def discard_output() -> None:
     """Drop the standard output of this process and its children so far, if a supervisor holds it back."""
-    # /proc names the file behind standard output.
+    # The link in /proc names the file behind standard output: this memory file, if the output is held back.
     if HELD_BACK in str(Path("/proc/self/fd/1").readlink()):
         os.ftruncate(1, 0)
         os.lseek(1, 0, os.SEEK_SET)
@@ -103,7 +103,7 @@ def discard_output() -> None:
 
 def _exit_code(end: SystemExit) -> int:
     if end.code is not None and not isinstance(end.code, int):
-        # No command of mm2 exits with a text.
+        # No command of mm2 exits with a text, so a port does: the process ends without an exit code in the record.
         raise end
     return end.code or 0
 

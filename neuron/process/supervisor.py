@@ -37,9 +37,9 @@ _JSON, _DEBUG = "--json", "--debug"
 def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
     """Run a command in a child process and wait for it.
 
-    The child must write its exit code to the record. If the child ends without an exit code, or one pass through a
-    layer takes longer than the limit, an error is printed here. With `--json` the child's standard output is held back
-    until its end: it is printed whole, or replaced by the error.
+    The child must write its exit code to a record in shared memory. If it ends without an exit code, or one pass
+    through a layer takes longer than the limit, an error is printed here. With `--json` the child's standard output is
+    held back until its end: it is printed whole, or replaced by the error.
 
     Args:
         command: Runs in the child; ends by returning or by SystemExit.
@@ -54,6 +54,7 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
         if exit_code is not None:
             child.print_output()
             return exit_code
+        child.repeat_end()
         error: BaseException = child.error()
         if _DEBUG in arguments:
             sys.stderr.write(child.record.read_stack())
@@ -68,22 +69,18 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
 
 
 class _Child:
-    """A forked child that runs a command."""
+    """A child that runs a command: forked by the constructor, then `wait`ed for, and then asked for its end."""
 
     def __init__(self, command: Callable[[], object], *, held_back: bool) -> None:
         self.record = StatusRecord.create()
         self._output = os.memfd_create(HELD_BACK) if held_back else None
-        # The status in which the child passed its time limit; None if it did not.
-        self._overdue_status: Status | None = None
-        # Times of recent stopping signals, and the last such signal.
-        self._interrupts: list[float] = []
-        self._stopped_by: int | None = None
-        # Time at which the child's exit code was first seen.
-        self._exit_code_s: float | None = None
-        # Time at which a stopped process continued: the limit does not count earlier time.
-        self._resumed_s = 0.0
-        # The child's end as waitpid reports it.
-        self._wait_status = 0
+        # Seen while waiting, times by the monotonic clock:
+        self._resumed_s = 0.0  # when the processes continued after Ctrl-Z: earlier time does not count
+        self._interrupts: list[float] = []  # when stopping signals came lately
+        self._stopped_by: int | None = None  # the last stopping signal
+        self._overdue_status: Status | None = None  # the status in which the child passed its time limit
+        self._exit_code_s: float | None = None  # when the child had written its exit code
+        self._wait_status = 0  # the child's end, as waitpid reports it
         # An inherited setting could let the kernel discard the child's exit status.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sys.stdout.flush()
@@ -96,6 +93,7 @@ class _Child:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
             if self._output is not None:
                 os.dup2(self._output, 1)
+            # Does not return: the child ends in it.
             run_supervised(command, self.record, parent=parent)
 
     def wait(self) -> int | None:
@@ -121,31 +119,36 @@ class _Child:
             offset, remaining = offset + len(part), remaining - len(part)
         sys.stdout.buffer.flush()
 
+    def repeat_end(self) -> None:
+        """End this process by the stopping signal that ended the child, as a single process would; not by SIGINT."""
+        number = self._stopped_by
+        if number is None or number == signal.SIGINT or self._overdue_status is not None:
+            return
+        if os.waitstatus_to_exitcode(self._wait_status) == -number:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
     def error(self) -> CannotRunError:
-        """Return the error for the child's end. If a signal other than SIGINT ended it, end this process too."""
+        """Return the error for the child's end."""
         from minimax_tools.errors import CannotRunError
         from neuron.process.ending import end_error, timeout_error
 
         stack = self.record.read_stack()
         if self._overdue_status is not None:
             return timeout_error(self._overdue_status, stack)
-        exit_code = os.waitstatus_to_exitcode(self._wait_status)
-        if self._stopped_by is None:
-            return end_error(exit_code, self.record.read(), stack)
-        if -exit_code == self._stopped_by != signal.SIGINT:
-            # End by the same signal, as a single process would.
-            signal.signal(self._stopped_by, signal.SIG_DFL)
-            signal.raise_signal(self._stopped_by)
-        return CannotRunError("interrupted")
+        if self._stopped_by is not None:
+            return CannotRunError("interrupted")
+        return end_error(os.waitstatus_to_exitcode(self._wait_status), self.record.read(), stack)
 
     def _has_ended(self) -> bool:
-        # The number of the child once it has ended, until then 0.
-        ended, wait_status = os.waitpid(self._process, os.WNOHANG)
-        if ended:
+        # 0 while the child runs, then its own number.
+        ended_process, wait_status = os.waitpid(self._process, os.WNOHANG)
+        if ended_process != 0:
             self._wait_status = wait_status
-        return bool(ended)
+        return ended_process != 0
 
     def _pass_on(self, received: signal.struct_siginfo) -> None:
+        """Pass a stopping signal on to the child; kill the child if it did not react to the last ones."""
         self._stopped_by = received.si_signo
         # A code above 0 is the kernel's: a terminal has sent the signal to both processes.
         if received.si_code <= 0:
@@ -159,7 +162,8 @@ class _Child:
         """Kill the child if it passed its time limit, or does not end after it wrote its exit code."""
         status, now_s = self.record.read(), time.monotonic()
         if status.exit_code is not None:
-            self._exit_code_s = self._exit_code_s or now_s
+            if self._exit_code_s is None:
+                self._exit_code_s = now_s
             if now_s - self._exit_code_s > _EXIT_GRACE_S:
                 self._kill()
         elif self._overdue_status is None and status.is_overdue(now_s, resumed_s=self._resumed_s):

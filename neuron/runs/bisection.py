@@ -53,6 +53,7 @@ class Extent(TextEnum):
     EXHAUSTIVE = "exhaustive"  # the last layer, and every layer runs alone
 
 
+# Each search gets the span, and a function that probes a part of it; it yields the findings.
 _SEARCHES = {Extent.FIRST: find_until_proof, Extent.ALL: find_all, Extent.EXHAUSTIVE: find_exhaustively}
 
 
@@ -124,7 +125,7 @@ def bisect_layers(
     """
     golden, span = request.golden, request.span
     model = ModelFingerprint.of(reader, request.spec, span)
-    # A chain may begin at any layer, as in a sweep.
+    # A chain may begin at any layer: so every layer's input is needed, as for a sweep.
     golden_inputs = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
     golden_inputs.verify(model=model, dtype=request.dtype)
     _refuse_missing_outputs(golden, span)
@@ -143,6 +144,7 @@ def bisect_layers(
         probes=tuple(prober.probes),
         findings=findings,
         num_resumed=prober.num_resumed,
+        # The smallest error in the MoE's delta that a sweep would see: the report compares the bisection's with it.
         sweep_visible=judge.sweep_visible(span),
     )
     return bisection, CompileReport.of(prober.counts)
@@ -161,7 +163,7 @@ class _Prober:
     num_resumed: int = 0
 
     def __post_init__(self) -> None:
-        # Compile counts before the first layer that ran, and after each.
+        # Counts of compiled graphs: before the first layer that ran, and after each.
         self.counts = [self.executor.runtime.count_compiles()]
 
     def probe(self, span: Span) -> Probe:

@@ -26,6 +26,7 @@ class Cache:
     """
 
     def __init__(self, key_values: KeyValues, *, num_rows: int) -> None:
+        # Rows filled so far, of the L.
         self._num_held = key_values[0].shape[2]
         self._keys, self._values = (_widened(tensor, num_rows) for tensor in key_values)
 
@@ -38,12 +39,10 @@ class Cache:
     def input_of(
         self, hidden_states: torch.Tensor, *, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> LayerInput:
-        """Build the input of one pass over the next row.
+        """Build the input of one pass over the next row: its states [B,1,H], its positions [B,1], and the cache.
 
-        Args:
-            hidden_states: The row's hidden states [B,1,H].
-            attention_mask: Mask of the rows held and of the next row, [B,held+1] of 0/1.
-            position_ids: The row's positions [B,1].
+        `attention_mask` [B,held+1] of 0/1 has the rows held and the next one. The input's mask [B,L+1] also hides the
+        cache's unused rows, which lie between these.
         """
         batch_size, num_unused = hidden_states.shape[0], self._keys.shape[2] - self._num_held
         held_mask, row_mask = attention_mask[:, : self._num_held], attention_mask[:, self._num_held :]

@@ -26,22 +26,15 @@ _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortSetup:
-    """A port on a model: all that its layers need to run.
-
-    Args:
-        model_source: The model as the user named it.
-        inputs: The token rows; their number decides the memory that a layer takes.
-        prefetch: Whether the next layer is read from the disk while one runs; None to decide by the free memory.
-        budget: Limit of anonymous memory.
-    """
+    """A port on a model: all that its layers need to run."""
 
     target: Target
     spec: ModelSpec
-    model_source: str
+    model_source: str  # the model as the user named it
     dtype: torch.dtype
-    inputs: Inputs
-    prefetch: bool | None = None
-    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+    inputs: Inputs  # the token rows; their number decides the memory that a layer takes
+    prefetch: bool | None = None  # whether to read the next layer while one runs; None to decide by memory
+    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)  # limit of anonymous memory
 
     def provenance(
         self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]
@@ -63,27 +56,18 @@ class PortSetup:
 class DeviceRequest(PortSetup):
     """A device run before it starts.
 
-    Args:
-        folder: The checkpoint.
-        golden: Source of the layers' inputs; None for tokens or random numbers.
-        random_input: Whether the first layer's input is random.
-        seed: Seed of the random input.
-        checks_capture: Whether every layer runs once more with nothing recorded, to see if recording changes it.
-        profiles: Whether time and memory of every layer are measured.
-        max_new_tokens: Most tokens to generate after each row, in a run of the whole model; 0 for none.
-
     Raises:
         UsageError: The options contradict each other, or the run needs a golden.
     """
 
-    folder: Path
-    run: Run
-    golden: Capture | None = None
-    random_input: bool = False
-    seed: int = 0
-    checks_capture: bool = False
-    profiles: bool = False
-    max_new_tokens: int = 0
+    folder: Path  # the checkpoint
+    run: Run  # the layers, the sites to record, and the way each layer gets its input
+    golden: Capture | None = None  # source of the layers' inputs; None for tokens or random numbers
+    random_input: bool = False  # whether the first layer's input is random
+    seed: int = 0  # seed of the random input
+    checks_capture: bool = False  # whether to run each layer again with nothing recorded, and compare
+    profiles: bool = False  # whether to measure time and memory of every layer
+    max_new_tokens: int = 0  # most tokens to generate after each row, in a run of the whole model; 0 for none
 
     def __post_init__(self) -> None:
         if self.run.decode_rows >= max(self.inputs.lengths):

@@ -36,16 +36,13 @@ _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """The setup of a port, as the lead sends it to the other ranks before any request.
+    """The setup of a port, as the lead sends it to the other ranks before any request."""
 
-    `target` is the port as the user named it; `budget_bytes` limits each rank's anonymous memory.
-    """
-
-    folder: Path
-    target: str
+    folder: Path  # the checkpoint
+    target: str  # the port as the user named it
     dtype: torch.dtype
     inputs: Inputs
-    budget_bytes: int | None
+    budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +99,7 @@ class LayerExecutor:
             if isinstance(request, LayerRequest):
                 self._run_part(request)
             else:
+                # A `ReleaseRequest`.
                 self._resident.free()
 
     def release(self) -> None:
@@ -129,6 +127,7 @@ class LayerExecutor:
         exposure = self._find_exposure(module, request, what=what)
         batch_shape = (layer_input.batch_size, layer_input.num_rows)
         assembly = RankAssembly(runtime=self.runtime, exposure=exposure, batch_shape=batch_shape, what=what)
+        # Golden values at the border of the component to run: they replace what the port computes there.
         border = {site: assembly.cut(site, tensor) for site, tensor in request.border.items()}
         taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in border}
         recorder = Recorder(module, taps, keep=copy_on_device, feeds=border)

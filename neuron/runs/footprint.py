@@ -25,46 +25,39 @@ _COPIES_OF_A_SITE = 3
 # Scores, masked scores, and their softmax in two dtypes.
 _COPIES_OF_SCORES = 4
 # XLA on the CPU widens the weights of a running graph to float32 and transposes them: up to 3.5 times their bytes were
-# measured.
+# measured, rounded up here.
 _XLA_COPIES_OF_EXPERTS = 4
 # Room for threads and libraries: stacks, scratch memory, compiled code. More refuses runs that would fit.
 _SPARE_BYTES = 64 << 20
-# The share of the free memory to plan with. The rest is for memory that cannot be computed from shapes.
+# Share of the free memory to plan with. The rest is for memory that cannot be computed from shapes.
 _PLANNED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFootprint:
-    """The host memory that a device run takes.
-
-    Args:
-        dtype: Dtype of weights and activations.
-        inputs: The token rows of the run.
-        backend: The backend that computes. A NeuronCore holds its weights outside the host's memory.
-        num_experts_at_once: Number of experts that mm2's own layer runs together. None for a port, whose tensors
-            between the sites are unknown.
-        num_ranks: Number of ranks that the weights are divided among, as far as known.
-    """
+    """The host memory that a device run takes."""
 
     spec: ModelSpec
-    dtype: torch.dtype
-    inputs: Inputs
-    backend: Backend
+    dtype: torch.dtype  # dtype of weights and activations
+    inputs: Inputs  # the token rows of the run
+    backend: Backend  # the backend that computes
+    # Number of experts that mm2's own layer runs together; None for a port: its tensors between the sites are unknown.
     num_experts_at_once: int | None
-    num_ranks: int = 1
+    num_ranks: int = 1  # number of ranks known to divide the weights; 1 if each may hold them whole
 
     @property
     def loaded_layer_bytes(self) -> int:
-        """The weights of one layer or of a rank's part of it, and the chunk of them that is sent to a device."""
-        # Rounded up.
-        weight_bytes = -(-layer_bytes(self.spec, self.dtype) // self.num_ranks)
+        """The weights of one layer, or of a rank's part of it, where they are held and on their way there."""
+        weight_bytes = math.ceil(layer_bytes(self.spec, self.dtype) / self.num_ranks)
+        # A NeuronCore holds weights in its own memory.
         held_bytes = 0 if self.backend.is_neuron else weight_bytes
+        # Weights for a device go through host buffers, at most a chunk of experts each. The CPU needs no buffers.
         sent_bytes = 0 if self.backend is Backend.CPU else min(weight_bytes, CHUNK_SIZE_BYTES)
         return held_bytes + sent_bytes + _SPARE_BYTES
 
     @property
     def converted_bytes(self) -> int:
-        """The tensors that a port's `convert_state_dict` returns."""
+        """The tensors that a port's `convert_state_dict` returns, if it does not leave them to be read in place."""
         return layer_bytes(self.spec, self.dtype)
 
     @property
@@ -92,7 +85,7 @@ class DeviceFootprint:
 
     @property
     def _bytes_between_sites(self) -> int:
-        """Attention scores, and what the experts that run together compute and copy."""
+        """Attention scores, and what the experts that run together compute and copy; 0 where unknown or on a device."""
         if self.num_experts_at_once is None or self.backend.is_neuron:
             return 0
         num_pairs = self.inputs.batch_size * self.inputs.sequence_length**2

@@ -79,6 +79,7 @@ class _CachedLayers:
         self, request: DeviceRequest, capture: Capture, run_layer: Callable[[LayerRequest], LayerRun]
     ) -> None:
         self._request, self._capture, self._run_layer = request, capture, run_layer
+        # One for each layer that the first generated token has reached.
         self._caches: list[Cache] = []
         # The last token is never fed back.
         self._num_rows = request.inputs.sequence_length + request.max_new_tokens - 1

@@ -40,6 +40,7 @@ class GoldenInputs:
         Raises:
             IncomparableError: The golden is of another model or dtype, or lacks a layer or a site.
         """
+        # Raises IncomparableError if the golden was changed after `mm2-gpu certify` certified it.
         self.golden.refuse_void_certificate()
         self._refuse_other_model(model)
         self._refuse_other_dtype(dtype_name(dtype))
@@ -114,11 +115,12 @@ class GoldenInputs:
             )
 
     def _border_sites(self) -> tuple[Site, ...]:
+        """Return the sites at which a component's run takes golden values inside the layer; () for a whole layer."""
         return tuple(site for site in self.run.fed_sites if site is not Site.INPUT)
 
 
 def digest_sites(golden: Capture, sites: Iterable[tuple[int, Site]], *, header: str = "") -> str:
-    """Return the sha256 over a header and the digests of a golden's sites, by layer and site."""
+    """Return the sha256 over the digests of a golden's values at (layer, site), after `header`, a text to include."""
     digest = hashlib.sha256(header.encode())
     for layer, site in sites:
         entry = golden.entry(layer, site)
