@@ -63,6 +63,7 @@ class GeneratedTensors(LayerTensors):
 
     def given_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which an access gives the tensor."""
+        # A stored tensor is one that nobody has set to another value.
         return self._stored[name] if self.is_stored(name) else super().given_dtype(name)
 
     def given_shape(self, name: str) -> tuple[int, ...]:

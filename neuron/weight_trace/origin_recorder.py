@@ -113,6 +113,7 @@ class OriginRecorder:
             is_float32 = source_is_float32[sources.find(numbers)]
             expected = torch.where(is_float32, _float32_probe(numbers), _bf16_probe(numbers)).double()
             gain, offset = self._gain_and_offset(chunk)
+            # A constant has gain 0, so its error may be NaN; it is left out below.
             error = (((values - offset) / gain - expected).abs() / expected).nan_to_num(nan=1.0)
             is_computed |= (error > _MAX_ROUNDING) & ~is_constant
             self._is_computed[chunk] = is_computed

@@ -38,7 +38,7 @@ class TraceAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialOrder:
-    """An order to run the port that the last order of a dtype built."""
+    """An order to run the port that was built for the trial."""
 
     tensors: Tensors
     trial_input: TrialInput
