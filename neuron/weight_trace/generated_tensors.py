@@ -58,7 +58,7 @@ class GeneratedTensors(LayerTensors):
             layer=layer,
             dtype=dtype,
             stored={name: torch.float32 if name in FLOAT32_NAMES else dtype for name in self._shapes},
-            present=dict.fromkeys(self._shapes),
+            present=dict.fromkeys(self._shapes),  # None for each name: no value is set in place of its tensor
         )
 
     def given_dtype(self, name: str) -> torch.dtype:

@@ -14,11 +14,11 @@ from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, Snapshot, TensorP
 from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
 from neuron.weight_trace.tensor_origin import COMPUTED, CONSTANT, NOT_SAMPLED, TensorOrigin
 
-# Sixteen digits are exact even in FP8, and survive a scale in BF16.
+# Numbers are written in digits of 0 to 15: with 1 added, all are exact even in FP8, and survive a scale in BF16.
 BASE = 16
 # Largest error of a digit, a whole number, after a scale and a rounding to BF16.
 _DIGIT_SLACK = 0.3
-# Largest relative error of a probe that is a rounding, to four bits or more. A larger one means another element.
+# Largest relative error of a probe that was rounded, to four bits or more. A larger error means another element.
 _MAX_ROUNDING = 0.08
 # Above this share of computed elements all count as computed: a mean of two numbers sometimes equals a third one.
 _MAX_COMPUTED_SHARE = 0.25

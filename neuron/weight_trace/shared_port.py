@@ -54,7 +54,7 @@ Order = ExpertSample | torch.dtype | TrialOrder | None
 
 
 class SharedPort:
-    """A port on all ranks, as the lead uses it; without other ranks, messages go to nobody."""
+    """A port on all ranks, as the lead uses it. Making it sends the other ranks their assignment, if there are any."""
 
     def __init__(self, port: TracedPort, runtime: Runtime) -> None:
         self.port = port

@@ -75,6 +75,7 @@ def _experts_first(numbers: torch.Tensor, sources: SourceTensors) -> torch.Tenso
         return numbers
     experts = torch.where(numbers >= 0, sources.find_experts(numbers.clamp(min=0)), -1)
     for dim in range(numbers.dim()):
+        # The dim that counts experts: each of its slices holds elements of one expert, or of no source.
         slices = experts.movedim(dim, 0).flatten(1)
         expert_of_slice = slices.max(dim=1, keepdim=True).values
         if bool(((slices == expert_of_slice) | (slices < 0)).all()):
