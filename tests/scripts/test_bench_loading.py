@@ -169,6 +169,24 @@ def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: LoadingBen
             assert measured.disk_bytes / checkpoint.stored_bytes == pytest.approx(share, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("cache", "disk_bytes", "fits"),
+    [
+        (CacheState.WARM, 0, True),
+        # Libraries that left the cache, and one part in fifty of the checkpoint.
+        (CacheState.WARM, 20_000_000 + 18_000_000, True),
+        (CacheState.WARM, 100_000_000, False),
+        (CacheState.COLD, 1_000_000_000, True),
+        (CacheState.COLD, 100_000_000, False),
+        (CacheState.ANY, 100_000_000, True),
+    ],
+)
+def test_state_of_the_cache_is_told_by_the_bytes_from_the_disk(
+    cache: CacheState, disk_bytes: int, fits: bool
+) -> None:
+    assert cache.fits(disk_bytes, 1_000_000_000) is fits
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "comes_first"), [("loading.goldens", True), ("loading.rivals", False)])
 def test_how_threads_wait_is_settled_for_goldens_and_not_for_rivals(module: str, comes_first: bool) -> None:
