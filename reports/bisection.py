@@ -1,6 +1,8 @@
 """Bisection: the search for wrong layers as text and as JSON.
 
-A probe is one run over some layers, in chains: each begins with the golden's input and is judged at its end.
+A probe is one run over some layers, in chains: each begins with the golden's input and is judged at its end. Its
+`excess` is its error in units of its limit; above 1 it is wrong. Its `visible` noise is the smallest that would be seen
+at its end. A *culprit* is a layer that is wrong alone. A *drift* is a wrong chain whose layers, run alone, are right.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_count, word_figure
 
-# As a share of a layer's output: ten of 24 planted mistakes of real ports changed less of it.
+# Share of a layer's output: of 24 mistakes of real ports, planted in right ones, ten changed the output by less.
 _COARSE = 0.05
 _STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold red"}
 _COLUMNS = (

@@ -28,7 +28,7 @@ from reports.wording import (
     word_variants,
 )
 
-# With more layers than this, each has one line.
+# With more layers than this, each layer has one line instead of a table.
 _MOST_DETAILED_LAYERS = 4
 
 _STATISTICS = (Column(title="mean"), Column(title="std"), Column(title="min"), Column(title="max"))

@@ -50,9 +50,9 @@ def _row(point: CurvePoint, *, is_onset: bool) -> Row:
     cells = (
         str(point.layer),
         word_figure(point.error),
-        word_figure(point.handed_on),
+        word_figure(point.handed_on),  # error of the layer's input
         word_figure(point.floor),
-        word_figure(point.ratio),
+        word_figure(point.ratio),  # ρ; the error in units of its limit if the golden kept no floor
         "onset" if is_onset else "",
     )
     return Row(cells=cells, style="red" if is_onset else "")

@@ -24,17 +24,18 @@ TABLE_NAME = "comparison.csv"
 
 # Sites that the summary names for each measure.
 _NUM_WORST = 5
-# Measures by which the summary ranks sites: 1 if a higher value is worse, -1 if a lower one is.
-_MEASURES: Mapping[str, int] = {
-    "max_abs_diff": 1,
-    "mean_abs_diff": 1,
-    "close_fraction": -1,
-    "cosine_similarity": -1,
-    "pearson_correlation": -1,
-    "relative_l2": 1,
-    "rho": 1,
+# Measures by which the summary ranks sites: True if a higher value is worse, False if a lower one is.
+_HIGHER_IS_WORSE: Mapping[str, bool] = {
+    "max_abs_diff": True,
+    "mean_abs_diff": True,
+    "close_fraction": False,
+    "cosine_similarity": False,
+    "pearson_correlation": False,
+    "relative_l2": True,
+    "rho": True,
 }
-# Columns of the table. An interval is two figures, which JSON alone has.
+# Columns of the table, and the fields of a site's `noise` that they hold: `rho` its field `whole`, `rho_massive` its
+# field `massive`. An interval is two figures, which JSON alone has.
 _NOISE_COLUMNS: Mapping[str, str] = {
     "rho" if field.name == "whole" else f"rho_{field.name}": field.name
     for field in fields(NoiseRatio)
@@ -76,7 +77,7 @@ def summary_record(comparison: Comparison) -> dict[str, Any]:
         "statuses": {
             str(status): sum(site.status is status for site in comparison.sites) for status in SiteStatus
         },
-        "worst": {name: _worst(comparison, name, sign) for name, sign in _MEASURES.items()},
+        "worst": {name: _worst(comparison, name) for name in _HIGHER_IS_WORSE},
     }
 
 
@@ -133,6 +134,7 @@ def _site_record(site: SiteResult) -> dict[str, Any]:
 
 
 def _measure(site: SiteResult, name: str) -> float | None:
+    """Return a measure of a site; None if it was not measured."""
     if name == "rho":
         return site.noise.whole if site.noise else None
     # Expert numbers are names, whose differences mean nothing.
@@ -140,10 +142,11 @@ def _measure(site: SiteResult, name: str) -> float | None:
     return value
 
 
-def _worst(comparison: Comparison, name: str, sign: int) -> list[dict[str, Any]]:
+def _worst(comparison: Comparison, name: str) -> list[dict[str, Any]]:
     """Return the worst sites by one measure, worst first; NaN is worst of all, unknown values are left out."""
     measured = [(site, value) for site in comparison.sites if (value := _measure(site, name)) is not None]
-    measured.sort(key=lambda pair: -math.inf if math.isnan(pair[1]) else -sign * pair[1])
+    sign = 1 if _HIGHER_IS_WORSE[name] else -1
+    measured.sort(key=lambda pair: math.inf if math.isnan(pair[1]) else sign * pair[1], reverse=True)
     return [
         {"layer": site.layer, "site": site.site, "status": site.status.value, "value": to_json(value)}
         for site, value in measured[:_NUM_WORST]

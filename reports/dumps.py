@@ -44,6 +44,7 @@ format: {format}
 # Below, what a token holds at each site, to know it by: H hidden, N heads, K kv heads, D head_dim, E experts, k chosen
 # ones, V vocabulary.
 sites:"""
+# Tokens' contents at each site, for the map's lines; its head explains the letters.
 _WIDTHS: dict[Site | ModelSite | str, str] = {
     **dict.fromkeys(Site, "H"),
     Site.INPUT: "H, the layer's input",

@@ -12,6 +12,7 @@ from minimax_tools.results.results import Comparison, NoiseRatio, SiteResult, Si
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_fraction, word_index
 
+# Styles of sites that fail or warn: `status in _STYLES` is true for them alone.
 _STYLES = {SiteStatus.FAIL: "red", SiteStatus.WARN: "yellow"}
 # Flips (tokens with other experts than the golden's) that are named for a layer.
 _MOST_FLIPS = 3
@@ -48,7 +49,10 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
 
     With `shows_metrics`, the line has the five classic figures of the layer's output too.
     """
-    layers = (*comparison.layers, *([None] if comparison.of_layer(None) else []))
+    layers: list[int | None] = [*comparison.layers]
+    if comparison.of_layer(None):
+        # None stands for the model outside its layers.
+        layers.append(None)
     if not layers:
         return
     has_noise = any(site.noise for site in comparison.sites)
@@ -71,6 +75,7 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
             *([_suspects_word(sites)] if has_suspects else []),
         )
         status = _layer_status(sites)
+        # Without a status no site was compared.
         rows.append(Row(cells=cells, style=_STYLES.get(status, "") if status else "yellow"))
     canvas.gap()
     canvas.table(columns, rows)
@@ -87,13 +92,13 @@ def draw_layer(
 ) -> None:
     """Draw the sites of a layer that fail or warn, with the verdict of the classic limits.
 
-    The reasons of `explained` sites stand in the report's blame already.
+    `explained` names the blamed sites of the layer: their reasons stand in the report's blame already.
     """
     sites = comparison.of_layer(layer)
     suspects = [site for site in sites if site.status in _STYLES]
     canvas.table(_SITE_COLUMNS, [_site_row(site) for site in suspects])
     for site in suspects:
-        # Behind a blamed site the figures of a failure are enough.
+        # In a blamed layer the other failures are consequences: their figures are enough.
         is_behind = bool(explained) and site.status is SiteStatus.FAIL and site.noise is not None
         is_explained = site.site in explained or is_behind
         for sentence in _sentences(site, is_explained=is_explained):
@@ -123,7 +128,7 @@ def _layer_status(sites: Sequence[SiteResult]) -> SiteStatus | None:
 
 
 def _metric_cells(sites: Sequence[SiteResult]) -> tuple[str, ...]:
-    """Return the five figures of a layer's output or the model's logits; `-` if the two sides were not measured."""
+    """Return the five figures of a layer's output or of the logits; `-` if not measured, or if all are NaN or Inf."""
     metrics = next((site.metrics for site in sites if site.site in _METRIC_SITES and site.metrics), None)
     if metrics is None or metrics.num_nonfinite_target == metrics.num_elements:
         return ("-",) * len(_METRIC_COLUMNS)
@@ -232,6 +237,7 @@ def _largest_rho(sites: Sequence[SiteResult]) -> SiteResult | None:
 
 
 def _rho_order(site: SiteResult) -> float:
+    """Return ρ to sort by: NaN counts as infinite."""
     rho = site.noise.whole if site.noise else 0.0
     return math.inf if math.isnan(rho) else rho
 

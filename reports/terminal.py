@@ -26,11 +26,10 @@ from reports.wording import (
     word_sites_by_layer,
 )
 
-# Groups of blame with their reasons, layers with a table of sites, and tokens with another likeliest choice: more would
-# push the verdict off the screen.
-_MOST_BLAMED = 6
-_MOST_DETAILED_LAYERS = 4
-_MOST_NAMED = 3
+# More of each would push the verdict off the screen.
+_MOST_BLAMED = 6  # groups of blame with their reasons
+_MOST_DETAILED_LAYERS = 4  # layers with a table of sites
+_MOST_NAMED = 3  # tokens with another likeliest choice
 
 _VERDICT_STYLES = {
     Verdict.PASS: "bold green",
@@ -192,6 +191,7 @@ def _draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
 
 
 def _word_row(row: GeneratedRow) -> str:
+    """Return how far a prompt's generated tokens are the golden's, and the first that differs, if any."""
     alike = f"prompt {row.row}: {row.num_alike} of {row.num_compared} generated tokens are the golden's"
     if row.reference is None:
         return f"{alike} ({row.reason})" if row.reason else alike

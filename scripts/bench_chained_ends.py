@@ -145,6 +145,7 @@ def _measure_chain(golden: Capture, executor: LayerExecutor, start: int) -> Iter
     batch = Batch.of(golden, golden)
     stop = min(start + LONGEST_CHAIN, len(golden.layers))
     for layer, output in run_chain(executor, golden, Span(start, stop)):
+        # `layer_error` stands in for a floor, which goldens in float32 lack.
         unit = measure_unit(golden, Span(start, layer + 1), batch=batch, layer_error=5e-6)
         reference = batch.rows(golden.read(layer, Site.OUTPUT), Site.OUTPUT)
         error = measure_error(reference, batch.rows(output, Site.OUTPUT), unit)

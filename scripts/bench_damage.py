@@ -3,8 +3,8 @@
 A golden and a device run of a right port are damaged in each way of `damage.damages`: twins, floors, values and
 inputs, with and without new digests in the manifest. The golden is certified or not, of this mm2 or of an older one.
 
-- `false_passes`: comparisons that ended in exit code 0. Each should end in 3.
-- `blamed_ports`: comparisons that ended in exit code 1.
+- `wrong_things`: comparisons of a damaged capture. Each should end in exit code 3.
+- `false_passes`, `blamed_ports`, `other_exits`: those that ended in exit code 0, in 1, and in another than 0, 1 or 3.
 - `damage_not_named`: refusals that do not name capture, file and place, although no new digest hides the damage.
 - `refused_whole`: whole captures that were refused.
 
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _is_named(state: str, damage: Damage, outcome: CommandOutcome) -> bool:
-    """Decide whether a refusal names what the damage asks for."""
+    """Decide whether a refusal contains the words that the damage asks for."""
     if state.startswith("old"):
         # An older golden has no digests of tensors: the refusal names the file at most.
         return True

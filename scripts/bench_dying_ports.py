@@ -39,19 +39,14 @@ _COMMANDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A run of a dying port by one command.
-
-    Args:
-        says_pass: True if the output claims a pass.
-        is_named: True if the error names the target, the layer and what the port did last.
-        keeps_layers: True if the layers before the death are stored; None if none ran, or the command stores none.
-    """
+    """A run of a dying port by one command."""
 
     command: str
     death: Death
     exit_code: int
-    says_pass: bool
-    is_named: bool
+    says_pass: bool  # True if the output claims a pass
+    is_named: bool  # True if the error names the target, the layer and what the port did last
+    # True if the layers before the death are stored; None if none ran, or the command stores none.
     keeps_layers: bool | None
 
 

@@ -61,7 +61,10 @@ def main() -> int:
 
 
 def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
-    """Return the cases of all runs; those that the journal lacks run here, baseline by baseline, backend by backend."""
+    """Return the cases of all runs; those that the journal lacks run here, baseline by baseline, backend by backend.
+
+    A baseline is a model with its golden. The plan lists the runs of a baseline, and of a backend, one after the other.
+    """
     cases: list[AnyCase] = []
     for request, on_baseline in itertools.groupby(plan, key=lambda planned: planned.request):
         runs = list(on_baseline)

@@ -30,7 +30,7 @@ def main() -> int:
     """Run and print; return 1 if a goal is missed, else 0."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--scratch", type=Path, help="folder with 10 GB free (default: the system's)")
-    parser.add_argument("--seq-len", default="40,24", help="row lengths (default: %(default)s)")
+    parser.add_argument("--seq-len", default="40,24", help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--backend", default="xla-cpu", help="device of the runs (default: %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
@@ -55,8 +55,10 @@ def run_all(scratch: Path, *, seq_len: str, backend: str) -> dict[str, Watched]:
         "device_swapped": f"{device} --target {swapped} --output-dir {faulty}",
         "compare_swapped": f"{compare} {faulty}",
     }
+    # A port with swapped weights must be judged wrong, with exit code 1.
     return {
-        name: measure(name, int(name.endswith("_swapped")), command) for name, command in commands.items()
+        name: measure(name, 1 if name.endswith("_swapped") else 0, command)
+        for name, command in commands.items()
     }
 
 

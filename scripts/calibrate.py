@@ -5,6 +5,9 @@
 Each run adds its records to the file of measurements, and the limits are fitted to all records of the file. So one
 calibration can be made by several runs and on several machines (on a Neuron device: --backends neuron-xla).
 `--before` keeps limits whose measurements are lost. `mm2-compare --criteria FILE.yaml` reads the output too.
+
+A golden's noise floor is kept in `full`, with float32 twins, or as `stats` alone, from which ρ is estimated. Variants
+are the golden's layer with other rounding; they may widen the floor. A *table* holds the limits of each site's figures.
 """
 
 from __future__ import annotations
@@ -126,9 +129,10 @@ def _widen_all(tables: Mapping[str, Table], before: NoiseLimits) -> dict[str, Ta
 
 
 def _cap_floorless(table: Table, ratios: Table, records: Sequence[dict[str, Any]]) -> None:
-    """Cap the limits of errors by the largest noise floor of a golden at each site."""
+    """Cap the limits of errors without a floor; the cap grows with the largest floor of any golden at the site."""
     floors: dict[str, float] = {}
     for record in records:
+        # Numbers of experts have no floor, nor have sites outside the layers.
         floor = record.get("floor_relative") or 0.0
         floors[record["site"]] = max(floors.get(record["site"], 0.0), floor)
     for site, figures in table.items():
@@ -155,6 +159,7 @@ def _measure_all(arguments: argparse.Namespace) -> None:
 
 
 def _run_of(record: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells the run of a record from other runs."""
     names = ("shape", "seed", "golden", "port", "mode")
     return (*(record[name] for name in names), tuple(record["lengths"]))
 

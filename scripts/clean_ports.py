@@ -54,9 +54,9 @@ SHAPES = {
 MODES = ("isolated", "chained")
 # Classes of examples/transformers_port.py.
 _TRANSFORMERS_PORTS = (
-    *("EagerAttention", "EagerExperts", "Eager", "BatchedExperts", "Same"),
-    *("RoundedWeights", "LaterPositions", "Float32NormWeights"),
-)
+    "EagerAttention", "EagerExperts", "Eager", "BatchedExperts", "Same", "RoundedWeights", "LaterPositions",
+    "Float32NormWeights",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

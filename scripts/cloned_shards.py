@@ -14,6 +14,7 @@ a checkpoint without clones.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +139,6 @@ def _group_tensors(tensors: Sequence[TensorSize]) -> dict[_ShardKey, list[Tensor
         else:
             filled_bytes[layer] = filled_bytes.get(layer, 0) + tensor.size_bytes
             # Rounded up: the tensor that fills a shard still belongs to it.
-            key = _ShardKey(layer, -(-filled_bytes[layer] // _SHARD_BYTES))
+            key = _ShardKey(layer, math.ceil(filled_bytes[layer] / _SHARD_BYTES))
         groups.setdefault(key, []).append(tensor)
     return dict(sorted(groups.items()))

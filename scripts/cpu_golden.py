@@ -57,7 +57,7 @@ def request_text_rows(
         raise CheckpointError(
             f"{folder} has no {HELD_OUT_NAME}", next_step="Name a model of mm2-split train."
         )
-    (tokens,) = encode_texts(folder, [path.read_text(encoding="utf-8")], chat=False)
+    tokens = encode_texts(folder, [path.read_text(encoding="utf-8")], chat=False)[0]
     if len(tokens) < sum(lengths):
         raise CheckpointError(
             f"{path} is too short", expected=f"{sum(lengths)} tokens", found=str(len(tokens))
@@ -95,6 +95,7 @@ def request_golden(
         streaming: How layers are streamed; None holds the whole model in memory.
     """
     spec = ModelSpec.from_folder(folder)
+    # A rank that runs a slice of a plan needs no layer behind its own.
     part = None if streaming is None else streaming.part
     return GoldenRequest(
         model=GoldenModelRequest(

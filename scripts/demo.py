@@ -82,10 +82,8 @@ def main() -> int:
     _run("mm2-split", "synthesize", "--output", demo.model, "--num-hidden-layers", 8, "--seed", 0)
 
     _say("2. Its golden: transformers' own model, every layer, with the noise floor, certified")
-    _run(
-        *("mm2-gpu", "extract-all", "--model", demo.model, "--seq-len", "96,61"),
-        *("--captures", demo.captures, "--certify", "--quiet"),
-    )
+    options = ("--captures", demo.captures, "--certify", "--quiet")
+    _run("mm2-gpu", "extract-all", "--model", demo.model, "--seq-len", "96,61", *options)
 
     _say(f"3. mm2's device layer on {demo.backend}, each layer from the golden's input: it should pass")
     passed = _sweep(demo, target="builtin", name="builtin") == 0
@@ -114,11 +112,10 @@ def main() -> int:
 
 
 def _sweep(demo: Demo, *, target: str, name: str) -> int:
-    return _run(
-        *("mm2-test", "sweep", "--model", demo.model, "--golden", demo.golden, "--target", target),
-        *("--backend", demo.backend, "--output-dir", demo.device_run(name), "--quiet"),
-        allowed=(0, 1),
-    )
+    """Run and judge all layers of a port; return the exit code: 0 if it is right, 1 if it differs."""
+    sides = ("--model", demo.model, "--golden", demo.golden, "--target", target)
+    options = ("--backend", demo.backend, "--output-dir", demo.device_run(name), "--quiet")
+    return _run("mm2-test", "sweep", *sides, *options, allowed=(0, 1))
 
 
 def _diagnose(demo: Demo) -> bool:
@@ -155,10 +152,8 @@ def _continue_real_text(demo: Demo) -> bool:
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
     options = ["--model", LEARNED, "--max-new-tokens", NUM_NEW_TOKENS, "--captures", folder]
     golden = _json("mm2-gpu", "full", *options, *prompts)
-    port = _json(
-        *("mm2-test", "full", *options, "--golden", folder / "gpu_reference" / "full_model"),
-        *("--backend", "cpu"),
-    )
+    port_options = ("--golden", folder / "gpu_reference" / "full_model", "--backend", "cpu")
+    port = _json("mm2-test", "full", *options, *port_options)
     for prompt, row in zip(PROMPTS, golden["generation"]["rows"], strict=True):
         print(f"  {prompt}→ {row['text'].splitlines()[0]}")
     counts = [(row["num_alike"], row["num_compared"]) for row in port["generated"]]

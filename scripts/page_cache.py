@@ -9,6 +9,8 @@ from pathlib import Path
 _PIECE_BYTES = 8 << 20
 # Largest share of a checkpoint that comes from the disk if the cache was warm, and smallest if it was cold.
 _WARM_SHARE, _COLD_SHARE = 0.02, 0.98
+# Code of libraries that a probe may read from the disk besides: it leaves a busy machine's cache too. 18 MB were seen.
+_LIBRARY_BYTES = 32_000_000
 
 
 class CacheState(Enum):
@@ -25,11 +27,13 @@ class CacheState(Enum):
         if self is CacheState.COLD:
             drop_cache(files)
 
-    def fits(self, disk_share: float) -> bool:
-        """Decide whether a probe, which read this share of the checkpoint from the disk, began in this state."""
+    def fits(self, disk_bytes: int, stored_bytes: int) -> bool:
+        """Decide whether a probe that read `disk_bytes` from the disk found files of `stored_bytes` in this state."""
         if self is CacheState.ANY:
             return True
-        return disk_share <= _WARM_SHARE if self is CacheState.WARM else disk_share >= _COLD_SHARE
+        if self is CacheState.WARM:
+            return disk_bytes <= _WARM_SHARE * stored_bytes + _LIBRARY_BYTES
+        return disk_bytes >= _COLD_SHARE * stored_bytes
 
 
 def warm_cache(files: tuple[Path, ...]) -> None:

@@ -1,6 +1,7 @@
 """A single run of a layer: its input, request and result.
 
-B batch, S rows of this pass, P rows of past, H hidden, K kv heads, D head_dim.
+A row is a position, of every sequence of the batch at once: a pass computes S rows, after P earlier ones (the past).
+B batch, H hidden, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -18,18 +19,12 @@ from neuron.runs.layer_times import LayerTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerInput:
-    """The input of one forward pass of a layer, on the CPU.
+    """The input of one forward pass of a layer, on the CPU."""
 
-    Args:
-        hidden_states: Hidden states [B,S,H] of this pass's rows.
-        attention_mask: Mask [B,P+S] of 0/1, the past's rows first.
-        position_ids: Positions [B,S] of this pass's rows.
-        past: Rotated keys and values of earlier rows, [B,K,P,D] each; None without earlier rows.
-    """
-
-    hidden_states: torch.Tensor
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor
+    hidden_states: torch.Tensor  # hidden states [B,S,H] of this pass's rows
+    attention_mask: torch.Tensor  # mask [B,P+S] of 0/1, the past's rows first
+    position_ids: torch.Tensor  # positions [B,S] of this pass's rows
+    # Rotated keys and values of earlier rows, [B,K,P,D] each; None without earlier rows.
     past: KeyValues | None = None
 
     def __post_init__(self) -> None:
@@ -69,40 +64,26 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRequest:
-    """A request to run one layer once.
-
-    Args:
-        layer_input: The layer's input, which is not changed.
-        sites: The sites to record.
-        border: Golden values that replace what the port computes at these sites.
-        keeps_past: Whether the port must return keys and values.
-        next_layer: The layer that runs next, to be read ahead; None after the last.
-    """
+    """A request to run one layer once."""
 
     layer: int
-    layer_input: LayerInput
-    sites: tuple[Site, ...] = ()
+    layer_input: LayerInput  # the layer's input, which is not changed
+    sites: tuple[Site, ...] = ()  # the sites to record
+    # Golden values that replace what the port computes at these sites.
     border: Mapping[Site, torch.Tensor] = field(default_factory=dict)
-    keeps_past: bool = False
-    next_layer: int | None = None
+    keeps_past: bool = False  # whether the port must return keys and values
+    next_layer: int | None = None  # the layer that runs next, to be read ahead; None after the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRun:
-    """The result of one run of a layer, on the CPU.
+    """The result of one run of a layer, on the CPU."""
 
-    Args:
-        output: The layer's output [B,S,H].
-        tensors: The values of the sites asked for and exposed.
-        not_exposed: The sites asked for that the port does not expose.
-        router_dtypes: Dtypes of the router gate and of the correction bias as loaded, as far as they are found.
-        key_values: Rotated keys and values of these rows, [B,K,S,D] each; None unless `keeps_past` was asked for.
-        times: Time by phase.
-    """
-
-    output: torch.Tensor
-    tensors: Mapping[Site, torch.Tensor]
-    not_exposed: tuple[Site, ...]
+    output: torch.Tensor  # the layer's output [B,S,H]
+    tensors: Mapping[Site, torch.Tensor]  # the values of the sites asked for and exposed
+    not_exposed: tuple[Site, ...]  # the sites asked for that the port does not expose
+    # Dtypes of the router gate and of the correction bias as loaded, as far as they are found.
     router_dtypes: Mapping[str, str]
+    # Rotated keys and values of these rows, [B,K,S,D] each; None unless `keeps_past` was asked for.
     key_values: KeyValues | None = None
-    times: LayerTimes = field(default_factory=LayerTimes)
+    times: LayerTimes = field(default_factory=LayerTimes)  # time by phase

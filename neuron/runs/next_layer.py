@@ -30,10 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenedLayer:
-    """A layer of the checkpoint. Its weights are being read into host buffers; None if no reading has begun."""
+    """A layer of the checkpoint, to be loaded."""
 
     tensors: LayerTensors
-    weights: dict[str, Weight] | None
+    weights: (
+        dict[str, Weight] | None
+    )  # weights that are being read into host buffers; None if no reading has begun
 
 
 class NextLayer:
@@ -114,6 +116,7 @@ class NextLayer:
 
     def _can_prepare(self, module: nn.Module) -> bool:
         target, footprint = self._setup.target, self._footprint
+        # Without reuse, the module that gets these weights does not exist yet.
         if self._read_ahead is None or not target.is_reused or self._runtime.device.type == "cpu":
             return False
         if target.converts(module):

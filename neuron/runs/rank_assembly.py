@@ -34,6 +34,7 @@ class RankAssembly:
         """
         if layer_input.past is None:
             return layer_input
+        # Values are divided among the ranks as keys are; keys have the layout of the site `k_rope`.
         keys, values = (self.cut(Site.K_ROPE, tensor) for tensor in layer_input.past)
         return replace(layer_input, past=(keys, values))
 
@@ -59,7 +60,7 @@ class RankAssembly:
         Raises:
             TargetError: The pieces do not make up a tensor.
         """
-        # Empty on ranks other than the lead.
+        # Only the lead gets pieces; on other ranks the list is empty.
         pieces = self.runtime.messages.gather(piece)
         missing = [rank for rank, rank_piece in enumerate(pieces) if rank_piece is None]
         if len(missing) == len(pieces):
@@ -81,6 +82,5 @@ class RankAssembly:
             TargetError: The pieces do not make up a tensor.
         """
         keys = self.join(Site.K_ROPE, key_values[0].to("cpu"), name="keys of the past")
-        # Values are divided among the ranks as keys are.
         values = self.join(Site.K_ROPE, key_values[1].to("cpu"), name="values of the past")
         return None if keys is None or values is None else (keys, values)

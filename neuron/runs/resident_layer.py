@@ -46,11 +46,12 @@ class ResidentLayer:
         setup, target, ranks = self._setup, self._setup.target, self._runtime.ranks
         opened = self._next.take(layer)
         self._next.read_ahead(layer, next_layer)
-        # Forgotten until it is loaded: after an error the module may hold weights of two layers.
-        module, self._module, self._layer = self._module, None, None
-        is_built_anew = module is None or not target.is_reused
-        if module is None or is_built_anew:
-            del module
+        module = self._module if target.is_reused else None
+        # This frees a module that is not reused. Another is forgotten until it is loaded: after an error it may hold
+        # weights of two layers.
+        self._module = self._layer = None
+        is_built_anew = module is None
+        if module is None:
             setup.budget.require(self._footprint.loaded_layer_bytes, f"holding the weights of layer {layer}")
             module = target.build(setup.spec, layer, dtype=setup.dtype, ranks=ranks)
         if target.converts(module):

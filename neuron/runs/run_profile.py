@@ -35,9 +35,9 @@ class RunProfile:
     spec_digest: str
     dtype: str
     num_ranks: int  # number of ranks that shared each layer
-    decode_rows: int  # number of decoded rows of each prompt
-    batch_size: int  # rows of the batch
-    sequence_length: int  # tokens of each row, padding included
+    decode_rows: int  # number of tokens of each prompt that ran one at a time, after the others
+    batch_size: int  # number of prompts
+    sequence_length: int  # tokens of each prompt, padding included
     layers: tuple[LayerProfile, ...]  # the layers, in the order in which they ran
 
     @property

@@ -67,17 +67,11 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """Facts about a finished run.
-
-    Args:
-        effects: Effects of recording, by layer; None unless asked for.
-        profile: Time and memory, by layer; None unless asked for.
-        num_layers: Number of layers, those of an earlier attempt included; effects and profile lack the latter.
-        generation_error: Why no token was generated; None if nothing failed.
-    """
+    """Facts about a finished run."""
 
     compiles: CompileReport
-    effects: tuple[CaptureEffect, ...] | None = None
-    profile: tuple[LayerProfile, ...] | None = None
+    effects: tuple[CaptureEffect, ...] | None = None  # effects of recording, by layer; None unless asked for
+    profile: tuple[LayerProfile, ...] | None = None  # time and memory, by layer; None unless asked for
+    # Number of layers, those of an earlier attempt included; effects and profile lack the latter.
     num_layers: int = 0
-    generation_error: str | None = None
+    generation_error: str | None = None  # why no token was generated; None if nothing failed

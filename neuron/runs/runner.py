@@ -1,4 +1,8 @@
-"""DeviceRun: carries out a run on a device, from the first layer's input to the capture."""
+"""DeviceRun: carries out a run on a device, from the first layer's input to the capture.
+
+The *span* is the range of layers that are captured. The *lead-in*, if there is one, is the layers before it: they run
+from the tokens to the span's input. B batch, S sequence, H hidden.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +107,7 @@ class DeviceRun:
         )
 
     def _show_done(self, writer: CaptureWriter) -> None:
-        """Show the layers that an earlier run finished, and the lead-in, whose output that run stored."""
+        """Show as skipped the layers that an earlier run finished, and the lead-in, whose output that run stored."""
         if writer.complete_layers:
             for layer in (*self._request.lead_in, *writer.complete_layers):
                 self._progress.skip(layer)
@@ -227,6 +231,7 @@ class DeviceRun:
     def _given_input(self) -> torch.Tensor | None:
         """Return the golden's or the random input [B,S,H] of the span, on the CPU; None if tokens give the input."""
         request = self._request
+        # A run of the whole model needs nothing of the golden: it begins with the tokens.
         if self._golden is not None and self._golden.needed():
             return self._golden.layer_input(request.run.span.start)
         if request.random_input:
@@ -236,7 +241,7 @@ class DeviceRun:
         return None
 
     def _run_lead_in(self) -> torch.Tensor:
-        """Compute the span's input [B,S,H] from the tokens, by the layers before the span; return it on the CPU."""
+        """Run the lead-in; return its output, the span's input [B,S,H], on the CPU."""
         hidden_states = self._embed(self._request.inputs.input_ids)
         for layer in self._request.lead_in:
             hidden_states = self._run_layer(layer, hidden_states, next_layer=layer + 1).output

@@ -35,7 +35,8 @@ class LayerStopwatch:
         loading = self._loaded.since(self._started)
         computing = self._computed.since(self._loaded)
         host_s = max(0.0, loading.clock_s - loading.sending_s - loading.compile_s)
-        # Threads work in parallel, so only the share of reading in their work counts. The tiny number avoids 0 ∕ 0.
+        # Parallel threads convert for more seconds than pass: then reading gets its share of `host_s`, else its own
+        # seconds. The tiny number avoids 0 ∕ 0.
         read_s = host_s * loading.reading_s / max(loading.converting_s, host_s, 1e-9)
         return LayerTimes(
             read_s=read_s,

@@ -58,11 +58,12 @@ class GeneratedTensors(LayerTensors):
             layer=layer,
             dtype=dtype,
             stored={name: torch.float32 if name in FLOAT32_NAMES else dtype for name in self._shapes},
-            present=dict.fromkeys(self._shapes),
+            present=dict.fromkeys(self._shapes),  # None for each name: no value is set in place of its tensor
         )
 
     def given_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which an access gives the tensor."""
+        # A stored tensor is one that nobody has set to another value.
         return self._stored[name] if self.is_stored(name) else super().given_dtype(name)
 
     def given_shape(self, name: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Indices, or runs of indices, that a text lists before it cuts off.
+# Runs of indices, or indices besides the last one, that a text lists.
 _NUM_SHOWN = 6
 
 
@@ -22,52 +22,61 @@ class IndexSequence:
     | 3 5 6 3 5 6 | `3, 5–6, repeated 2 times` |
     | 1 0 3 2 | `in each 2: 1, 0` |
     | 4 5 0 1 9 | `4–5, 0–1, 9` |
+
+    `in each 2` speaks of blocks of two neighbours, wherever they lie: 11 10 13 12 has the same text. So ranks that
+    reorder their own rows alike have one text.
     """
 
     indices: torch.Tensor  # 1-D, int64, at least one index, none below 0
 
     @property
-    def is_forward(self) -> bool:
+    def is_ascending(self) -> bool:
         """True if each index is one more than the index before."""
         return bool((self.indices[1:] - self.indices[:-1] == 1).all())
 
     @property
     def is_repeated(self) -> bool:
         """True if the whole sequence repeats a shorter one."""
-        return self._period(step=0) is not None
+        return self._block_length(advances=False) is not None
 
     def __str__(self) -> str:
         indices = self.indices
         if len(indices) == 1:
             return str(int(indices[0]))
-        if self.is_forward:
+        if self.is_ascending:
             return f"{int(indices[0])}–{int(indices[-1])}"
         steps = indices[1:] - indices[:-1]
         if bool((steps == steps[0]).all()):
             return f"{int(indices[0])} {len(indices)} times" if int(steps[0]) == 0 else _word_list(indices)
-        period = self._period(step=0)
-        if period is not None:
-            return f"{IndexSequence(indices=indices[:period])}, repeated {len(indices) // period} times"
-        block = self._period(step=1)
-        if block is not None:
-            return f"in each {block}: {_word_list(indices[:block] - indices[:block].min())}"
+        length = self._block_length(advances=False)
+        if length is not None:
+            return f"{IndexSequence(indices=indices[:length])}, repeated {len(indices) // length} times"
+        length = self._block_length(advances=True)
+        if length is not None:
+            first = indices[:length] - indices[:length].min()
+            # Only a block of neighbours: 0 5 2 7 advances by blocks of 2 too, but 0 and 5 are none.
+            if torch.equal(first.sort().values, torch.arange(length)):
+                return f"in each {length}: {_word_list(first)}"
         runs = torch.tensor_split(indices, (steps != 1).nonzero().flatten() + 1)
         if len(runs) <= _NUM_SHOWN:
             return ", ".join(str(IndexSequence(indices=run)) for run in runs)
         return _word_list(indices)
 
-    def _period(self, *, step: int) -> int | None:
-        """Return the shortest length after which the indices repeat, each `step` times that length higher."""
+    def _block_length(self, *, advances: bool) -> int | None:
+        """Return the length of the shortest equal blocks that make up the sequence; None if there are none.
+
+        If it `advances`, a block is the block before with its length added to each index: 1 0 3 2 5 4 has blocks of 2.
+        """
         count = len(self.indices)
-        for period in range(1, count // 2 + 1):
-            shift = step * period
-            if count % period == 0 and bool((self.indices[period:] - self.indices[:-period] == shift).all()):
-                return period
+        for length in range(1, count // 2 + 1):
+            added = length if advances else 0
+            if count % length == 0 and bool((self.indices[length:] - self.indices[:-length] == added).all()):
+                return length
         return None
 
 
 def _word_list(indices: torch.Tensor) -> str:
-    """Return the first indices and the last as text."""
+    """Return the indices as text; of more than `_NUM_SHOWN`, the first ones and the last."""
     shown = [str(int(index)) for index in indices[:_NUM_SHOWN]]
     if len(indices) > _NUM_SHOWN + 1:
         shown.append("…")

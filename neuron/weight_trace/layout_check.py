@@ -63,10 +63,7 @@ def check_layouts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTens
 def _find_by_count(
     by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors
 ) -> Iterator[WeightFinding]:
-    """Yield source tensors that land nowhere; on a single rank also those that land several times.
-
-    Several ranks may hold copies.
-    """
+    """Yield source tensors that land nowhere; without other ranks, which may hold copies, also those landing twice."""
     layouts = [layout for of_rank in by_rank for layout in of_rank]
     counts = _count(layouts, sources)
     missing = list(_find_missing(counts, layouts))
@@ -88,14 +85,14 @@ def _count(layouts: Sequence[TensorLayout], sources: SourceTensors) -> dict[Sour
 def _find_missing(
     counts: dict[SourceTensor, torch.Tensor], layouts: Sequence[TensorLayout]
 ) -> Iterator[WeightFinding]:
-    # Elements that a computed value may depend on have no place of their own.
+    # Elements of these kinds may have gone into computed values, and then lie nowhere themselves.
     computed = {kind for layout in layouts for kind in layout.origin.mixed_kinds}
     num_lost = {
         source: int((count == 0).sum()) for source, count in counts.items() if source.kind not in computed
     }
     missing = [source for source, lost in num_lost.items() if lost == source.size]
     if missing:
-        # A missing tensor may belong into a constant port tensor of its shape.
+        # A port tensor that the missing one should have filled is constant, and has its shape.
         shapes = {source.shape for source in missing}
         origins = [layout.origin for layout in layouts]
         constants = [
@@ -166,7 +163,7 @@ def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFindin
     for experts, group in orders.items():
         is_text = list(experts) == sorted(experts, key=str)
         order = (
-            "the order of their numbers as text" if is_text else "another order than that of their numbers"
+            "the order of their numbers as text" if is_text else "an order that is not that of their numbers"
         )
         names = dict.fromkeys(name_pattern(layout.origin.name) for layout in group)
         yield WeightFinding(
@@ -175,7 +172,9 @@ def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFindin
             kinds=tuple(dict.fromkeys(kind for layout in group for kind in _kinds_held(layout))),
             port_tensors=tuple(layout.origin.name for layout in group),
             text=f"{', '.join(names)}: experts lie in {order}: "
-            f"{', '.join(map(str, experts[:_MAX_EXPERTS_LISTED]))}, …",
+            + ", ".join(map(str, experts[:_MAX_EXPERTS_LISTED]))
+            + (", …" if len(experts) > _MAX_EXPERTS_LISTED else ""),
+            # Names or positions count the experts, and another expert lies there.
             contradicts_names=True,
         )
 
@@ -226,7 +225,7 @@ def _disorder_fault(segment: LayoutSegment) -> _Fault:
         is_reshaped = segment.disorder is Disorder.RESHAPED
         mistake = WeightMistake.TRANSPOSED if is_reshaped else WeightMistake.ORDER
         return _Fault(mistake, f"{segment.within}{segment.description}")
-    unit, sequence = ("columns", segment.columns) if segment.rows.is_forward else ("rows", segment.rows)
+    unit, sequence = ("columns", segment.columns) if segment.rows.is_ascending else ("rows", segment.rows)
     order = "repeated" if sequence.is_repeated else "in another order"
     return _Fault(WeightMistake.ORDER, f"{unit} of {word_kinds([segment.source.kind])} {order}: {sequence}")
 
@@ -252,8 +251,9 @@ def _rounding_faults(origin: TensorOrigin, kinds: tuple[str, ...]) -> Iterator[_
         )
         text = f"{word_kinds(router_kinds)} {rounded}: the router decides in float32"
         if "e_score_correction_bias" in router_kinds:
-            text += ", and near 9 a bfloat16 is 0.06 from the next"
+            text += ", and near 9, where the bias lies, a bfloat16 is 0.06 from the next"
         yield _Fault(WeightMistake.DTYPE, text, Severity.WRONG)
+    # A scale rounds too, and has a finding of its own.
     elif origin.rounding > _FLOAT32_SLACK and origin.gain == 1:
         text = f"values are rounded to {_word_bits(origin.rounding)}"
         yield _Fault(WeightMistake.DTYPE, text, Severity.NOTE)

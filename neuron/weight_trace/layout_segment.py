@@ -22,35 +22,25 @@ class Disorder(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSegment:
-    """Neighbouring lines of a matrix of a port tensor.
+    """Neighbouring lines of a matrix of a port tensor."""
 
-    Args:
-        lines: Numbers of the lines in the matrix, or in the part of it that `within` names.
-        source: The source tensor whose rows the lines hold; None if they hold no rows of a single one.
-        is_transposed: True if the port tensor's columns hold the source's rows.
-        rows: The source's rows, in the order of the lines; None without a source.
-        columns: The source's columns, in their order along a line; None without a source.
-        description: Text for what the lines hold without a source.
-        disorder: Set if elements of source tensors lie in no order of rows or columns.
-        disordered_kinds: The kinds of those source tensors.
-        within: Text for the part of the matrix, such as `columns 0–63 `; empty for the whole matrix.
-    """
-
-    lines: range
+    lines: range  # numbers of the lines in the matrix, or in the part of it that `within` names
+    # The source tensor whose rows the lines hold; None if they hold no rows of a single one.
     source: SourceTensor | None = None
-    is_transposed: bool = False
-    rows: IndexSequence | None = None
+    is_transposed: bool = False  # True if the port tensor's columns hold the source's rows
+    rows: IndexSequence | None = None  # the source's rows, in the order of the lines; None without a source
+    # The source's columns, in their order along a line; None without a source.
     columns: IndexSequence | None = None
-    description: str = ""
-    disorder: Disorder | None = None
-    disordered_kinds: tuple[str, ...] = ()
-    within: str = ""
+    description: str = ""  # text for what the lines hold without a source
+    disorder: Disorder | None = None  # set if elements of source tensors lie in no order of rows or columns
+    disordered_kinds: tuple[str, ...] = ()  # the kinds of those source tensors
+    within: str = ""  # text for the part of the matrix, such as `columns 0–63 `; empty for the whole matrix
 
     @property
     def is_in_order(self) -> bool:
-        """True if the source's rows and columns go forward."""
+        """True if the source's rows and columns ascend one by one."""
         return self.disorder is None and all(
-            sequence is None or sequence.is_forward for sequence in (self.rows, self.columns)
+            sequence is None or sequence.is_ascending for sequence in (self.rows, self.columns)
         )
 
     def as_text(self, num_lines: int) -> str:
@@ -61,9 +51,9 @@ class LayoutSegment:
         text = f"{position}{word_kinds([self.source.kind])}"
         if self.is_transposed:
             text += " transposed"
-        if not self.rows.is_forward or len(self.rows.indices) < self.source.shape[0]:
+        if not self.rows.is_ascending or len(self.rows.indices) < self.source.shape[0]:
             text += f", its rows {self.rows}"
-        if not self.columns.is_forward or len(self.columns.indices) < self.source.width:
+        if not self.columns.is_ascending or len(self.columns.indices) < self.source.width:
             text += f", its columns {self.columns}"
         return text
 

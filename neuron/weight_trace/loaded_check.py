@@ -20,24 +20,19 @@ from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.value_checksum import ValueChecksum
 from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
 
-# Norms of the same values in another order agree to 1e-12; a ratio this far from 1 is a scale.
+# Norms of the same values in another order agree to 1e-12. A ratio further from 1 than this is a scale.
 _RATIO_SLACK = 1e-3
 _MAX_NAMES_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedPort:
-    """A port that holds the checkpoint's layer.
+    """A port that holds the checkpoint's layer."""
 
-    Args:
-        port_tensors: Every tensor that the port holds, by name.
-        before: Copies of the small port tensors, by name, as the constructor left them.
-        source: The layer in the checkpoint.
-    """
-
-    port_tensors: Mapping[str, torch.Tensor]
+    port_tensors: Mapping[str, torch.Tensor]  # every tensor that the port holds, by name
+    # Copies of the small port tensors, by name, as the constructor left them.
     before: Mapping[str, torch.Tensor]
-    source: LayerTensors
+    source: LayerTensors  # the layer in the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +58,7 @@ def check_loaded(
     for kinds, patterns in _group_tensors(layouts, known_kinds).items():
         names = [name for name in loaded.port_tensors if name_pattern(name) in patterns]
         if not names:
+            # Loading has given these tensors other names.
             continue
         checksums = {name: ValueChecksum.of(loaded.port_tensors[name]) for name in names}
         finding = _find_unusable(kinds, checksums, loaded)
@@ -144,7 +140,7 @@ def _expected_checksum(
     dtypes = {loaded.port_tensors[name].dtype for name in names}
     if len(dtypes) > 1:
         return None
-    (dtype,) = dtypes
+    dtype = dtypes.pop()
     total = ValueChecksum()
     for name in loaded.source:
         if kind_of(name) in kinds:

@@ -29,10 +29,16 @@ _NO_SOURCE = {
 def read_segments(numbers: torch.Tensor, sources: SourceTensors) -> list[LayoutSegment]:
     """Read the segments of a matrix [R,C] of source numbers, as in `TensorOrigin.numbers`."""
     grid = _Grid.of(numbers, sources)
+    segments: list[LayoutSegment] = []
     if grid.has_whole_rows:
-        return _read_lines(grid, sources)
-    if grid.transposed.has_whole_rows:
-        return [replace(segment, is_transposed=True) for segment in _read_lines(grid.transposed, sources)]
+        segments = _read_lines(grid, sources)
+    elif grid.transposed.has_whole_rows:
+        segments = [replace(segment, is_transposed=True) for segment in _read_lines(grid.transposed, sources)]
+    # A reshaped source of twice the width, say: each line holds half a row, every second line the same half.
+    if len(segments) == 1 and segments[0].disorder is not None:
+        return [_read_disorder(numbers, sources)]
+    if segments:
+        return segments
     # Tensors may lie side by side: cut the matrix where the source changes, between columns or else between rows.
     for lines, is_transposed in ((grid.transposed.source, True), (grid.source, False)):
         cuts = (lines[1:] != lines[:-1]).any(dim=1).nonzero().flatten().add(1).tolist()
@@ -120,17 +126,12 @@ def _read_disorder(numbers: torch.Tensor, sources: SourceTensors) -> LayoutSegme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Grid:
-    """Position of each element of a matrix in its source; all three [R,C], int64.
+    """Position of each element of a matrix in its source; all three [R,C], int64."""
 
-    Args:
-        source: Index of the source in `SourceTensors.all`; `CONSTANT`, `COMPUTED` or `NOT_SAMPLED` without one.
-        row: Row in the source; 0 without one.
-        column: Column in the source; 0 without one.
-    """
-
+    # Index of the source in `SourceTensors.all`; `CONSTANT`, `COMPUTED` or `NOT_SAMPLED` without one.
     source: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
+    row: torch.Tensor  # row in the source; 0 without one
+    column: torch.Tensor  # column in the source; 0 without one
 
     @classmethod
     def of(cls, numbers: torch.Tensor, sources: SourceTensors) -> _Grid:

@@ -14,11 +14,11 @@ from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, Snapshot, TensorP
 from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
 from neuron.weight_trace.tensor_origin import COMPUTED, CONSTANT, NOT_SAMPLED, TensorOrigin
 
-# Sixteen digits are exact even in FP8, and survive a scale in BF16.
+# Numbers are written in digits of 0 to 15: with 1 added, all are exact even in FP8, and survive a scale in BF16.
 BASE = 16
 # Largest error of a digit, a whole number, after a scale and a rounding to BF16.
 _DIGIT_SLACK = 0.3
-# Largest relative error of a probe that is a rounding, to four bits or more. A larger one means another element.
+# Largest relative error of a probe that was rounded, to four bits or more. A larger error means another element.
 _MAX_ROUNDING = 0.08
 # Above this share of computed elements all count as computed: a mean of two numbers sometimes equals a third one.
 _MAX_COMPUTED_SHARE = 0.25
@@ -113,6 +113,7 @@ class OriginRecorder:
             is_float32 = source_is_float32[sources.find(numbers)]
             expected = torch.where(is_float32, _float32_probe(numbers), _bf16_probe(numbers)).double()
             gain, offset = self._gain_and_offset(chunk)
+            # A constant has gain 0, so its error may be NaN; it is left out below.
             error = (((values - offset) / gain - expected).abs() / expected).nan_to_num(nan=1.0)
             is_computed |= (error > _MAX_ROUNDING) & ~is_constant
             self._is_computed[chunk] = is_computed

@@ -129,6 +129,7 @@ class TensorPart:
         """Return that part of a snapshot."""
         if snapshot.values.dim() == len(snapshot.shape):
             return self.of(snapshot.values)
+        # One number stands for all elements.
         sizes = [
             size if index is None else len(index)
             for size, index in zip(snapshot.shape, self.indices, strict=True)

@@ -46,6 +46,7 @@ def _is_quantised(name: str) -> bool:
 
 
 def _exact_fp8(matrix: torch.Tensor) -> torch.Tensor:
+    """Return plus or minus one power of two, divided by 1, 2 or 4 block by block."""
     size = torch.exp2(matrix.std().log2().round())
     return torch.where(matrix < 0, -size, size) * torch.exp2(-_powers_by_block(matrix))
 
@@ -53,6 +54,7 @@ def _exact_fp8(matrix: torch.Tensor) -> torch.Tensor:
 def _exact_int8(matrix: torch.Tensor, powers: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return whole numbers [R,C] with ±127 in every group of a row, times powers of two."""
     reach = _NUM_DEVIATIONS * matrix.std()
+    # ±127 is kept for the largest code of each group, below.
     codes = (matrix / reach * _MAX_INT8).round().clamp(1.0 - _MAX_INT8, _MAX_INT8 - 1.0)
     # All matrices of this width have the same unit: ports quantise several of them side by side.
     unit = 2.0 ** round(math.log2(_NUM_DEVIATIONS / _MAX_INT8 / math.sqrt(matrix.shape[1])))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 
 import torch
 
@@ -24,7 +23,7 @@ from neuron.weight_trace.weight_finding import WeightMistake
 # Returns the tensors that a repair changes, and no others.
 Change = Callable[[Tensors], Tensors]
 
-# Kinds that may be taken for each other; only pairs of equal shape are tried.
+# Kinds of source tensors that may be taken for each other; only pairs of equal shape are tried.
 _SWAPPED_PAIRS = (
     ("w1", "w3"),
     ("k_proj", "v_proj"),
@@ -32,6 +31,8 @@ _SWAPPED_PAIRS = (
     ("q_proj", "k_proj"),
     ("input_layernorm", "post_attention_layernorm"),
 )
+# Kinds whose rows rotate: a port may mistake their order in queries and keys, or in either alone. The weights of the
+# norms lie in the order of the projections' rows.
 _ROTARY_KINDS = (("q_proj", "k_proj", "q_norm", "k_norm"), ("q_proj", "q_norm"), ("k_proj", "k_norm"))
 _MAX_EXPERTS_LISTED = 6
 
@@ -41,8 +42,8 @@ class Repair:
     """A change to a conversion's input."""
 
     mistake: WeightMistake  # the kind of mistake in the conversion that the repair undoes
-    kinds: tuple[str, ...]
-    text: str
+    kinds: tuple[str, ...]  # kinds of the source tensors that it changes, such as `w1`
+    text: str  # the mistake in words
     change: Change  # returns the changed tensors, each made on access
 
     def apply(self, tensors: Tensors) -> Tensors:
@@ -57,7 +58,7 @@ def candidate_repairs(
     """Return the repairs worth a trial.
 
     Args:
-        layouts: Layouts of the first rank's tensors.
+        layouts: Layouts of the first rank's tensors: all ranks run the same conversion, so one shows its mistakes.
         sources: All tensors of the layer.
         spec: The traced model.
     """
@@ -95,18 +96,22 @@ def _undo_transpositions(layouts: Sequence[TensorLayout], sources: SourceTensors
     }
     shapes = {source.kind: source.shape for source in sources.all if len(source.shape) == 2}
     for kind, shape in shapes.items():
-        if kind in reshaped or shape[0] == shape[1]:
-            # The conversion reshaped instead of transposing, or transposed and reshaped back.
-            for change in (
-                lambda tensor: tensor.T.reshape(tensor.shape),
-                lambda tensor: tensor.reshape(tensor.T.shape).T,
-            ):
-                yield Repair(
-                    mistake=WeightMistake.TRANSPOSED,
-                    kinds=(kind,),
-                    text=f"{word_kinds([kind])} is not transposed as the port's forward wants it",
-                    change=_change_each(sources, [kind], change),
-                )
+        changes: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        if kind in reshaped:
+            # The conversion reshapes [R,C] to [C,R], and should transpose.
+            changes.append(lambda tensor: tensor.T.reshape(tensor.shape))
+            # It transposes to [C,R] and reshapes back to [R,C], and should do neither.
+            changes.append(lambda tensor: tensor.reshape(tensor.T.shape).T)
+        elif shape[0] == shape[1]:
+            # It does not transpose and should, or the reverse.
+            changes.append(lambda tensor: tensor.T)
+        for change in changes:
+            yield Repair(
+                mistake=WeightMistake.TRANSPOSED,
+                kinds=(kind,),
+                text=f"{word_kinds([kind])} is not transposed as the port's forward wants it",
+                change=_change_each(sources, [kind], change),
+            )
 
 
 def _undo_expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[Repair]:
@@ -117,7 +122,7 @@ def _undo_expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Ite
             kinds_by_order.setdefault(experts, set()).update(*(layout.source_kinds for layout in group))
     for experts, unsorted_kinds in kinds_by_order.items():
         kinds = tuple(sorted(unsorted_kinds))
-        # The port puts `expert` in the position of another: so `expert` gets the weights that belong there.
+        # The port puts `expert` at `position`, where the expert of that number belongs: hand it that one's weights.
         partners = {
             expert_weight(expert, kind): expert_weight(position, kind)
             for position, expert in enumerate(experts)
@@ -127,7 +132,8 @@ def _undo_expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Ite
             mistake=WeightMistake.ORDER,
             kinds=kinds,
             text=f"{word_kinds(kinds)} of the experts lie in the order "
-            f"{', '.join(map(str, experts[:_MAX_EXPERTS_LISTED]))}, …",
+            + ", ".join(map(str, experts[:_MAX_EXPERTS_LISTED]))
+            + (", …" if len(experts) > _MAX_EXPERTS_LISTED else ""),
             change=_rename(partners),
         )
 
@@ -136,31 +142,40 @@ def _undo_row_orders(layouts: Sequence[TensorLayout], sources: SourceTensors) ->
     orders: dict[str, torch.Tensor] = {}
     for layout in layouts:
         for segment in layout.segments:
-            if segment.source is None or segment.rows is None or segment.rows.is_forward:
+            if segment.source is None or segment.rows is None or segment.rows.is_ascending:
                 continue
             rows = segment.rows.indices
+            # An order can be undone if it holds every row, and each once.
             if len(rows) == segment.source.shape[0] == len(rows.unique()):
+                # The first order of a kind is undone for all experts: a conversion treats them alike.
                 orders.setdefault(segment.source.kind, rows)
     for kind, rows in orders.items():
         yield Repair(
             mistake=WeightMistake.ORDER,
             kinds=(kind,),
             text=f"rows of {word_kinds([kind])} lie in another order",
-            change=_change_each(sources, [kind], itemgetter(rows.argsort())),
+            change=_change_each(sources, [kind], partial(_take_rows, rows=rows.argsort())),
         )
 
 
 def _undo_rotary_orders(sources: SourceTensors, spec: ModelSpec) -> Iterator[Repair]:
-    """Yield repairs for rotated rows that lie in pairs while the forward rotates halves, and the reverse."""
+    """Yield repairs for rotated rows in halves that the forward takes for pairs, and for the reverse.
+
+    The rows that rotate together are 0 and `half`, 1 and `half + 1` in halves; 0 and 1, 2 and 3 in pairs.
+    """
     half = spec.rotary_dim // 2
     unrotated = torch.arange(spec.rotary_dim, spec.head_dim)
     halves_to_pairs = torch.cat((torch.arange(spec.rotary_dim).reshape(2, half).T.flatten(), unrotated))
-    for order, text in ((halves_to_pairs, "halves"), (halves_to_pairs.argsort(), "pairs")):
+    pairs_to_halves = halves_to_pairs.argsort()
+    for order, laid_out, taken in (
+        (halves_to_pairs, "halves", "pairs"),
+        (pairs_to_halves, "pairs", "halves"),
+    ):
         for kinds in _ROTARY_KINDS:
             yield Repair(
                 mistake=WeightMistake.ORDER,
                 kinds=kinds,
-                text=f"rotated rows of {', '.join(kinds)} lie in {text}, and the forward takes them for the other",
+                text=f"rotated rows of {', '.join(kinds)} lie in {laid_out}, and the forward takes them for {taken}",
                 change=_change_each(sources, kinds, partial(_reorder_heads, order=order)),
             )
 
@@ -168,13 +183,14 @@ def _undo_rotary_orders(sources: SourceTensors, spec: ModelSpec) -> Iterator[Rep
 def _undo_scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
     texts = set()
     for layout in layouts:
-        # No scale: it differs between elements (None), or nothing landed (0), or nothing changed (1).
-        if layout.origin.gain in (None, 0, 1) and layout.origin.offset in (None, 0):
+        gain, offset = layout.origin.gain, layout.origin.offset
+        # None: it differs between elements, so no single number undoes it; or nothing of the checkpoint landed.
+        if gain is None or offset is None or (gain, offset) == (1, 0):
             continue
-        gain, offset = layout.origin.gain or 1.0, layout.origin.offset or 0.0
+        changes = [f"multiplied by {gain:.4g}"] if gain != 1 else []
+        changes += [f"shifted by {offset:g}"] if offset != 0 else []
         for kind in layout.source_kinds:
-            added = f", and {offset:g} added" if offset else ""
-            text = f"{word_kinds([kind])} is multiplied by {gain:.4g}{added}"
+            text = f"{word_kinds([kind])} is {' and '.join(changes)}"
             if text not in texts:
                 texts.add(text)
                 yield Repair(
@@ -183,6 +199,10 @@ def _undo_scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Ite
                     text=text,
                     change=_change_each(sources, [kind], partial(_unscale, gain=gain, offset=offset)),
                 )
+
+
+def _take_rows(tensor: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
+    return tensor[rows]
 
 
 def _reorder_heads(tensor: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
@@ -196,7 +216,7 @@ def _unscale(tensor: torch.Tensor, *, gain: float, offset: float) -> torch.Tenso
 
 
 def _rename(partners: Mapping[str, str]) -> Change:
-    """Return the change that replaces each tensor by its partner."""
+    """Return the change that hands out, under each name, the tensor of the partner's name."""
     return lambda tensors: LazyTensors(partners, lambda name: tensors[partners[name]])
 
 

@@ -39,7 +39,7 @@ def render_inspection(inspection: WeightInspection) -> str:
 
 
 def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
-    """Return the inspection as JSON."""
+    """Return the inspection as JSON, under the keys of the first version, some of which have other names here."""
     trial = inspection.trial
     return {
         "verdict": str(inspection.verdict),

@@ -38,7 +38,7 @@ class TraceAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialOrder:
-    """An order to run the port that the last order of a dtype built."""
+    """An order to run the port that was built for the trial."""
 
     tensors: Tensors
     trial_input: TrialInput
@@ -54,7 +54,7 @@ Order = ExpertSample | torch.dtype | TrialOrder | None
 
 
 class SharedPort:
-    """A port on all ranks, as the lead uses it; without other ranks, messages go to nobody."""
+    """A port on all ranks, as the lead uses it. Making it sends the other ranks their assignment, if there are any."""
 
     def __init__(self, port: TracedPort, runtime: Runtime) -> None:
         self.port = port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from minimax_tools.errors import CheckpointError
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes
 
@@ -59,11 +58,8 @@ def _can_halve(spec: ModelSpec, num_ranks: int) -> bool:
 
 
 def _with(spec: ModelSpec, **changes: int) -> ModelSpec:
-    """Return the model with changed quantities of config.json; the model as it is if these do not divide."""
+    """Return the model with changed quantities of config.json; of fewer experts, each token takes fewer too."""
     experts = changes.get("num_local_experts", spec.num_local_experts)
     if experts != spec.num_local_experts:
         changes["num_experts_per_tok"] = min(spec.num_experts_per_tok, max(1, experts // 4))
-    try:
-        return ModelSpec.from_config({**spec.raw, "head_dim": spec.head_dim, **changes})
-    except CheckpointError:
-        return spec
+    return ModelSpec.from_config({**spec.raw, "head_dim": spec.head_dim, **changes})

@@ -57,15 +57,10 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensors:
-    """Tensors of a layer, all or some, with their elements numbered from 0 without gaps.
+    """Tensors of a layer, all or some, with their elements numbered from 0 without gaps."""
 
-    Args:
-        all: The tensors, in the order of their numbers.
-        starts: Number of the first element of each tensor, int64.
-    """
-
-    all: tuple[SourceTensor, ...]
-    starts: torch.Tensor = field(repr=False, compare=False)
+    all: tuple[SourceTensor, ...]  # the tensors, in the order of their numbers
+    starts: torch.Tensor = field(repr=False, compare=False)  # number of each tensor's first element, int64
 
     @classmethod
     def of(cls, spec: ModelSpec, *, experts: Collection[int] | None = None) -> SourceTensors:

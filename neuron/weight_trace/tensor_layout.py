@@ -56,7 +56,10 @@ def read_layout(origin: TensorOrigin, sources: SourceTensors) -> TensorLayout:
 
 
 def expert_orders(layouts: Sequence[TensorLayout]) -> Iterator[tuple[list[TensorLayout], tuple[int, ...]]]:
-    """Group expert tensors by name pattern; yield each group, sorted by the names' numbers, and its experts."""
+    """Group expert tensors by name pattern; yield each group, sorted by the names' numbers, and its experts.
+
+    So `experts.0.w2`, `experts.1.w2` and so on are a group, and its experts should be 0, 1 and so on.
+    """
     groups: dict[str, list[TensorLayout]] = {}
     for layout in layouts:
         if layout.experts:
@@ -72,6 +75,7 @@ def _experts_first(numbers: torch.Tensor, sources: SourceTensors) -> torch.Tenso
         return numbers
     experts = torch.where(numbers >= 0, sources.find_experts(numbers.clamp(min=0)), -1)
     for dim in range(numbers.dim()):
+        # The dim that counts experts: each of its slices holds elements of one expert, or of no source.
         slices = experts.movedim(dim, 0).flatten(1)
         expert_of_slice = slices.max(dim=1, keepdim=True).values
         if bool(((slices == expert_of_slice) | (slices < 0)).all()):
@@ -107,7 +111,7 @@ def _experts_of(matrices: tuple[Matrix, ...]) -> tuple[int, ...]:
         experts_held = {segment.source.expert for segment in matrix if segment.source is not None}
         if len(experts_held) != 1:
             return ()
-        (expert,) = experts_held
+        expert = experts_held.pop()
         if expert is None:
             return ()
         experts.append(expert)
@@ -142,10 +146,13 @@ def _word_layout(
 def _word_continued(matrices: tuple[Matrix, ...]) -> str | None:
     """Return the text of matrices that each continue the rows of the matrix before; None if they do not.
 
-    A projection that fuses q, k and v of one group of heads after the other does.
+    So lies a projection that fuses q, k and v of one group of heads after the other.
     """
+    if len({tuple(segment.lines for segment in matrix) for matrix in matrices}) > 1:
+        return None
     sizes = []
-    for segments in zip(*matrices, strict=False):
+    # The segments at one place of all matrices: q of each group of heads, then k, then v.
+    for segments in zip(*matrices, strict=True):
         next_row: dict[str, int] = {}
         for segment in segments:
             source, rows = segment.source, segment.rows

@@ -25,8 +25,8 @@ class TensorOrigin:
     Args:
         numbers: Source numbers, int64, of the tensor's shape or of its traced part; or `CONSTANT`, `COMPUTED`,
             `NOT_SAMPLED`.
-        gain: Factor of the landed elements; None if it differs between them.
-        offset: Number added to the landed elements; None if it differs between them.
+        gain: Factor of the landed elements; None if it differs between them, or none landed.
+        offset: Number added to the landed elements; None if it differs between them, or none landed.
         rounding: Largest relative error of the landed elements after gain and offset are undone; 0 if exact.
         rounding_float32: The same of those landed elements whose source is float32 in every run.
         constant: Value of the `CONSTANT` elements; None if it differs between them, or there are none.

@@ -73,15 +73,12 @@ class ExpertSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialMemory:
-    """Memory plan of the trial.
+    """Memory plan of the trial."""
 
-    Args:
-        dtype: Dtype in which the port is built.
-        keeps_tensors: True to keep the generated weights in memory, in float32; else each access makes them anew.
-    """
-
-    dtype: torch.dtype
-    keeps_tensors: bool
+    dtype: torch.dtype  # dtype in which the port is built
+    keeps_tensors: (
+        bool  # True to keep the generated float32 weights in memory; else each access makes them anew
+    )
 
     @classmethod
     def fitting(

@@ -55,38 +55,27 @@ class TrialInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialPort:
-    """A port that is built and can be run.
+    """A port that is built and can be run."""
 
-    Args:
-        run: Converts and loads tensors, and returns the port's output [B,S,H]; raises TargetError if the port fails.
-        computes_in_bf16: True if the port holds BF16 parameters, whatever dtype it was built in.
-    """
-
+    # Converts and loads tensors, and returns the port's output [B,S,H]; raises TargetError if the port fails.
     run: Callable[[Tensors, TrialInput], torch.Tensor]
-    computes_in_bf16: bool
+    computes_in_bf16: bool  # True if the port holds BF16 parameters, whatever dtype it was built in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """Comparison of the port's output with the reference layer's.
+    """Comparison of the port's output with the reference layer's."""
 
-    Args:
-        error: ‖port − reference‖ / ‖reference's delta‖; None if the port could not run.
-        limit: Largest error at which the outputs agree.
-        repairs: Repairs that make the outputs agree; empty if none was needed or none helped.
-        repaired_error: The error with all repairs; None without repairs.
-        exact_error: Lowest error on weights that quantisation keeps; None if they were not tried.
-        exact_in: The way of quantisation with that error, a key of `EXACT_VALUES`; None if none was tried.
-        failure: Reason why the port could not run; None if it ran.
-    """
-
-    error: float | None
-    limit: float
+    error: float | None  # ‖port − reference‖ / ‖reference's delta‖; None if the port could not run
+    limit: float  # largest error at which the outputs agree
+    # Repairs that make the outputs agree; empty if none was needed or none helped.
     repairs: tuple[Repair, ...] = ()
-    repaired_error: float | None = None
+    repaired_error: float | None = None  # the error with all repairs; None without repairs
+    # Lowest error on weights that quantisation keeps; None if they were not tried.
     exact_error: float | None = None
+    # The way of quantisation with that error, a key of `EXACT_VALUES`; None if none was tried.
     exact_in: str | None = None
-    failure: str | None = None
+    failure: str | None = None  # reason why the port could not run; None if it ran
 
     @property
     def is_right(self) -> bool:
@@ -149,7 +138,10 @@ def _search_repairs(
     error: float,
     limit: float,
 ) -> tuple[tuple[Repair, ...], float] | None:
-    """Add the best repair again and again; return the repairs and the error they leave, None if it stays large."""
+    """Add the best repair again and again; return the repairs and the error they leave, None if it stays large.
+
+    `error_with` runs the port with repairs and returns its error; `error` is that without any.
+    """
     # If the output is NaN or Inf, the error is infinite, and so is any share of it: then only the limit counts.
     largest_final_error = max(limit, _MAX_ERROR_LEFT_BY_ALL * error) if math.isfinite(error) else limit
     remaining = list(candidates)
@@ -215,7 +207,8 @@ def _make_tensors(spec: ModelSpec, layer: int) -> Tensors:
 def _make_input(spec: ModelSpec) -> TrialInput:
     num_tokens = _BATCH_SIZE * _SEQUENCE_LENGTH
     shape = (min(spec.vocab_size, num_tokens), spec.hidden_size)
-    rows = next(iter(SyntheticWeights(spec, seed=_SEED).make(EMBEDDING, shape=shape, dtype=torch.float32)))
+    weights = SyntheticWeights(spec, seed=_SEED)
+    rows = torch.cat(list(weights.make(EMBEDDING, shape=shape, dtype=torch.float32)))
     batch_shape = (_BATCH_SIZE, _SEQUENCE_LENGTH)
     return TrialInput(
         hidden_states=rows[torch.arange(num_tokens) % len(rows)].reshape(*batch_shape, spec.hidden_size),

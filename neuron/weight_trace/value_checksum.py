@@ -17,17 +17,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class ValueChecksum:
-    """A checksum of values in any order. Two of different values are equal only by an unlikely chance.
+    """A checksum of values in any order. Different values have equal checksums only by an unlikely chance."""
 
-    Args:
-        bits: Sum of the values' bits, read as integers.
-        squared_bits: Sum of the squares of these integers, each modulo a prime.
-        squares: Sum of the finite values' squares; not compared, as its rounding depends on the order.
-    """
-
-    count: int = 0
-    bits: int = 0
-    squared_bits: int = 0
+    count: int = 0  # number of values
+    bits: int = 0  # sum of the values' bits, read as integers
+    squared_bits: int = 0  # sum of the squares of these integers, each modulo a prime
+    # Sum of the finite values' squares; not compared, as its rounding depends on the order.
     squares: float = field(default=0.0, compare=False)
     num_nonfinite: int = field(default=0, compare=False)
 

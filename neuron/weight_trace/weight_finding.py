@@ -10,17 +10,17 @@ from minimax_tools.text_enum import TextEnum
 class WeightMistake(TextEnum):
     """Kind of fault in a weight."""
 
-    MISSING = "missing"
-    DUPLICATED = "duplicated"
-    SWAPPED = "swapped"
-    TRANSPOSED = "transposed"
-    ORDER = "order"
-    SCALED = "scaled"
-    COMPUTED = "computed"
-    DTYPE = "dtype"
-    NEVER_BOUND = "never_bound"
-    ZERO = "zero"
-    VALUES = "values"
+    MISSING = "missing"  # source elements land nowhere
+    DUPLICATED = "duplicated"  # source elements land several times
+    SWAPPED = "swapped"  # one kind lies where another belongs
+    TRANSPOSED = "transposed"  # not transposed, or reshaped instead
+    ORDER = "order"  # rows, columns or experts lie in another order
+    SCALED = "scaled"  # multiplied, or a number added
+    COMPUTED = "computed"  # computed from several source elements
+    DTYPE = "dtype"  # rounded
+    NEVER_BOUND = "never_bound"  # still holds what the constructor gave it
+    ZERO = "zero"  # zero everywhere once the checkpoint's layer is loaded
+    VALUES = "values"  # other numbers than the checkpoint's once it is loaded
 
 
 class Severity(TextEnum):
@@ -33,19 +33,14 @@ class Severity(TextEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFinding:
-    """A fault in a port's weights, or something that may be one.
-
-    Args:
-        kinds: Kinds of the source tensors concerned: `q_proj`, `w1`.
-        port_tensors: Names of the port's tensors concerned.
-        contradicts_names: True if the port's own names say otherwise: then it is wrong even without a trial.
-    """
+    """A fault in a port's weights, or something that may be one."""
 
     mistake: WeightMistake
     severity: Severity
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # kinds of the source tensors concerned: `q_proj`, `w1`
     text: str
-    port_tensors: tuple[str, ...] = ()
+    port_tensors: tuple[str, ...] = ()  # names of the port's tensors concerned
+    # True if the port's names say otherwise: then it is wrong even without a trial.
     contradicts_names: bool = False
 
     def cleared(self, reason: str) -> WeightFinding:

@@ -22,7 +22,7 @@ from neuron.cli import main as mm2_test
 # States of a golden before it is damaged: as written, certified, and both with the fewer digests of an older mm2.
 STATES = ("plain", "certified", "old", "old_certified")
 
-# This port equals the golden bit for bit, so its layers are judged on the golden's inputs.
+# This port equals the golden bit for bit: so in a chained run, too, each layer's input is the golden's.
 _SAME_PORT = EXAMPLES / "transformers_port.py"
 
 

@@ -31,28 +31,22 @@ _OTHER_VALUES, _OTHER_TWINS, _OTHER_FLOORS = (
 )
 _MODEL_VALUES, _MODEL_TWINS, _MODEL_FLOORS = (f"model{kind}.safetensors" for kind in ("", ".fp32", ".floor"))
 _INPUTS = "inputs.safetensors"
-_PLACE = f"of layer {LAYER}"
+# Words of a refusal. Of two exchanged files, that of the lower layer is read first, and refused.
+_PLACE, _OTHER_PLACE = (f"of layer {layer}" for layer in (LAYER, OTHER_LAYER))
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A way to damage a capture.
-
-    Args:
-        apply: Function that damages a capture directory.
-        named: Words that a refusal must contain, beside the capture.
-        is_of_golden: True if the golden is damaged, False if the device run is.
-        is_without_twins: True if the golden keeps only the statistics of its noise floor, no float32 twins.
-        is_provable_when_old: True if the damage shows without digests of twins and floors.
-    """
+    """A way to damage a capture."""
 
     name: str
-    apply: Callable[[Path], None]
-    named: tuple[str, ...] = ()
+    apply: Callable[[Path], None]  # function that damages a capture directory
+    named: tuple[str, ...] = ()  # words that a refusal must contain, beside the capture
     _: KW_ONLY
-    is_of_golden: bool = True
+    is_of_golden: bool = True  # True if the golden is damaged, False if the device run is
+    # True if the golden keeps only the statistics of its noise floor, no float32 twins.
     is_without_twins: bool = False
-    is_provable_when_old: bool = True
+    is_provable_when_old: bool = True  # True if the damage shows without digests of twins and floors
 
 
 def _scale(factor: float) -> Change:
@@ -114,7 +108,7 @@ _SIGNABLE = (
     Damage(
         "twins exchanged with another layer's",
         _apply(exchange_files, _TWINS, _OTHER_TWINS),
-        ("of layer 0", _OTHER_TWINS),
+        (_OTHER_PLACE, _OTHER_TWINS),
     ),
     _damage_of_site("twin cast to int8", _TWINS, "q_proj", lambda tensor: tensor.to(torch.int8)),
     _damage_of_site("twin rounded to bfloat16", _TWINS, "q_proj", lambda tensor: tensor.to(torch.bfloat16)),
@@ -129,7 +123,7 @@ _SIGNABLE = (
     Damage(
         "floors exchanged with another layer's",
         _apply(exchange_files, _FLOORS, _OTHER_FLOORS),
-        ("of layer 0", _OTHER_FLOORS),
+        (_OTHER_PLACE, _OTHER_FLOORS),
     ),
     Damage(
         "router's noise a thousand times as large",

@@ -82,7 +82,7 @@ class _Bench:
         return cls(folder=folder, spec=spec, golden=golden)
 
     def bisect(self, layers: frozenset[int], extent: Extent) -> Bisection:
-        """Bisect a port that is wrong in these layers."""
+        """Bisect a port that is wrong in these layers: until the first is found, or all, as `extent` says."""
         request = BisectRequest(
             spec=self.spec,
             golden=self.golden,

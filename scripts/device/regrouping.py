@@ -35,21 +35,14 @@ _RESET_PEAK = "5"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Experts in one tensor.
+    """Experts in one tensor."""
 
-    Args:
-        flat: All values, BF16.
-        matrices: Views of `flat`: w1 [I,H], w3 [I,H] and w2 [H,I] of each expert, by the hub's relative names.
-        num_experts: E.
-        intermediate_size: I.
-        hidden_size: H.
-    """
-
-    flat: torch.Tensor
+    flat: torch.Tensor  # all values, BF16
+    # Views of `flat`: w1 [I,H], w3 [I,H] and w2 [H,I] of each expert, by the hub's relative names.
     matrices: Mapping[str, torch.Tensor]
-    num_experts: int
-    intermediate_size: int
-    hidden_size: int
+    num_experts: int  # E
+    intermediate_size: int  # I
+    hidden_size: int  # H
 
     @classmethod
     def draw(cls, num_experts: int) -> Experts:
@@ -77,16 +70,17 @@ class Experts:
     def group(self, storage: torch.Tensor, pool: ReadingPool) -> None:
         """Fill `storage`, of the size of `flat`, with gate and up [E,2·I,H], then down [E,H,I]."""
         gate_up, down = self._divide(storage)
-        shape = (self.num_experts, 2 * self.intermediate_size, self.hidden_size)
-        self._group(gate_up.view(shape), down.view(shape[0], shape[2], -1), pool)
+        count, inner, hidden = self.num_experts, self.intermediate_size, self.hidden_size
+        self._group(gate_up.view(count, 2 * inner, hidden), down.view(count, hidden, inner), pool)
 
     def group_transposed(self, storage: torch.Tensor, pool: ReadingPool) -> None:
         """Fill `storage`, of the size of `flat`, with gate and up [E,H,2·I], then down [E,I,H]: NxDI's layout."""
         gate_up, down = self._divide(storage)
-        shape = (self.num_experts, self.hidden_size, 2 * self.intermediate_size)
-        self._group(gate_up.view(shape).mT, down.view(shape[0], -1, shape[1]).mT, pool)
+        count, inner, hidden = self.num_experts, self.intermediate_size, self.hidden_size
+        self._group(gate_up.view(count, hidden, 2 * inner).mT, down.view(count, inner, hidden).mT, pool)
 
     def _divide(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Divide the storage into that of gate and up, and that of down."""
         # Two of an expert's three matrices, all of one size, are gate and up.
         third = storage.numel() // 3
         return storage[: 2 * third], storage[2 * third :]
@@ -98,7 +92,7 @@ class Experts:
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """Yield the figures of the untransposed layout, and of NxDI's."""
+    """Yield the figures of the untransposed layout, and of that of NxDI (NxD Inference)."""
     experts = Experts.draw(_NUM_EXPERTS[scale])
     with ReadingPool(torch.get_num_threads()) as pool:
         peak_bytes = _peak_above(lambda: experts.group(torch.empty_like(experts.flat), pool))

@@ -181,7 +181,7 @@ class LoadingBench:
             if checkpoint is not None:
                 cache.prepare(checkpoint.shards)
             measured = self._run(place, arguments)
-            if checkpoint is None or cache.fits(measured.disk_bytes / checkpoint.stored_bytes):
+            if checkpoint is None or cache.fits(measured.disk_bytes, checkpoint.stored_bytes):
                 break
             say(f"  the page cache did not stay {cache.value}: once more")
         else:

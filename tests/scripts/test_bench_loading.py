@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,13 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
+def record_of(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The printed record; a measurement that could not run (exit code 3) prints nothing, and its reason to stderr."""
+    assert result.returncode in (0, 1), f"exit code {result.returncode}: {result.stderr}"
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> LoadingBench:
     return LoadingBench(scratch=tmp_path, scale=SCALES["toy"], seq_lens=(5, 3))
@@ -60,7 +68,7 @@ def bench(tmp_path: Path) -> LoadingBench:
 def test_figures_asked_for_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
     wanted = "fp8_dequantise_gb_per_s,memory_bandwidth_gb_per_s"
     result = run("--only", wanted, "--scratch", tmp_path, "--json")
-    record = json.loads(result.stdout)
+    record = record_of(result)
     assert record["benchmark"] == "loading"
     figures = {figure["figure"]: figure for figure in record["figures"]}
     assert set(wanted.split(",")) <= set(figures)
@@ -72,7 +80,7 @@ def test_figures_asked_for_are_measured_and_nothing_is_left(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_every_figure_of_the_issue_is_measured(tmp_path: Path) -> None:
     result = run("--scratch", tmp_path, "--json")
-    figures = {figure["figure"]: figure for figure in json.loads(result.stdout)["figures"]}
+    figures = {figure["figure"]: figure for figure in record_of(result)["figures"]}
     assert set(figures) >= NAMED_IN_THE_ISSUE
     assert sorted(figures) == sorted(name for group in bench_loading.GROUPS for name in group.figures)
     for name in figures:
@@ -92,6 +100,27 @@ def test_unknown_figure_is_wrong_usage(tmp_path: Path) -> None:
     result = run("--only", "peak_anonymous", "--scratch", tmp_path)
     assert result.returncode == 2
     assert "no figure peak_anonymous: choose of" in result.stderr
+
+
+def test_figure_of_full_size_without_its_checkpoint_is_wrong_usage(tmp_path: Path) -> None:
+    result = run("--only", "full_size_s,memory_bandwidth_gb_per_s", "--scratch", tmp_path)
+    assert result.returncode == 2
+    assert "add --full-size DIR" in result.stderr
+
+
+@pytest.mark.parametrize(("only", "is_measured"), [("full_size_s", True), ("offload_load_s", False)])
+def test_full_size_is_measured_if_its_figures_are_asked_for(
+    only: str, is_measured: bool, bench: LoadingBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(bench_loading, "GROUPS", ())
+    monkeypatch.setattr(
+        bench_loading, "measure_full_size", lambda _, folder, **__: asked.append(folder) or ()
+    )
+    words = ["bench_loading.py", "--only", only, "--full-size", "model"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert not list(bench_loading._measure(bench, bench_loading._parse_arguments()))
+    assert asked == [Path("model")] * is_measured
 
 
 def test_probe_that_fails_ends_the_benchmark(bench: LoadingBench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +167,24 @@ def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: LoadingBen
             )
             assert measured.values["bytes_read"] == checkpoint.stored_bytes
             assert measured.disk_bytes / checkpoint.stored_bytes == pytest.approx(share, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("cache", "disk_bytes", "fits"),
+    [
+        (CacheState.WARM, 0, True),
+        # Libraries that left the cache, and one part in fifty of the checkpoint.
+        (CacheState.WARM, 20_000_000 + 18_000_000, True),
+        (CacheState.WARM, 100_000_000, False),
+        (CacheState.COLD, 1_000_000_000, True),
+        (CacheState.COLD, 100_000_000, False),
+        (CacheState.ANY, 100_000_000, True),
+    ],
+)
+def test_state_of_the_cache_is_told_by_the_bytes_from_the_disk(
+    cache: CacheState, disk_bytes: int, fits: bool
+) -> None:
+    assert cache.fits(disk_bytes, 1_000_000_000) is fits
 
 
 @pytest.mark.slow

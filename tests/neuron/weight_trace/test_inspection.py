@@ -132,6 +132,15 @@ state[QKV] = torch.cat((q, v, k))
         "transposed",
         {"w2"},
     ),
+    # Twice as wide as it is high: each of its torn columns still holds elements of a single row.
+    "wide_matrix_reshaped_not_transposed": (
+        """
+weight = state["self_attn.o_proj.weight"]
+state["self_attn.o_proj.weight"] = weight.mT.reshape(weight.shape)
+""",
+        "transposed",
+        {"o_proj"},
+    ),
     "experts_in_text_order": (
         """
 order = sorted(range(config.num_local_experts), key=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minimax_tools.model.weight_names import K_PROJ, V_PROJ
+from minimax_tools.model.weight_names import K_PROJ, Q_PROJ, V_PROJ
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.layout_check import check_layouts
 from neuron.weight_trace.source_tensors import SourceTensors
@@ -48,6 +48,26 @@ def test_a_reshaped_tensor_beside_another_is_found() -> None:
     keys, values = numbers_of(K_PROJ), numbers_of(V_PROJ)
     layout = layout_of(torch.cat((keys.T.reshape(keys.shape), values), 1))
     (finding,) = [
-        finding for finding in check_layouts([[layout]], SOURCES) if finding.mistake is WeightMistake.ORDER
+        finding
+        for finding in check_layouts([[layout]], SOURCES)
+        if finding.mistake is WeightMistake.TRANSPOSED
     ]
-    assert finding.text == f"kv: columns 0–{keys.shape[1] - 1} elements in no order of k_proj"
+    where = f"columns 0–{keys.shape[1] - 1}"
+    assert finding.text == f"kv: {where} rows torn: k_proj transposed, and reshaped back"
+
+
+def test_groups_of_heads_continue_each_other() -> None:
+    queries, keys = numbers_of(Q_PROJ), numbers_of(K_PROJ)
+    layout = layout_of(torch.stack([torch.cat((queries[i : i + 8], keys[i : i + 4])) for i in (0, 8)]))
+    assert "times the next" not in layout.text, "keys 4 to 7 are left out"
+    groups = [torch.cat((queries[8 * i : 8 * i + 8], keys[4 * i : 4 * i + 4])) for i in (0, 1)]
+    assert layout_of(torch.stack(groups)).text == "2 times the next 8 rows of q_proj, 4 rows of k_proj"
+
+
+def test_groups_of_other_sizes_do_not_continue_each_other() -> None:
+    queries, keys = numbers_of(Q_PROJ), numbers_of(K_PROJ)
+    alone, divided = queries[:8], torch.cat((queries[8:12], keys[:4]))
+    text = layout_of(torch.stack((alone, divided))).text
+    assert text.startswith(
+        "2 parts, of unequal content: the first q_proj, its rows 0–7; number 1 rows 0–3 q_proj"
+    )
