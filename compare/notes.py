@@ -114,13 +114,13 @@ def _unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
 
 
 def _nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
-    """Name the first site with NaN or Inf on a real row, unless it is blamed already."""
+    """Name the first site with NaN or Inf on a real token, unless it is blamed already."""
     for site in sites:
         if site.metrics is not None and site.metrics.num_nonfinite_target:
             if any(site.layer == blamed.layer and site.site in blamed.sites for blamed in blame):
                 return ()
             place = site.site if site.layer is None else f"{site.site} of layer {site.layer}"
-            return (f"the first NaN or Inf on a real row is at {place}",)
+            return (f"the first NaN or Inf on a real token is at {place}",)
     return ()
 
 

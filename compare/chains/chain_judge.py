@@ -57,7 +57,7 @@ class ChainJudge:
         The output is its last layer's, [B,S,H] on the CPU (B batch, S sequence, H hidden).
 
         Raises:
-            IncomparableError: The golden holds NaN or Inf on a real row.
+            IncomparableError: The golden holds NaN or Inf on a real token.
             CaptureError: The golden cannot be read.
         """
         return self._judge_single(span, output) if len(span) == 1 else self._judge_chain(span, output)
@@ -91,7 +91,7 @@ class ChainJudge:
         target = self._batch.rows(output, Site.OUTPUT)
         if not bool(reference.isfinite().all()):
             raise IncomparableError(
-                f"the golden's output of layer {span.last} holds NaN or Inf on real rows",
+                f"the golden's output of layer {span.last} holds NaN or Inf on real tokens",
                 next_step="Make the golden again: no port can be judged by this one.",
             )
         limits = chain_limits(len(span), reference.dtype)
@@ -101,7 +101,7 @@ class ChainJudge:
         visible = _invert(measure_error(reference, reference + noise, unit).excess(limits))
         num_nonfinite = int((~target.isfinite()).sum())
         if num_nonfinite:
-            reason = f"{num_nonfinite} NaN or Inf on real rows"
+            reason = f"{num_nonfinite} NaN or Inf on real tokens"
             return Chain(span=span, is_right=False, excess=math.inf, visible=visible, reason=reason)
         error = measure_error(reference, target, unit)
         excess = error.excess(limits)

@@ -21,7 +21,7 @@ _CLEARLY_WRONG = 10.0
 class MistakeFinding:
     """A mistake, or two together, as tried on one layer, or on a site outside the layers.
 
-    `parameters` holds `rows`: `decode` if only decoded rows are wrong. With two mistakes, each name begins with the
+    `parameters` holds `rows`: `decode` if only decoded tokens are wrong. With two mistakes, each name begins with the
     mistake, as in `rope_theta.theta`.
     """
 

@@ -27,7 +27,7 @@ class Score:
     """
 
     hypothesis: Hypothesis  # the supposed mistake
-    is_decode_only: bool  # whether the mistake was supposed in decoded rows alone
+    is_decode_only: bool  # whether the mistake was assumed in decoded tokens alone
     leaves: float  # ρ of the port against the hypothesis, at the site where it is largest
     unexplained: float  # the same ρ against the layer without a mistake
     misfit: float  # ρ² against the hypothesis, averaged over the sites

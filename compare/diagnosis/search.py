@@ -134,7 +134,7 @@ def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> li
     names = {score.hypothesis.name for score in ranked[:_MOST_SURVIVORS]}
     names |= {score.hypothesis.name for score in ranked if score.misfit <= null}
     names |= {score.hypothesis.name for score in _most_alike(_with_fitted_parameter(ranked))}
-    # In all rows and in decoded rows it is one hypothesis, which is judged once.
+    # In all tokens and in decoded tokens it is one hypothesis, which is judged once.
     survivors = {id(score.hypothesis): score.hypothesis for score in ranked if score.hypothesis.name in names}
     logger.info("Trying the best %d on %d tokens.", len(survivors), len(screen.base.tokens))
     return screen.judge(list(survivors.values()))

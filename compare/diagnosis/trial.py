@@ -144,7 +144,7 @@ class Trial:
         *,
         judged_if_right: torch.Tensor,
     ) -> list[Score]:
-        """Score a mistake of all rows, and the same of decoded rows alone.
+        """Score a mistake of all tokens, and the same of decoded tokens alone.
 
         `judged` are the tokens that count where the mistake is made, `judged_if_right` those that count elsewhere.
         """

@@ -43,7 +43,7 @@ def judge_values(
         replayed: `rows` with the golden computed with the port's experts, for noise to judge; None to judge `rows`.
 
     Raises:
-        IncomparableError: The golden holds NaN or Inf on a real row.
+        IncomparableError: The golden holds NaN or Inf on a real token.
     """
     metrics = _measure(rows, criteria)
     if metrics.num_nonfinite_reference:
@@ -122,7 +122,7 @@ def _nearest_tokens(rows: Rows, limits: NoiseLimits, context: LimitContext) -> R
 def _unusable(result: SiteResult, metrics: PairMetrics) -> IncomparableError:
     place = f"{result.site} of layer {result.layer}" if result.layer is not None else result.site
     return IncomparableError(
-        f"the golden's {place} holds {metrics.num_nonfinite_reference} NaN or Inf on real rows",
+        f"the golden's {place} holds {metrics.num_nonfinite_reference} NaN or Inf on real tokens",
         next_step="Make the golden again: no port can be judged by this one.",
     )
 
@@ -131,7 +131,7 @@ def _describe_nonfinite(rows: Rows, metrics: PairMetrics) -> str:
     first = int((~rows.target.isfinite()).any(dim=-1).nonzero()[0])
     row, position = rows.places[first].tolist()
     count = metrics.num_nonfinite_target
-    return f"{count} NaN or Inf on real rows, the first at row {row}, position {position}"
+    return f"{count} NaN or Inf on real tokens, the first at row {row}, position {position}"
 
 
 def _note_dtype(judgement: Judgement, rows: Rows) -> Judgement:

@@ -194,7 +194,7 @@ class LayerJudge:
         return self._sides.limit_context(hides_flips=site in _PAST_A_FLIP and self._replay is None)
 
     def stored_rows(self, site: Site) -> Rows:
-        """Read the real rows of a site that both sides hold in one shape, with the golden's floor."""
+        """Read the real tokens of a site that both sides hold in one shape, with the golden's floor."""
         reference, target = self._reference.read(self._layer, site), self._target.read(self._layer, site)
         twin = self._reference.read_twin(self._layer, site)
         golden, port = self._batch.rows(reference, site), self._batch.rows(target, site)

@@ -45,7 +45,7 @@ class Batch:
         return cls(port if golden is None else golden)
 
     def rows(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """Return the real rows [T,F] of a site's tensor, which is [B,S,…] or [B·S,F].
+        """Return the real tokens [T,F] of a site's tensor, which is [B,S,…] or [B·S,F].
 
         Raises:
             IncomparableError: The tensor is of another batch.

@@ -116,7 +116,7 @@ def _refuse_other_dtype(reference: Description, target: Description) -> None:
 
 
 def _find_difference(reference: Inputs, target: Inputs) -> str | None:
-    """Return the first difference on real rows, in words; None if only padding differs."""
+    """Return the first difference on real tokens, in words; None if only padding differs."""
     mask = reference.attention_mask
     if mask.shape != target.attention_mask.shape:
         shapes = [f"{inputs.batch_size}x{inputs.sequence_length}" for inputs in (reference, target)]

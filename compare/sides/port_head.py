@@ -26,7 +26,7 @@ from minimax_tools.reference.head import Float32Head
 class PortHeadGolden(Capture):
     """A capture whose final norm and logits are computed anew; all else is the golden's.
 
-    `layer` is the last one; its output in `target` is finite on real rows.
+    `layer` is the last one; its output in `target` is finite on real tokens.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ _VARIANT = "random_1"
 class PortInputGolden(Capture):
     """A capture of which one layer is computed anew; all else is the golden's.
 
-    The layer's input in `target` is finite on real rows; `weights` are in the dtype that the golden computed in.
+    The layer's input in `target` is finite on real tokens; `weights` are in the dtype that the golden computed in.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Sides:
         )
 
     def read_rows(self, layer: int, site: Site) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Read both sides' real rows [T,F]; None if a side lacks them, or they cannot be compared."""
+        """Read both sides' real tokens [T,F]; None if a side lacks them, or they cannot be compared."""
         if site not in self.reference.sites(layer) or site not in self.target.sites(layer):
             return None
         reference, target = self.reference.read(layer, site), self.target.read(layer, site)
@@ -49,13 +49,13 @@ class Sides:
         return self.batch.rows(reference, site), self.batch.rows(target, site)
 
     def read_golden(self, layer: int, site: Site) -> torch.Tensor | None:
-        """Read the golden's real rows, [T,F] float32; None if it lacks them."""
+        """Read the golden's real tokens, [T,F] float32; None if it lacks them."""
         if site not in self.reference.sites(layer):
             return None
         return self.batch.rows(self.reference.read(layer, site), site).float()
 
     def read_exact(self, layer: int, site: Site) -> torch.Tensor | None:
-        """Read the real rows of the float32 twin, or of the golden if it kept no twin: [T,F] float32."""
+        """Read the real tokens of the float32 twin, or of the golden if it kept no twin: [T,F] float32."""
         twin = self.reference.read_twin(layer, site)
         return self.read_golden(layer, site) if twin is None else self.batch.rows(twin, site).float()
 

@@ -130,7 +130,7 @@ class CheckedCapture:
         return [
             digests.check("tensors agree with their digests"),
             self._floor.check("stored distances are those from the golden to its float32 twins"),
-            self._finite.check("tensors hold no NaN or Inf on a real row"),
+            self._finite.check("tensors hold no NaN or Inf on a real token"),
         ]
 
     def _read(self, entry: Entry) -> torch.Tensor | None:

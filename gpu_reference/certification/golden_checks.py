@@ -1,6 +1,6 @@
 """Figures that check one layer of a golden, and their limits.
 
-Distances are relative, in float64, over the real rows. `real` is always bool [B,S], false on padding.
+Distances are relative, in float64, over the real tokens. `real` is always bool [B,S], false on padding.
 Shapes: B batch, S sequence, N heads, D head_dim, E experts, k experts per token.
 """
 
@@ -52,7 +52,7 @@ def bf16_limit(site: Site) -> float:
 
 
 def scale_error(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:
-    """Return the relative difference in scale over the real rows; infinite if a value is not finite."""
+    """Return the relative difference in scale over the real tokens; infinite if a value is not finite."""
     found_values, exact = (_rows(site, tensor)[real].double().flatten() for tensor in (found, expected))
     if not torch.isfinite(found_values).all():
         return float("inf")
@@ -62,7 +62,7 @@ def scale_error(site: Site, found: torch.Tensor, expected: torch.Tensor, real: t
 
 
 def relative_distance(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:
-    """Return ‖found − expected‖ / ‖expected‖ over the real rows; infinite if a value is not finite.
+    """Return ‖found − expected‖ / ‖expected‖ over the real tokens; infinite if a value is not finite.
 
     If all expected values are 0, return ‖found‖.
     """
@@ -148,7 +148,7 @@ def find_router_faults(
 
 
 def count_nonfinite(site: Site, tensor: torch.Tensor, real: torch.Tensor) -> int:
-    """Count NaN and Inf on the real rows."""
+    """Count NaN and Inf on the real tokens."""
     rows = _rows(site, tensor)[real]
     return int((~torch.isfinite(rows)).sum()) if rows.is_floating_point() else 0
 

@@ -1,7 +1,7 @@
 """DumpAssembly: a site's real tokens, put together from the pieces of ranks and passes.
 
 A pass is one forward pass of the dumped run; `step` is its label. A group is passes that follow each other for the same
-prompts, such as a prefill and the decoded rows behind it. A term is a tensor that a site is a sum of. In messages,
+prompts, such as a prefill and the decoded tokens behind it. A term is a tensor that a site is a sum of. In messages,
 `what` is the name of what is read.
 
 B prompts, S their padded length, T real tokens of all prompts, T' rows of one pass, F channels, N heads, D head_dim.

@@ -154,7 +154,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return None if self._mask is None else self._mask.to(torch.int64)
 
     def read_input_ids(self) -> torch.Tensor | None:
-        """Read the dump's token ids, int64 [B,S]; None if it holds none, or does not tell real rows."""
+        """Read the dump's token ids, int64 [B,S]; None if it holds none, or does not tell real tokens."""
         found_site = self.found.sites.get((None, INPUT_IDS))
         steps = {step for group in self.found.passes for step in group}
         if (

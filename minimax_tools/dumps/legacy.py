@@ -77,14 +77,14 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         """Read the mask, int64 [B,S], 1 on real tokens; None if no file holds one.
 
         Raises:
-            CaptureError: The stored mask does not tell real rows from padding.
+            CaptureError: The stored mask does not tell real tokens from padding.
         """
         if self._layout.mask is None:
             return None
         mask = find_tensor(self._layout.mask, ())
         if mask is None or mask.ndim not in (1, 2) or not bool(((mask == 0) | (mask == 1)).all()):
             raise CaptureError(
-                f"the attention mask of {self.directory} does not tell real rows from padding",
+                f"the attention mask of {self.directory} does not tell real tokens from padding",
                 expected="[B,S] of 0 and 1",
                 found=describe_value(self._layout.mask),
                 next_step="Capture again with mm2, which stores the rows it ran.",

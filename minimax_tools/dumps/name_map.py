@@ -1,8 +1,8 @@
-"""NameMap: a user's YAML about another tool's dump: places of sites, real rows, ranks and passes.
+"""NameMap: a user's YAML about another tool's dump: places of sites, real tokens, ranks and passes.
 
 format: msprobe                 # else found from the files
 ranks: 2                        # else as many as wrote into the dump
-steps: ["0"]                    # passes to read, by label; [["0", "0.1"]] reads a prefill and a decoded row behind it
+steps: ["0"]                    # passes to read, by label; [["0", "0.1"]] reads a prefill and a decoded token behind it
 requests: ["0", "1"]            # the prompts' requests, in their order, if the dump names requests
 lengths: [48, 33]               # real tokens of each prompt; else those of the capture on the other side
 padding: right                  # the side on which rows are padded

@@ -130,7 +130,7 @@ def _read_mask(assembly: DumpAssembly, names: NameMap) -> torch.Tensor | None:
         mask = read_tensor(path, tensors[0].keys) if len(tensors) == 1 else torch.empty(0)
         if not _tells_real_rows(mask):
             raise CaptureError(
-                f"the attention mask {path} does not tell real rows from padding",
+                f"the attention mask {path} does not tell real tokens from padding",
                 expected="one tensor [B,S] of 0 and 1, a real token in every row",
                 found=f"{list(mask.shape)} of {mask.dtype}",
                 next_step="Give lengths and padding in the map instead.",

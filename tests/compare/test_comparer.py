@@ -36,7 +36,7 @@ def with_value(value: float, *place: int | slice) -> Callable[[torch.Tensor], to
 
 
 def nudge(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace one element of a real row by its neighbour."""
+    """Replace one element of a real token by its neighbour."""
     tensor[0, 3, 5] = torch.nextafter(tensor[0, 3, 5], tensor.new_tensor(math.inf))
     return tensor
 

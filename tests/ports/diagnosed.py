@@ -160,7 +160,7 @@ class ScaledKeys(cached_port.DecoderLayer):
 
 
 class ScaledKeysAndDecodedScores(ScaledKeys):
-    """A port with scaled keys, whose decoded rows also scale their scores by another width than head_dim."""
+    """A port with scaled keys, whose decoded tokens also scale their scores by another width than head_dim."""
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)

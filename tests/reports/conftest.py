@@ -153,7 +153,7 @@ def nonfinite() -> Comparison:
             layer=2,
             site="attn_context",
             status=SiteStatus.FAIL,
-            reason="64 NaN on real rows, the first at 0,17,0",
+            reason="64 NaN on real tokens, the first at 0,17,0",
             metrics=metrics(0.5, cosine=None, nonfinite=64),
             noise=noise(float("nan")),
             classic_failures=("64 elements are not finite",),
@@ -162,7 +162,7 @@ def nonfinite() -> Comparison:
             layer=2,
             site="attn_delta",
             status=SiteStatus.FAIL,
-            reason="3072 NaN on real rows",
+            reason="3072 NaN on real tokens",
             metrics=metrics(0.5, nonfinite=3072),
             noise=noise(float("inf")),
             classic_failures=("3072 elements are not finite",),
@@ -174,7 +174,7 @@ def nonfinite() -> Comparison:
             reason="shape [1, 96, 1536], expected [1, 96, 3072]",
         ),
     }
-    blame = (Blame(layer=2, sites=("attn_context",), reason="the earliest site with a NaN on a real row"),)
+    blame = (Blame(layer=2, sites=("attn_context",), reason="the earliest site with a NaN on a real token"),)
     return compare_sites(Verdict.FAIL, layers=3, changed=sites, blame=blame)
 
 

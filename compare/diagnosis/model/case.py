@@ -174,7 +174,7 @@ class ModelCases:
         return self._batch.rows(side.read(self._last_layer, Site.OUTPUT), Site.OUTPUT).float()
 
     def _judged_values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
-        """Return a site's real rows, float32 [T,F]; at the logits the judged columns alone."""
+        """Return a site's real tokens, float32 [T,F]; at the logits the judged columns alone."""
         rows = self._batch.rows(tensor, site)
         return (rows[:, self._columns] if site is ModelSite.LOGITS else rows).float()
 

@@ -117,7 +117,7 @@ def test_nan_on_a_real_row_is_wrong_and_in_padding_is_nobodys_business(capture: 
     output[0, 3, 5] = math.nan
     wrong = judge(capture, span, output)
     assert (wrong.is_right, wrong.excess) == (False, math.inf)
-    assert "1 NaN or Inf on real rows" in wrong.reason
+    assert "1 NaN or Inf on real tokens" in wrong.reason
 
 
 def test_wrong_massive_channel_is_seen(capture: Capture) -> None:

@@ -135,7 +135,7 @@ class TestNonfinite:
         comparison = judge(copyist.device_run(changes))
         assert blamed(comparison) == [(1, ("attn_context",))]
         result = site_of(comparison, 1, Site.ATTN_CONTEXT)
-        assert result.reason.endswith("NaN or Inf on real rows, the first at row 1, position 20")
+        assert result.reason.endswith("NaN or Inf on real tokens, the first at row 1, position 20")
         assert result.metrics is not None
         assert result.metrics.num_nonfinite_target == copyist.source.read(1, Site.ATTN_CONTEXT).shape[-1]
 
@@ -143,7 +143,7 @@ class TestNonfinite:
         changes = {(1, Site.Q_PROJ): scaled(0.9), (1, Site.Q_NORM): with_value(math.nan, 0, 3)}
         comparison = judge(copyist.device_run(changes))
         assert blamed(comparison) == [(1, ("q_proj",))]
-        assert comparison.notes == ("the first NaN or Inf on a real row is at q_norm of layer 1",)
+        assert comparison.notes == ("the first NaN or Inf on a real token is at q_norm of layer 1",)
 
     @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
     def test_padding_does_not_matter_at_all(self, garbage: float, copyist: Any, judge: Judge) -> None:

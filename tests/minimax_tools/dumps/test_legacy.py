@@ -174,7 +174,7 @@ def test_mask_that_no_file_holds_is_none(tmp_path: Path) -> None:
 )
 def test_mask_that_hides_the_padding_is_refused(mask: Any, tmp_path: Path) -> None:
     capture = LegacyCapture.open(write_golden(tmp_path / "full_model", attention_mask=mask))
-    with pytest.raises(CaptureError, match="does not tell real rows from padding"):
+    with pytest.raises(CaptureError, match="does not tell real tokens from padding"):
         capture.read_attention_mask()
 
 

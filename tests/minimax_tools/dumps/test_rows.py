@@ -74,5 +74,5 @@ def test_tokens_are_laid_out_with_zeros_on_padding() -> None:
 def test_passes_that_make_up_a_prompt_are_its_chunks() -> None:
     rows = TokenRows(lengths=(7,), padding="right", is_packed=None)
     assert [one.lengths for one in rows.in_passes((4, 2, 1))] == [(4,), (2,), (1,)]
-    # Padded to a bucket, they are a prefill and two decoded rows.
+    # Padded to a bucket, they are a prefill and two decoded tokens.
     assert [one.lengths for one in rows.in_passes((8, 1, 1))] == [(5,), (1,), (1,)]
