@@ -87,7 +87,7 @@ def _headline(comparison: Comparison) -> str:
         first, *others = groups
         more = f" (and {word_count(len(others), 'more place')})" if others else ""
         return f"{verdict}: {_word_group(first)}{more}"
-    # Without blame, as in a chained run, the first site that fails or warns is the place to start.
+    # Without blame, as in a chained run that was not recomputed, start at the first site that fails or warns.
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
     for site in comparison.sites:
         if site.status is worst:
@@ -120,7 +120,7 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
             canvas.paragraph(sentence, indent=4)
     for group in groups[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(word_sites(group.sites))}")
-    # In a chained run a layer's own mistake cannot be told from inherited errors.
+    # A comparison has a curve if the run is chained: then mm2 suggests no diagnosis.
     if comparison.curve is None and any(blame.layer is not None for blame in comparison.blame):
         sides = f"--gpu-path {comparison.reference} --neuron-path {comparison.target}"
         canvas.paragraph(f"To name the mistake: mm2-diagnose --model DIR {sides}")
@@ -156,6 +156,7 @@ def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
     shown = list(dict.fromkeys([*blamed, *layers]))[:_MOST_DETAILED_LAYERS]
     for layer in layers:
         if layer in shown:
+            # The reasons of blamed sites stand under "To blame": the table does not repeat them.
             explained = {name for blame in comparison.blame if blame.layer == layer for name in blame.sites}
             canvas.section(word_layer(layer).capitalize())
             draw_layer(canvas, comparison, layer, explained=frozenset(explained))

@@ -1,15 +1,15 @@
-"""Noise of right ports as records: one record for each judged site of each comparison.
+"""Noise of right ports as records: one record for each judged site of each comparison. `calibrate.py` writes them.
 
-A run is compared with several forms of its golden, named in `FLOORS`:
+Variants are copies of a layer that round in other places, as other correct implementations do. A floor that they widen
+is the error of the farthest of them, so ρ is smaller there. A run is compared with several forms of its golden, named
+in `FLOORS`:
 
 | floor | the golden has |
 |---|---|
 | `full` | float32 twins |
 | `stats` | only the statistics of the noise floor |
 | `off` | no noise floor |
-| `full_variants`, `stats_variants` | the first two, with a floor that variants widen: another unit of ρ |
-
-Variants are copies of the layer that round in other places. They widen the floor to the error of the farthest of them.
+| `full_variants`, `stats_variants` | the first two, with a floor that variants widen |
 
 With `full` and `off`, a copy of the run that hides its choice of experts is compared too: then nobody knows which
 tokens are past a flip.
@@ -82,7 +82,10 @@ def measure(
     *,
     floors: Collection[str] = FLOORS,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of one run of a port, compared with these forms of its golden."""
+    """Yield the records of one run of a port, compared with these forms of its golden.
+
+    `mode` is how the run was made: `isolated` or `chained`.
+    """
     hidden = HiddenExperts(run.directory, run.manifest)
     pairs: list[tuple[str, Capture]] = [
         *((floor, run) for floor in FLOORS if floor in floors),
@@ -99,6 +102,7 @@ def measure(
             "shape": setting.shape,
             "seed": setting.seed,
             "lengths": setting.lengths,
+            # The attention and experts implementations of transformers that the golden ran with.
             "golden": f"{setting.attention}, {setting.experts}",
             "port": str(port),
             "mode": mode,
@@ -132,7 +136,8 @@ def _figures(site: SiteResult) -> dict[str, Any]:
         "tokens": site.num_judged,
     }
     if site.noise is not None:
-        assert site.metrics is not None, "ρ is measured beside the metrics of the classic limits"
+        assert site.metrics is not None, "a site with ρ has the metrics of a pair too"
+        # Metrics cover all real tokens: those judged, and those set aside because they are past a flip.
         record["channels"] = site.metrics.num_elements // (site.num_judged + site.num_set_aside)
         record |= {name: getattr(site.noise, name) for name in _NOISE_FIELDS}
     if site.relative is not None:

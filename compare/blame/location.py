@@ -1,4 +1,4 @@
-"""Location: adds to the results of blamed sites where their error lies (see `sentences`)."""
+"""Location: the tokens, channels, heads or experts in which the error of a blamed site lies, told in sentences."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def locate_blamed(
 ) -> Mapping[Site, SiteResult]:
     """Add where wrong tokens and channels lie to the results of the blamed sites of one layer.
 
-    The layer's input is the golden's. A site that was recomputed is located by the rows that its second judgement used.
+    The layer's input must be the golden's, as in an isolated run. A site that was recomputed is located by the values
+    that its second judgement used.
     """
-    # The classic limits tell no wrong tokens.
+    # The criteria `classic` judge whole outputs, no single tokens.
     if sides.criteria.name == "classic":
         return results
     located = dict(results)
@@ -74,6 +75,7 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
 
 def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
     """Return the limits on one token and one channel; None if the criteria limit no token at this site."""
+    # Without a twin, ρ is estimated from the floor's statistics.
     limits = sides.criteria.noise.of_ratios(
         is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widened_floor is not None
     )
@@ -81,7 +83,8 @@ def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
     if token is None:
         return None
     num_tokens, num_channels = rows.reference.shape
-    # The worst of many is further off by chance, so each has a part of the share of false alarms.
+    # The share of false alarms is for the worst of all tokens or channels. Here each is tried, so each has its part.
+    # The limit itself also depends on the number of judged tokens.
     token_share, channel_share = sides.criteria.share / num_tokens, sides.criteria.share / num_channels
     return Bounds(
         token=token.at(num_tokens=num_tokens, share=token_share),
@@ -90,11 +93,12 @@ def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
 
 
 def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """Find the tokens that were decoded one at a time, bool [T]; None if none was."""
+    """Find the tokens that were decoded one at a time, bool [T]; None if none was, or nobody knows."""
     description, mask = sides.target.known_description, sides.reference.read_attention_mask()
     if description is None or not description.run.decode_rows or mask is None:
         return None
     decoded = decoded_columns(mask, description.run.decode_rows)
+    # `places` [T,2]: prompt and column of each judged token. The decoded columns are the batch's last.
     return rows.places[:, 1] >= decoded.start
 
 

@@ -37,10 +37,11 @@ class PortHeadGolden(Capture):
         real = inputs.attention_mask.bool()
         output = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
         self._layer = layer
+        # Padding may hold NaN.
         self._output = output.masked_fill(~real[..., None], 0.0)
-        # A float32 golden rounds nothing: it is its own twin, and has no floor.
         head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
         self._twin = head.run(self._output)
+        # A float32 golden rounds nothing: its values are the twin's, and there is no floor.
         self._is_float32 = computes_in_float32(golden)
         self._rounded = self._twin if self._is_float32 else self._round(head)
         self._floor: dict[str, torch.Tensor] = {}
@@ -55,7 +56,7 @@ class PortHeadGolden(Capture):
 
     @property
     def description(self) -> Description:
-        """The golden's description; in BF16 with a full noise floor, since this file measures it."""
+        """The golden's description. A BF16 golden counts as one with float32 twins, since this class computes them."""
         if self._is_float32:
             return self.manifest.description
         return replace(self.manifest.description, noise_floor="full")
@@ -75,13 +76,13 @@ class PortHeadGolden(Capture):
         return self._rounded[site] if site in self._rounded else super().read_model(site)
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """Read a site's float32 twin."""
+        """Read a site's float32 twin; None in a float32 golden, whose values are the twin's."""
         if site in self._twin:
             return None if self._is_float32 else self._twin[site]
         return super().read_model_twin(site)
 
     def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """Read one of the floor statistics of the model's sites."""
+        """Read a floor statistic; a BF16 golden has those of final norm and logits alone."""
         if self._is_float32:
             return super().read_model_floor(name)
         return self._floor.get(name)
@@ -90,8 +91,8 @@ class PortHeadGolden(Capture):
 def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
     """Return sides whose golden has its head computed from the port's own output of `last_layer`.
 
-    None if no weights are known, the criteria are classic, the golden is not mm2's own, or the port's output is
-    missing, not finite or equal to the golden's.
+    None if no weights are known, the criteria are `classic` (fixed limits on outputs), or the golden is not mm2's own;
+    also if the port's output is missing, not finite or equal to the golden's.
 
     Raises:
         CheckpointError: The weights cannot be read.
@@ -99,8 +100,14 @@ def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
     golden, source = sides.reference, sides.weights
     if source is None or sides.is_classic or golden.known_description is None:
         return None
-    rows = sides.read_rows(last_layer, Site.OUTPUT)
-    if rows is None or not bool(rows[1].isfinite().all()) or measure_input_error(*rows).overall == 0.0:
+    outputs = sides.read_rows(last_layer, Site.OUTPUT)
+    if outputs is None:
+        return None
+    golden_output, port_output = outputs
+    if (
+        not bool(port_output.isfinite().all())
+        or measure_input_error(golden_output, port_output).overall == 0.0
+    ):
         return None
     with source.open_head(golden) as weights:
         return replace(

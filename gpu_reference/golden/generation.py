@@ -11,7 +11,7 @@ import torch
 from gpu_reference.model.placement import input_device, watched_memory
 from minimax_tools.capture.generation import NUM_LIKELIEST, Generation, Likely
 from minimax_tools.errors import UsageError
-from minimax_tools.model.inputs import Inputs, num_positions_left
+from minimax_tools.model.inputs import Inputs, num_tokens_left
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
@@ -102,7 +102,7 @@ def _continue_row(
     sampling: Sampling,
     keeper: _LikeliestKeeper,
 ) -> list[int]:
-    num_new_positions = num_positions_left(positions[-1], model.config.max_position_embeddings)
+    num_new_positions = num_tokens_left(positions[-1], model.config.max_position_embeddings)
     # Any, because transformers' types do not declare `generate`.
     generator: Any = model
     input_ids = torch.tensor([row], device=input_device(model))

@@ -147,16 +147,17 @@ def _padded_length(longest: int, buckets: tuple[int, ...]) -> int:
     return min(fitting)
 
 
-def num_positions_left(last_position: int, max_position_embeddings: int) -> int:
+def num_tokens_left(last_position: int, max_position_embeddings: int) -> int:
     """Count the tokens that can be generated after a row whose last token is at `last_position`.
 
-    The last generated token is never fed to the model, so it needs no position.
+    Positions up to `max_position_embeddings - 1` remain for tokens that are fed to the model. The last generated token
+    is not fed, so one more fits.
     """
     return max_position_embeddings - last_position
 
 
 def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Draw rows of uniform random token ids: one row of each length, repeated `batch_size` times."""
+    """Draw rows of uniform random token ids: `batch_size` times, a row of each length."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(0, vocab_size, (length,), generator=generator).tolist()
@@ -181,14 +182,15 @@ def format_positions(inputs: Inputs) -> str:
 def decoded_columns(attention_mask: torch.Tensor, num_tokens: int) -> range:
     """Choose the columns of a batch to decode one at a time, out of S.
 
-    The range holds at least the last `num_tokens` real tokens of each prompt, but never a prompt's first token. It ends
-    with the last real token of the batch.
+    One range serves all prompts. It holds the last `num_tokens` real tokens of each, and ends with the last real token
+    of the batch. It begins behind the first token of some prompt, because nothing is cached before a first token. With
+    padding on the left, a shorter prompt may begin within the range.
 
     Args:
         attention_mask: [B,S] of 0/1.
         num_tokens: Number of tokens of each prompt to decode, less than the longest prompt has.
     """
     real_columns = [mask.nonzero().flatten().tolist() for mask in attention_mask]
-    # The first token, at index 0, is never decoded: nothing is cached before it. Prompts of one token do not count.
+    # `columns[0]` is a prompt's first token, which is not decoded. A prompt of one token sets no start.
     starts = [columns[max(len(columns) - num_tokens, 1)] for columns in real_columns if len(columns) > 1]
     return range(min(starts), max(columns[-1] for columns in real_columns) + 1)

@@ -1,6 +1,7 @@
 """FailureReport: which rank reports a failure, and with which error each rank ends.
 
-When a run fails, one rank reports why, and all others end with ReportedElsewhereError, which prints nothing new.
+Of the ranks that fail with the same text, one reports it. The others end with ReportedElsewhereError, which prints
+nothing new; so do the ranks that only lost another one.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ _POLL_S = 0.02
 # Longest search for the dead rank in seconds: after a lost connection, and after an order to stop.
 _CONNECTION_PATIENCE_S = SILENT_S + 5.0
 _STOP_PATIENCE_S = 5.0
-# Longest wait for the store in seconds, when another rank may have ended it already.
+# Longest wait for the store in seconds: the rank that holds it may have gone already.
 _STORE_PATIENCE_S = 5.0
 
 
 class FailureReport:
-    """The error with which this rank ends; `name` is the function that names a rank in words."""
+    """A choice of the error with which this rank ends, whatever ended its work.
+
+    `name` is the function that names a rank in words, `store` torch.distributed's store. `watch` is None if nothing
+    watches the other ranks.
+    """
 
     def __init__(self, rank: int, *, name: Callable[[int], str], store: Any, watch: Watch | None) -> None:
         self._rank = rank
@@ -42,6 +47,7 @@ class FailureReport:
 
     def of_error(self, error: BaseException) -> Mm2Error:
         """Return the error to end with after `error` ended this rank's work."""
+        # Told to stop by a signal: usually the launcher stops the ranks because one died. That one is named.
         if isinstance(error, InterruptedRunError):
             return self._of_dead_rank(_STOP_PATIENCE_S, f"{self._name(self._rank)} was told to stop")
         if isinstance(error, (RankLostError, ReportedElsewhereError)):
@@ -53,6 +59,7 @@ class FailureReport:
             text = f"unexpected {type(error).__name__}: {text}" if text else type(error).__name__
         if not self._is_first_to_report(text):
             return ReportedElsewhereError(getattr(error, "exit_code", CannotRunError.exit_code))
+        # Wrong usage keeps its own exit code.
         if isinstance(error, UsageError):
             return error
         return RankFailedError(self._name(self._rank), text)
@@ -66,18 +73,18 @@ class FailureReport:
         """Return the error to end with after the watch noticed a loss."""
         lost = watch.lost
         if not lost:
-            # Without the store no rank knows what others reported: each reports.
+            # No rank is lost, so the watch noticed that the store is. Without it each rank reports.
             return RankLostError(f"{STORE_LOST}: {watch.store_fault}", next_step=RESUME)
-        # A rank without a reason reported its own failure. Else one survivor is enough to report a dead rank: the
-        # survivors claim one report, whose text is "lost" whatever each of them saw.
+        # `lost` maps a rank to how it died. An empty text means that the rank ended in order, after its own report.
         has_reported_itself = "" in lost.values()
+        # One survivor is enough to report a dead rank: all claim the same text, "lost", whatever each of them saw.
         if has_reported_itself or not self._is_first_to_report("lost"):
             return ReportedElsewhereError(CannotRunError.exit_code)
         rank, reason = min(lost.items())
         return RankFailedError(self._name(rank), reason, next_step=RESUME)
 
     def _of_dead_rank(self, patience_s: float, otherwise: str) -> Mm2Error:
-        """Name the dead rank as soon as it is known. If it stays unknown, say `otherwise`."""
+        """Name the dead rank as soon as it is known. If it stays unknown, return an error that says `otherwise`."""
         deadline = time.monotonic() + patience_s
         while self._watch is not None and time.monotonic() < deadline:
             if self._watch.has_loss:
@@ -90,10 +97,13 @@ class FailureReport:
     def _is_first_to_report(self, text: str) -> bool:
         """Claim the report `text` for this rank, and return True if no other rank claimed the same text before.
 
-        A rank may ask twice: an interrupt may cut it short, and the thread that shows progress may ask first.
+        The claim holds the rank's number, so a rank that asks again gets True again: an interrupt may have cut it
+        short, or its thread that shows progress asked first.
         """
         key = f"told/{hashlib.sha256(text.encode()).hexdigest()}"
         own_claim = str(self._rank)
+        # Sets the key if it is absent, and returns what it then holds.
         call = BackgroundCall(lambda: self._store.compare_set(key, "", own_claim).decode())
-        # Without the store each rank reports.
-        return not call.is_over(_STORE_PATIENCE_S) or call.error is not None or call.result == own_claim
+        has_answer = call.is_over(_STORE_PATIENCE_S) and call.error is None
+        # Without an answer of the store each rank reports.
+        return not has_answer or call.result == own_claim

@@ -52,21 +52,25 @@ class PortTarget(Target):
 
     @property
     def build_dtype(self) -> torch.dtype | None:
-        """The factory's `build_dtype`."""
+        """The default dtype under which the port wants its module built; None for the run's."""
         dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
         return dtype
 
     @property
     def adds_over_ranks(self) -> bool:
-        """True for mm2's device layer and classes derived from it."""
+        """True if the module adds up its ranks' partial sums: mm2's device layer and classes derived from it do."""
         return isinstance(self.factory, type) and issubclass(self.factory, DeviceLayer)
 
     @property
     def fills_storage(self) -> bool:
-        """True for a class without a conversion, or with one that reads in place."""
+        """True if the module's parameters are known to be filled from the checkpoint, with no second layer in memory.
+
+        So it is for a class without `convert_state_dict`, or with one that `reads_in_place`. Nobody knows what a
+        function builds.
+        """
         convert = getattr(self.factory, "convert_state_dict", None)
         return isinstance(self.factory, type) and (convert is None or reads_in_place(convert))
 
     def _conversion(self, module: nn.Module) -> Any:
-        # A function that builds a class of others may carry the conversion, as an attribute.
+        # A function may build a class that its author cannot change: then the function has the conversion as attribute.
         return super()._conversion(module) or getattr(self.factory, "convert_state_dict", None)

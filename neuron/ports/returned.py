@@ -63,31 +63,31 @@ def require_past(module: nn.Module, *, what: str) -> None:
 
 
 def find_key_values(result: object, batch_shape: tuple[int, int], *, what: str) -> KeyValues:
-    """Return the keys and values [B,K,S,D] of a pass's rows, from the second of a port's return values.
+    """Return the keys and values [B,K,S,D] of a pass's positions, from the second of a port's return values.
 
-    `batch_shape` holds B and S; `what` names the port in errors.
+    A pass is the prefill or one decoded token. `batch_shape` holds its B and S; `what` names the port in errors.
 
     Raises:
-        TargetError: The port returned no keys and values, or tensors of another shape.
+        TargetError: The port returned no keys and values that fit the pass, or tensors of another shape.
     """
     second = result[1] if isinstance(result, (tuple, list)) and len(result) > 1 else None
     if not isinstance(second, (tuple, list)) or len(second) != 2:
         raise _no_key_values(what, "no pair" if second is None else type(second).__name__)
     keys, values = second
-    batch_size, num_rows = batch_shape
+    batch_size, num_positions = batch_shape
     for tensor in (keys, values):
         if not isinstance(tensor, torch.Tensor):
             raise _no_key_values(what, type(tensor).__name__)
-        if tensor.ndim != 4 or tensor.shape[0] != batch_size or tensor.shape[2] < num_rows:
+        if tensor.ndim != 4 or tensor.shape[0] != batch_size or tensor.shape[2] < num_positions:
             raise _no_key_values(what, str(list(tensor.shape)))
-    # A port may return the past's rows too, before those of this pass.
-    return keys[:, :, -num_rows:], values[:, :, -num_rows:]
+    # A port may return the whole cache: the past's positions, and behind them those of this pass.
+    return keys[:, :, -num_positions:], values[:, :, -num_positions:]
 
 
 def _no_key_values(what: str, found: str) -> TargetError:
     return TargetError(
         f"{what} returned no keys and values",
-        expected="a pair of tensors [batch, kv heads, rows, head_dim], second of what it returns",
+        expected="(output, (keys, values)), keys and values each [batch, kv heads, positions, head_dim]",
         found=found,
         next_step=_DECODING_STEP,
     )

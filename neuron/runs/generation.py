@@ -19,7 +19,7 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
-from minimax_tools.model.inputs import Inputs, num_positions_left
+from minimax_tools.model.inputs import Inputs, num_tokens_left
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.text.tokenizer import read_end_tokens
 from neuron.builtin.layer import KeyValues
@@ -63,7 +63,7 @@ def generate_greedily(
         positions = (positions + 1).clamp(max=last_position)
         tokens.append(_likeliest(read_logits(states)[:, -1]))
     num_left = [
-        num_positions_left(row_positions[-1], request.spec.max_position_embeddings)
+        num_tokens_left(row_positions[-1], request.spec.max_position_embeddings)
         for row_positions in inputs.row_positions()
     ]
     return [

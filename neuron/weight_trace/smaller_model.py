@@ -24,30 +24,38 @@ def num_elements(spec: ModelSpec) -> int:
 def smaller_spec(spec: ModelSpec, *, num_ranks: int = 1) -> ModelSpec:
     """Return a model of the same proportions with at most `MAX_ELEMENTS` weights a layer, if halving gets that far.
 
-    The head width, the query heads per kv head, the layer numbers, and the ratio of hidden to intermediate size stay.
-    Whatever `num_ranks` divides in the model, it divides in the smaller one too. A model that is small enough is
+    The head width, the query heads per kv head, the number of layers, and the ratio of hidden to intermediate size
+    stay. What `num_ranks` divides in the model, it divides in the smaller one too. A model that is small enough is
     returned as it is.
     """
     if num_elements(spec) <= MAX_ELEMENTS:
         return spec
-    smaller = _with(spec, num_local_experts=min(_NUM_EXPERTS, spec.num_local_experts))
+    # At least an expert for each rank.
+    smaller = _with(spec, num_local_experts=min(max(_NUM_EXPERTS, num_ranks), spec.num_local_experts))
     if num_elements(smaller) <= MAX_ELEMENTS:
         return smaller
-    min_kv_heads = max(2, min(num_ranks, spec.num_key_value_heads))
-    while smaller.num_key_value_heads > min_kv_heads and smaller.num_key_value_heads % 2 == 0:
+    while _can_halve_heads(smaller, num_ranks):
         smaller = _with(
             smaller,
             num_attention_heads=smaller.num_attention_heads // 2,
             num_key_value_heads=smaller.num_key_value_heads // 2,
         )
-    while num_elements(smaller) > MAX_ELEMENTS and _can_halve(smaller, num_ranks):
+    while num_elements(smaller) > MAX_ELEMENTS and _can_halve_widths(smaller, num_ranks):
         smaller = _with(
             smaller, hidden_size=smaller.hidden_size // 2, intermediate_size=smaller.intermediate_size // 2
         )
     return smaller
 
 
-def _can_halve(spec: ModelSpec, num_ranks: int) -> bool:
+def _can_halve_heads(spec: ModelSpec, num_ranks: int) -> bool:
+    num_heads = spec.num_key_value_heads
+    # With a single kv head, heads in another order could not be seen.
+    if num_heads % 2 or num_heads // 2 < max(2, min(num_ranks, num_heads)):
+        return False
+    return num_heads % num_ranks != 0 or num_heads // 2 % num_ranks == 0
+
+
+def _can_halve_widths(spec: ModelSpec, num_ranks: int) -> bool:
     return all(
         width % (2 * unit) == 0 and width // 2 >= _MIN_WIDTH
         for width, unit in (
@@ -58,7 +66,10 @@ def _can_halve(spec: ModelSpec, num_ranks: int) -> bool:
 
 
 def _with(spec: ModelSpec, **changes: int) -> ModelSpec:
-    """Return the model with changed quantities of config.json; of fewer experts, each token takes fewer too."""
+    """Return the model with changed quantities of config.json.
+
+    With fewer experts, a token takes at most a quarter of them, so that the router's choice still matters.
+    """
     experts = changes.get("num_local_experts", spec.num_local_experts)
     if experts != spec.num_local_experts:
         changes["num_experts_per_tok"] = min(spec.num_experts_per_tok, max(1, experts // 4))

@@ -8,39 +8,42 @@ from minimax_tools.text_enum import TextEnum
 
 
 class WeightMistake(TextEnum):
-    """Kind of fault in a weight."""
+    """A kind of fault in the port's weights. A source element is an element of the checkpoint's layer."""
 
     MISSING = "missing"  # source elements land nowhere
     DUPLICATED = "duplicated"  # source elements land several times
-    SWAPPED = "swapped"  # one kind lies where another belongs
-    TRANSPOSED = "transposed"  # not transposed, or reshaped instead
+    SWAPPED = "swapped"  # one weight lies where another belongs: w1 where w3 does
+    TRANSPOSED = (
+        "transposed"  # rows and columns are exchanged: a transposition is missing or too many, or a reshape
+    )
     ORDER = "order"  # rows, columns or experts lie in another order
     SCALED = "scaled"  # multiplied, or a number added
     COMPUTED = "computed"  # computed from several source elements
     DTYPE = "dtype"  # rounded
+    # Seen in the values that lie in the port once the checkpoint's layer is loaded:
     NEVER_BOUND = "never_bound"  # still holds what the constructor gave it
-    ZERO = "zero"  # zero everywhere once the checkpoint's layer is loaded
-    VALUES = "values"  # other numbers than the checkpoint's once it is loaded
+    ZERO = "zero"  # zero everywhere
+    VALUES = "values"  # other numbers than the checkpoint's
 
 
 class Severity(TextEnum):
     """Certainty that a finding is a fault."""
 
     WRONG = "wrong"  # certain: the port fails
-    SUSPECT = "suspect"  # a port may do it on purpose: the trial decides
+    SUSPECT = "suspect"  # a port may do it on purpose: running the layer (the trial) decides
     NOTE = "note"  # the port does it on purpose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFinding:
-    """A fault in a port's weights, or something that may be one."""
+    """A fault in a port's weights, or something that may be one: `severity` tells which."""
 
     mistake: WeightMistake
     severity: Severity
     kinds: tuple[str, ...]  # kinds of the source tensors concerned: `q_proj`, `w1`
     text: str
     port_tensors: tuple[str, ...] = ()  # names of the port's tensors concerned
-    # True if the port's names say otherwise: then it is wrong even without a trial.
+    # True if the name of the port's tensor claims another weight than lies there: then it is wrong without a trial.
     contradicts_names: bool = False
 
     def cleared(self, reason: str) -> WeightFinding:

@@ -1,4 +1,8 @@
-"""Mistakes of the experts: their activation, which of them compute, and how they add up."""
+"""Mistakes of the experts: their activation, which of them compute, and how they add up.
+
+A class is a port's arithmetic with one mistake. `PLANTS` gives each mistake its name in the catalogue, the sites that
+must be blamed, and its parameters.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from faults.plant import Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 
+# The sites to blame for a mistake of the experts.
 _MOE = (Site.MOE_DELTA,)
 
 
@@ -58,7 +63,7 @@ class Clamped(Arithmetic):
 
 
 class GateUpInterleaved(Arithmetic):
-    """Gate rows and up rows are taken to alternate."""
+    """Gate and up are taken to alternate in the fused weight's rows, the last axis of its product."""
 
     def cut_gate_up(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return both[..., 0::2], both[..., 1::2]
@@ -103,7 +108,7 @@ class Capacity(Arithmetic):
 
 
 class MoeScaled(Arithmetic):
-    """The output is reduced over the ranks more than once, or otherwise `factor` times too large."""
+    """The output is multiplied by `factor`: 2 if two ranks' sums are reduced twice, or another wrong scale."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * self.number("factor")
@@ -122,7 +127,7 @@ class WidthPartial(Arithmetic):
 
 
 class LowPrecisionSum(Arithmetic):
-    """The sum is rounded after each expert."""
+    """The sum is rounded to BF16 after each expert."""
 
     def accumulate(self, total: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
         for output in outputs:
@@ -130,6 +135,7 @@ class LowPrecisionSum(Arithmetic):
         return total
 
 
+# `decodes`: planted in decoded tokens alone too. A few of the mistakes are, because each takes a run more.
 PLANTS = (
     Plant("gate_up_swapped", _MOE, GateUpSwapped, decodes=True),
     Plant("up_plus_one", _MOE, UpPlusOne),

@@ -1,6 +1,7 @@
-"""Probes of reading a checkpoint's layers and of dequantising, without a model.
+"""Measurements of reading a checkpoint's layers and of dequantising, without a model.
 
-A probe is a function that `loading/probe.py` calls in a process of its own; it returns numbers by name.
+Each function is a probe of the benchmark: `loading/probe.py` calls it in a process of its own, and it returns numbers
+by name.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _FP8_MAX = 448.0
 
 
 def load_layers(model: str, *, prefetch: bool) -> dict[str, float]:
-    """Load all layers through `LayerLoader`, one after the other, into storage that is kept."""
+    """Load all layers through `LayerLoader`, one after the other, into the same storage again and again."""
     spec = ModelSpec.from_folder(Path(model))
     with CheckpointReader(Path(model)) as reader:
         began_s = time.perf_counter()
@@ -66,7 +67,7 @@ def read_plainly(
         memory_bytes: Memory that all threads fill together before they reuse it.
         layers_only: True to leave out embedding, final norm and lm_head.
         num_layers: Number of first layers to read; None for all.
-        past_cache: True to read past the page cache, in whole pages.
+        past_cache: True to read around the page cache (O_DIRECT), in whole pages.
     """
     entries = [
         entry
@@ -78,24 +79,24 @@ def read_plainly(
         _extents(entry for entry in entries if not layers_only or layer_of(entry.name) is not None)
     )
     flags = os.O_RDONLY | (os.O_DIRECT if past_cache else 0)
-    descriptors = {path: os.open(path, flags) for path, _, _ in extents}
-    # Memory of each thread: whole pieces, and at least one.
+    descriptors = {path: os.open(path, flags) for path in {path for path, _, _ in extents}}
+    # Each thread reads its pieces round and round into its own memory of whole pieces, at least one.
     share_bytes = max(memory_bytes // num_threads // _PIECE_BYTES, 1) * _PIECE_BYTES
     of_thread = threading.local()
 
     def read_piece(path: Path, offset: int, size: int) -> None:
         if not hasattr(of_thread, "memory"):
-            # Direct reads need memory that begins on a page.
-            # Rounding to pages adds up to two of them to a piece.
+            # mmap: direct reads need memory that begins on a page. Two pages more, as rounding makes a piece longer.
             of_thread.memory = memoryview(mmap.mmap(-1, share_bytes + 2 * mmap.PAGESIZE))
-            of_thread.position = 0
+            of_thread.next_slot = 0
         if past_cache:
             # Direct reads begin and end on a page: the offset is rounded down, the size up.
             skip = offset % mmap.PAGESIZE
             offset, size = offset - skip, size + skip
             size = math.ceil(size / mmap.PAGESIZE) * mmap.PAGESIZE
-        piece = of_thread.memory[of_thread.position : of_thread.position + size]
-        of_thread.position = (of_thread.position + _PIECE_BYTES) % share_bytes
+        # A piece may run over its slot by the added pages: nothing that was read is used.
+        piece = of_thread.memory[of_thread.next_slot : of_thread.next_slot + size]
+        of_thread.next_slot = (of_thread.next_slot + _PIECE_BYTES) % share_bytes
         done = 0
         while done < size:
             count = os.preadv(descriptors[path], [piece[done:]], offset + done)
@@ -129,7 +130,7 @@ def dequantise_experts(
     num_threads = torch.get_num_threads()
     shapes = [(intermediate_size, hidden_size)] * 2 + [(hidden_size, intermediate_size)]
     shapes *= num_experts
-    codes = [_normal_codes(shape) for shape in shapes]
+    codes = [_gaussian_codes(shape) for shape in shapes]
     scales = [torch.rand(scale_shape(shape)) / 100 + 1e-4 for shape in shapes]
     places = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
     num_bytes = sum(code.nbytes for code in codes)
@@ -156,10 +157,13 @@ def dequantise_experts(
     return {"codes_per_s": rate, "moved_per_s": 3 * rate, "bandwidth": bandwidth}
 
 
-def _normal_codes(shape: tuple[int, int]) -> torch.Tensor:
-    """Draw FP8 codes as in a block of weights: normal values, the largest near the largest of FP8."""
+def _gaussian_codes(shape: tuple[int, int]) -> torch.Tensor:
+    """Draw FP8 codes as in a block of weights: normally distributed, scaled so that the largest is FP8's largest.
+
+    `LEVELS` holds 256 equally likely values of the normal distribution.
+    """
     levels = (LEVELS * (_FP8_MAX / float(LEVELS.max()))).float().to(torch.float8_e4m3fn).view(torch.uint8)
-    # Each of 256 levels is equally likely: a random byte chooses one.
+    # A random byte chooses a level.
     codes = bytearray(os.urandom(shape[0] * shape[1])).translate(bytes(levels.tolist()))
     return torch.frombuffer(codes, dtype=torch.uint8).view(torch.float8_e4m3fn).view(shape)
 

@@ -171,8 +171,8 @@ def test_port_that_reads_beyond_what_the_mask_allows_fails(decode: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("KeepsNothing", "returned no keys and values: expected a pair of tensors"),
-        ("FlatKeys", "returned no keys and values: expected a pair of tensors"),
+        ("KeepsNothing", "returned no keys and values that fit the pass: expected (output, (keys, values))"),
+        ("FlatKeys", "returned no keys and values that fit the pass: expected (output, (keys, values))"),
         ("TakesNone", "cannot decode: its forward does not accept past_key_value"),
     ],
 )
