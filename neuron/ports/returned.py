@@ -68,7 +68,7 @@ def find_key_values(result: object, batch_shape: tuple[int, int], *, what: str) 
     A pass is the prefill or one decoded token. `batch_shape` holds its B and S; `what` names the port in errors.
 
     Raises:
-        TargetError: The port returned no keys and values that fit the pass, or tensors of another shape.
+        TargetError: The port returned no keys and values, or tensors of another shape.
     """
     second = result[1] if isinstance(result, (tuple, list)) and len(result) > 1 else None
     if not isinstance(second, (tuple, list)) or len(second) != 2:
@@ -86,7 +86,7 @@ def find_key_values(result: object, batch_shape: tuple[int, int], *, what: str) 
 
 def _no_key_values(what: str, found: str) -> TargetError:
     return TargetError(
-        f"{what} returned no keys and values",
+        f"{what} returned no keys and values that fit the pass",
         expected="(output, (keys, values)), keys and values each [batch, kv heads, positions, head_dim]",
         found=found,
         next_step=_DECODING_STEP,
