@@ -86,7 +86,9 @@ def compare_routing(
     explained, margin = torch.zeros_like(flipped), None
     if router_noise is not None:
         margin = router_noise.flip_margin(reference, target)
-        explained = flipped & router_noise.is_within_reach(margin) & ~_repeating_tokens(target)
+        explained = (
+            flipped & router_noise.is_within_reach(margin) & ~_impossible_tokens(target, router_noise.scores)
+        )
     unexplained = (flipped & ~explained).nonzero()[:, 0]
     widest = None
     if margin is not None and len(unexplained):
@@ -166,10 +168,15 @@ def align_by_size(weights: torch.Tensor) -> torch.Tensor:
     return weights.sort(dim=-1).values
 
 
-def _repeating_tokens(experts: torch.Tensor) -> torch.Tensor:
-    """Find tokens that name an expert twice, which no noise does: bool [T]."""
+def _impossible_tokens(experts: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+    """Find tokens that name an expert twice, or one that does not exist, which no noise does: bool [T].
+
+    Without `scores` [T,E] the number of experts is unknown, and only a negative number cannot exist.
+    """
     ordered = _in_order(experts)
-    return (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+    is_repeated = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+    is_beyond = torch.zeros_like(is_repeated) if scores is None else ordered[:, -1] >= scores.shape[-1]
+    return is_repeated | (ordered[:, 0] < 0) | is_beyond
 
 
 def _membership(experts: torch.Tensor, num_experts: int) -> torch.Tensor:

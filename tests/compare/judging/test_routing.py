@@ -98,6 +98,12 @@ class TestExplanation:
         routing = compare(EXPERTS, with_expert(0, 0, 1), router_noise(0.0, 0.5, 0.5, 0.5))
         assert (routing.num_flipped, routing.num_unexplained) == (1, 1)
 
+    @pytest.mark.parametrize("expert", [-1, 10])
+    def test_expert_that_does_not_exist_is_never_explained(self, expert: int) -> None:
+        noise = replace(router_noise(0.0, 0.5, 0.5, 0.5), scores=torch.zeros(4, 10))
+        routing = compare(EXPERTS, with_expert(0, 0, expert), noise)
+        assert (routing.num_flipped, routing.num_unexplained) == (1, 1)
+
     def test_margin_that_cannot_flip_is_never_fragile(self) -> None:
         noise = router_noise(math.inf, math.inf, noise=0.0)
         assert not noise.is_fragile().any()
