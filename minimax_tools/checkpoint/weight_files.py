@@ -68,12 +68,12 @@ class WeightFiles:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Read the shard of each tensor from an index file; the shards' names are not checked (see `read_index_json`).
+    """Read the shard of each tensor from an index file.
 
     Raises:
-        CheckpointError: The file is missing or no index.
+        CheckpointError: The file is missing or no index, or names files in other folders.
     """
-    weight_map: dict[str, str] = _read_index(path)["weight_map"]
+    weight_map: dict[str, str] = read_index_json(path)["weight_map"]
     return weight_map
 
 

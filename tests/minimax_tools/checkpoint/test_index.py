@@ -303,6 +303,15 @@ def test_an_index_that_is_no_index_is_refused(text: str, fp8_tensors: Tensors, w
     assert INDEX in _fault(folder)
 
 
+@pytest.mark.parametrize("shard", ["../other/model.safetensors", "/etc/passwd", ".."])
+def test_an_index_that_leads_out_of_the_folder_is_refused(
+    shard: str, fp8_tensors: Tensors, write: Writer
+) -> None:
+    folder = write(fp8_tensors)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    assert "names files that do not lie beside it" in _fault(folder)
+
+
 def test_all_faults_are_listed_at_once(fp8_tensors: Tensors, write: Writer) -> None:
     folder = write(fp8_tensors)
     (folder / FIRST).write_bytes(b"short")
