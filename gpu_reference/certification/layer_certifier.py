@@ -78,7 +78,7 @@ class LayerCertifier:
         self._scale = Worst(name="bf16_scale", missing=_NO_SITES)
         self._norms = Worst(name="qk_norm_width", missing=_NO_SITES)
         self._router = Tally(name="router_choice", missing=no_weights)
-        self._rotary = Tally(name="rotary_width", missing=no_model)
+        self._rotary = Tally(name="rotary_width", missing=no_weights)
 
     def check_layer(self, layer: int) -> None:
         """Check a layer.
@@ -175,7 +175,7 @@ class LayerCertifier:
     def _check_rope(
         self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]
     ) -> None:
-        if self._model is None:
+        if self._model is None or self._model_differs:
             return
         width = self._model.spec.rotary_dim
         for normed, rotated in ((Site.Q_NORM, Site.Q_ROPE), (Site.K_NORM, Site.K_ROPE)):

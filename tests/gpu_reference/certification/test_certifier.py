@@ -241,6 +241,7 @@ def test_another_model_is_found(certify: Certify, tampered: Path, tmp_path: Path
     assert (code, failed(checks)) == (1, {"same_model"})
     assert checks["reference_layer"]["outcome"] == "not checked"
     assert checks["reference_layer"]["found"] == "the model that was given is not the golden's"
+    assert checks["rotary_width"]["outcome"] == "not checked"
 
 
 def test_a_golden_without_twins_is_computed_once_more(
