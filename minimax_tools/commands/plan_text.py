@@ -108,12 +108,11 @@ def _format_number(number: int) -> str:
 def _describe_content(slice_: Slice) -> str:
     """Return the parts that a slice holds, such as `embedding + layers 0 to 30`."""
     stage = slice_.stage
-    parts = {
-        "embedding": stage.has_embedding,
-        str(Span(stage.layers.start, stage.layers.stop)): len(stage.layers) > 0,
-        "head": stage.has_head,
-    }
-    return " + ".join(name for name, is_held in parts.items() if is_held)
+    parts = ["embedding"] if stage.has_embedding else []
+    # A node may have room for the embedding or the head alone.
+    if stage.layers:
+        parts.append(str(Span(stage.layers.start, stage.layers.stop)))
+    return " + ".join([*parts, "head"] if stage.has_head else parts)
 
 
 def _parts(cost: ModelCost) -> Iterator[tuple[str, PartCost]]:

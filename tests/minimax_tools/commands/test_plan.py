@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 
 from minimax_tools.cli import mm2_split
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import open_source
+from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 Command = Callable[..., Result]
@@ -50,6 +52,21 @@ def test_plan_is_drawn_for_people(command: Command, toy: Path) -> None:
     assert "big bounds the pipeline: " in result.stdout
     assert "\nbig reads model-0000" in result.stdout
     assert len(lines[3]) == len(lines[4])
+
+
+def test_node_with_room_for_the_head_alone_is_drawn(command: Command, tmp_path: Path) -> None:
+    synthesize(
+        tmp_path,
+        model=SyntheticModel(num_hidden_layers=2),
+        dtype=torch.bfloat16,
+        shard_size_bytes=None,
+        seed=1,
+    )
+    nodes = ("--node", "a:memory=15210kB", "--node", "b:memory=600kB", "--context-length", "64")
+    result = command(mm2_split, "plan", "--model", tmp_path, *nodes)
+    assert result.exit_code == 0, result.output
+    assert "a     embedding + layers 0 to 1 " in result.stdout
+    assert "b     head " in result.stdout
 
 
 def test_plan_is_written_where_asked_and_nowhere_else(
