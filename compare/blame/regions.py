@@ -2,7 +2,8 @@
 
 A mistake that is in no catalogue still has a place: rows of the batch, a range of positions, the tokens of an expert, a
 head, a run of channels. A region counts only if chance is unlikely to put all wrong items into one as small.
-T judged tokens, F channels of a site, k experts per token.
+T judged tokens, F channels of a site, k experts per token. `wrong` always holds at least one item. `within` holds the
+items of a region that a new one shall narrow down, or all. A region that is yielded may reach beyond it: `&` cuts it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Region:
 
     words: str  # the region in words, such as `at positions from 7 on`
     items: torch.Tensor  # the tokens or channels that it holds, bool [T] or [F]
-    num_choices: float  # number of regions of that kind and size that might have been found instead
+    # At least the number of regions of that kind that might have been found instead: for rows, heads and experts those
+    # of that size, for ranges those of any size.
+    num_choices: float
 
     @property
     def size(self) -> int:
@@ -93,7 +96,10 @@ def range_regions(
 
 
 def expert_regions(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tensor) -> Iterator[Region]:
-    """Yield the fewest experts that all wrong tokens `within`, bool [T], use, chosen greedily."""
+    """Yield a few experts, chosen greedily, of which each wrong token `within`, bool [T], uses one; `experts` is [T,k].
+
+    Nothing is yielded if a quarter of the experts is not enough.
+    """
     num_experts = int(experts.max()) + 1
     takes = torch.zeros(experts.shape[0], num_experts, dtype=torch.bool)
     takes.scatter_(1, experts, True)

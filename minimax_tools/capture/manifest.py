@@ -1,6 +1,7 @@
 """Manifest: the JSON file that makes a capture directory self-contained.
 
-Apart from the model's source it holds no date and no path, so equal runs write equal bytes.
+It holds no date, and no path but those that the user gave: of the model, of the port, and within environment variables.
+So the same command in the same environment writes the same bytes.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def fetch_slice(
 
     Raises:
         UsageError: The plan has no such node.
-        CheckpointError: The hub does not answer, or its model is not the plan's.
+        CheckpointError: The hub does not answer, or lacks a file that the plan names. `mm2-split verify` compares the
+            files' content with the plan.
     """
     slice_ = plan.slice_of(node)
     source = open_source(model or plan.model, access=access)
@@ -79,8 +80,9 @@ def fetch_slice_ranges(
     `fetch_slice`; `progress` reports each shard.
 
     Raises:
-        UsageError: The plan has no such node, the model is a folder, or `output` holds something else.
-        NoRangesError: The server sends whole files only.
+        UsageError: The plan has no such node, or `output` holds something else. Or the model is a folder, and `output`
+            does not hold its slice yet.
+        NoRangesError: The server sends whole files only, or the model has no safetensors.
         CheckpointError: The hub does not answer, its model is not the plan's, or another process fetches the slice.
     """
     slice_ = plan.slice_of(node)
@@ -90,7 +92,9 @@ def fetch_slice_ranges(
     existing = _find_existing(slice_, output, source.model)
     if existing is not None:
         return existing
+    # Headers are read only now that something must be fetched.
     source = _open_with_headers(source.model, access)
+    # Kept after a failure: the next call continues from it.
     working_folder = output.absolute().with_name(f".{output.name}.fetched")
     with sparse_source(plan, node, source, working_folder, access=access, progress=progress) as fetched:
         written = write_slice(cut_slice(plan, node, fetched.source), output, with_digests=True)
@@ -107,7 +111,7 @@ def _find_existing(slice_: Slice, output: Path, model: str) -> FetchedSlice | No
     """Return the slice if the folder holds it already; None if the folder is absent or empty.
 
     Raises:
-        UsageError: The folder holds something else, or bytes with other digests than its slice.json notes.
+        UsageError: The folder holds something else, or bytes other than its slice.json notes, or notes no digests.
     """
     if not output.is_dir() or not any(output.iterdir()):
         refuse_occupied(output)
@@ -135,6 +139,10 @@ def _find_difference(holding: Holding, slice_: Slice, model: str) -> str | None:
         return f"one cut from {holding.source}"
     if holding.sizes.keys() != set(slice_.names):
         return "a slice of other tensors"
+    if None in holding.noted.values():
+        return (
+            "a slice whose slice.json notes no digests, so that nobody can tell whether its bytes are right"
+        )
     return None if holding.digests == holding.noted else "other bytes than its slice.json notes"
 
 

@@ -1,4 +1,4 @@
-"""TrainedModel: a model of `mm2-split train`, before it is opened."""
+"""TrainedModel: the identity of a folder of `mm2-split train` in the plan and the journal of `bench_faults.py`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A folder that `mm2-split train` wrote."""
+    """A folder that `mm2-split train` wrote.
 
-    folder: str  # path as text, so that a run's `repr` is its key in the journal
-    digest: str  # first 16 digits of the sha256 over the files of the folder
+    Its `repr` is a part of a run's key in the journal: a model that was trained anew, or other text, is another key.
+    """
+
+    folder: str  # path
+    digest: str  # first 16 digits of the sha256 over the files of the folder, the held-out text too
     num_layers: int  # layers of the model
     is_fp8: bool  # whether the matrices are stored as FP8 codes with scales
 

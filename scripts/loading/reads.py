@@ -38,7 +38,7 @@ _FP8_MAX = 448.0
 
 
 def load_layers(model: str, *, prefetch: bool) -> dict[str, float]:
-    """Load all layers through `LayerLoader`, one after the other, into the same storage again and again."""
+    """Load all layers through `LayerLoader`, one after the other, into storage that is used again for later layers."""
     spec = ModelSpec.from_folder(Path(model))
     with CheckpointReader(Path(model)) as reader:
         began_s = time.perf_counter()
@@ -86,15 +86,15 @@ def read_plainly(
 
     def read_piece(path: Path, offset: int, size: int) -> None:
         if not hasattr(of_thread, "memory"):
-            # mmap: direct reads need memory that begins on a page. Two pages more, as rounding makes a piece longer.
-            of_thread.memory = memoryview(mmap.mmap(-1, share_bytes + 2 * mmap.PAGESIZE))
+            # mmap: direct reads need memory that begins on a page. One page more, as rounding makes a piece longer.
+            of_thread.memory = memoryview(mmap.mmap(-1, share_bytes + mmap.PAGESIZE))
             of_thread.next_slot = 0
         if past_cache:
             # Direct reads begin and end on a page: the offset is rounded down, the size up.
             skip = offset % mmap.PAGESIZE
             offset, size = offset - skip, size + skip
             size = math.ceil(size / mmap.PAGESIZE) * mmap.PAGESIZE
-        # A piece may run over its slot by the added pages: nothing that was read is used.
+        # A piece may run over its slot by the added page: nothing that was read is used.
         piece = of_thread.memory[of_thread.next_slot : of_thread.next_slot + size]
         of_thread.next_slot = (of_thread.next_slot + _PIECE_BYTES) % share_bytes
         done = 0

@@ -67,4 +67,5 @@ ROUNDINGS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyTy
         "int8 with a scale for each row": lambda rows: integer_groups(rows, rows.shape[-1], largest=127.0),
     }
 )
+# Candidates of a mistake's parameter `dtype`.
 rounding_dtypes = values_of("dtype", *ROUNDINGS)
