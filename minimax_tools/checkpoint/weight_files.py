@@ -1,4 +1,7 @@
-"""The weight files of a checkpoint, in a folder or on the hub, and its index file, which names each tensor's file."""
+"""The weight files of a checkpoint, in a folder or on the hub, and its index file, which names each tensor's file.
+
+`checkpoint/index.py` and `hub/checkpoint_folder.py` read safetensors alone, by the index or by the files' headers.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _NUM_NAMES_SHOWN = 12
 class WeightFiles:
     """The weight files of a checkpoint: safetensors if there are any, else PyTorch's `.bin`.
 
-    If there is an index, it decides which files belong to the checkpoint, present or not.
+    If there is an index, it alone tells which files belong to the checkpoint: `shards` may hold others too.
     """
 
     index_file: str | None  # name of the index; None if the checkpoint has none
@@ -37,7 +40,7 @@ class WeightFiles:
 
     @classmethod
     def in_folder(cls, folder: Path) -> WeightFiles | None:
-        """Find the weight files in a folder, present or named by an index; None if there are none."""
+        """Find the weight files in a folder; None if it has neither a weight file nor an index."""
         return cls.among([path.name for path in folder.iterdir() if path.is_file()])
 
     @classmethod

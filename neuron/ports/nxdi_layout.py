@@ -4,8 +4,8 @@
 |---|---|---|
 | self_attn.{q,k,v}_proj | self_attn.qkv_proj.{q,k,v}_proj, or Wqkv | the rank's heads, padded and replicated |
 | self_attn.o_proj | self_attn.o_proj.o_proj | the columns of the rank's query heads |
-| self_attn.{q,k}_norm | the same, or {q,k}_layernorm | the rank's heads or all ranks', by the parameter's length |
-| – | …rank_util.rank, …spmd_rank.rank | the rank, int32 |
+| self_attn.{q,k}_norm | the same, or {q,k}_layernorm | the rank's heads, or all ranks' with copies and padding |
+| – | …rank_util.rank, …spmd_rank.rank | the rank's number or all ranks', int32 |
 | block_sparse_moe.gate | ….router.linear_router, and weight_T | renamed, and transposed |
 | e_score_correction_bias | ….router.e_score_correction_bias | renamed |
 | experts.E.w1, w3 [I,H] | ….expert_mlps.mlp_op.gate_up_proj [E,H,2·I] | transposed, gate then up |
@@ -76,7 +76,7 @@ class NxdiLayout:
         return weights
 
     def unused(self, parameters: Mapping[str, torch.Tensor], tensors: LayerTensors) -> list[str]:
-        """List the tensors that no parameter takes; experts only if none is taken, as rules take them by one name."""
+        """List the tensors that no parameter takes; experts' only if no rule takes experts."""
         taken = set()
         for name in parameters:
             if rule_match := _find_rule(name):
@@ -116,7 +116,8 @@ class NxdiLayout:
         return self._cut_heads("q", dim=1).weight(tensors, O_PROJ)
 
     def _norm(self, tensors: LayerTensors, match: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        # The parameter's length tells whether the port norms over all ranks' heads or over its own.
+        # The parameter's length tells whether the port norms over all ranks' heads or over its own. All ranks' heads,
+        # in rank order, have copies and padding: they may be more than the hub's. Loading reports any other length.
         which = match["which"]
         cut = self._cut_heads(which, of_all_ranks=True)
         if shape != (cut.size,):
@@ -124,7 +125,8 @@ class NxdiLayout:
         return cut.weight(tensors, Q_NORM if which == "q" else K_NORM)
 
     def _rank_number(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        # NxD reads a rank's number from a weight, so that one program serves all ranks.
+        # NxD reads a rank's number from a weight, so that one program serves all ranks. A parameter as long as the
+        # number of ranks takes all numbers, before they are divided.
         if shape == (self.tp_degree,):
             return torch.arange(self.tp_degree, dtype=torch.int32)
         return torch.tensor([self.rank], dtype=torch.int32)
@@ -138,7 +140,7 @@ class NxdiLayout:
         inner = max(cut.size, shape[-1] // 2)
 
         def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
-            # [E,H,2,inner]: gate, then up. `mT` swaps the last two dims: the hub's matrices are not transposed.
+            # [E,H,2,inner]: gate, then up. `mT` is [E,2·inner,H], of which `gate_up_places` gives views as on the hub.
             storage.unflatten(-1, (2, inner))[..., cut.size :].zero_()
             named = gate_up_places(range(spec.num_local_experts), storage.mT, dtype=storage.dtype)
             return {name: place[: cut.size] for name, place in named.items()}
@@ -177,7 +179,8 @@ class _Rule(NamedTuple):
     """A way to make the weights of parameters whose names match a pattern, from the hub's tensors of these names."""
 
     pattern: str
-    tensors: tuple[str, ...]  # `{which}` stands for what that group of the pattern matched
+    # `{which}` stands for what that group of the pattern matched, `EXPERTS` for the tensors of all experts.
+    tensors: tuple[str, ...]
     # From the layout, the layer's tensors, the match of the pattern and the parameter's shape to its weight.
     make: Callable[[NxdiLayout, LayerTensors, re.Match[str], tuple[int, ...]], Weight]
 

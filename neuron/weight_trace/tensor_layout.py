@@ -22,8 +22,10 @@ class TensorLayout:
     """Layout of a port tensor."""
 
     origin: TensorOrigin
-    matrices: tuple[Matrix, ...]  # segments of each matrix; the dims before the last two count the matrices
-    experts: tuple[int, ...]  # the expert of each matrix; empty if a matrix holds no expert, or several
+    matrices: tuple[Matrix, ...]  # segments of each matrix, in the order in which the tensor stacks them
+    experts: tuple[
+        int, ...
+    ]  # the expert of each matrix; empty unless each holds tensors of exactly one expert
     text: str  # the layout as text, such as `experts 0–11: w2 (down)`
 
     @property
@@ -38,7 +40,11 @@ class TensorLayout:
 
 
 def read_layout(origin: TensorOrigin, sources: SourceTensors) -> TensorLayout:
-    """Read the layout of a port tensor from the origins of its elements."""
+    """Read the layout of a port tensor from the origins of its elements.
+
+    `origin.numbers` holds the source number of each element, negative for an element without one. The last two dims are
+    a matrix, after the dim that counts experts has moved to the front. A single matrix may be cut by rows into several.
+    """
     numbers = _experts_first(origin.numbers, sources)
     if numbers.dim() < 2:
         numbers = numbers.reshape(-1, 1)
@@ -75,7 +81,7 @@ def _experts_first(numbers: torch.Tensor, sources: SourceTensors) -> torch.Tenso
         return numbers
     experts = torch.where(numbers >= 0, sources.find_experts(numbers.clamp(min=0)), -1)
     for dim in range(numbers.dim()):
-        # The dim that counts experts: each of its slices holds elements of one expert, or of no source.
+        # The dim that counts experts: each of its slices holds elements of one expert, besides those of no expert.
         slices = experts.movedim(dim, 0).flatten(1)
         expert_of_slice = slices.max(dim=1, keepdim=True).values
         if bool(((slices == expert_of_slice) | (slices < 0)).all()):
@@ -86,7 +92,8 @@ def _experts_first(numbers: torch.Tensor, sources: SourceTensors) -> torch.Tenso
 def _cut_where_repeated(matrix: torch.Tensor, sources: SourceTensors) -> torch.Tensor:
     """Cut a matrix [R,C] into n matrices [n,R/n,C] where its kinds begin to repeat; [1,R,C] if they do not.
 
-    Only a matrix of many short segments is cut, such as a fused projection with q, k and v of one head after the other.
+    Two layouts need it: experts stacked by rows in one matrix, and a fused projection with q, k and v of one head after
+    the other. A matrix with few segments is not cut, nor one with an element without a source.
     """
     if bool((matrix < 0).any()):
         return matrix[None]
