@@ -15,7 +15,8 @@ from torch import nn
 
 # Elements that are compared at once, in float64: 32 MiB for each operand.
 ELEMENTS_AT_ONCE = 1 << 22
-_NUMBER = re.compile(r"\d+")
+# A number that is a whole part of a name, as in `experts.3.w1` or `experts[3]`: the 3, not the 1.
+_NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
 
 def find_port_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

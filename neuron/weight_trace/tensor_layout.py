@@ -93,17 +93,19 @@ def _cut_where_repeated(matrix: torch.Tensor, sources: SourceTensors) -> torch.T
     """Cut a matrix [R,C] into n matrices [n,R/n,C] where its kinds begin to repeat; [1,R,C] if they do not.
 
     Two layouts need it: experts stacked by rows in one matrix, and a fused projection with q, k and v of one head after
-    the other. A matrix with few segments is not cut, nor one with an element without a source.
+    the other. A matrix of one expert, or of none, is not cut if it has few segments. Nor is a matrix with an element
+    without a source.
     """
     if bool((matrix < 0).any()):
         return matrix[None]
     first_column = matrix[:, 0]
     indices = sources.find(first_column)
-    if int((indices[1:] != indices[:-1]).sum()) < MAX_SEGMENTS:
+    experts = sources.find_experts(first_column)
+    num_changes = int((indices[1:] != indices[:-1]).sum())
+    if num_changes < MAX_SEGMENTS and len(experts.unique()) == 1:
         return matrix[None]
     kind_numbers = {kind: number for number, kind in enumerate(kinds_of(sources.all))}
     kinds = torch.tensor([kind_numbers[source.kind] for source in sources.all])[indices]
-    experts = sources.find_experts(first_column)
     is_start = (kinds[1:] != kinds[:-1]) | (experts[1:] != experts[:-1])
     for start in is_start.nonzero().flatten().add(1).tolist():
         if len(kinds) % start == 0 and start > 1 and bool((kinds[start:] == kinds[:-start]).all()):

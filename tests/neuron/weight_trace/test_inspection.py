@@ -36,6 +36,44 @@ class Port(port.DecoderLayer):
 {{spoil}}
 """
 
+# A port that stacks its experts by rows, one matrix for all w1, one for all w2, one for all w3.
+_STACKED_PORT = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import minimal_port
+import torch
+from torch import nn
+
+WEIGHTS = ("w1", "w2", "w3")
+
+class Expert:
+    def __init__(self, moe, number):
+        self.moe, self.number = moe, number
+
+    def __call__(self, tokens):
+        stacked = (getattr(self.moe, name) for name in WEIGHTS)
+        w1, w2, w3 = (weight.chunk(len(self.moe.experts))[self.number] for weight in stacked)
+        return (nn.functional.silu(tokens @ w1.T) * (tokens @ w3.T)) @ w2.T
+
+class Port(minimal_port.DecoderLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        moe, num_experts = self.block_sparse_moe, config.num_local_experts
+        for name in WEIGHTS:
+            rows, columns = getattr(moe.experts[0], name).weight.shape
+            setattr(moe, name, nn.Parameter(torch.empty(num_experts * rows, columns)))
+        del moe.experts
+        moe.experts = [Expert(moe, number) for number in range(num_experts)]
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = {{name: tensor for name, tensor in tensors.items() if ".experts." not in name}}
+        prefix = "block_sparse_moe."
+        for name in WEIGHTS:
+            experts = [tensors[f"{{prefix}}experts.{{number}}.{{name}}.weight"] for number in ORDER]
+            state[prefix + name] = torch.cat(experts)
+        return state
+"""
+
 MODEL = SyntheticModel(
     num_hidden_layers=6,
     hidden_size=128,
@@ -459,3 +497,16 @@ def test_ranks_are_traced_together(process: Any, tiny: Path, tmp_path: Path) -> 
     swapped = process(*arguments, f"{tmp_path}/rank_1.py:Port")
     assert swapped.returncode == 1, swapped.stderr
     assert json.loads(swapped.stdout)["findings"][0]["text"].endswith("(on rank 1)")
+
+
+@pytest.mark.parametrize(("order", "exit_code"), [((0, 1, 2, 3), 0), ((1, 0, 2, 3), 1)])
+def test_order_of_a_few_experts_stacked_by_rows_is_read(
+    order: tuple[int, ...], exit_code: int, command: Any, write_port: Any, tmp_path: Path
+) -> None:
+    model = SyntheticModel(num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
+    synthesize(tmp_path / "model", model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    target = write_port(f"{_STACKED_PORT}\nORDER = {order}\n")
+    result = command(mm2_test, "weights", "--model", tmp_path / "model", "--target", target)
+    assert result.exit_code == exit_code
+    named = "w1 (gate), w2 (down), w3 (up) of the experts lie in the order 1, 0, 2, 3"
+    assert (named in result.stdout) is (exit_code == 1)
