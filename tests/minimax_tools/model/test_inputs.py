@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.inputs import Inputs, format_positions, num_positions_left, pad_rows, random_rows
+from minimax_tools.model.inputs import Inputs, format_positions, num_tokens_left, pad_rows, random_rows
 
 ROWS = [[5, 6, 7], [8]]
 
@@ -68,9 +68,9 @@ def test_one_position_is_worded_as_one() -> None:
 
 
 def test_tokens_that_the_model_has_positions_for_can_follow() -> None:
-    assert num_positions_left(6, 8) == 2
+    assert num_tokens_left(6, 8) == 2
     # The last of them is never fed.
-    assert num_positions_left(7, 8) == 1
+    assert num_tokens_left(7, 8) == 1
 
 
 @pytest.mark.parametrize(("buckets", "length"), [((), 3), ((4, 8), 4), ((8, 4), 4), ((2, 3), 3), ((3,), 3)])
