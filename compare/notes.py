@@ -9,11 +9,12 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.errors import format_count
 from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
 from minimax_tools.results.results import Blame, RouterDtype, SiteResult
-from reports.wording import word_count, word_layers
+from reports.wording import word_layers
 
 
 def gather_notes(
@@ -230,9 +231,9 @@ def _flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
     ]
     if not left_out:
         return ()
-    tokens = word_count(sum(site.num_set_aside for site in left_out), "token")
+    tokens = format_count(sum(site.num_set_aside for site in left_out), "token")
     return (
-        f"{tokens} in {word_count(len(left_out), 'layer')} went to other experts, not judged behind them: "
+        f"{tokens} in {format_count(len(left_out), 'layer')} went to other experts, not judged behind them: "
         "--model judges them against the golden with the port's own experts",
     )
 

@@ -25,7 +25,7 @@ import torch
 
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.command_line.progress import format_duration
-from minimax_tools.errors import BackendError, MissingExtraError
+from minimax_tools.errors import BackendError, MissingExtraError, format_count
 from minimax_tools.machine.memory import available_bytes
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
@@ -188,7 +188,7 @@ def _check_devices(machine: Machine) -> Iterator[MachineFinding]:
         return
     cores = "" if machine.num_cores is None else f", {machine.num_cores} cores"
     hbm = "" if machine.hbm_bytes_per_core is None else f" of {machine.hbm_bytes_per_core >> 30} GiB each"
-    devices = f"{machine.num_devices} device{'s' if machine.num_devices > 1 else ''}"
+    devices = format_count(machine.num_devices, "device")
     yield MachineFinding(Level.OK, "machine", f"{name}: {devices}{cores}{hbm}; host {host_memory}")
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from minimax_tools.errors import format_count
 from minimax_tools.metrics.noise_floor import MASSIVE_RATIO
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Probe
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_count, word_figure
+from reports.wording import word_figure
 
 # Share of a layer's output: of 24 mistakes of real ports, planted in right ones, ten changed the output by less.
 _COARSE = 0.05
@@ -107,7 +108,7 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
         )
     skipped = bisection.of - len(bisection.covered)
     if skipped:
-        sentences.append(f"{word_count(skipped, 'layer')} did not run.")
+        sentences.append(f"{format_count(skipped, 'layer')} did not run.")
     return tuple(sentences)
 
 
@@ -132,17 +133,19 @@ def _headline(bisection: Bisection) -> str:
         return f"{verdict}: nothing found in {_word_span(bisection.span)}"
     first = next((finding for finding in bisection.findings if finding.is_proof), bisection.findings[0])
     num_others = len(bisection.findings) - 1
-    more = f" (and {word_count(num_others, 'more place')})" if num_others else ""
+    more = f" (and {format_count(num_others, 'more place')})" if num_others else ""
     place = "output" if first.is_culprit else "in a chain alone"
     return f"{verdict}: {_word_span(first.chain.span)}, {place}{more}"
 
 
 def _extent(bisection: Bisection) -> str:
-    runs = word_count(len(bisection.probes), "run")
+    runs = format_count(len(bisection.probes), "run")
     resumed = f", {bisection.num_resumed} of them before" if bisection.num_resumed else ""
     longest = bisection.longest_chain
-    how = f"in chains of at most {word_count(longest, 'layer')}" if longest > 1 else "every layer alone"
-    return f"compared {bisection.compared} of {word_count(bisection.of, 'output')} in {runs}{resumed}, {how}"
+    how = f"in chains of at most {format_count(longest, 'layer')}" if longest > 1 else "every layer alone"
+    return (
+        f"compared {bisection.compared} of {format_count(bisection.of, 'output')} in {runs}{resumed}, {how}"
+    )
 
 
 def _reason(bisection: Bisection, finding: BisectionFinding) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from minimax_tools.errors import format_count
 from minimax_tools.results.choices import LogitsResult
 from minimax_tools.results.results import (
     BlameGroup,
@@ -17,7 +18,6 @@ from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
 from reports.wording import (
-    word_count,
     word_figure,
     word_layer,
     word_layers,
@@ -85,7 +85,7 @@ def _headline(comparison: Comparison) -> str:
     groups = _groups(comparison)
     if groups:
         first, *others = groups
-        more = f" (and {word_count(len(others), 'more place')})" if others else ""
+        more = f" (and {format_count(len(others), 'more place')})" if others else ""
         return f"{verdict}: {_word_group(first)}{more}"
     # Without blame, as in a chained run that was not recomputed, start at the first site that fails or warns.
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
@@ -93,16 +93,16 @@ def _headline(comparison: Comparison) -> str:
         if site.status is worst:
             return f"{verdict}: first at {word_place(site.layer, [site.site])}"
     if comparison.shows_outputs_only and comparison.verdict is Verdict.PASS:
-        return f"{verdict}: outputs only, {comparison.compared} of {word_count(comparison.of, 'site')}"
+        return f"{verdict}: outputs only, {comparison.compared} of {format_count(comparison.of, 'site')}"
     return verdict
 
 
 def _extent(comparison: Comparison) -> str:
-    parts = [f"in {word_count(len(comparison.layers), 'layer')}"] if comparison.layers else []
+    parts = [f"in {format_count(len(comparison.layers), 'layer')}"] if comparison.layers else []
     if comparison.of_layer(None):
         parts.append("outside them" if parts else "outside the layers")
     where = " and ".join(parts)
-    return f"compared {comparison.compared} of {word_count(comparison.of, 'site')} {where}".rstrip()
+    return f"compared {comparison.compared} of {format_count(comparison.of, 'site')} {where}".rstrip()
 
 
 def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
@@ -162,7 +162,7 @@ def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
             draw_layer(canvas, comparison, layer, explained=frozenset(explained))
     if len(layers) > len(shown):
         canvas.gap()
-        more = word_count(len(layers) - len(shown), "more layer")
+        more = format_count(len(layers) - len(shown), "more layer")
         canvas.line(f"{more} with failures or warnings; --json has every site.")
 
 
@@ -171,7 +171,7 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
         missing = [site for site in comparison.sites if site.status is status]
         if not missing:
             continue
-        canvas.section(f"{words}: {word_count(len(missing), 'site')}")
+        canvas.section(f"{words}: {format_count(len(missing), 'site')}")
         for reason in dict.fromkeys(site.reason for site in missing):
             places = ((site.layer, site.site) for site in missing if site.reason == reason)
             for line in word_sites_by_layer(places):

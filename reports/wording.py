@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from minimax_tools.errors import format_count
 from minimax_tools.model.sites import Site
 
 # A longer run of sites is named by its first and its last.
@@ -25,11 +26,6 @@ def word_figure(value: float | None) -> str:
     if size >= _EXPONENT_FROM or size < _EXPONENT_BELOW:
         return f"{value:.2e}"
     return f"{value:.0f}" if size >= _WHOLE_FROM else f"{value:#.3g}".rstrip(".")
-
-
-def word_count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 layer` or `3 layers`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def word_fraction(value: float | None, *, decimals: int) -> str:
@@ -80,7 +76,7 @@ def word_sites(sites: Sequence[str]) -> tuple[str, ...]:
 
 def word_variants(variants: Sequence[str]) -> str:
     """Return variants in words, such as `2 variants (eager, halves)`."""
-    return f"{word_count(len(variants), 'variant')} ({', '.join(variants)})"
+    return f"{format_count(len(variants), 'variant')} ({', '.join(variants)})"
 
 
 def word_sites_by_layer(places: Iterable[tuple[int | None, str]]) -> tuple[str, ...]:

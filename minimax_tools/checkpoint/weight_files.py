@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.errors import CheckpointError, format_count, list_faults
 
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -146,7 +146,7 @@ def find_index_faults(
 def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
     """Return the error that lists the faults of a checkpoint."""
     return CheckpointError(
-        f"the checkpoint at {folder} has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
+        f"the checkpoint at {folder} has {format_count(len(faults), 'fault')}",
         found=list_faults(faults),
         next_step="Fetch the named files again; if only the index is wrong, fetch or remove that.",
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, list_faults
+from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, format_count, list_faults
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.model.architecture import Architecture
@@ -148,7 +148,7 @@ class PartitionPlan:
         faults = self.find_faults(entries, architecture, folder=folder)
         if faults:
             raise CheckpointError(
-                f"the plan for {self.model} has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
+                f"the plan for {self.model} has {format_count(len(faults), 'fault')}",
                 found=list_faults(faults),
                 next_step="Make a new plan: mm2-split plan.",
             )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 
-from minimax_tools.errors import CannotRunError, UsageError, list_faults
+from minimax_tools.errors import CannotRunError, UsageError, format_count, list_faults
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.chain import NodeChain
 from minimax_tools.partition.cost import ModelCost
@@ -231,11 +231,9 @@ def _require_order(chain: NodeChain, nodes: Sequence[Node]) -> tuple[Node, ...]:
     rooms = []
     for node in nodes:
         longest = chain.longest(node)
-        rooms.append(
-            f"{node.name}: {format_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"
-        )
+        rooms.append(f"{node.name}: {format_size(node.memory_bytes)}, {format_count(longest, 'layer')}")
     raise CannotRunError(
-        f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} cannot hold the model",
+        f"{format_count(len(nodes), 'node')} cannot hold the model",
         expected=f"room for {format_size(chain.cost.whole.held_bytes)} of weights, keys and values, in pieces of a "
         f"layer ({format_size(largest.held_bytes)}), and on each node {format_size(largest.activation_bytes)} of "
         "activations",
@@ -263,6 +261,6 @@ def _shortages(chain: NodeChain, nodes: Sequence[Node]) -> list[str]:
         missing = chain.num_layers - room
         return [
             f"room for {room} of {chain.num_layers} layers beside embedding, head and activations: "
-            f"{missing} layer{'s' if missing > 1 else ''} of {format_size(cost.layers[0].held_bytes)} too many"
+            f"{format_count(missing, 'layer')} of {format_size(cost.layers[0].held_bytes)} too many"
         ]
     return [f"{format_size(total)} in all, but the model does not fit in any order of the nodes"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.command_line.progress import NoProgress, Progress
-from minimax_tools.errors import UsageError, list_faults
+from minimax_tools.errors import UsageError, format_count, list_faults
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.partition.node import is_node_name
 from minimax_tools.partition.plan import PartitionPlan
@@ -244,7 +244,7 @@ def _find_name_faults(names: Sequence[str], stored_names: Set[str], node_id: str
 
 def _faulty(faults: list[str]) -> UsageError:
     return UsageError(
-        f"the split plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
+        f"the split plan has {format_count(len(faults), 'fault')}",
         found=list_faults(faults),
         next_step="Use the exact names of the checkpoint's tensors.",
     )

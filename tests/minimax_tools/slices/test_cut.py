@@ -160,7 +160,7 @@ def largest_file(size_bytes: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model in FP8, in BF16 and as BF16 `.bin` files; several shards each, layers across them."""
+    """A model in FP8, in BF16 and as BF16 `.bin` files; several shards each, layers across them."""
     root = tmp_path_factory.mktemp("sources")
     for name, dtype in (("fp8", torch.float8_e4m3fn), ("bf16", torch.bfloat16)):
         synthesize(root / name, model=MODEL, dtype=dtype, shard_size_bytes=300_000, seed=0)
