@@ -25,8 +25,10 @@ class RankPlace:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RankPlace:
         """Read this process's place. If WORLD_SIZE is 1 or unset, it is the only rank.
 
+        Without LOCAL_WORLD_SIZE all ranks are on one machine. Without LOCAL_RANK each machine has the next ranks.
+
         Raises:
-            UsageError: A variable is no whole number, or RANK is not below WORLD_SIZE.
+            UsageError: A variable is no whole number, RANK is not below WORLD_SIZE, or LOCAL_WORLD_SIZE is 0.
         """
 
         def read(name: str, default: int) -> int:
@@ -45,11 +47,16 @@ class RankPlace:
                 expected=f"0 to {num_ranks - 1}",
                 next_step="Start all ranks with one torchrun command, or unset RANK and WORLD_SIZE.",
             )
+        num_local = read("LOCAL_WORLD_SIZE", num_ranks)
+        if num_local == 0:
+            raise UsageError(
+                "LOCAL_WORLD_SIZE is 0", expected="1 or more", next_step="Start with torchrun, or unset it."
+            )
         return cls(
             rank=rank,
             num_ranks=num_ranks,
-            local_rank=read("LOCAL_RANK", 0),
-            num_local=read("LOCAL_WORLD_SIZE", num_ranks),
+            local_rank=read("LOCAL_RANK", rank % num_local),
+            num_local=num_local,
         )
 
 

@@ -49,8 +49,8 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
         The exit code. The child never returns.
     """
     child = _Child(command, held_back=_JSON in arguments)
-    exit_code = child.wait()
     try:
+        exit_code = child.wait()
         if exit_code is not None:
             child.print_output()
             return exit_code

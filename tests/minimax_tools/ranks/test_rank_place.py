@@ -18,6 +18,14 @@ def test_ranks_on_two_machines_are_told_apart() -> None:
     assert RankPlace.from_environment(variables) == RankPlace(rank=3, num_ranks=4, local_rank=1, num_local=2)
 
 
+def test_ranks_without_a_local_number_share_no_device() -> None:
+    # As started by hand or by a scheduler that sets these two alone.
+    places = [RankPlace.from_environment({"RANK": str(rank), "WORLD_SIZE": "4"}) for rank in range(4)]
+    assert [place.local_rank for place in places] == [0, 1, 2, 3]
+    on_two_machines = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert RankPlace.from_environment(on_two_machines).local_rank == 1
+
+
 @pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "1", "RANK": "0"}])
 def test_process_that_no_launcher_started_is_the_only_rank(variables: dict[str, str]) -> None:
     assert RankPlace.from_environment(variables) == ALONE
@@ -28,6 +36,7 @@ def test_process_that_no_launcher_started_is_the_only_rank(variables: dict[str, 
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is no whole number: found two"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 is no rank of 2: expected 0 to 1"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0: expected 1 or more"),
     ],
 )
 def test_variables_that_make_no_sense_are_refused(variables: dict[str, str], text: str) -> None:
