@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import mmap
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from minimax_tools.errors import CannotRunError
-from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, give_back_freed_memory
+from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError
 from minimax_tools.machine.memory_usage import MemoryUsage
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart"),
+    pytest.mark.usefixtures("freed_before"),
+]
 
 MB = 10**6
 BLOCK = 64 * MB
@@ -21,29 +24,13 @@ BLOCK = 64 * MB
 SLACK = 12 * MB
 
 
-@pytest.fixture(autouse=True)
-def freed_before() -> None:
-    """Free what earlier tests left with the allocator, so that it is not counted here."""
-    give_back_freed_memory()
-
-
-def fill(num_bytes: int) -> torch.Tensor:
-    """A tensor in pages of its own, which are gone with it: the allocator might take a hole that it keeps."""
-    tensor = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
-    return tensor.fill_(1)
-
-
-def anonymous() -> int:
-    return MemoryUsage.current().anonymous_bytes
-
-
 def test_need_above_the_budget_stops_before_it_is_taken() -> None:
-    before = anonymous()
+    before = MemoryUsage.current().anonymous_bytes
     budget = MemoryBudget(before + BLOCK)
     budget.require(BLOCK // 2, "reading layer 6")
     with pytest.raises(MemoryBudgetError):
         budget.require(2 * BLOCK, "reading layer 7")
-    assert anonymous() - before < SLACK
+    assert MemoryUsage.current().anonymous_bytes - before < SLACK
 
 
 def test_error_names_purpose_need_use_limit_and_way_out() -> None:
@@ -54,7 +41,7 @@ def test_error_names_purpose_need_use_limit_and_way_out() -> None:
     assert isinstance(error, CannotRunError)
     assert (error.exit_code, error.purpose, error.needed_bytes) == (3, "reading layer 7", 500 * MB)
     assert (error.limit_bytes, error.promised_bytes) == (10 * MB, 0)
-    assert abs(error.in_use_bytes - anonymous()) < SLACK
+    assert abs(error.in_use_bytes - MemoryUsage.current().anonymous_bytes) < SLACK
     assert str(error).startswith(
         "reading layer 7 would break the memory budget: expected at most 10.0 MB, found "
     )
@@ -75,14 +62,14 @@ def test_budget_that_the_error_names_is_enough() -> None:
     assert "234.0 MB too much. Allow 1.3GB or more" in str(error)
 
 
-def test_what_the_process_holds_already_counts() -> None:
+def test_what_the_process_holds_already_counts(fill: Callable[[int], torch.Tensor]) -> None:
     tensor = fill(BLOCK)
     with pytest.raises(MemoryBudgetError):
         MemoryBudget(tensor.nbytes).require(1, "anything")
 
 
 def test_reserved_memory_is_refused_to_others_before_it_is_filled() -> None:
-    budget = MemoryBudget(anonymous() + 100 * MB)
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
     with budget.reserve(60 * MB, "reading layer 1"):
         with pytest.raises(MemoryBudgetError, match="60.0 MB reserved and not filled yet"):
             budget.require(60 * MB, "reading layer 2")
@@ -92,8 +79,8 @@ def test_reserved_memory_is_refused_to_others_before_it_is_filled() -> None:
     budget.require(60 * MB, "reading layer 2")
 
 
-def test_filled_memory_is_not_counted_twice() -> None:
-    budget = MemoryBudget(anonymous() + 100 * MB)
+def test_filled_memory_is_not_counted_twice(fill: Callable[[int], torch.Tensor]) -> None:
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
     with budget.reserve(60 * MB, "reading layer 1") as reservation:
         tensor = fill(60 * MB)
         # Without a word it is counted both as reserved and as held.
@@ -109,7 +96,7 @@ def test_filled_memory_is_not_counted_twice() -> None:
 
 
 def test_more_than_was_reserved_is_not_given_back() -> None:
-    budget = MemoryBudget(anonymous() + 100 * MB)
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
     first, second = budget.reserve(30 * MB, "one"), budget.reserve(30 * MB, "two")
     for give_back in (lambda: first.touched(50 * MB), first.release, first.release):
         give_back()
@@ -120,14 +107,14 @@ def test_more_than_was_reserved_is_not_given_back() -> None:
 
 
 def test_error_in_the_block_releases_what_it_reserved() -> None:
-    budget = MemoryBudget(anonymous() + 100 * MB)
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
     with pytest.raises(RuntimeError, match="planted"), budget.reserve(60 * MB, "reading"):
         raise RuntimeError("planted")
     budget.require(60 * MB, "reading again")
 
 
-def test_garbage_does_not_stand_in_the_way() -> None:
-    budget = MemoryBudget(anonymous() + 100 * MB)
+def test_garbage_does_not_stand_in_the_way(fill: Callable[[int], torch.Tensor]) -> None:
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
     circle: list[Any] = [fill(70 * MB)]
     circle.append(circle)
     del circle
@@ -135,7 +122,7 @@ def test_garbage_does_not_stand_in_the_way() -> None:
 
 
 def test_memory_that_the_allocator_keeps_does_not_stand_in_the_way() -> None:
-    budget = MemoryBudget(anonymous() + 100 * MB)
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
     blocks = [bytearray(64_000) for _ in range(1100)]
     # The last one keeps the heap from shrinking.
     last = blocks[-1]
@@ -145,7 +132,7 @@ def test_memory_that_the_allocator_keeps_does_not_stand_in_the_way() -> None:
 
 
 def test_threads_together_get_no_more_than_there_is() -> None:
-    budget = MemoryBudget(anonymous() + 5 * BLOCK + BLOCK // 2)
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 5 * BLOCK + BLOCK // 2)
     granted = []
     asked = threading.Barrier(12)
 
@@ -174,7 +161,7 @@ def test_no_limit_refuses_nothing() -> None:
 
 
 def test_what_is_left_shrinks_by_what_is_reserved() -> None:
-    budget = MemoryBudget(anonymous() + BLOCK)
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + BLOCK)
     before = budget.left_bytes
     assert before is not None
     with budget.reserve(BLOCK // 2, "reading"):

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
-import mmap
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from minimax_tools.machine.memory import give_back_freed_memory
 from minimax_tools.machine.memory_tracker import MemoryTracker, describe_change, describe_summary
 from minimax_tools.machine.memory_usage import MemoryPeak, MemorySnapshot, MemoryUsage
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart"),
+    pytest.mark.usefixtures("freed_before"),
+]
 
 MB = 10**6
 GB = 10**9
@@ -22,35 +24,24 @@ BLOCK = 64 * MB
 SLACK = 12 * MB
 
 
-@pytest.fixture(autouse=True)
-def freed_before() -> None:
-    """Free what earlier tests left with the allocator, so that it is not counted here."""
-    give_back_freed_memory()
-
-
-def fill(num_bytes: int) -> torch.Tensor:
-    """A tensor in pages of its own, which are gone with it: the allocator might take a hole that it keeps."""
-    tensor = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
-    return tensor.fill_(1)
-
-
-def anonymous() -> int:
-    return MemoryUsage.current().anonymous_bytes
-
-
 def samplers() -> list[threading.Thread]:
     """The trackers' threads; others of this process come and go."""
     return [thread for thread in threading.enumerate() if thread.name == "memory sampler"]
 
 
-def spike() -> None:
-    """Memory that is gone before anyone looks, and was there for many samples."""
-    tensor = fill(BLOCK)
-    time.sleep(0.15)
-    del tensor
+@pytest.fixture
+def spike(fill: Callable[[int], torch.Tensor]) -> Callable[[], None]:
+    """Takes memory that is gone before anyone looks, and is there for many samples."""
+
+    def take_and_free() -> None:
+        tensor = fill(BLOCK)
+        time.sleep(0.15)
+        del tensor
+
+    return take_and_free
 
 
-def test_spike_between_snapshots_is_seen() -> None:
+def test_spike_between_snapshots_is_seen(spike: Callable[[], None]) -> None:
     with MemoryTracker() as tracker:
         before = tracker.snapshot("before")
         spike()
@@ -63,7 +54,7 @@ def test_spike_between_snapshots_is_seen() -> None:
     assert tracker.peak.anonymous_bytes >= after.peak_anonymous_bytes
 
 
-def test_tracker_that_never_started_misses_it_and_says_so() -> None:
+def test_tracker_that_never_started_misses_it_and_says_so(spike: Callable[[], None]) -> None:
     tracker = MemoryTracker()
     before = tracker.snapshot("before")
     spike()
@@ -77,7 +68,9 @@ def test_tracker_that_sampled_says_nothing_of_the_kind() -> None:
     assert "sampled" not in tracker.summary()
 
 
-def test_resident_peak_is_exact_without_sampling_where_it_is_the_highest_so_far() -> None:
+def test_resident_peak_is_exact_without_sampling_where_it_is_the_highest_so_far(
+    fill: Callable[[int], torch.Tensor],
+) -> None:
     tracker = MemoryTracker()
     most = tracker.baseline.most_resident_bytes
     assert most is not None
@@ -87,7 +80,9 @@ def test_resident_peak_is_exact_without_sampling_where_it_is_the_highest_so_far(
     assert tracker.peak.resident_bytes >= most + BLOCK - SLACK
 
 
-def test_what_comes_after_the_end_is_no_peak() -> None:
+def test_what_comes_after_the_end_is_no_peak(
+    fill: Callable[[int], torch.Tensor], spike: Callable[[], None]
+) -> None:
     with MemoryTracker() as tracker:
         tracker.snapshot("one")
     spike()
@@ -96,7 +91,7 @@ def test_what_comes_after_the_end_is_no_peak() -> None:
     assert tensor.nbytes == BLOCK
 
 
-def test_tracker_may_be_started_twice_and_leaves_no_thread() -> None:
+def test_tracker_may_be_started_twice_and_leaves_no_thread(spike: Callable[[], None]) -> None:
     tracker = MemoryTracker()
     tracker.start()
     tracker.start()
@@ -116,7 +111,7 @@ def test_error_in_the_block_ends_the_sampling() -> None:
     assert not samplers()
 
 
-def test_report_is_the_latest_snapshot_against_the_one_before() -> None:
+def test_report_is_the_latest_snapshot_against_the_one_before(fill: Callable[[int], torch.Tensor]) -> None:
     tracker = MemoryTracker()
     tracker.snapshot("start")
     tensor = fill(BLOCK)
@@ -129,7 +124,9 @@ def test_report_is_the_latest_snapshot_against_the_one_before() -> None:
     assert lines[2] == "  GPU: 0.00 GB (+0.00 GB)" or torch.cuda.is_initialized()
 
 
-def test_report_before_any_snapshot_is_the_change_since_the_making() -> None:
+def test_report_before_any_snapshot_is_the_change_since_the_making(
+    fill: Callable[[int], torch.Tensor],
+) -> None:
     tracker = MemoryTracker()
     tensor = fill(BLOCK)
     lines = tracker.report().splitlines()
@@ -149,7 +146,7 @@ def test_summary_and_report_print_nothing(capfd: Any) -> None:
 def test_current_usage_is_a_dict_of_bytes() -> None:
     now = MemoryTracker().get_current_usage()
     assert now["ram_bytes"] == now["anonymous_bytes"] + now["file_bytes"] + now["shared_bytes"]
-    assert abs(now["anonymous_bytes"] - anonymous()) < SLACK
+    assert abs(now["anonymous_bytes"] - MemoryUsage.current().anonymous_bytes) < SLACK
     assert now["available_bytes"] > 0
     assert now["gpu_bytes"] >= 0
 
@@ -169,19 +166,7 @@ def test_spike_on_a_device_is_seen_without_a_sample_of_it() -> None:
     assert kept.item() == 1
 
 
-def usage(
-    anonymous: int, *, file: int = 0, most: int | None = None, gpu: int = 0, gpu_most: int = 0
-) -> MemoryUsage:
-    return MemoryUsage(
-        anonymous_bytes=anonymous,
-        file_bytes=file,
-        most_resident_bytes=most,
-        device_bytes={"cuda:0": gpu},
-        most_device_bytes={"cuda:0": gpu_most},
-    )
-
-
-def test_change_names_every_kind_with_its_sign() -> None:
+def test_change_names_every_kind_with_its_sign(usage: Callable[..., MemoryUsage]) -> None:
     before, after = usage(8 * GB, file=GB), usage(12_340_000_000, file=GB // 2, gpu=2 * GB)
     assert describe_change("bottom loaded", before, after).splitlines() == [
         "Memory: bottom loaded",
@@ -200,7 +185,7 @@ def test_kinds_that_are_not_known_are_not_claimed() -> None:
     assert timeline == "  now                     RAM:   1.00 GB  GPU:   0.00 GB"
 
 
-def test_summary_holds_peaks_notes_and_a_line_per_snapshot() -> None:
+def test_summary_holds_peaks_notes_and_a_line_per_snapshot(usage: Callable[..., MemoryUsage]) -> None:
     peak = MemoryPeak(
         anonymous_bytes=30 * GB,
         file_bytes=3 * GB,
@@ -228,7 +213,7 @@ def test_summary_holds_peaks_notes_and_a_line_per_snapshot() -> None:
     ]
 
 
-def test_long_label_moves_every_line() -> None:
+def test_long_label_moves_every_line(usage: Callable[..., MemoryUsage]) -> None:
     labels = ["short", "a label that is longer than twenty-four"]
     snapshots = [MemorySnapshot(label=label, usage=usage(GB), peak_anonymous_bytes=GB) for label in labels]
     lines = describe_summary(MemoryPeak(), snapshots, notes=[]).splitlines()[-2:]

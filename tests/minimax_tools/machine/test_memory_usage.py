@@ -2,18 +2,19 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from minimax_tools.machine.memory import give_back_freed_memory
 from minimax_tools.machine.memory_usage import (
     MemoryPeak,
     MemoryUsage,
 )
 
+pytestmark = pytest.mark.usefixtures("freed_before")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
 
 MB = 10**6
@@ -32,12 +33,6 @@ RssShmem:	     100 kB
 VmSwap:	      20 kB
 Threads:	1
 """
-
-
-@pytest.fixture(autouse=True)
-def freed_before() -> None:
-    """Free what earlier tests left, so that it is not freed during these."""
-    give_back_freed_memory()
 
 
 def test_status_of_linux_is_read_in_bytes() -> None:
@@ -140,19 +135,7 @@ def test_tensor_on_a_device_is_counted_there() -> None:
     assert kept.item() == 1
 
 
-def usage(
-    anonymous: int, *, file: int = 0, most: int | None = None, gpu: int = 0, gpu_most: int = 0
-) -> MemoryUsage:
-    return MemoryUsage(
-        anonymous_bytes=anonymous,
-        file_bytes=file,
-        most_resident_bytes=most,
-        device_bytes={"cuda:0": gpu},
-        most_device_bytes={"cuda:0": gpu_most},
-    )
-
-
-def test_peak_takes_each_number_at_its_own_moment() -> None:
+def test_peak_takes_each_number_at_its_own_moment(usage: Callable[..., MemoryUsage]) -> None:
     start = usage(1, file=1)
     peak = (
         MemoryPeak().raised_by(usage(9, file=2), since=start).raised_by(usage(3, file=7, gpu=4), since=start)
@@ -161,13 +144,13 @@ def test_peak_takes_each_number_at_its_own_moment() -> None:
     assert peak.device_bytes == {"cuda:0": 4}
 
 
-def test_counters_that_rose_since_the_start_count() -> None:
+def test_counters_that_rose_since_the_start_count(usage: Callable[..., MemoryUsage]) -> None:
     start = usage(1, most=50, gpu_most=60)
     peak = MemoryPeak().raised_by(usage(2, most=51, gpu=3, gpu_most=61), since=start)
     assert (peak.resident_bytes, peak.all_devices_bytes) == (51, 61)
 
 
-def test_peaks_before_the_start_do_not_count() -> None:
+def test_peaks_before_the_start_do_not_count(usage: Callable[..., MemoryUsage]) -> None:
     start = usage(1, most=50, gpu_most=60)
     peak = MemoryPeak().raised_by(usage(2, most=50, gpu=3, gpu_most=60), since=start)
     assert (peak.resident_bytes, peak.all_devices_bytes) == (2, 3)
