@@ -60,7 +60,7 @@ def rank_options(command: Command) -> Command:
     """Add the options to a command, which then runs on rank 0 and takes `ranks` in their place.
 
     If several ranks are asked for and none was launched, they are launched here, and the command ends with the exit
-    code of rank 0. The other ranks follow rank 0's assignments, and print errors only.
+    code of rank 0. The other ranks follow rank 0's assignments, and print only warnings and errors.
     """
 
     @functools.wraps(command)

@@ -113,7 +113,7 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
 
 
 def next_commands(bisection: Bisection) -> tuple[str, ...]:
-    """Return the commands that look closer: at each culprit, or at all layers if nothing was found."""
+    """Return the commands that look closer: at each finding, or at all layers if nothing was found."""
     options = shlex.join(bisection.arguments)
     singles = [
         f"mm2-test single-layer --layer {finding.chain.span.start} {options} --sites all"
