@@ -60,7 +60,7 @@ def rank_options(command: Command) -> Command:
     """Add the options to a command, which then runs on rank 0 and takes `ranks` in their place.
 
     If several ranks are asked for and none was launched, they are launched here, and the command ends with the exit
-    code of rank 0. The other ranks follow rank 0's assignments, and print errors only.
+    code of rank 0. The other ranks follow rank 0's assignments, and print only warnings and errors.
     """
 
     @functools.wraps(command)
@@ -69,11 +69,11 @@ def rank_options(command: Command) -> Command:
         environment = dict(os.environ)
         place = RankPlace.from_environment()
         ranks = _take_ranks(options, place)
-        # A saved run is only shown, by rank 0 alone.
+        # With --skip-compile a saved run is only shown, by rank 0 alone.
         if not ranks.are_several or options.get("skip_compile"):
             return command(**options, ranks=ranks) if ranks.is_lead else None
         backend = choose_backend(options["backend"])
-        refuse_launched(backend)
+        refuse_launched(backend)  # xla-cpu under torchrun: its collectives are wrong
         # On xla-cpu, devices of this process stand for the ranks.
         if backend is not Backend.XLA_CPU and place.num_ranks == 1:
             end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))

@@ -113,7 +113,7 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
 
 
 def next_commands(bisection: Bisection) -> tuple[str, ...]:
-    """Return the commands that look closer: at each culprit, or at all layers if nothing was found."""
+    """Return the commands that look closer: at each finding, or at all layers if nothing was found."""
     options = shlex.join(bisection.arguments)
     singles = [
         f"mm2-test single-layer --layer {finding.chain.span.start} {options} --sites all"
@@ -131,6 +131,7 @@ def _headline(bisection: Bisection) -> str:
     verdict = str(bisection.verdict).upper()
     if not bisection.findings:
         return f"{verdict}: nothing found in {_word_span(bisection.span)}"
+    # A drift little above its limit is no proof.
     first = next((finding for finding in bisection.findings if finding.is_proof), bisection.findings[0])
     num_others = len(bisection.findings) - 1
     more = f" (and {format_count(num_others, 'more place')})" if num_others else ""

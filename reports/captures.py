@@ -43,6 +43,8 @@ _TENSOR = (
 def capture_record(source: CaptureSource, inspection: CaptureInspection | None = None) -> dict[str, Any]:
     """Return a capture as JSON: its run (null if the layout does not say) and the statistics of every site.
 
+    Another tool's dump whose tensors are not sites yet has a `listing`, which is returned as `dump_record` words it.
+
     `inspection` is the result of reading all of it; None if it was not read.
 
     Raises:
@@ -64,7 +66,7 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
 
 
 def is_damaged(source: CaptureSource, inspection: CaptureInspection | None) -> bool:
-    """Decide whether an inspection found faults, or the golden's certificate belongs to other tensors."""
+    """Decide whether an inspection found faults, or a certificate of other tensors; False without an inspection."""
     return inspection is not None and (bool(inspection.faults) or source.has_void_certificate)
 
 

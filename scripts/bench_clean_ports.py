@@ -50,7 +50,7 @@ def main() -> int:
     arguments = parser.parse_args()
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
-    comparisons: dict[str, list[Comparison]] = defaultdict(list)
+    comparisons: dict[str, list[Comparison]] = defaultdict(list)  # by port and mode, isolated or chained
     settings = combine_settings(arguments.shapes, arguments.seeds, [arguments.lengths])
     for setting in settings:
         with tempfile.TemporaryDirectory() as scratch:

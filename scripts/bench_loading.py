@@ -1,7 +1,7 @@
 """Loading and streaming against a plain read, `from_pretrained` and accelerate's disk offload.
 
 Writes a synthetic MiniMax-M2 of 5.05 GB in BF16 (16 layers of 307 MB, 64 experts, 6 shards), and the same in FP8.
-Each variant runs in a process of its own. Memory is anonymous memory above the imports, and seconds begin after them.
+Each measurement is a process of its own. Memory is anonymous memory above the imports, and seconds begin after them.
 Ratios are taken between runs that follow each other; figures are medians of several rounds. Packed experts (they stay
 FP8 in memory until they are used) are measured on two layers of MiniMax-M2's own size too.
 

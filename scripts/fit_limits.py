@@ -2,7 +2,8 @@
 
 A *figure* is one measure of the difference, such as ρ. A *record*, by `measure_noise`, holds the figures of one site in
 one comparison: `whole` is ρ over all tokens, `incoming` the inherited error, `tokens` the number of tokens judged;
-`hidden` is true if the run hid its choice of experts. A `Limit` has three parts:
+`hidden` is true if the run hid its choice of experts. `floor` says what the golden kept: `full` (with twins), `stats`
+(statistics alone), either with `_variants`, or `off`. A `Limit` has three parts:
 
 - `usual`: the median figure of the implementation that is furthest off. Implementations round in different places.
 - `spread`: standard deviation of the figure's logarithm around it, over layers, seeds and prompts.
@@ -78,7 +79,7 @@ def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
     """Fit the limits on ρ and the figures in its unit, by site, and for `ALL_SITES` the median of the sites.
 
     Values below 1 are better than the golden, and count as 1. A site gets a limit of its own if that is wider. Only
-    records count that have this mode, `isolated` or `chained`, and this floor of `measure_noise`, other than `off`.
+    records count that have this mode, `isolated` or `chained`, and this floor, other than `off`.
     """
     chosen = [
         record
@@ -88,6 +89,7 @@ def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
         # The first layer of a chain inherits no error: it is judged as an isolated one.
         and (record["incoming"] > 0.0) == (mode == "chained")
     ]
+    # Structure figures need float32 twins, and an error that is the layer's own.
     figures = NOISE_FIGURES if mode == "isolated" and floor.startswith("full") else RATIO_FIGURES
     table: Table = defaultdict(dict)
     for figure in figures:
@@ -279,7 +281,7 @@ def _fit_relative(records: Sequence[Record], ratios: Table) -> Limit | None:
 
 
 def capped(limit: Limit, *, largest: float, rho: float) -> Limit:
-    """Cap a limit on the relative error near the largest error that was measured.
+    """Cap a limit of `fit_floorless` on the relative error near the largest error that was measured.
 
     Models differ more than the tokens of one model, and not normally. A spread extrapolated to a single token would let
     any error pass. `largest` is the largest error of a golden at the site, for any number of tokens; `rho` is the usual

@@ -92,7 +92,11 @@ def main() -> int:
 
 
 def print_table(folder: Path, models: list[str]) -> None:
-    """Print the records of trained models as a table in Markdown; missing models are left out."""
+    """Print the records of trained models as a table in Markdown; missing models are left out.
+
+    `others' experts` are bits per byte if each token goes to a random other token's experts, `lzma` and `unigram` those
+    of these codes without a model.
+    """
     print(
         "| model | shape | text, MB | tokens | loss | bits per byte | others' experts | lzma | unigram | information |"
     )

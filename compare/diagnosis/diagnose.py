@@ -182,7 +182,7 @@ def _diagnose_layers(
                 weights=weights,
                 layer=layer,
                 suspects=suspects,
-                is_inherited=run.inputs[layer].is_inherited,
+                is_inherited=run.inputs[layer].is_inherited,  # its input carries errors of other layers
             )
             outcome = search_layer(
                 case.open_trial(), mistakes, suspects=suspects, expected=tuple(expected.values())
@@ -195,7 +195,7 @@ def _diagnose_layers(
         yield LayerDiagnosis(
             layer=layer,
             sites=case.sites,
-            unexplained=outcome.null.leaves,
+            unexplained=outcome.null.leaves,  # ρ on the layer without a mistake
             is_blamed=bool(suspects),
             named=tuple(MistakeFinding.of(layer, score, alike=outcome.named) for score in outcome.named),
             nearest=tuple(MistakeFinding.of(layer, score) for score in outcome.nearest),
@@ -218,7 +218,7 @@ def _has_failing_site(run: JudgedRun, layers: tuple[int, ...] | None) -> bool:
 
 
 def _is_any_wrong_on_port_input(run: JudgedRun, diagnoses: Sequence[LayerDiagnosis]) -> bool:
-    """Decide whether a layer is wrong whose error the comparison may have taken for an inherited one."""
+    """Decide whether a layer that got a wrong input is wrong on that input too; the comparison may excuse it."""
     return any(
         run.inputs[diagnosis.layer].is_inherited and diagnosis.unexplained > RIGHT_RHO
         for diagnosis in diagnoses

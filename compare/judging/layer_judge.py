@@ -1,7 +1,8 @@
 """LayerJudge: judges the sites of one layer.
 
 A flip is a token for which the port chose other experts than the golden. Behind the router, the values of such a token
-come from another computation: they are judged against the golden with the port's experts (see `replay`), or left out.
+come from another computation: they are judged against the golden with the port's experts (see `replay`), or set aside.
+Criteria called `classic` are five fixed limits on layer outputs alone, without noise and replay.
 T real tokens of the batch, F channels of a site, k experts per token.
 """
 
@@ -112,7 +113,7 @@ class LayerJudge:
             return self._judge_experts(result)
         rows = self.stored_rows(site)
         context = self.limit_context(site)
-        if site not in _PAST_A_FLIP or self._criteria.name == "classic":
+        if site not in _PAST_A_FLIP or self._sides.is_classic:
             return judge_values(result, rows, criteria=self._criteria, context=context)
         replay = self._replay_of(site)
         replayed_tokens = None if replay is None else replay.tokens(site)
@@ -144,7 +145,7 @@ class LayerJudge:
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
         noise, replay = self.router_noise, self._replay
-        if self._criteria.name == "classic" or replay is None or not bool(replay.flipped.any()):
+        if self._sides.is_classic or replay is None or not bool(replay.flipped.any()):
             return self.judge_choice(result, self._experts[0], noise)
         if noise is not None:
             noise = replace(noise, scores=replay.scores)
@@ -177,7 +178,7 @@ class LayerJudge:
         """
         assert self._experts is not None, "both sides hold experts of one shape here"
         routing = compare_routing(experts, self._experts[1], noise, places=self._choice_places())
-        if self._criteria.name == "classic":
+        if self._sides.is_classic:
             status, reason = SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
         else:
             status, reason = judge_routing(
@@ -236,14 +237,14 @@ class LayerJudge:
         return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
 
     def _find_set_aside(self, replayed_tokens: torch.Tensor | None) -> torch.Tensor | None:
-        """Find tokens to leave out, bool [T]: flips that are not replayed, and tokens whose experts are not sure.
+        """Find tokens that noise must not judge, bool [T]: flips without replay, and tokens of unsure experts.
 
-        Without any choice of the port, every token that noise may have flipped is left out; None if noise is not known.
+        Without any choice of the port, all tokens that noise may flip are set aside; None if noise is not known.
         """
         if self._replay is not None:
             flipped = self._replay.flipped
-            left_out = flipped if replayed_tokens is None else flipped & ~replayed_tokens
-            return left_out if self._derived is None else left_out | ~self._derived.is_sure
+            set_aside = flipped if replayed_tokens is None else flipped & ~replayed_tokens
+            return set_aside if self._derived is None else set_aside | ~self._derived.is_sure
         return None if self.router_noise is None else self.router_noise.is_fragile()
 
     def _read_router_noise(self) -> RouterNoise | None:

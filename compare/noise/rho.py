@@ -3,6 +3,8 @@
     ρ = ‖port − float32 twin‖ / ‖golden − float32 twin‖
 
 The float32 twin is the golden's layer computed in float32. A port with ρ = 1 is as good as the golden.
+`Rows` are the judged tokens of a site: golden, port, twin [T,F] and the floor; their `dtype` is that of the stored
+golden. `Squares` are squared errors summed per token [T]: over ordinary, massive, and all channels (`whole`).
 T judged tokens, F channels of a site.
 """
 
@@ -40,7 +42,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     foreseen = _widen(floor, norms, rows)
     per_token = _per_token(error.whole, foreseen.whole)
     worst = int(per_token.argmax())
-    row, position = rows.places[worst].tolist()
+    row, position = rows.places[worst].tolist()  # row: here the token's sequence in the batch
     structure = _structure(rows, floor)
     has_channels = rows.reference.shape[1] >= _FEWEST_CHANNELS
     return NoiseRatio(
@@ -53,7 +55,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
         worst_token=(row, position),
         is_estimated=rows.twin is None,
         is_widened=rows.widened_floor is not None,  # by variants
-        incoming=rows.input_error.overall if rows.input_error else 0.0,
+        incoming=rows.input_error.overall if rows.input_error else 0.0,  # of a chained layer's input
         floor=_relative(foreseen.whole, norms.whole),
         interval=rho_interval(error.whole, foreseen.whole, rows.places),
         token_gain=structure.token_gain if structure else None,

@@ -46,11 +46,7 @@ class WeightSource(Protocol):
     """Source of the weights that a golden computed with, layer by layer."""
 
     def open_head(self, reference: CaptureSource) -> AbstractContextManager[HeadWeights]:
-        """Open the weights behind the last layer.
-
-        Raises:
-            CheckpointError: They cannot be read.
-        """
+        """Open the weights behind the last layer. Raise as `open_layer` does."""
 
     def open_layer(self, layer: int, reference: CaptureSource) -> AbstractContextManager[GoldenWeights]:
         """Open a layer's weights.
@@ -88,9 +84,12 @@ class CheckpointWeights:
         """Open the weights behind the last layer (see `WeightSource`)."""
         spec = ModelSpec.from_folder(resolve_config(self.model))
         last = spec.num_hidden_layers - 1
-        folder = resolve_model(self.model, layers=range(last, last + 1))
-        with self._open(folder, range(last, last + 1)) as reader:
+        layers = range(last, last + 1)
+        folder = resolve_model(self.model, layers=layers)
+        with self._open(folder, layers) as reader:
             dtype = _computed_dtype(reference)
+            # The last layer tells whose checkpoint it is: fingerprints have no values of the head.
+            refuse_other_model(reference, ModelFingerprint.of(reader, spec, layers), self.model)
             yield HeadWeights(
                 spec=spec,
                 norm=reader.read_weight(FINAL_NORM, dtype),

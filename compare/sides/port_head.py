@@ -95,7 +95,8 @@ def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
     also if the port's output is missing, not finite or equal to the golden's.
 
     Raises:
-        CheckpointError: The weights cannot be read.
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
     """
     golden, source = sides.reference, sides.weights
     if source is None or sides.is_classic or golden.known_description is None:

@@ -28,6 +28,7 @@ def show_command(directory: Path, reading: DumpReading, as_json: bool) -> None:
     Exits with 3 where its files are not as they were written.
     """
     source = open_source(directory, reading)
+    # Another tool's dump has no description, and no digests to inspect its files by.
     inspection = inspect_capture(source) if source.known_description else None
     print_golden(
         capture_record(source, inspection),

@@ -20,7 +20,7 @@ class GoldenWriter:
     """The writer of a golden's layers and of its sites outside them."""
 
     writer: CaptureWriter
-    run: Run  # layers and sites to keep
+    run: Run  # layers and sites to keep; its `computed_sites` are those that are no input of it
     floor: NoiseFloor | None  # noise floor to measure; None for none
     keeps_twins: bool  # whether to keep the floor's float32 twins too
     reader: CheckpointReader  # reader of the checkpoint, which counts the bytes read

@@ -77,7 +77,9 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
 
 
 def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> MiniMaxM2ForCausalLM:
-    """Build transformers' model on the meta device, with float32 router gates and the rotary embedding on `device`.
+    """Build transformers' model for streaming: its weights are on the meta device, to be bound layer by layer.
+
+    Router gates are float32, and the rotary embedding is on `device`.
 
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.

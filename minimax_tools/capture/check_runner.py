@@ -1,4 +1,4 @@
-"""CheckRunner: runs each check once, at once or on a thread beside the code that reads the tensors."""
+"""CheckRunner: runs each check of a capture's tensors once, now or on a thread beside the code that reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 
 class CheckRunner:
-    """Checks that have passed, and those that wait on the thread; a check raises if it fails."""
+    """Checks that have passed, and those that wait on the thread; a check raises CaptureError if it fails.
+
+    The key says what is checked, such as a file and a tensor in it. A key that has passed is not checked again.
+    """
 
     def __init__(self) -> None:
         self._passed: set[Hashable] = set()

@@ -23,7 +23,7 @@ _POLL_S = 0.25
 
 
 def wait_for_lock(directory: Path, owner: str, *, patience_s: float = SETTLING_S) -> None:
-    """Wait until `directory` shows the lock of this run, which is `owner`'s; at most `patience_s` seconds.
+    """Wait until `directory` shows the lock of this run, named `owner`; at most `patience_s` seconds.
 
     Raises:
         CaptureError: After this time the directory holds the lock of another run, or none.

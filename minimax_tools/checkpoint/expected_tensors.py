@@ -45,7 +45,7 @@ class TensorSize:
 
 
 def expected_tensors(spec: ModelSpec) -> Iterator[TensorSize]:
-    """Yield the tensors of the checkpoint that the spec was read from, in the dtypes that its config.json names."""
+    """Yield the tensors of the spec's checkpoint, in the dtypes that config.json names, or BF16 if it names none."""
     is_fp8 = (spec.raw.get("quantization_config") or {}).get("quant_method") == "fp8"
     dtype_name = str(spec.raw.get("dtype") or spec.raw.get("torch_dtype"))
     plain_dtype = _STORED_DTYPES.get(dtype_name, torch.bfloat16)

@@ -27,7 +27,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
 
     FP8 is dequantised, and its scales are no keys. Values come on the CPU in `dtype`, router gate and correction bias
     in float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are kept.
-    A name that the layer lacks is a KeyError in every method.
+    A name that the layer lacks is a KeyError; only `in` and `is_stored` give False.
 
     `open` builds the mapping. `stored` is the dtype of each tensor in the checkpoint. `present` has the keys that the
     mapping has now: with the value that was set, or with None for a tensor that is read from the checkpoint.

@@ -69,8 +69,8 @@ def read_dump(directory: Path) -> Dump:
         format=NAME,
         pieces=pieces,
         steps=tuple(str(step) for step in steps),
-        is_packed=False,
-        is_one_rank=True,
+        is_packed=False,  # prompts lie in padded rows
+        is_one_rank=True,  # rank 0's tensors alone
     )
 
 

@@ -42,7 +42,7 @@ def store_lost_error(error: Exception) -> RankLostError:
 
 
 def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:
-    """Return a view of a store for one attempt: torchrun keeps its store when it starts the ranks anew."""
+    """Return a view of a store for one attempt: torchrun keeps its store for the next. mm2's own launcher has one."""
     return torch.distributed.PrefixStore(f"mm2/{attempt}", store)  # type: ignore[attr-defined]  # not in its __all__
 
 

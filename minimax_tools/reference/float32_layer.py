@@ -91,7 +91,7 @@ class _Values:
     def position_ids(self) -> torch.Tensor:
         return self.inputs.position_ids
 
-    # Nothing is decoded here: decoding would start behind the last column, and no other layer fills the cache.
+    # Nothing is decoded here: `decode_start` is behind the last column, and `base`, which fills the cache, is itself.
     @property
     def decode_start(self) -> int:
         return self.inputs.attention_mask.shape[1]

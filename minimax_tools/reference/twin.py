@@ -1,7 +1,8 @@
 """Float32Twin: transformers' decoder layer in float32, run on the BF16 layer's own input.
 
-The difference between the BF16 layer and its twin is what BF16 alone costs: the noise floor. Weights are upcast when
-they are needed and dropped again, so no float32 copy of a whole layer ever exists.
+The difference between the BF16 layer and its twin is what BF16 alone costs: the noise floor. `run` can be given the
+golden's experts, since another choice is no rounding error. Weights are upcast when they are needed and dropped again,
+so no float32 copy of a whole layer ever exists.
 """
 
 from __future__ import annotations

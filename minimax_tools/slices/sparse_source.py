@@ -108,7 +108,7 @@ def _fetch_into(
     access: HubAccess | None,
     progress: Progress,
 ) -> int:
-    """Fetch the tensors, copy the describing files, and return the bytes of tensors that came."""
+    """Fetch the tensors, copy config, index and tokenizer, and return the bytes of tensors that came."""
     try:
         bytes_fetched = work_on_hub(
             source.model, lambda snapshot: _fetch_shards(entries, snapshot, folder, progress), access=access

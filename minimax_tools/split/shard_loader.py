@@ -33,7 +33,7 @@ class ShardLoader:
     """A loader of parts of checkpoints: of safetensors if there are any, else of `.bin` files.
 
     A checkpoint is a folder or a hub id. `access` says how to reach the hub; by default, environment variables do.
-    Only needed files are fetched, and only wanted tensors are read. Without network or folder, every method raises.
+    Only needed files are fetched, and only wanted tensors are read. Methods that take `model_path` raise without it.
 
     | to get | call |
     |---|---|

@@ -1,7 +1,8 @@
-"""The few names of a torch-saved pickle that become values: the tables at the end map each to a function.
+"""The few names of a torch-saved pickle that become values: the tables at the end map each to a function or a dtype.
 
 A tensor becomes a `StoredTensor`, without device, gradients or hooks, and keeps its strides. Devices, sparse and
-quantised tensors, and tensors without data stay inert.
+quantised tensors, and tensors without data stay inert. A function returns NotImplemented for what stays an inert
+record; its errors mean a damaged file.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One resident layer serves all layers of the model: its parameters are refilled, and its graphs stay. Each of several
 ranks holds some of the heads (see `head_layout`) and a part of the experts. Two sums over the ranks complete the layer.
-Shapes: B batch, S sequence, P rows of past, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim,
+Shapes: B batch, S sequence, P tokens of the past, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim,
 G heads per kv head.
 """
 
@@ -72,7 +72,7 @@ class DeviceAttention(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self._ranks = ranks_of(config)
+        self._ranks = ranks_of(config)  # `config.ranks`; a single rank without it
         self._layout = HeadLayout(
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -99,7 +99,7 @@ class DeviceAttention(nn.Module):
             self.key_share = nn.Buffer(is_first.repeat_interleave(self.head_dim), persistent=False)
 
     def weights(self, tensors: LayerTensors) -> dict[str, Weight]:
-        """Return this rank's weights of the attention, by the hub's names relative to the layer."""
+        """Return this rank's weights of the attention, not yet read, by the hub's names relative to the layer."""
         query_rows = RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=0)
         key_rows = RankCut.of_heads(self._kv_heads, head_dim=self.head_dim, dim=0)
         cuts = {
@@ -131,7 +131,7 @@ class DeviceAttention(nn.Module):
         position_ids: torch.Tensor,
         past_key_value: KeyValues | None,
     ) -> tuple[torch.Tensor, KeyValues]:
-        """Return attn_delta [B,S,H], and the past together with these rows' keys and values.
+        """Return attn_delta [B,S,H], and the past together with these tokens' keys and values.
 
         The normed states are [B,S,H], the mask [B,P+S] of 0/1, the positions [B,S]. Without a past, give None.
         """
@@ -186,11 +186,11 @@ class DeviceAttention(nn.Module):
         q_bkgsd = q_bnsd.unflatten(1, (len(self._kv_heads), -1))
         scores = torch.matmul(q_bkgsd.float(), k_bksd[:, :, None].float().transpose(-1, -2))
         scores = scores * self.head_dim**-0.5
-        # Rows are numbered from the first query on: the past has negative numbers, and every query sees all of it.
+        # Tokens are numbered from the first query on: the past has negative numbers, and every query sees all of it.
         num_past = k_bksd.shape[2] - q_bnsd.shape[2]
-        key_rows = torch.arange(-num_past, q_bnsd.shape[2], device=q_bnsd.device)
-        query_rows = key_rows[num_past:]
-        is_causal = key_rows[None, :] <= query_rows[:, None]
+        key_tokens = torch.arange(-num_past, q_bnsd.shape[2], device=q_bnsd.device)
+        query_tokens = key_tokens[num_past:]
+        is_causal = key_tokens[None, :] <= query_tokens[:, None]
         visible = is_causal & attention_mask[:, None, None, None, :].bool()
         # A finite minimum: a padded query without visible keys must not become NaN.
         scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
@@ -241,7 +241,7 @@ class DeviceLayer(nn.Module):
 
     @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
-        """Return the layer's weights under this module's names; experts are regrouped as their storage is filled."""
+        """Return the layer's weights under this module's names. Loading reads them straight into its parameters."""
         experts = self.block_sparse_moe.expert_weights(tensors)
         return {
             **self.self_attn.weights(tensors),

@@ -2,6 +2,7 @@
 
 1. The trace shows where every element of generated tensors lands in the port. What looks wrong is a *suspect*.
 2. The trial runs the port on generated weights beside the reference layer. It clears the suspects or proves them wrong.
+   A repair undoes a known mistake in the port's input: if the output is right then, the mistake is proved.
 3. The checkpoint's own layer is loaded, and compared with the checkpoint.
 """
 
@@ -30,27 +31,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightInspection:
-    """Results of an inspection of a port's weights.
+    """Results of an inspection of a port's weights."""
 
-    Args:
-        target: The port, as the user named it.
-        spec: The traced model.
-        is_smaller: True if it is smaller than the checkpoint's model.
-        layouts: Layouts of the first rank's port tensors.
-        findings: Faults, and suspects that the trial did not settle, with notes.
-        compared: Kinds of source tensors whose loaded values were all compared with the checkpoint's; None if the
-            checkpoint's own layer was not loaded.
-    """
-
-    target: str
-    layer: int
-    spec: ModelSpec
-    is_smaller: bool
-    sample: ExpertSample
+    target: str  # the port, as the user named it
+    layer: int  # number of the traced layer
+    spec: ModelSpec  # the traced model
+    is_smaller: bool  # whether it is smaller than the checkpoint's model
+    sample: ExpertSample  # experts that were traced
     num_ranks: int
-    layouts: tuple[TensorLayout, ...]
-    findings: tuple[WeightFinding, ...]
+    layouts: tuple[TensorLayout, ...]  # of the first rank's port tensors
+    findings: tuple[WeightFinding, ...]  # faults, and suspects that the trial did not settle, with notes
     trial: TrialOutcome
+    # Kinds of source tensors (such as `q_proj`) whose loaded values were all compared with the checkpoint's; None if
+    # the checkpoint's own layer was not loaded.
     compared: tuple[str, ...] | None
 
     @property

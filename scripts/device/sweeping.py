@@ -4,6 +4,8 @@
   256, 32 experts, two rows). The sweep reads the golden and writes all sites. The loop compiles one resident layer,
   runs it 62 times on weights that are loaded already, and copies each output to the host.
 - `sweep_over_bare_loading`: the same, over a loop that loads the weights of each layer
+- `graphs_for_62_layers`, `compiles_after_first_layer`: compiled graphs of the sweep, in all and after layer 0
+- `compile_share_of_bare`: the part of the bare loop's time that is compiling
 
 Each run is a process of its own, timed without imports and the start of torch_xla. The rounds alternate, and the
 figures are the medians of their ratios.
@@ -62,7 +64,7 @@ def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str) -> float:
 
 
 def _run(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:
-    """Run a process of `timed_sweep`, and return its JSON object."""
+    """Run a process of `timed_sweep`, and return its JSON object: `seconds`, `compile_s`, and a sweep's compiles."""
     command = [sys.executable, "-m", "device.timed_sweep", way, str(model), str(golden), str(output)]
     done = subprocess.run(command, cwd=_SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
     record: dict[str, Any] = json.loads(done.stdout)

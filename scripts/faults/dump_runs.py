@@ -55,7 +55,7 @@ class PlannedDump:
 
 
 def plan_dumps(request: BaselineRequest, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
-    """Plan each plant in one layer, chosen at random, and a right port; plan nothing if the model is too short."""
+    """Plan a right port, and each plant that may show, in a random layer; plan nothing if the model is too short."""
     layers = range(_FIRST_LAYER, request.num_layers)
     if not layers:
         return

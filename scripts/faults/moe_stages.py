@@ -67,7 +67,7 @@ class MoeStages(Stages):
         return total.to(tokens.dtype)
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Compute the weight of each expert, float32 [T,E]; 0 if the token did not choose it."""
+        """Compute each expert's share, float32 [T,E]; 0 if the token did not choose it. A mistake may use `real`."""
         numbers = torch.arange(self.config.num_local_experts, device=experts.device)
         return torch.where(experts[:, :, None] == numbers, weights[:, :, None], 0.0).sum(1)
 

@@ -30,7 +30,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 COULD_NOT_RUN = 3  # exit code
 _SCRIPTS = Path(__file__).parents[1]
-# How often a probe is run again if the page cache did not stay as prepared.
+# Most runs of a probe: it is run again if the page cache did not stay as prepared.
 _ATTEMPTS = 4
 # Memory that a process needs beside the weights while a model loads.
 _SPARE_BYTES = 2_000_000_000
@@ -56,7 +56,7 @@ class ProbeResult:
     peak_resident_bytes: int  # peak of resident memory above the baseline, mapped files included
     rchar: int  # bytes that were read from files, the kernel's count of this name
     disk_bytes: int  # bytes that came from a disk
-    extra_disk_bytes: int  # peak of the disk space written in the scratch folder, without captures
+    extra_disk_bytes: int  # peak of the scratch folder's growth, without captures and import files
     values: Mapping[str, Any]  # numbers and digests by name, from the probe's function
 
     def describe(self) -> str:
@@ -115,7 +115,7 @@ class LoadingBench:
         if num_layers is not None:
             model = replace(model, num_hidden_layers=num_layers)
         folder = self.scratch / name
-        shard_bytes = self.scale.shard_bytes // (2 if dtype == FP8 else 1)
+        shard_bytes = self.scale.shard_bytes // (2 if dtype == FP8 else 1)  # as many shards as in BF16
         say(f"writing {name}")
         synthesize(folder, model=model, dtype=dtype, shard_size_bytes=shard_bytes, seed=0)
         try:

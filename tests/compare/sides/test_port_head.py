@@ -11,10 +11,13 @@ import torch
 
 from compare.sides.golden_weights import CheckpointWeights, HeadWeights
 from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.head import Float32Head
 from minimax_tools.results.results import Comparison, Verdict
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 Judge = Callable[..., Comparison]
 LAST = 3
@@ -72,3 +75,12 @@ def test_scale_that_the_output_of_the_layers_hides_is_found(
 ) -> None:
     comparison = judge(run_with_head(lm_head=(weights.lm_head.float() * 1.02).bfloat16()), model=toy)
     assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("logits",))]
+
+
+def test_head_of_another_model_is_refused(
+    run_with_head: Callable[..., Path], judge: Judge, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    synthesize(other, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=1)
+    with pytest.raises(IncomparableError, match="is not of the checkpoint"):
+        judge(run_with_head(), model=other)
