@@ -142,6 +142,7 @@ def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
     else:
         them = "it" if is_single else "them"
         canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")
+        # Nothing is named: `others` are the mistakes that come nearest.
         hints = [findings for findings in group.others if _explains_some(findings, group)]
         no_hint = "" if hints else ": nearly all of it, so no hint"
         for findings in hints[:_MOST_LISTED] or group.others[:1]:

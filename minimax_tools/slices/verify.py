@@ -34,10 +34,12 @@ from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict
 class Verification:
     """The result of verifying a plan."""
 
-    plan: PartitionPlan  # the plan
+    plan: PartitionPlan
     model: str  # the checkpoint: a folder or a hub id
     nodes: tuple[NodeVerification, ...]  # evidence about the nodes asked for, in the plan's order
-    verdicts: tuple[SliceVerdict, ...]  # verdicts over all nodes
+    verdicts: tuple[
+        SliceVerdict, ...
+    ]  # files, folders and records are judged of `nodes` alone, the rest of all
 
     @property
     def holds(self) -> bool:

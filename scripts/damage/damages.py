@@ -41,12 +41,13 @@ class Damage:
 
     name: str
     apply: Callable[[Path], None]  # function that damages a capture directory
-    named: tuple[str, ...] = ()  # words that a refusal must contain, beside the capture
+    named: tuple[str, ...] = ()  # words that a refusal must contain
     _: KW_ONLY
     is_of_golden: bool = True  # True if the golden is damaged, False if the device run is
     # True if the golden keeps only the statistics of its noise floor, no float32 twins.
     is_without_twins: bool = False
-    is_provable_when_old: bool = True  # True if the damage shows without digests of twins and floors
+    # True if the damage shows in a golden of an older mm2 too, which has no digests of twins and floors.
+    is_provable_when_old: bool = True
 
 
 def _scale(factor: float) -> Change:

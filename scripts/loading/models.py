@@ -1,4 +1,7 @@
-"""Figures of whole models: one split in bottom, trunk and top, and one of full size."""
+"""Figures of whole models: two split in bottom, trunk and top, and one of full size.
+
+`bench.probe` calls a function in a process of its own. An `idle` golden leaves out most of its reading.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ _FEW_LAYERS, _MORE_LAYERS = 2, 6
 
 
 def measure_split(bench: LoadingBench) -> Iterator[Figure]:
-    """Yield peak, time to load and tokens per second of bottom, trunk and top, with `low_memory` and without."""
+    """Yield peak, time to load and tokens per second of bottom, trunk and top, with `low_memory` and without.
+
+    With it, the three are loaded one after the other, each from its own shards.
+    """
     quantities = bench.scale.qwen2
     with bench.folder("qwen2") as folder:
         shard_bytes = bench.scale.shard_bytes // 3

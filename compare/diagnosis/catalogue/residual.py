@@ -1,4 +1,8 @@
-"""Mistakes of o_proj and of the residual stream."""
+"""Mistakes of o_proj and of the residual stream.
+
+`layer[site]` is a site before `attn_context` for all tokens, [B,S,…], from there on for the T judged ones, [T,F].
+`layer.rows(site)` is any site for the judged tokens.
+"""
 
 from __future__ import annotations
 
