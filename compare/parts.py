@@ -56,8 +56,7 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     """Judge one layer of the run.
 
     Raises:
-        IncomparableError: The layer's input is neither the golden's nor another layer's output, or the weights are
-            another model's.
+        IncomparableError: The layer's input is neither the golden's nor another layer's output, or weights do not fit.
         CheckpointError: The weights cannot be read.
     """
     sites = declared_sites(sides.target, layer)

@@ -22,9 +22,7 @@ class Sides:
     reference: CaptureSource
     target: CaptureSource
     batch: Batch  # tells the real tokens of both sides
-    criteria: (
-        Criteria  # limits of ρ, or the classic ones: fixed limits on cosine, differences and correlation
-    )
+    criteria: Criteria  # limits of ρ, or classic ones: fixed, on differences and correlations
     weights: WeightSource | None = None  # the golden's checkpoint
 
     @property

@@ -1,7 +1,4 @@
-"""Tensor files: `.pt` and safetensors, listed without their values; no code in them runs.
-
-To read a tensor of a `.pt` file reads the whole file.
-"""
+"""Tensor files: `.pt` and safetensors, read without running code; of `.pt` a tensor is read with its whole file."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ _COPY_AGAIN = "Copy it again from the host that wrote it, or run the capture aga
 class HeldTensor:
     """A description of a tensor in a file."""
 
-    # Its keys in the value that a `.pt` file holds, the outermost first; in safetensors, its name alone.
-    keys: tuple[str | int, ...]
+    keys: tuple[str | int, ...]  # its keys in a `.pt` file, the outermost first; in safetensors its name
     shape: tuple[int, ...]
     dtype: str  # its dtype, as in `bfloat16`
 

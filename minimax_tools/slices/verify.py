@@ -37,9 +37,7 @@ class Verification:
     plan: PartitionPlan
     model: str  # the checkpoint: a folder or a hub id
     nodes: tuple[NodeVerification, ...]  # evidence about the nodes asked for, in the plan's order
-    verdicts: tuple[
-        SliceVerdict, ...
-    ]  # files, folders and records are judged of `nodes` alone, the rest of all
+    verdicts: tuple[SliceVerdict, ...]  # on all nodes; on files, folders and records of `nodes` alone
 
     @property
     def holds(self) -> bool:

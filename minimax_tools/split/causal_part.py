@@ -73,7 +73,7 @@ def build_part(config: PreTrainedConfig, part: Part, implementation: Implementat
     _keep_float32(model, implementation.dtype)
     anatomy = Anatomy.of(model)
     names = _module_names(model, anatomy.stack)
-    # Puts stand-ins everywhere, and names the modules that are called before the layers and after them.
+    # Stand-ins are everywhere now; `before` and `after` name the modules called before and after the layers.
     before, after = anatomy.prove_divisible(implementation.dtype)
     own_modules = (before if part.has_embedding else ()) + (after if part.has_head else ())
     anatomy.put_back(part.layers, own_modules)

@@ -1,4 +1,4 @@
-"""Seed files: components (bottom, trunk, top) in `.pt` files of older tools, read without running code in them.
+"""Seed files: components (bottom, trunk, top) in `.pt` files of older tools. No code in them runs.
 
 Two kinds are read:
 

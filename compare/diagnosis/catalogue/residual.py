@@ -1,7 +1,7 @@
 """Mistakes of o_proj and of the residual stream.
 
-`layer[site]` is a site before `attn_context` for all tokens, [B,S,…], from there on for the T judged ones, [T,F].
-`layer.rows(site)` is any site for the judged tokens.
+`layer[site]` is of all tokens, [B,S,…], at the sites before `attn_context`; from there on of the T judged ones, [T,F].
+`layer.rows(site)` is always of the judged ones.
 """
 
 from __future__ import annotations
