@@ -32,7 +32,7 @@ class ComparedPart:
     layer: int | None = None  # the layer; None outside the layers
     results: tuple[SiteResult, ...] = ()
     blame: tuple[Blame, ...] = ()
-    recomputed: tuple[SiteResult, ...] = ()  # second results of some sites (see `_judge_excused`)
+    recomputed: tuple[SiteResult, ...] = ()  # second results of sites that fail behind another failing site
     captured_input: CapturedInput | None = None  # None outside the layers, and of a layer that did not run
     # Whether the input carries errors of earlier parts: the part is then blamed only if no earlier part is
     is_inherited: bool = False
@@ -56,7 +56,7 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     """Judge one layer of the run.
 
     Raises:
-        IncomparableError: The layer's input is neither the golden's nor another layer's output.
+        IncomparableError: The layer's input is neither the golden's nor another layer's output, or weights do not fit.
         CheckpointError: The weights cannot be read.
     """
     sites = declared_sites(sides.target, layer)
@@ -145,9 +145,9 @@ def _judge_excused(
     judge: LayerJudge,
     sides: Sides,
 ) -> Mapping[Site, Recomputed]:
-    """Judge sites behind a failure again, each recomputed from the port's values of the sites that feed it.
+    """Judge failing sites behind another failure again, each recomputed from the port's values of its input sites.
 
-    None unless the layer's input is the golden's, or the golden was computed on the port's own.
+    {} unless the layer's input is the golden's, or the golden was computed on the port's own.
     """
     if layer_input.is_inherited or not layer_input.is_recorded:
         return {}

@@ -5,7 +5,7 @@ inputs, with and without new digests in the manifest. The golden is certified or
 
 - `wrong_things`: comparisons of a damaged capture. Each should end in exit code 3.
 - `false_passes`, `blamed_ports`, `other_exits`: those that ended in exit code 0, in 1, and in another than 0, 1 or 3.
-- `damage_not_named`: refusals that do not name capture, file and place, although no new digest hides the damage.
+- `damage_not_named`: refusals that lack a word of `Damage.named`, such as file and layer; older goldens do not count.
 - `refused_whole`: whole captures that were refused.
 
 One bit of a twin of an older golden without a certificate is left out: nothing can show it.

@@ -106,7 +106,7 @@ def diagnose(
         or _is_any_wrong_on_port_input(run, diagnoses),
         layers=diagnoses,
         sites=sites,
-        unexplained=tuple(blamed for blamed in blame if not _is_explained(blamed, diagnoses, sites)),
+        unexplained_blame=tuple(blamed for blamed in blame if not _is_explained(blamed, diagnoses, sites)),
         notes=(
             *site_notes,
             *(str(_lacks_input(layer)) for layer in chosen if layer not in judgeable),

@@ -104,7 +104,7 @@ class Diagnosis:
     is_failed: bool  # whether the comparison of the chosen layers fails
     layers: tuple[LayerDiagnosis, ...]  # diagnoses of the layers that were looked at, ascending
     sites: tuple[SiteDiagnosis, ...] = ()  # diagnoses of the sites outside the layers
-    unexplained: tuple[Blame, ...] = ()  # blame of the comparison that no named mistake explains
+    unexplained_blame: tuple[Blame, ...] = ()  # blame of the comparison that no named mistake explains
     notes: tuple[str, ...] = ()  # sentences on layers and sites that were not diagnosed
 
     @property

@@ -31,7 +31,7 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
             for layer in diagnosis.layers
         ],
         "sites": [{"site": str(site.site), **_part_record(site)} for site in diagnosis.sites],
-        "unexplained_blame": to_json(diagnosis.unexplained),
+        "unexplained_blame": to_json(diagnosis.unexplained_blame),
         "reference": diagnosis.reference,
         "target": diagnosis.target,
         "is_failed": diagnosis.is_failed,
@@ -142,6 +142,7 @@ def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
     else:
         them = "it" if is_single else "them"
         canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")
+        # Nothing is named: `others` are the mistakes that come nearest.
         hints = [findings for findings in group.others if _explains_some(findings, group)]
         no_hint = "" if hints else ": nearly all of it, so no hint"
         for findings in hints[:_MOST_LISTED] or group.others[:1]:
@@ -162,7 +163,7 @@ def _explains_some(findings: Sequence[MistakeFinding], group: LayerGroup) -> boo
 
 
 def _draw_mistake(canvas: Canvas, named: Sequence[MistakeFinding]) -> None:
-    """Draw what the port does, where to look in its code, and how well the mistake explains the error."""
+    """Draw a mistake from its findings, one for each layer: what the port does, where to look, how well it explains."""
     first = named[0]
     canvas.paragraph(first.what)
     canvas.paragraph(f"Look at {first.look_at}.")
@@ -213,7 +214,7 @@ def _draw_right_sites(canvas: Canvas, diagnosis: Diagnosis) -> None:
 
 def _draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:
     """Draw what the comparison blames and no named mistake explains."""
-    for blame in diagnosis.unexplained:
+    for blame in diagnosis.unexplained_blame:
         canvas.paragraph(
             f"Blamed and not explained: {word_place(blame.layer, blame.sites)} ({blame.reason})", indent=0
         )

@@ -12,7 +12,7 @@ from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
 
-# Fewer settled tokens may all be near ties. The screening begins with 24 tokens.
+# Of settled tokens, whose experts stay the same under noise: fewer may all be near ties. Screening begins with 24.
 _FEWEST_TOKENS = 6
 # Effective number of tokens, (Σx)² / Σx² of their weights: with fewer, one token decides, and the spread over tokens
 # says nothing of the uncertainty.
@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SitePrediction:
-    """Values of a site under a hypothesis; `growth`, float32 [T] or [1], is by how much their squared norm grew."""
+    """Values of a site under a hypothesis; `growth`, float32 [T] or [1], is their squared norm less the right one."""
 
     rows: torch.Tensor  # the values, float32 [T,F]
     growth: torch.Tensor = field(default_factory=lambda: torch.zeros(1))

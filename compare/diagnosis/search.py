@@ -1,4 +1,8 @@
-"""The search: the hypotheses of one layer, screened on some tokens, fitted, and judged on all of them."""
+"""The search: the hypotheses of one layer, screened on some tokens, fitted, and judged on all of them.
+
+A hypothesis is one or two mistakes with parameters; its name has the mistakes alone. Of its score, `misfit` is the mean
+ρ² that it leaves, `likeness` the squared correlation of its predicted error with the port's, and `z` its certainty.
+"""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class ModelJudge:
         held = [
             batch.tokens(places)
             for side in (self._sides.reference, self._sides.target)
-            if (places := side.held_rows(site)) is not None
+            if (places := side.held_tokens(site)) is not None
         ]
         return rows.select(torch.stack(held).all(dim=0)) if held else rows
 

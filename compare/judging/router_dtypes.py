@@ -1,6 +1,7 @@
 """Router dtypes: parts of the router that a port holds in another dtype than the golden, and what that does.
 
-A rounded gate or correction bias changes experts at near ties, and shows in no tensor before the choice.
+A rounded gate or correction bias changes experts at near ties. Before the choice, the bias shows in no tensor, and the
+gate in `router_logits` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def find_router_dtypes(
 ) -> tuple[RouterDtype, ...]:
     """Find the parts of the port's router in another dtype, by name; `sites` tell whether experts changed."""
     if reference.known_description is None:
-        return ()
+        return ()  # another tool's dump does not say its dtypes
     expected = reference.description.provenance.dtypes
     num_beyond_noise = sum(site.routing.num_unexplained for site in sites if site.routing is not None)
     return tuple(

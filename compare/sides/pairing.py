@@ -1,4 +1,4 @@
-"""Pairing: the refusal of captures that must not be compared, and the choice of layers to compare."""
+"""Pairing: the refusal of captures, or tensors, that must not be compared, and the choice of layers to compare."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from minimax_tools.model.sites import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sides:
-    """The golden (`reference`), the device run (`target`), and what they are judged by; weights if they are known."""
+    """The golden (`reference`), the device run (`target`), and what they are judged by."""
 
     reference: CaptureSource
     target: CaptureSource
-    batch: Batch
-    criteria: Criteria
-    weights: WeightSource | None = None
+    batch: Batch  # tells the real tokens of both sides
+    criteria: Criteria  # limits of ρ, or classic ones: fixed, on differences and correlations
+    weights: WeightSource | None = None  # the golden's checkpoint
 
     @property
     def is_classic(self) -> bool:

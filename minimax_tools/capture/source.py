@@ -135,12 +135,12 @@ class CaptureSource(ABC):
         """Return the manifest's entry of a site; None if there is none."""
         return None
 
-    def held_rows(self, site: ModelSite) -> torch.Tensor | None:
+    def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
         """Return the tokens for which a site outside the layers is held, bool [B,S]; None for all real tokens."""
         return None
 
     def read_inputs(self) -> Inputs:
-        """Read the token rows.
+        """Read the batch: token ids, mask and positions.
 
         Raises:
             IncomparableError: The layout does not keep them.

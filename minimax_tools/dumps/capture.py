@@ -120,7 +120,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         # An empty tuple stands for tokens that are not known; a site that is not in the dict has all tokens.
         return tuple(site for site in super().model_sites() if self._last_tokens.get(site) != ())
 
-    def held_rows(self, site: ModelSite) -> torch.Tensor | None:
+    def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
         tokens = self._last_tokens.get(site)
         return None if tokens is None or self._mask is None else mark_tokens(tokens, self._mask)
 
@@ -139,7 +139,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return self._read(found_site, what=f"{site} of layer {layer}", has_heads_dim=site.has_heads_dim)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read the tensor of a site outside the layers; zeros on padding and outside `held_rows`."""
+        """Read the tensor of a site outside the layers; zeros on padding and outside `held_tokens`."""
         found_site = self.found.sites.get((None, site))
         if found_site is None:
             raise CaptureError(f"{self.directory} holds no {site}", next_step="Capture the whole model.")

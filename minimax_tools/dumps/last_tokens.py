@@ -29,7 +29,7 @@ class LastToken:
     row: int  # the token's row in the site's tensor
     num_rows: int  # R, the rows that the tensor must have
     prompt: int  # number of the prompt
-    position: int  # the token's place among the prompt's real tokens
+    position: int  # the token's number among the prompt's real tokens, from 0
 
 
 def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...] | None:
@@ -48,11 +48,11 @@ def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tup
 
 
 def mark_tokens(tokens: tuple[LastToken, ...], mask: torch.Tensor) -> torch.Tensor:
-    """Return the places of these tokens in a batch, bool [B,S], given its mask [B,S] of real tokens."""
-    held = torch.zeros_like(mask, dtype=torch.bool)
+    """Return a mask of these tokens alone, bool [B,S], given the mask [B,S] of all real tokens."""
+    marks = torch.zeros_like(mask, dtype=torch.bool)
     for token in tokens:
-        held[token.prompt, _place(token, mask)] = True
-    return held
+        marks[token.prompt, _column(token, mask)] = True
+    return marks
 
 
 def read_last_tokens(
@@ -76,12 +76,12 @@ def read_last_tokens(
                         expected=str(token.num_rows),
                         found=str(len(flat)),
                     )
-                batch[token.prompt, _place(token, mask)] = flat[token.row]
+                batch[token.prompt, _column(token, mask)] = flat[token.row]
     assert batch is not None, "a site of which no row is known is not read"
     return batch
 
 
-def _place(token: LastToken, mask: torch.Tensor) -> int:
+def _column(token: LastToken, mask: torch.Tensor) -> int:
     """Return the token's column in the batch: padding on the left moves it."""
     return int(mask[token.prompt].nonzero()[token.position, 0])
 

@@ -24,7 +24,7 @@ class DumpReading:
     """A user's options for reading another tool's dump."""
 
     format: str | None = None  # name of the format; None if the map or the files tell it
-    names: NameMap = field(default_factory=NameMap)  # the user's map of the dump
+    names: NameMap = field(default_factory=NameMap)  # the user's map: which tensor holds which site
 
     @property
     def is_default(self) -> bool:

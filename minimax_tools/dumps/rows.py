@@ -1,7 +1,7 @@
 """TokenRows: the rows of a dump's tensors that are real tokens, taken out and laid out as a batch.
 
 B prompts, S their padded length, S' the same in the dump, T real tokens of all prompts, T' rows of one pass with its
-padding, F channels.
+padding, F channels. A stretch is consecutive tokens of one request in one pass.
 """
 
 from __future__ import annotations

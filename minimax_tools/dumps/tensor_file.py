@@ -1,4 +1,4 @@
-"""Tensor files: `.pt` and safetensors, listed by their headers and read one tensor at a time; no code in them runs."""
+"""Tensor files: `.pt` and safetensors, read without running code; of `.pt` a tensor is read with its whole file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COPY_AGAIN = "Copy it again from the host that wrote it, or run the capture aga
 class HeldTensor:
     """A description of a tensor in a file."""
 
-    keys: tuple[str | int, ...]  # its keys in the file's value, the outermost first
+    keys: tuple[str | int, ...]  # its keys in a `.pt` file, the outermost first; in safetensors its name
     shape: tuple[int, ...]
     dtype: str  # its dtype, as in `bfloat16`
 
@@ -43,7 +43,7 @@ def describe_structure(path: Path) -> Any:
 
 
 def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
-    """List the tensors of a file from its header.
+    """List the tensors of a file without reading their values.
 
     Raises:
         CaptureError: The file is missing or damaged.
@@ -101,13 +101,13 @@ def load_restricted(path: Path) -> Any:
 
 def _list_safetensors(path: Path) -> tuple[HeldTensor, ...]:
     with _opened(path) as tensors:
-        held = []
+        listed = []
         for name in sorted(tensors.keys()):
             header = tensors.get_slice(name)
             code = str(header.get_dtype())
             dtype = dtype_name(DTYPES[code]) if code in DTYPES else code
-            held.append(HeldTensor(keys=(name,), shape=tuple(header.get_shape()), dtype=dtype))
-        return tuple(held)
+            listed.append(HeldTensor(keys=(name,), shape=tuple(header.get_shape()), dtype=dtype))
+        return tuple(listed)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class SiteLayout(Protocol):
         """Assemble the whole tensor.
 
         Args:
-            pieces: Pieces in rank order, on the CPU.
+            pieces: Pieces of two or more ranks in their order, on the CPU.
             what: Target, layer and site, named in errors.
 
         Raises:

@@ -38,30 +38,30 @@ def measure_costs(
         CheckpointError: Layers are missing, or there is no embedding or final norm.
     """
     sizes = _ConfigSizes.of(config)
-    weights: dict[int | str, PartCost] = {}
+    costs: dict[int | str, PartCost] = {}
     token_embedding = PartCost()
     for tensor in tensors:
         part = part_of(tensor.name, architecture)
         cost = _weight_cost(tensor, part, sizes, workload)
-        weights[part] = weights.get(part, PartCost()) + cost
+        costs[part] = costs.get(part, PartCost()) + cost
         if ParamMapper.is_token_embedding(tensor.name, architecture):
             token_embedding += cost
-    num_layers = _count_layers(weights, architecture)
-    is_tied = PART_HEAD not in weights
-    lm_head = token_embedding if is_tied else weights[PART_HEAD]
+    num_layers = _count_layers(costs, architecture)
+    is_tied = PART_HEAD not in costs
+    lm_head = token_embedding if is_tied else costs[PART_HEAD]
     layer_running_cost = sizes.layer_running_cost(workload)
     # Bytes of one value for each token.
     column_bytes = workload.num_tokens * workload.dtype.itemsize
     return ModelCost(
-        embedding=weights[PART_EMBEDDING] + PartCost(activation_bytes=sizes.hidden_size * column_bytes),
-        layers=tuple(weights[layer] + layer_running_cost for layer in range(num_layers)),
-        final_norm=weights[PART_NORM],
+        embedding=costs[PART_EMBEDDING] + PartCost(activation_bytes=sizes.hidden_size * column_bytes),
+        layers=tuple(costs[layer] + layer_running_cost for layer in range(num_layers)),
+        final_norm=costs[PART_NORM],
         # Also if it is tied, lm_head is multiplied, and gives the logits of all tokens.
         lm_head=lm_head
         + PartCost(
             flops_per_token=2 * lm_head.num_parameters, activation_bytes=sizes.vocab_size * column_bytes
         ),
-        rest=weights.get(PART_REST, PartCost()),
+        rest=costs.get(PART_REST, PartCost()),
         shared=token_embedding if is_tied else PartCost(),
         is_tied=is_tied,
         workload=workload,

@@ -64,7 +64,7 @@ class Slice:
         UsageError: A cost is not a whole number of 0 or more.
     """
 
-    stage: Stage
+    stage: Stage  # the node, and the layers and other parts that it holds
     cost: PartCost
     tensors: tuple[PlannedTensor, ...]  # sorted by file and place
 

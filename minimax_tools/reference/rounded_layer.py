@@ -35,7 +35,7 @@ class RoundedLayer:
     spec: ModelSpec
     # The layer's weights by the hub's relative names, of any float dtype. Each is read when it is needed.
     tensors: Mapping[str, torch.Tensor]
-    kinds: tuple[RoundingKind, ...] = field(kw_only=True)  # of each copy, ascending
+    kinds: tuple[RoundingKind, ...] = field(kw_only=True)  # of each copy, ascending, as `Rounding` demands
     seed: int = field(kw_only=True)  # of the random steps
 
     def run(

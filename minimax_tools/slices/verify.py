@@ -34,10 +34,10 @@ from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict
 class Verification:
     """The result of verifying a plan."""
 
-    plan: PartitionPlan  # the plan
+    plan: PartitionPlan
     model: str  # the checkpoint: a folder or a hub id
     nodes: tuple[NodeVerification, ...]  # evidence about the nodes asked for, in the plan's order
-    verdicts: tuple[SliceVerdict, ...]  # verdicts over all nodes
+    verdicts: tuple[SliceVerdict, ...]  # on all nodes; on files, folders and records of `nodes` alone
 
     @property
     def holds(self) -> bool:

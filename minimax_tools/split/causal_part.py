@@ -39,9 +39,9 @@ class ModelPart:
     """A component as transformers' model. Parameters and buffers are on the meta device until `take`."""
 
     model: PreTrainedModel
-    names: ModuleNames
-    part: Part
-    implementation: Implementation
+    names: ModuleNames  # tensor names of the whole model
+    part: Part  # the component: bottom, trunk or top
+    implementation: Implementation  # dtype and kernels
 
     def slots(self) -> dict[str, Slot]:
         """Return the parameters and persistent buffers that must be filled, by name."""
@@ -73,6 +73,7 @@ def build_part(config: PreTrainedConfig, part: Part, implementation: Implementat
     _keep_float32(model, implementation.dtype)
     anatomy = Anatomy.of(model)
     names = _module_names(model, anatomy.stack)
+    # Stand-ins are everywhere now; `before` and `after` name the modules called before and after the layers.
     before, after = anatomy.prove_divisible(implementation.dtype)
     own_modules = (before if part.has_embedding else ()) + (after if part.has_head else ())
     anatomy.put_back(part.layers, own_modules)

@@ -1,4 +1,4 @@
-"""Seed files: components in `.pt` files of older tools, decoded tensor by tensor. No pickled code is run.
+"""Seed files: components (bottom, trunk, top) in `.pt` files of older tools. No code in them runs.
 
 Two kinds are read:
 
@@ -47,7 +47,7 @@ class _SeedDescription:
 
 
 def read_seed_file(path: Path, *, device: torch.device) -> ModelPart:
-    """Load a component from a `.pt` file; weights keep their stored dtype.
+    """Load a component from a `.pt` file, in the dtype of its first weight that is not FP8.
 
     Raises:
         CheckpointError: The file is damaged, or does not name its component and model, or its tensors do not fit
@@ -104,6 +104,7 @@ def _read_description(path: Path) -> _SeedDescription:
     try:
         return _SeedDescription(
             role=Role(role_names[0]),
+            # `end_layer` is the layer behind the last.
             span=Span(_layer_number(given["start_layer"]), _layer_number(given["end_layer"])),
             config=_config(given["config"]),
         )

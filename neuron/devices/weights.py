@@ -34,7 +34,8 @@ class Staged:
 
 
 # A weight: its values; or a function that writes them into given memory, called by the loading thread (`Deferred`); or
-# tensors of the checkpoint, each read by a thread of a `ReadingPool` into its place in given memory (`Gathered`).
+# tensors of the checkpoint, each read by a thread of a `ReadingPool` into its place there (`Gathered`), or being read
+# already (`Staged`).
 Weight = torch.Tensor | Deferred | Gathered | Staged
 Convert = TypeVar("Convert", bound=Callable[..., object])
 

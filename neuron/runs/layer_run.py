@@ -1,6 +1,7 @@
 """A single run of a layer: its input, request and result.
 
-A row is a position, of every sequence of the batch at once: a pass computes S rows, after P earlier ones (the past).
+A row is here a position in all sequences of the batch, not a sequence: a pass computes S rows, after P earlier ones,
+the past.
 B batch, H hidden, K kv heads, D head_dim.
 """
 

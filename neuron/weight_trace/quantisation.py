@@ -35,7 +35,7 @@ def make_exact(tensors: Tensors, change: Callable[[torch.Tensor], torch.Tensor])
     """Return a layer's tensors, with those that ports quantise changed to exact values, each made on access.
 
     Args:
-        tensors: Tensors by the hub's names relative to the layer. Signs stay; magnitudes change a little.
+        tensors: Tensors by the hub's names relative to the layer. Signs stay, magnitudes do not.
         change: One of `EXACT_VALUES`.
     """
     return LazyTensors(tensors, lambda name: change(tensors[name]) if _is_quantised(name) else tensors[name])

@@ -41,12 +41,12 @@ class Damage:
 
     name: str
     apply: Callable[[Path], None]  # function that damages a capture directory
-    named: tuple[str, ...] = ()  # words that a refusal must contain, beside the capture
+    named: tuple[str, ...] = ()  # words that a refusal must contain
     _: KW_ONLY
     is_of_golden: bool = True  # True if the golden is damaged, False if the device run is
     # True if the golden keeps only the statistics of its noise floor, no float32 twins.
     is_without_twins: bool = False
-    is_provable_when_old: bool = True  # True if the damage shows without digests of twins and floors
+    is_provable_when_old: bool = True  # also shows in an old golden: no digests of twins and floors
 
 
 def _scale(factor: float) -> Change:
@@ -88,7 +88,7 @@ def _damage_of_site(name: str, file: str, tensor: str, change: Change) -> Damage
 
 
 def _with_digests(damage: Damage, *, with_statistics: bool = False) -> Damage:
-    """Build the same damage, hidden by new digests; a refusal need not name a file."""
+    """Build the same damage, hidden by new digests or statistics of sites too; a refusal need name nothing."""
 
     def apply(directory: Path) -> None:
         damage.apply(directory)

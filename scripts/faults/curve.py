@@ -1,7 +1,8 @@
 """Curve of detection against false alarms, as all limits of noise are scaled by a factor.
 
-A case keeps its excess, the largest ratio of a figure to its limit, and fails if that exceeds the factor: no port runs
-again. Flips of experts beyond noise, other shapes and NaN have an infinite excess. Blame plays no part.
+A case is one layer of a right or a mistaken port. It keeps its excess, the largest ratio of a figure to its limit, and
+fails if that exceeds the factor: no port runs again. Flips of experts beyond noise, other shapes and NaN have an
+infinite excess. Blame plays no part.
 """
 
 from __future__ import annotations

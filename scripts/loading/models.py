@@ -1,4 +1,4 @@
-"""Figures of whole models: one split in bottom, trunk and top, and one of full size."""
+"""Figures of whole models: two split in bottom, trunk and top, and one of full size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEW_LAYERS, _MORE_LAYERS = 2, 6
 
 
 def measure_split(bench: LoadingBench) -> Iterator[Figure]:
-    """Yield peak, time to load and tokens per second of bottom, trunk and top, with `low_memory` and without."""
+    """Yield peak, load time and tokens per second of split models, parts loaded one by one (`low_memory`) or not."""
     quantities = bench.scale.qwen2
     with bench.folder("qwen2") as folder:
         shard_bytes = bench.scale.shard_bytes // 3
@@ -84,7 +84,10 @@ def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | No
 def _golden_of(
     bench: LoadingBench, checkpoint: Checkpoint, num_layers: int | None, *, idle: bool = False
 ) -> tuple[ProbeResult, int]:
-    """Make a cold golden of the first layers, None for all; return the result and the size of the capture."""
+    """Make a cold golden of the first layers, None for all; return the result and the size of the capture.
+
+    An `idle` golden leaves out most of its reading.
+    """
     command = ("extract-all",) if num_layers is None else ("multi-layer", "--layers", f"0:{num_layers}")
     drop_cache(checkpoint.shards)
     with bench.folder("captures") as captures:

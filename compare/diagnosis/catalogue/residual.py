@@ -1,4 +1,8 @@
-"""Mistakes of o_proj and of the residual stream."""
+"""Mistakes of o_proj and of the residual stream.
+
+`layer[site]` is of all tokens, [B,S,…], at the sites before `attn_context`; from there on of the T judged ones, [T,F].
+`layer.rows(site)` is always of the judged ones.
+"""
 
 from __future__ import annotations
 

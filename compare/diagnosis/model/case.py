@@ -183,7 +183,7 @@ class ModelCases:
         needed = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
         is_held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
         for needed_site in needed:
-            rows = self._target.held_rows(needed_site)
+            rows = self._target.held_tokens(needed_site)
             if rows is not None:
                 is_held &= self._batch.tokens(rows)
         return is_held

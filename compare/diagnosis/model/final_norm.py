@@ -76,6 +76,7 @@ FINAL_NORM_MISTAKES = (
         what="The final norm has the weight of a layer's norm.",
         look_at="the name that the final norm's weight is loaded from",
         predict=lambda inputs, _, weight: _normed(inputs, inputs.weights.layer_norms[weight]),
+        # Names such as `2.input_layernorm`.
         candidates=each("weight", lambda inputs: inputs.weights.layer_norms),
     ),
     _mistake(

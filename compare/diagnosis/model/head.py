@@ -42,7 +42,7 @@ def _normed(inputs: ModelInputs) -> torch.Tensor:
 
 
 def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Build a `predict` with other rows of the head: `other_rows` is one of the functions of `shards`."""
+    """Build a `predict` that reads the head's rows `other_rows(columns, vocab_size, **parameters)`, not `columns`."""
     return lambda inputs, _, **parameters: (
         _normed(inputs) @ _rows(inputs, other_rows(inputs.columns, inputs.spec.vocab_size, **parameters)).T
     )
@@ -61,7 +61,7 @@ def _transposed(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
 
 def _of_the_embedding(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor | None:
     if not inputs.weights.has_head:
-        return None
+        return None  # tied: the embedding is the head
     return _normed(inputs) @ inputs.weights.embedding[inputs.columns].float().T
 
 
