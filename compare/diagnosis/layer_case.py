@@ -1,5 +1,6 @@
 """LayerCase: one layer of two captures and its weights, from which its hypotheses are judged.
 
+A hypothesis is the layer with a mistake of the catalogue. `spread_tokens` thins out the tokens of a search.
 B batch, S sequence, T real tokens, F channels.
 """
 
@@ -88,10 +89,10 @@ class LayerCase:
         the port's input, if that is inherited; else `on_golden_values`, for faint mistakes (see `Trial`).
         """
         tokens, reference, layer = self.inputs.real_tokens, self._reference, self._layer
-        given = _read_given(reference, self._target, layer)
+        given = _read_given(reference, self._target, layer)  # these values stand in for their stages
         on_golden_input = Evaluation(self.inputs, with_given(given), tokens=tokens)
         logit_noise = _logit_noise(reference, on_golden_input, self._batch, layer)
-        settled = settled_tokens(on_golden_input, logit_noise)
+        settled = settled_tokens(on_golden_input, logit_noise)  # whose experts no such noise changes
         base, on_golden_values = on_golden_input, None
         if self._is_inherited:
             base = self._evaluate_on_port_input(given)
@@ -160,7 +161,7 @@ def _judging_sites(
 
     A suspected router is judged by the experts' output, a layer without suspects by `attn_delta` and `moe_delta` too.
     """
-    given = fed_sites(target)
+    given = fed_sites(target)  # sites whose golden values the run was given
     held = [
         site
         for site in reference.sites(layer)

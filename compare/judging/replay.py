@@ -50,7 +50,7 @@ class Replay:
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """Scores of the golden with the correction bias, float32 [T,E]; None if no token flipped, or without weights.
+        """Biased scores of the golden, to tell how close a flip was: float32 [T,E]; None without flips or weights.
 
         Raises:
             IncomparableError: The weights are another model's.
@@ -71,7 +71,7 @@ class Replay:
         return self._replayable if is_known else torch.zeros_like(self._replayable)
 
     def rows(self, site: Site, rows: Rows) -> Rows:
-        """Replace the golden's rows past a flip by what the port's own experts give.
+        """Replace in a site's `rows` the golden's values and floor of replayed tokens by what the port's experts give.
 
         The site is behind the experts, or the router's weights, which are in ascending order of their experts.
 
