@@ -162,7 +162,7 @@ def _judging_sites(
     A suspected router is judged by the experts' output, a layer without suspects by `attn_delta` and `moe_delta` too.
     """
     given = fed_sites(target)  # sites whose golden values the run was given
-    held = [
+    common = [
         site
         for site in reference.sites(layer)
         if site in target.sites(layer)
@@ -170,7 +170,7 @@ def _judging_sites(
         and site not in given
         and find_mismatch(reference.read(layer, site), target.read(layer, site)) is None
     ]
-    if not held:
+    if not common:
         raise IncomparableError(
             f"nothing of layer {layer} can be judged: the captures have no site in common, or of another shape",
             next_step="Capture the layer's output on both sides.",
@@ -178,7 +178,7 @@ def _judging_sites(
     wanted = set(suspects) or {Site.ATTN_DELTA, Site.MOE_DELTA}
     if wanted & {Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS}:
         wanted.add(Site.MOE_DELTA)
-    return tuple(site for site in held if site in wanted or site is held[-1])
+    return tuple(site for site in common if site in wanted or site is common[-1])
 
 
 def _read_inputs(

@@ -62,7 +62,7 @@ class Replay:
 
     def tokens(self, site: Site) -> torch.Tensor:
         """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
-        needed = []  # values of the golden, None if it lacks them
+        needed: list[object] = []  # values that the replay is computed from; None if not known
         if site in _BEHIND_EXPERTS:
             needed += [self._sides.weights, self._read_golden(Site.POST_NORM)]
         if site is Site.OUTPUT:
