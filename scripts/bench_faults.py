@@ -1,9 +1,10 @@
 """Planted mistakes that mm2 finds and places, its false alarms, and the answers of other tools' rules.
 
 - Mistakes of real ports, and others, are planted in a plain PyTorch port: in early, middle and last layers, in all
-  rows or in decoded tokens alone. Right ports, and changes that are no mistakes, run beside them.
+  tokens or in decoded ones alone. Right ports, and changes that are no mistakes, run beside them.
 - Ports run against goldens of synthetic models, and of the trained models of `--model`, on text not used in training.
 - Each run is judged with all sites shown, by its output alone, and chained as other tools dump a whole model.
+  A `Case` is a judged layer of a run, a `DumpCase` a judged dump.
 - The effect of a mistake is its change in float32, over the noise floor of the golden at the same site.
 
     python scripts/bench_faults.py --model models/a models/b --no-synthetic --journal runs.jsonl --json

@@ -111,7 +111,7 @@ def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, 
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Yield the children of a process, and their children."""
+    """Yield the children that a process started from its main thread, and their children."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     except OSError:

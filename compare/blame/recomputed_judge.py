@@ -77,7 +77,10 @@ def _judge(
     sides: Sides,
     doubted: frozenset[Site],
 ) -> Recomputed | None:
-    """Judge one site on each of its possible inputs: it passes if it does on any; None if none can be computed."""
+    """Judge one site on each of its possible inputs: it passes if it does on any; None if none can be computed.
+
+    Possible are the port's values, and the golden's in place of those of `doubted` sites (see `Recomputation.rows`).
+    """
     result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
     mismatch = find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site))
     if mismatch is not None:

@@ -1,6 +1,7 @@
 """Sentences on where the error of a site lies, and on what the wrong values are.
 
 A token is wrong if its ρ, its error in units of the noise floor (see noise/rho.py), is above a limit.
+A region is a named set of tokens or channels; it counts only if chance is unlikely to put all wrong ones into it.
 T judged tokens, F channels of a site, D channels of a head, k experts per token.
 """
 
@@ -85,10 +86,11 @@ def _describe_tokens(
     """Yield a sentence on the smallest region that holds the wrong tokens, or an intersection of two; else nothing."""
 
     def candidates(within: torch.Tensor) -> Iterator[Region]:
+        """Yield regions that narrow down the tokens `within`, bool [T]."""
         yield from row_regions(wrong, places[:, 0])
         yield from range_regions(wrong, places[:, 1], within, word="at position")
         if decoded is not None:
-            yield Region(words="decoded one at a time", items=decoded, num_choices=1)
+            yield Region(words="decoded one at a time", items=decoded, num_choices=1)  # a kind of one region
             yield Region(words="computed in one pass", items=~decoded, num_choices=1)
         if experts is not None:
             yield from expert_regions(wrong, experts, within)

@@ -95,6 +95,7 @@ class ChainJudge:
                 next_step="Make the golden again: no port can be judged by this one.",
             )
         limits = chain_limits(len(span), reference.dtype)
+        # Errors are counted in what BF16 costs the chain's layers one by one, added up.
         unit = measure_unit(self._golden, span, batch=self._batch, layer_error=self._layer_error)
         # Noise as large as the output itself, to see how far it exceeds the limits.
         noise = reference.masked_fill(massive_channels(reference), 0.0)

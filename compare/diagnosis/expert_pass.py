@@ -15,7 +15,7 @@ from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.reference.float32_stages import swiglu
 
-# From gate [n,I], up [n,I] and the expert's shares [n] to the input of the down projection, [n,I].
+# From gate [n,I], up [n,I] and the shares [n], which only a mistake uses here, to the down projection's input [n,I].
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # From the weights, an expert's number, and w1, w2 or w3 to the values of this matrix, float32.
 ReadMatrix = Callable[[LayerWeights, int, str], torch.Tensor]

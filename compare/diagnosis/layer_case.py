@@ -1,5 +1,6 @@
 """LayerCase: one layer of two captures and its weights, from which its hypotheses are judged.
 
+A hypothesis is the layer with a mistake of the catalogue. `spread_tokens` thins out the tokens of a search.
 B batch, S sequence, T real tokens, F channels.
 """
 
@@ -88,10 +89,10 @@ class LayerCase:
         the port's input, if that is inherited; else `on_golden_values`, for faint mistakes (see `Trial`).
         """
         tokens, reference, layer = self.inputs.real_tokens, self._reference, self._layer
-        given = _read_given(reference, self._target, layer)
+        given = _read_given(reference, self._target, layer)  # these values stand in for their stages
         on_golden_input = Evaluation(self.inputs, with_given(given), tokens=tokens)
         logit_noise = _logit_noise(reference, on_golden_input, self._batch, layer)
-        settled = settled_tokens(on_golden_input, logit_noise)
+        settled = settled_tokens(on_golden_input, logit_noise)  # whose experts no such noise changes
         base, on_golden_values = on_golden_input, None
         if self._is_inherited:
             base = self._evaluate_on_port_input(given)
@@ -160,8 +161,8 @@ def _judging_sites(
 
     A suspected router is judged by the experts' output, a layer without suspects by `attn_delta` and `moe_delta` too.
     """
-    given = fed_sites(target)
-    held = [
+    given = fed_sites(target)  # sites whose golden values the run was given
+    common = [
         site
         for site in reference.sites(layer)
         if site in target.sites(layer)
@@ -169,7 +170,7 @@ def _judging_sites(
         and site not in given
         and find_mismatch(reference.read(layer, site), target.read(layer, site)) is None
     ]
-    if not held:
+    if not common:
         raise IncomparableError(
             f"nothing of layer {layer} can be judged: the captures have no site in common, or of another shape",
             next_step="Capture the layer's output on both sides.",
@@ -177,7 +178,7 @@ def _judging_sites(
     wanted = set(suspects) or {Site.ATTN_DELTA, Site.MOE_DELTA}
     if wanted & {Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS}:
         wanted.add(Site.MOE_DELTA)
-    return tuple(site for site in held if site in wanted or site is held[-1])
+    return tuple(site for site in common if site in wanted or site is common[-1])
 
 
 def _read_inputs(

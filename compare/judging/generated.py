@@ -1,8 +1,8 @@
 """Generated tokens: the first one in which a port differs from the golden, and whether noise explains it.
 
 Behind that token the two sides continue different texts, so nothing is compared there. Noise explains a token whose
-logit is below that of the golden's token by no more than the reach of noise (see `logits`). A greedy port's token must
-also be the likeliest by the port's own logits, if the run holds them.
+logit is below that of the golden's token by no more than the reach of noise: `REACH` standard deviations of a right
+port's logits. A greedy port's token must also be the likeliest by the port's own logits, if the run holds them.
 T real tokens of the prompts, B prompts, V the vocabulary.
 """
 

@@ -1,4 +1,4 @@
-"""ModelJudge: judges the sites outside the layers: embedding, final norm, logits."""
+"""ModelJudge: judges the sites outside the layers (embedding, final norm, logits), and compares generated tokens."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ class ModelJudge:
         status, reason = judge_logits(
             logits, TokenLimits(), noise=criteria.noise, context=self._sides.limit_context()
         )
+        # The classic limits judge layer outputs alone.
         if criteria.name == "classic" or status is SiteStatus.PASS:
             return result
         worst = SiteStatus.FAIL if SiteStatus.FAIL in (status, result.status) else SiteStatus.WARN
@@ -124,14 +125,14 @@ class ModelJudge:
         )
         # A dump may hold some tokens only, such as each prompt's last.
         held = [
-            batch.tokens(places)
+            batch.tokens(is_held)  # bool [B,S] to bool [T]
             for side in (self._sides.reference, self._sides.target)
-            if (places := side.held_tokens(site)) is not None
+            if (is_held := side.held_tokens(site)) is not None
         ]
         return rows.select(torch.stack(held).all(dim=0)) if held else rows
 
     def _twin(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-        """Return the float32 twin of the golden's rows `reference`, [T,F]; `target` tells the port's dtype."""
+        """Return the float32 twin of the golden's `reference`, [tokens, channels]; `target` tells the port's dtype."""
         # An embedding's lookup rounds nothing, so the golden (the same object) is its own twin, unless a side stored
         # another dtype.
         if site is ModelSite.EMBEDDING and reference.dtype == target.dtype:
@@ -168,9 +169,10 @@ class ModelJudge:
 
 
 def _first_logits(rows: Rows, num_prompts: int) -> FirstLogits | None:
-    """Return the logits of each prompt's last token; None if a prompt has none."""
-    last = [(rows.places[:, 0] == row).nonzero() for row in range(num_prompts)]
-    if any(len(places) == 0 for places in last):
+    """Return the logits of each prompt's last token, which choose the first generated one; None if one lacks them."""
+    # `places` holds the prompt and the position of each token, in ascending order.
+    tokens = [(rows.places[:, 0] == prompt).nonzero().flatten() for prompt in range(num_prompts)]
+    if any(len(indices) == 0 for indices in tokens):
         return None
-    tokens = torch.stack([places[-1, 0] for places in last])
-    return FirstLogits(reference=rows.reference[tokens], target=rows.target[tokens])
+    last = torch.stack([indices[-1] for indices in tokens])
+    return FirstLogits(reference=rows.reference[last], target=rows.target[last])

@@ -1,7 +1,8 @@
 """Judging by noise: the figures of one site, held against limits that right ports stay below.
 
-The figures are ρ and its averages (see noise/rho.py), or the relative error if the golden kept no noise floor. A limit
-measured on another backend than the port's warns first, and fails when it is broken by far.
+The figures are ρ and its averages (see noise/rho.py), or the relative error if the golden kept no noise floor. Limits
+get wider the smaller the share of false alarms that one figure is allowed, `context.share`. A limit measured on another
+backend than the port's warns up to `limits.slack` times its value. `incoming` is the relative error of a layer's input.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Replay:
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """Scores of the golden with the correction bias, float32 [T,E]; None if no token flipped, or without weights.
+        """Biased scores of the golden, to tell how close a flip was: float32 [T,E]; None without flips or weights.
 
         Raises:
             IncomparableError: The weights are another model's.
@@ -62,13 +62,16 @@ class Replay:
 
     def tokens(self, site: Site) -> torch.Tensor:
         """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
-        needs_weights = site in _BEHIND_EXPERTS
-        if needs_weights and (self._sides.weights is None or self._read_exact(Site.POST_NORM) is None):
-            return torch.zeros_like(self._replayable)
-        return self._replayable
+        needed: list[object] = []  # values that the replay is computed from; None if not known
+        if site in _BEHIND_EXPERTS:
+            needed += [self._sides.weights, self._read_golden(Site.POST_NORM)]
+        if site is Site.OUTPUT:
+            needed += [self._sides.read_stream(self._layer, is_exact=False)]
+        is_known = all(value is not None for value in needed)
+        return self._replayable if is_known else torch.zeros_like(self._replayable)
 
     def rows(self, site: Site, rows: Rows) -> Rows:
-        """Replace the golden's rows past a flip by what the port's own experts give.
+        """Replace in a site's `rows` the golden's values and floor of replayed tokens by what the port's experts give.
 
         The site is behind the experts, or the router's weights, which are in ascending order of their experts.
 
@@ -116,8 +119,8 @@ class Replay:
         exact, golden = (
             self._sides.read_stream(self._layer, is_exact=is_exact) for is_exact in (True, False)
         )
-        assert exact is not None, "the golden holds what its experts added"
-        assert golden is not None, "the golden holds what its experts added"
+        assert exact is not None, "the output is replayed where the residual stream is known"
+        assert golden is not None, "the output is replayed where the residual stream is known"
         golden_sum, variant_sum = (
             (golden[tokens] + added).to(rows.dtype).float() for added in (experts.golden, experts.variant)
         )

@@ -55,12 +55,13 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
     try:
         with open_ranks(place) as ranks:
             plan = PartitionPlan.read(plan_file)
-            ranks.assign([part.node.name for part in plan.used])
+            # Rank i runs the plan's i-th slice that holds something.
+            ranks.assign([used.node.name for used in plan.used])
             warn_of_idle_cores(place)
-            part = plan.used[place.rank]
-            _show_part(plan, part.node.name)
+            slice_ = plan.used[place.rank]
+            _show_slice(plan, slice_.node.name)
             request = _read_request(
-                replace(options, model=options.model or plan.model), plan, part, place, slices_folder
+                replace(options, model=options.model or plan.model), plan, slice_, place, slices_folder
             )
             assert request.streaming is not None, "a slice is streamed"
             # Opens the process group, by which the ranks send hidden states.
@@ -68,7 +69,7 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
             directory = options.store.directory(GOLDEN_SIDE, request.run.name)
             with open_golden(request) as golden, _progress_of(place, request.run) as progress:
                 capture_by_ranks(golden, ranks, plan, directory, progress=progress)
-            _show_part(plan, part.node.name, read_records(directory, [part.node.name]))
+            _show_slice(plan, slice_.node.name, read_records(directory, [slice_.node.name]))
     except ReportedElsewhereError as error:
         # Another rank failed first, and reports the error.
         click.get_current_context().exit(error.exit_code)
@@ -78,7 +79,7 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
 
 
 def _read_request(
-    options: GoldenOptions, plan: PartitionPlan, part: Slice, place: RankPlace, slices_folder: Path | None
+    options: GoldenOptions, plan: PartitionPlan, slice_: Slice, place: RankPlace, slices_folder: Path | None
 ) -> GoldenRequest:
     """Return the request of one rank: a model with the layers up to the rank's last, of which the first are skipped.
 
@@ -86,24 +87,24 @@ def _read_request(
     """
     placement = read_placement(options)
     if slices_folder is not None:
-        folder = slices_folder / part.node.name
+        folder = slices_folder / slice_.node.name
     else:
-        folder = resolve_model(options.model or plan.model, layers=part.stage.layers)
+        folder = resolve_model(options.model or plan.model, layers=slice_.stage.layers)
     spec = ModelSpec.from_folder(folder)
-    validate_plan(plan, folder, spec, part, is_slice=slices_folder is not None)
+    validate_plan(plan, folder, spec, slice_, is_slice=slices_folder is not None)
     request = make_request(
         options,
         whole_model_run(options, spec),
         folder=folder,
         spec=spec,
         placement=placement,
-        num_layers=max(part.stage.layers.stop, 1),
+        num_layers=max(slice_.stage.layers.stop, 1),
     )
-    streaming = choose_part_streaming(options.streaming, request.room, part, place=place)
+    streaming = choose_part_streaming(options.streaming, request.room, slice_, place=place)
     return replace(request, streaming=streaming)
 
 
-def _show_part(
+def _show_slice(
     plan: PartitionPlan, node: str, records: Mapping[str, ReadRecord] = MappingProxyType({})
 ) -> None:
     """Print what a rank is to load or, with `records`, has loaded, if the variable DEBUG asks for it."""

@@ -1,6 +1,7 @@
 """Tap: the place of a site in a module tree.
 
-It is written `path`, `path:input`, `path:output` or `path:output[1]`; without a colon, the output is meant.
+It is written `path`, `path:input`, `path:output` or, of several, `path:input[1]`, `path:output[1]`. A bare path means
+its output.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Tap:
         return element if isinstance(element, torch.Tensor) else None
 
     def put(self, value: Any, tensor: torch.Tensor) -> Any:
-        """Return `value` with the tapped element replaced; several come as a tuple, even if they were a list."""
+        """Return `value` with the tapped element replaced; a list comes back as a tuple."""
         if not isinstance(value, (tuple, list)):
             return tensor
         elements = list(value)

@@ -81,7 +81,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         """
         if self._layout.mask is None:
             return None
-        mask = find_tensor(self._layout.mask, ())
+        mask = find_tensor(self._layout.mask, keys=())  # a tensor, or the first or only one of its container
         if mask is None or mask.ndim not in (1, 2) or not bool(((mask == 0) | (mask == 1)).all()):
             raise CaptureError(
                 f"the attention mask of {self.directory} does not tell real tokens from padding",

@@ -25,7 +25,8 @@ from minimax_tools.ranks.watch import SILENT_S, Watch
 
 # Time between two looks at the watch, in seconds.
 _POLL_S = 0.02
-# Longest search for the dead rank in seconds: after a lost connection, and after an order to stop.
+# Longest search for the dead rank in seconds: after a lost connection (the watch takes a rank for dead that is silent
+# for SILENT_S), and after an order to stop.
 _CONNECTION_PATIENCE_S = SILENT_S + 5.0
 _STOP_PATIENCE_S = 5.0
 # Longest wait for the store in seconds: the rank that holds it may have gone already.
@@ -100,7 +101,7 @@ class FailureReport:
         The claim holds the rank's number, so a rank that asks again gets True again: an interrupt may have cut it
         short, or its thread that shows progress asked first.
         """
-        key = f"told/{hashlib.sha256(text.encode()).hexdigest()}"
+        key = f"told/{hashlib.sha256(text.encode()).hexdigest()}"  # a digest: the text may be long
         own_claim = str(self._rank)
         # Sets the key if it is absent, and returns what it then holds.
         call = BackgroundCall(lambda: self._store.compare_set(key, "", own_claim).decode())

@@ -49,22 +49,22 @@ def default_rows(max_position_embeddings: int) -> tuple[DefaultRow, ...]:
 class InputRequest:
     """Input options of a command as given; `build_inputs` reads the files that they name.
 
-    The fields are the options of `input_options` in `command_line/options.py`; their help explains them.
-
     Raises:
         UsageError: Options contradict each other, or one has no effect.
     """
 
     prompts: tuple[str, ...] = ()
     prompts_file: Path | None = None
-    chat: bool = False
-    input_ids: tuple[str, ...] = ()
-    seq_lens: tuple[int, ...] = ()
-    batch_size: int = 1
+    chat: bool = False  # whether the checkpoint's chat template is put around each prompt
+    input_ids: tuple[str, ...] = ()  # `1,2,3`, a row; or the path of a JSON file of rows
+    seq_lens: tuple[int, ...] = ()  # lengths of random rows
+    batch_size: int = 1  # number of random rows of each length, default rows included
     padding_side: str = "right"
-    pad_to: tuple[int, ...] = ()
-    max_length: int | None = None
-    start_positions: tuple[int, ...] = ()
+    pad_to: tuple[
+        int, ...
+    ] = ()  # rows are padded to the smallest of these that fits; empty: to the longest row
+    max_length: int | None = None  # number of tokens that a row is cut to
+    start_positions: tuple[int, ...] = ()  # position of each row's first token, or one for all; empty: 0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class Spmd:
     sharing: Ranks  # the division of a layer that the options ask for; each device stands for one rank
 
     def as_json(self) -> dict[str, int | str]:
-        """Return the options that change numbers, by name. `reduce_dtype` has no effect here: see `open_spmd`."""
+        """Return the options that change the results, for the manifest. `reduce_dtype` has no effect here."""
         return {"tp_degree": self.sharing.degree, "ep_degree": self.sharing.expert_degree}
 
     def mark_division(self, module: nn.Module, *, what: str) -> None:
@@ -95,12 +95,12 @@ def open_spmd(sharing: Ranks) -> Spmd:
     import torch_xla.runtime
 
     torch_xla.runtime.use_spmd()
-    found = torch_xla.runtime.global_runtime_device_count()
-    if found != sharing.degree:
+    num_devices = torch_xla.runtime.global_runtime_device_count()
+    if num_devices != sharing.degree:
         raise BackendError(
             "XLA on the CPU shows another number of devices",
             expected=str(sharing.degree),
-            found=str(found),
+            found=str(num_devices),
             next_step="Start mm2-test in a process of its own: torch_xla counts devices once.",
         )
     return Spmd(sharing=sharing)

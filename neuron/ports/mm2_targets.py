@@ -1,4 +1,4 @@
-"""Layers of mm2 as targets: `builtin` for a device, `reference` in plain PyTorch."""
+"""Layers of mm2 as targets, the values of --target: `builtin` for a device, `reference` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class BuiltinTarget(PortTarget):
     """mm2's layer for a device."""
 
     forms = "builtin"
-    divides_weights = True
+    divides_weights = True  # of several ranks, each holds only its part of a layer
 
     factory: Callable[[Any, int], object] = DeviceLayer
 
     @classmethod
     def find(cls, name: str) -> BuiltinTarget | None:
-        """Return the target for the name `builtin`."""
+        """Return the target if --target is `builtin`, else None."""
         return cls(name=name, source_digest=_digest_source(DeviceLayer)) if name == cls.forms else None
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int:
-        """Return the number of experts in a chunk."""
+        """Return the number of experts that run together: those of a chunk, so that scratch memory stays small."""
         config = target_config(spec, ranks=ranks)
         return experts_per_chunk(config, dtype=dtype, chunk_size_bytes=CHUNK_SIZE_BYTES)
 
@@ -73,13 +73,13 @@ class ReferenceTarget(PortTarget):
 
     @classmethod
     def find(cls, name: str) -> ReferenceTarget | None:
-        """Return the target for the name `reference`."""
+        """Return the target if --target is `reference`, else None."""
         return cls(name=name, source_digest=_digest_source(ReferenceLayer)) if name == cls.forms else None
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int:
-        """Return the number of all experts on a lazy device, where they are one graph; else 1."""
+        """Return the number of experts that run together: all on a lazy device, where they are one graph; else 1."""
         return spec.num_local_experts if is_lazy else 1
 
 

@@ -65,7 +65,7 @@ class StatusRecord:
     @classmethod
     def attach(cls, descriptor: int) -> StatusRecord:
         """Open the record that another process created and passed on."""
-        os.set_inheritable(descriptor, False)
+        os.set_inheritable(descriptor, False)  # so that processes that a port starts do not get it
         return cls(descriptor)
 
     def write(self, status: Status) -> None:

@@ -10,7 +10,7 @@ The straight path, from the top down:
 Beside it:
 
 - `golden_inputs`: the values that a run takes from a golden
-- `decoding`: rows computed one at a time; `generation`: the tokens after the prompts
+- `decoding`: the last tokens of each prompt, computed one at a time; `generation`: tokens that the model adds
 - `head`: embedding, final norm and lm_head
 - `layer_times`: the time of a layer by phase; `stopwatch`: its measurement; `run_profile`: times and memory in a file
 - `run_report`: facts about a finished run

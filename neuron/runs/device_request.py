@@ -32,7 +32,7 @@ class PortSetup:
     spec: ModelSpec
     model_source: str  # the model as the user named it
     dtype: torch.dtype
-    inputs: Inputs  # the token rows; their number decides the memory that a layer takes
+    inputs: Inputs  # the token rows; their size decides the memory that a layer takes
     prefetch: bool | None = None  # whether to read the next layer while one runs; None to decide by memory
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)  # limit of anonymous memory
 
@@ -72,9 +72,9 @@ class DeviceRequest(PortSetup):
     def __post_init__(self) -> None:
         if self.run.decode_rows >= max(self.inputs.lengths):
             raise UsageError(
-                f"of {max(self.inputs.lengths)} rows {self.run.decode_rows} cannot be decoded",
-                expected="at least one row before the first that is decoded",
-                next_step="Give --decode fewer rows.",
+                f"of {max(self.inputs.lengths)} tokens {self.run.decode_rows} cannot be decoded",
+                expected="at least one token before the first that is decoded",
+                next_step="Give --decode fewer tokens.",
             )
         if self.random_input and self.golden is not None:
             raise UsageError(

@@ -73,7 +73,7 @@ def generate_greedily(
 
 
 class _CachedLayers:
-    """The model's layers, with the keys and values of the rows so far."""
+    """The model's layers, with the keys and values so far; a column holds one token of each prompt (see `decoding`)."""
 
     def __init__(
         self, request: DeviceRequest, capture: Capture, run_layer: Callable[[LayerRequest], LayerRun]
@@ -82,34 +82,36 @@ class _CachedLayers:
         # One for each layer that the first generated token has reached.
         self._caches: list[Cache] = []
         # The last token is never fed back.
-        self._num_rows = request.inputs.sequence_length + request.max_new_tokens - 1
+        self._num_columns = request.inputs.sequence_length + request.max_new_tokens - 1
         if request.max_new_tokens > 1:
             # Keys and values, of at most float32.
-            num_layer_values = 2 * request.inputs.batch_size * self._num_rows * request.spec.key_value_width
+            num_layer_values = (
+                2 * request.inputs.batch_size * self._num_columns * request.spec.key_value_width
+            )
             num_bytes = 4 * request.spec.num_hidden_layers * num_layer_values
             request.budget.require(num_bytes, "keys and values of all layers")
 
     def run(
         self, states: torch.Tensor, *, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Run one row through all layers: from hidden states [B,1,H] to the last layer's output [B,1,H]."""
+        """Run one column through all layers: from hidden states [B,1,H] to the last layer's output [B,1,H]."""
         for layer in range(self._request.spec.num_hidden_layers):
             if layer == len(self._caches):
-                # The first row: the layer's weights are in memory now, so the prompts' rows run before it.
+                # The first generated token: the layer's weights are in memory now, so the prompts run before it.
                 prompts = LayerInput.of(self._capture.read(layer, Site.INPUT), self._request.inputs)
                 # With the sites of the captured run, the layer runs that run's graphs.
                 _, key_values = self._run(layer, prompts, sites=self._request.run.sites)
-                self._caches.append(Cache(key_values, num_rows=self._num_rows))
+                self._caches.append(Cache(key_values, num_columns=self._num_columns))
             cache = self._caches[layer]
-            row = cache.input_of(states, attention_mask=attention_mask, position_ids=position_ids)
-            states, key_values = self._run(layer, row)
+            column = cache.input_of(states, attention_mask=attention_mask, position_ids=position_ids)
+            states, key_values = self._run(layer, column)
             cache.append(key_values)
         return states
 
     def _run(
         self, layer: int, layer_input: LayerInput, *, sites: tuple[Site, ...] = ()
     ) -> tuple[torch.Tensor, KeyValues]:
-        """Run a layer; return its output, and the keys and values of its rows."""
+        """Run a layer; return its output, and the keys and values of its input's tokens."""
         next_layer = layer + 1 if layer + 1 < self._request.spec.num_hidden_layers else None
         run = self._run_layer(
             LayerRequest(

@@ -33,9 +33,8 @@ class OpenedLayer:
     """A layer of the checkpoint, to be loaded."""
 
     tensors: LayerTensors
-    weights: (
-        dict[str, Weight] | None
-    )  # weights that are being read into host buffers; None if no reading has begun
+    # Weights that are being read into host buffers; None if no reading has begun.
+    weights: dict[str, Weight] | None
 
 
 class NextLayer:

@@ -148,7 +148,7 @@ class DeviceRun:
             layer=layer,
             layer_input=LayerInput.of(hidden_states, request.inputs),
             sites=request.run.sites,
-            border=golden.border(layer) if golden else {},
+            border=golden.border(layer) if golden else {},  # values that a component is given
             # Generation needs keys and values: a port that returns none is refused at the first layer.
             keeps_past=request.run.decode_rows > 0 or request.max_new_tokens > 1,
             next_layer=next_layer,
@@ -165,14 +165,14 @@ class DeviceRun:
         return result
 
     def _run_passes(self, layer_request: LayerRequest, past: KeyValues | None) -> LayerRun:
-        """Run all rows in one pass; in a run that decodes, the last rows one at a time, from `past` if it is given."""
+        """Run all tokens in one pass; if the run decodes, the last ones one by one, from the golden's `past` if any."""
         num_decoded = self._request.run.decode_rows
         if not num_decoded:
             return self._executor.run(layer_request)
         return run_decoding(
             lambda layer_input: self._executor.run(replace(layer_request, layer_input=layer_input)),
             layer_request.layer_input,
-            rows=decoded_columns(self._request.inputs.attention_mask, num_decoded),
+            columns=decoded_columns(self._request.inputs.attention_mask, num_decoded),
             sites=layer_request.sites,
             past=past,
         )
@@ -231,7 +231,7 @@ class DeviceRun:
     def _given_input(self) -> torch.Tensor | None:
         """Return the golden's or the random input [B,S,H] of the span, on the CPU; None if tokens give the input."""
         request = self._request
-        # A run of the whole model needs nothing of the golden: it begins with the tokens.
+        # `needed` lists what the run takes from the golden: nothing for the whole model, which begins with the tokens.
         if self._golden is not None and self._golden.needed():
             return self._golden.layer_input(request.run.span.start)
         if request.random_input:

@@ -117,6 +117,7 @@ def _undo_transpositions(layouts: Sequence[TensorLayout], sources: SourceTensors
 def _undo_expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[Repair]:
     kinds_by_order: dict[tuple[int, ...], set[str]] = {}
     in_order = tuple(range(spec.num_local_experts))
+    # A group is the port's tensors `experts.0.w2`, `experts.1.w2` …; `experts` are those whose weights landed there.
     for group, experts in expert_orders(layouts):
         if experts != in_order and tuple(sorted(experts)) == in_order:
             kinds_by_order.setdefault(experts, set()).update(*(layout.source_kinds for layout in group))

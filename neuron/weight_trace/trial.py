@@ -1,8 +1,8 @@
-"""Trial: the port runs on generated weights beside the reference layer, which clears or proves suspects.
+"""Trial: the port runs on generated weights beside the reference layer, to prove or clear the mistakes suspected.
 
 The trial is in float32 if the port and memory allow it: then an error is a mistake and not noise. If the outputs
-differ, repairs are tried, each on top of the best ones before, until the outputs agree. If no repair helps, the port
-runs on weights that quantisation keeps.
+differ, repairs (inverses of known mistakes, see `repairs`) are tried, each on top of the best ones before. If no
+repair helps, the port runs on weights that quantisation keeps.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def run_trial(
             repaired = repair.apply(repaired)
         return _error_or_infinity(port, repaired, expected, trial_input)
 
-    found = _search_repairs(error_with, candidates, error=error, limit=limit)
-    if found is not None:
-        repairs, repaired_error = found
+    repairs_and_error = _search_repairs(error_with, candidates, error=error, limit=limit)
+    if repairs_and_error is not None:
+        repairs, repaired_error = repairs_and_error
         return replace(outcome, repairs=repairs, repaired_error=repaired_error)
     return _try_exact_values(outcome, port, spec, tensors, trial_input)
 

@@ -31,7 +31,7 @@ from neuron.devices.weights import Weight
 from neuron.ports.port_target import PortTarget
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 
-_LENGTHS = {"full": (96, 61), "toy": (24, 15)}
+_LENGTHS = {"full": (96, 61), "toy": (24, 15)}  # tokens of each prompt
 # Wrong layers that are searched for one at a time. The last layer takes the most runs; the others lie in either half of
 # the model, and where one chain of a run ends and the next begins.
 _SINGLE_CULPRITS = {"full": (0, 17, 31, 37, 60, 61), "toy": (37, 61)}

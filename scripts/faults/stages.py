@@ -1,8 +1,7 @@
 """Base of the stages of a layer's arithmetic, and the weights that they compute with.
 
-A stage is a method that a mistake may override. `AttentionStages` and `MoeStages` have the stages of a layer's halves.
-
-B prompts, S tokens of this pass (its rows), H hidden.
+A stage is a method that a mistake, which is a subclass, may override. `AttentionStages` and `MoeStages` have the
+stages of a layer's halves. H hidden.
 """
 
 from __future__ import annotations
@@ -73,11 +72,11 @@ class Stages:
         return float(getattr(self.parameters, name))
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute input_norm or post_norm over the hidden size."""
+        """Compute input_norm or post_norm on states [...,H]."""
         return self.normalise(states, weight)
 
     def normalise(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute RMSNorm with float32 statistics."""
+        """Compute RMSNorm over the last dim of states [...,H] with float32 statistics."""
         exact = states.float()
         exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps())
         return weight * exact.to(states.dtype)

@@ -1,4 +1,4 @@
-"""Figures of memory: peaks, as multiples of a layer's size."""
+"""Figures of memory: peaks, as multiples of a layer's size. Each golden and each probe is a process of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from figures import Figure
 from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Checkpoint, LoadingBench, bf16_layer_bytes, say
 from minimax_tools.synthetic.checkpoint import FP8
 
+# Packed experts compute eagerly. The goldens that they are held against must do so too, to be equal byte for byte.
 _EAGER = ("--experts-implementation", "eager")
 # A golden that holds one layer at a time.
 _ALONE = ("--stream", "on", "--no-prefetch")

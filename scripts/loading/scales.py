@@ -15,8 +15,8 @@ class LoadingScale:
     model: SyntheticModel  # the model that is loaded, streamed and offloaded
     large: SyntheticModel  # a model of few large layers, for packed experts
     shard_bytes: int  # largest size of a BF16 shard; FP8 shards have half of it
-    split_layers: int  # number of layers of `model` that are split in three
-    qwen2: Mapping[str, int]  # quantities of the Qwen2 that is split too
+    split_layers: int  # number of layers of `model` that are split in three: bottom, trunk, top
+    qwen2: Mapping[str, int]  # quantities of the Qwen2 that is split so too
     expert: tuple[int, int, int]  # experts that are dequantised: their number, intermediate and hidden size
     rounds: int  # number of times that each ratio is measured
 

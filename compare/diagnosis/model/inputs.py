@@ -18,7 +18,7 @@ from minimax_tools.model.spec import ModelSpec
 class ModelInputs:
     """Inputs of one side, the golden's or the port's, to the sites outside the layers; a tensor not held is None.
 
-    Judged are some of the real tokens: the batch without padding.
+    Judged are some of the real tokens (those that are not padding).
     """
 
     spec: ModelSpec

@@ -146,6 +146,17 @@ def test_numbers_that_are_no_expert_s_are_left_out(toy: Path, judge: Judge, chan
     assert blamed(comparison) == [("router_experts",)]
 
 
+def test_a_golden_without_its_residual_stream_leaves_the_output_past_a_flip_out(
+    flipped: Path, toy: Path, copyist: Any, judge: Judge
+) -> None:
+    """The output past a flip is residual stream + experts, and this golden keeps neither that stream nor a sum."""
+    lacking = {(LAYER, site): None for site in (Site.ATTN_RESIDUAL, Site.MOE_DELTA)}
+    output = site_of(
+        judge(flipped, reference=copyist.golden(lacking, noise_floor="off"), model=toy), Site.OUTPUT
+    )
+    assert (output.num_replayed, output.num_set_aside > 50) == (0, True)
+
+
 def test_another_models_weights_are_refused(flipped: Path, judge: Judge, tmp_path: Path) -> None:
     other = tmp_path / "other"
     synthesize(other, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=1)

@@ -186,7 +186,7 @@ def test_port_that_takes_no_part_is_told_how(decode: Any, name: str, message: st
 def test_more_rows_than_there_are_cannot_be_decoded(decode: Any) -> None:
     result = decode(rows=48)
     assert result.exit_code == 2
-    assert "of 48 rows 48 cannot be decoded" in result.stderr
+    assert "of 48 tokens 48 cannot be decoded" in result.stderr
 
 
 def test_component_does_not_decode(run: Any, toy: Path, golden: Path) -> None:
