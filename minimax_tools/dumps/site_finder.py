@@ -1,4 +1,4 @@
-"""Site finder: finds the sites among a dump's pieces, by names and headers alone."""
+"""Site finder: finds the sites among a dump's pieces, by names and headers; only single numbers are read."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _settle_outputs(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
 
 
 class _Finder:
-    """A dump's modules, searched for places of sites.
+    """A dump's modules, searched for places of sites. A site is the sum of its terms, each a tensor at one place.
 
     Args:
         dump: The dump.
@@ -120,7 +120,7 @@ class _Finder:
         self._wanted = wanted
 
     def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
-        """Return the site's terms in each layer that holds all of them; `source` has a place for each term."""
+        """Return the site's terms, by layer and site, where all are held; `source` has a place for each term."""
         terms = [self._find_place(site, place) for place in source]
         return {
             (layer, site): tuple(of_place[layer] for of_place in terms)
@@ -220,7 +220,7 @@ def _is_residual_beside_a_norm(piece: DumpPiece) -> bool:
 
 
 def _is_at_layer(found: FoundSite) -> bool:
-    """Decide whether a layer's output was found at the layer itself, not as the next layer's input."""
+    """Decide whether a layer's output was found at the layer itself, not as the input of the next (`{next}`)."""
     return all("{next}" not in term.place.path for term in found.terms)
 
 
