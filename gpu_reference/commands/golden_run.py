@@ -130,8 +130,8 @@ def _read_request(options: GoldenOptions, model: str, make_run: Callable[[ModelS
     run = make_run(spec)
     run.span.within(spec.num_hidden_layers)
     # transformers loads a model whole only from all of its shards. A streamed model needs those of the layers that run.
-    is_loaded_whole = is_whole(options.streaming.stream, placement)
-    needs_all_shards = is_loaded_whole or run.span.stop == spec.num_hidden_layers
+    runs_all = run.span.stop == spec.num_hidden_layers
+    needs_all_shards = runs_all or is_whole(options.streaming.stream, placement)
     folder = resolve_model(model, layers=None if needs_all_shards else range(run.span.stop))
     request = make_request(
         options, run, folder=folder, spec=spec, placement=placement, num_layers=run.span.stop

@@ -26,7 +26,7 @@ _NUM_NAMED = 6
 
 
 def find_sites(dump: Dump, names: NameMap) -> FoundSites:
-    """Find the sites of a dump.
+    """Find the sites of a dump: those that the user's map (`names`) names, and the others under their usual names.
 
     Raises:
         CaptureError: The map names a place or a pass that the dump does not hold, or a place fits two modules.
@@ -82,7 +82,9 @@ def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, Fo
     has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
     sites: dict[SiteKey, FoundSite] = {}
     for site, sources in usual_sources(dump.format, has_fused_residuals=has_pairs).items():
-        for source in sources if site not in names.sites else ():
+        if site in names.sites:
+            continue
+        for source in sources:
             for key, terms in finder.find(site, source).items():
                 sites.setdefault(key, FoundSite(terms=terms))
     return sites

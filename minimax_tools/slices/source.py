@@ -107,7 +107,6 @@ class SliceSource(StoredWeights):
     def measure_tensors(self, plan: PartitionPlan) -> dict[str, int]:
         """Return the size of each tensor in bytes, by name, for all tensors of the plan whose size is known."""
         planned = [tensor for slice_ in plan.slices for tensor in slice_.tensors]
-        # The size of a tensor that was planned without a header is not known: it has no start.
         sizes = {tensor.name: tensor.size_bytes for tensor in planned if tensor.start is not None}
         sizes |= {name: entry.size_bytes for name, entry in self.headers_known.items()}
         if any(tensor.name not in sizes for tensor in planned):

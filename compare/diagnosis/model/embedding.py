@@ -1,8 +1,8 @@
 """Mistakes of the embedding: which row of the table a token gets, and in which form.
 
 `predict(inputs, correct, **parameters)` of a mistake gets the port's inputs, the correct embedding [T,H], and one of
-its `candidates`. It returns what a port with the mistake gives, float32 [T,H]: NaN for a token about which it says
-nothing, None if a weight is not held. T tokens, H hidden.
+its `candidates`. It returns what a port with the mistake gives, float32 [T,H], NaN at tokens that it cannot tell; None
+if a weight is not held. T tokens, H hidden.
 """
 
 from __future__ import annotations
