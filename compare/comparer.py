@@ -1,6 +1,7 @@
 """The comparison of a device run with its golden: a result for every site of the run, the blame, and the verdict.
 
-The parts of a run are judged in the order of the data flow: the embedding, each layer, the head.
+Its parts are the embedding, each layer and the head (see `ComparedPart`). The criteria are limits on noise, or the five
+classic limits, such as a cosine of 0.99, which judge layers' outputs alone.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def judge_run(
     Raises:
         IncomparableError: The captures must not be judged against each other.
         UsageError: No layer matches the pattern.
-        CaptureError: A file is missing or damaged.
+        CaptureError: A file is missing or damaged: `proved` checks the digests of all that was read.
     """
     pairing_notes = refuse_other_runs(reference, target)
     layers = select_layers(reference, target, layer_pattern)
@@ -127,10 +128,11 @@ def _conclude(
         # The classic limits cannot tell a layer's mistake from one before it.
         blame = ()
     outputs_missing = layers_without_output(sites) if sides.is_classic else ()
+    # Sites that differ, perhaps through an input that was not captured.
     num_undecided = sum(part.num_undecided for part in (*layers, head))
+    # Layers in which a mistake may have passed.
     unproved = [part.layer for part in layers if part.layer is not None and not part.is_proved]
     is_stopped = any(part.is_stopped for part in (*layers, head))
-    # The classic limits judge outputs alone.
     is_end_unproved = bool(outputs_missing if sides.is_classic else unproved)
     router_dtypes = find_router_dtypes(reference, target, sites)
     return Comparison(

@@ -1,4 +1,4 @@
-"""Errors that mm2 raises on purpose, as one tree; the class decides the exit code.
+"""Errors that mm2 raises on purpose, as one tree; the class decides the exit code. And functions that word them.
 
     Mm2Error
     ├── UsageError              the command or call was wrong                       exit 2
@@ -10,6 +10,7 @@
         ├── TargetError         the port under test could not be built or loaded
         ├── BackendError        the device asked for is not there
         ├── MemoryBudgetError   what comes next would break the memory budget (in machine/memory.py)
+        ├── RankLostError       another rank died or cannot be reached (in ranks/failure.py)
         └── MissingExtraError   a package that this command needs is not installed
 
 A message has three parts: what and where, expected against found, the next step.

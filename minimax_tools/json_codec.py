@@ -49,7 +49,7 @@ def decode(kind: type[T], record: Any) -> T:
         return _CONVERTER.structure(record, kind)
     except cattrs.BaseValidationError as error:
         raise DecodeError("; ".join(cattrs.transform_error(error, format_exception=_describe))) from error
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DecodeError(_describe(error, kind)) from error
 
 

@@ -51,13 +51,13 @@ class DeviceOptions:
     random_input: bool
     prefetch: bool | None
     memory_budget: int | None  # in bytes
-    decode_rows: int
+    decode_rows: int  # tokens at the end of each prompt that are computed one at a time
     check_capture: bool
     profile: bool
     skip_compile: bool
     criteria: Criteria
     shows_metrics: bool
-    inputs: InputRequest  # the token rows that the options ask for
+    inputs: InputRequest  # the prompts, as rows of token ids, that the options ask for
     sites_level: str  # a named choice of sites to record
     dtype: torch.dtype
     store: CaptureStore
@@ -124,7 +124,7 @@ def _device_options(*further: Decorator) -> Decorator:
             type=click.IntRange(min=0),
             default=0,
             metavar="N",
-            help="Compute the last N rows of each prompt one at a time, from the cached keys and values. Default: 0.",
+            help="Compute the last N tokens of each prompt one at a time, from the cached keys and values. Default: 0.",
         ),
         click.option(
             "--check-capture",
@@ -153,7 +153,7 @@ span_device_options = _device_options(span_options)
 
 
 def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
-    """Read the golden's token rows; without a golden, build those that `request` asks for.
+    """Read the golden's prompts, rows of token ids; without a golden, build those that `request` asks for.
 
     Raises:
         UsageError: A golden was given, and options that choose token rows too.
@@ -161,7 +161,7 @@ def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Ca
     """
     if golden is None:
         return build_inputs(request, folder=folder, spec=spec)
-    # Other than the default, but for the seed, which serves other random numbers too.
+    # The seed alone may be given: it serves other random numbers too.
     if request != InputRequest(seed=request.seed):
         raise UsageError(
             "--golden gives the token rows: no other option may choose them",

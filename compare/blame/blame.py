@@ -29,8 +29,8 @@ _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     }
 )
 
-# A site that is judged given the port's own choice of experts: a wrong choice does not excuse it.
-_JUDGED_GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
+# A site that is judged with the port's own choice of experts: a wrong choice does not excuse it.
+_JUDGED_WITH_PORTS: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,7 @@ def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
 
     A failure without a figure, such as NaN or a wrong shape, is not inherited.
     """
+    # The figure that breaks its limit most; `excess` is the figure divided by the limit.
     broken = result.nearest
     if broken is None or not broken.excess > 1.0:
         return False
@@ -158,12 +159,12 @@ def _ancestry(site: Site, results: Mapping[Site, SiteResult], given: tuple[Site,
 
 
 def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
-    """Return a site's inputs, without a wrong choice of experts if the site was judged given that choice."""
-    choice = results.get(_JUDGED_GIVEN[site]) if site in _JUDGED_GIVEN else None
-    # A choice without `routing`, of a wrong shape say, could not be compared: nothing was judged given it.
+    """Return a site's inputs, without a wrong choice of experts if the site was judged with that choice."""
+    choice = results.get(_JUDGED_WITH_PORTS[site]) if site in _JUDGED_WITH_PORTS else None
+    # A choice without `routing`, of a wrong shape say, could not be compared: nothing was judged with it.
     if choice is None or choice.routing is None or choice.status is not SiteStatus.FAIL:
         return SITE_INPUTS[site]
-    return tuple(source for source in SITE_INPUTS[site] if source is not _JUDGED_GIVEN[site])
+    return tuple(source for source in SITE_INPUTS[site] if source is not _JUDGED_WITH_PORTS[site])
 
 
 def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
@@ -228,7 +229,7 @@ def _build_group(members: list[Blame], by_site: Mapping[tuple[int | None, str], 
 def _carried(source: SiteResult, broken: NearestLimit) -> float:
     """Return the square of the error that a site passes on, in the unit of the figure broken behind it.
 
-    A choice of experts has no such figure, and passes on none.
+    That figure is of ρ, in units of the noise floor, or the relative error. A choice of experts has none of these.
     """
     if source.noise is not None:
         value: float | None = getattr(source.noise, broken.figure, None)

@@ -1,7 +1,7 @@
 """LayerWeights: one decoder layer's weights as the float32 layer computes with them, and their FP8 codes.
 
-Tensors that were read are kept as the checkpoint stores them. An expert's matrix is float32 only while it is in use;
-all other weights stay in float32 too. R rows and C columns of a matrix.
+Tensors that were read are kept: FP8 as codes and scales, others in the golden's dtype. An expert's matrix is float32
+only while it is in use; all other weights stay in float32 too. R rows and C columns of a matrix.
 """
 
 from __future__ import annotations

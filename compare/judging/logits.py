@@ -33,7 +33,7 @@ TOP = (1, 5, 10)
 # does not happen in thousands of tokens.
 REACH = 8.0
 # Tokens compared at once, in float64.
-_BLOCK_ROWS = 16
+_BLOCK_TOKENS = 16
 # Differing choices that a result describes.
 _MOST_NAMED = 5
 
@@ -149,8 +149,8 @@ def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[tor
 
     The margin is the golden's logit of its own choice minus that of the port's choice.
     """
-    for start in range(0, reference.shape[0], _BLOCK_ROWS):
-        golden, port = (side[start : start + _BLOCK_ROWS].double() for side in (reference, target))
+    for start in range(0, reference.shape[0], _BLOCK_TOKENS):
+        golden, port = (side[start : start + _BLOCK_TOKENS].double() for side in (reference, target))
         log_golden, log_port = golden.log_softmax(dim=-1), port.log_softmax(dim=-1)
         divergence = (log_golden.exp() * (log_golden - log_port)).sum(dim=-1).clamp(min=0.0)
         size = min(max(TOP), golden.shape[-1])

@@ -1,6 +1,6 @@
 """Rows: the judged tokens of one site on both sides, with the golden's noise floor.
 
-T judged tokens, F channels of the site.
+T judged tokens, F channels of the site. `Squares` are squared norms per token, of ordinary and massive channels apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rows:
     reference: torch.Tensor  # [T,F], the golden
     target: torch.Tensor  # [T,F], the port
     massive: torch.Tensor  # bool [F], the massive channels, over all real tokens of the golden
-    places: torch.Tensor  # [T,2], row and position of each token in the batch
+    places: torch.Tensor  # int64 [T,2], sequence of the batch and position of each token
     twin: torch.Tensor | None = None  # [T,F] float32, the golden's float32 twin; None if it was not kept
     floor: Squares | None = None  # (reference − twin)² summed per token; None if only the twin is known
     # (golden or variant − twin)² summed per token, the largest of them; None if the golden has no variants
@@ -46,7 +46,7 @@ class Rows:
 
     @property
     def has_floor(self) -> bool:
-        """True if ρ can be computed."""
+        """True if ρ can be computed; without the twin it is estimated."""
         return self.twin is not None or self.floor is not None
 
     def select(self, tokens: torch.Tensor) -> Rows:

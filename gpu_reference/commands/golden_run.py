@@ -62,6 +62,7 @@ def run_golden(
             with LayerProgress(len(request.run.span), label="Golden") as progress:
                 golden.capture(directory, extra=extra, progress=progress)
             if options.certify:
+                # The certificate is stored in the capture, which is then printed with it.
                 certify_golden(directory, options.model)
             capture = Capture.open(directory)
             record, text = capture_record(capture), render_capture(capture)
@@ -96,7 +97,7 @@ def read_placement(options: GoldenOptions) -> Placement:
 def make_request(
     options: GoldenOptions, run: Run, *, folder: Path, spec: ModelSpec, placement: Placement, num_layers: int
 ) -> GoldenRequest:
-    """Return the request of a golden whose first `num_layers` layers run; its streaming is still to be chosen.
+    """Return the request of a golden whose first `num_layers` layers run; the caller chooses its streaming.
 
     Raises:
         UsageError: The token rows cannot be built, or variants were asked for of a noise floor that is off.
@@ -129,12 +130,13 @@ def _read_request(options: GoldenOptions, model: str, make_run: Callable[[ModelS
     run = make_run(spec)
     run.span.within(spec.num_hidden_layers)
     # transformers loads a model whole only from all of its shards. A streamed model needs those of the layers that run.
-    is_all = is_whole(options.streaming.stream, placement) or run.span.stop == spec.num_hidden_layers
-    folder = resolve_model(model, layers=None if is_all else range(run.span.stop))
+    runs_all = run.span.stop == spec.num_hidden_layers
+    needs_all_shards = runs_all or is_whole(options.streaming.stream, placement)
+    folder = resolve_model(model, layers=None if needs_all_shards else range(run.span.stop))
     request = make_request(
         options, run, folder=folder, spec=spec, placement=placement, num_layers=run.span.stop
     )
-    absent_shards = () if is_all else find_absent_shards(folder)
+    absent_shards = () if needs_all_shards else find_absent_shards(folder)
     streaming = choose_streaming(options.streaming, request.room, absent_shards=absent_shards)
     return replace(request, streaming=streaming)
 

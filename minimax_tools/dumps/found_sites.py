@@ -47,7 +47,7 @@ class FoundSites:
     """The sites found in a dump, and the passes, by label, to read them from."""
 
     dump: Dump
-    sites: Mapping[SiteKey, FoundSite]  # every site found
+    sites: Mapping[SiteKey, FoundSite]  # every site found, by (layer, site); layer None outside the layers
     num_ranks: int  # ranks that the port was divided among
     # To read; those of an inner tuple (a group) follow each other for the same prompts.
     passes: tuple[tuple[str, ...], ...]

@@ -37,7 +37,7 @@ class DumpPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """Contents of another tool's directory; no tensor is read."""
+    """Contents of another tool's directory, known without reading the values of its modules."""
 
     directory: Path
     format: str  # name of the layout
@@ -70,18 +70,18 @@ def list_pieces(
     Raises:
         CaptureError: The file is damaged.
     """
-    for held in list_tensors(path):
-        element_keys = map(str, held.keys) if path.suffix == ".pt" else ()
+    for tensor in list_tensors(path):
+        element_keys = map(str, tensor.keys) if path.suffix == ".pt" else ()
         yield DumpPiece(
             file=path.relative_to(directory).as_posix(),
-            keys=held.keys,
+            keys=tensor.keys,
             module=module,
             point=point,
             element=".".join(part for part in (element, *element_keys) if part),
             step=step,
             rank=rank,
-            shape=held.shape,
-            dtype=held.dtype,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
         )
 
 

@@ -114,24 +114,24 @@ def _read(path: Path) -> _File:
     pieces = tuple(
         DumpPiece(
             file=path.name,
-            keys=held.keys,
+            keys=tensor.keys,
             module=module,
             point=point,
-            element=".".join(part for part in (element, *map(str, held.keys[1:])) if part),
+            element=".".join(part for part in (element, *map(str, tensor.keys[1:])) if part),
             step="",
             rank=rank,
-            shape=held.shape,
-            dtype=held.dtype,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
             dims=dims if isinstance(dims, str) else None,
         )
-        for held in find_tensors(value)
-        if held.keys[:1] == ("value",)
+        for tensor in find_tensors(value)
+        if tensor.keys[:1] == ("value",)
     )
     name = meta["name"]
-    listed = value.get("value") if name == _RIDS else None
+    request_ids = value.get("value") if name == _RIDS else None
     return _File(
         name=name if name in _OF_A_BATCH else str(pieces[0]) if pieces else name,
-        rids=tuple(map(str, listed)) if isinstance(listed, (list, tuple)) else (),
+        rids=tuple(map(str, request_ids)) if isinstance(request_ids, (list, tuple)) else (),
         index=_number(meta, "dump_index", path),
         step=_number(meta, "step", path),
         world_rank=world_rank,
@@ -183,7 +183,8 @@ def _number_passes(files: list[_File]) -> list[int]:
 def _read_records(directory: Path, files: list[_File], labels: list[str | None]) -> Iterator[PassRecord]:
     """Yield the requests of each pass, up to the first pass that does not record all that is needed.
 
-    Requests are known by their ids, else by their slots in a pool of requests. One rank's files tell them for all.
+    Later ones are of no use: passes with a gap are not joined. Requests are known by their ids, else by their slots in
+    a pool of requests. One rank's files tell them for all.
     """
     of_passes: dict[str, dict[str, _File]] = defaultdict(dict)  # tensors of the batch, by label and name
     for file, label in zip(files, labels, strict=True):
@@ -191,16 +192,16 @@ def _read_records(directory: Path, files: list[_File], labels: list[str | None])
             of_passes[label][file.name] = file
     times_begun: Counter[str] = Counter()
     for label in sorted(of_passes, key=step_order):
-        held = of_passes[label]
-        if not {_POSITIONS, _SEQ_LENS} <= held.keys() or not held.keys() & {_RIDS, _POOL_INDICES}:
+        batch = of_passes[label]
+        if not {_POSITIONS, _SEQ_LENS} <= batch.keys() or not batch.keys() & {_RIDS, _POOL_INDICES}:
             return
-        positions, ends = (_read_numbers(directory, held[name]) for name in (_POSITIONS, _SEQ_LENS))
-        requests = held[_RIDS].rids if _RIDS in held else _read_numbers(directory, held[_POOL_INDICES])
+        positions, ends = (_read_numbers(directory, batch[name]) for name in (_POSITIONS, _SEQ_LENS))
+        requests = batch[_RIDS].rids if _RIDS in batch else _read_numbers(directory, batch[_POOL_INDICES])
         if len(ends) != len(requests):
             return
         record = PassRecord(step=label, requests=tuple(map(str, requests)), positions=positions, ends=ends)
-        if _RIDS not in held:
-            # A slot is given to a new request when its positions begin anew: slot 5 is then request 5, 5.2, 5.3.
+        if _RIDS not in batch:
+            # A stretch is a slot's tokens in this pass; from position 0 they are a new request's: 5, then 5.2, 5.3.
             times_begun.update(slot for slot, stretch in record.stretches() if stretch.start == 0)
             record = replace(
                 record,

@@ -1,4 +1,4 @@
-"""Site finder: finds the sites among a dump's pieces, by names and headers alone."""
+"""Site finder: finds the sites among a dump's pieces, by names and headers; only single numbers are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUM_NAMED = 6
 
 
 def find_sites(dump: Dump, names: NameMap) -> FoundSites:
-    """Find the sites of a dump.
+    """Find the sites of a dump: those that the user's map (`names`) names, and the others under their usual names.
 
     Raises:
         CaptureError: The map names a place or a pass that the dump does not hold, or a place fits two modules.
@@ -82,7 +82,9 @@ def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, Fo
     has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
     sites: dict[SiteKey, FoundSite] = {}
     for site, sources in usual_sources(dump.format, has_fused_residuals=has_pairs).items():
-        for source in sources if site not in names.sites else ():
+        if site in names.sites:
+            continue
+        for source in sources:
             for key, terms in finder.find(site, source).items():
                 sites.setdefault(key, FoundSite(terms=terms))
     return sites
@@ -104,7 +106,7 @@ def _settle_outputs(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
 
 
 class _Finder:
-    """A dump's modules, searched for places of sites.
+    """A dump's modules, searched for places of sites. A site is the sum of its terms, each a tensor at one place.
 
     Args:
         dump: The dump.
@@ -120,7 +122,7 @@ class _Finder:
         self._wanted = wanted
 
     def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
-        """Return the site's terms in each layer that holds all of them; `source` has a place for each term."""
+        """Return the site's terms, by layer and site, where all are held; `source` has a place for each term."""
         terms = [self._find_place(site, place) for place in source]
         return {
             (layer, site): tuple(of_place[layer] for of_place in terms)
@@ -220,7 +222,7 @@ def _is_residual_beside_a_norm(piece: DumpPiece) -> bool:
 
 
 def _is_at_layer(found: FoundSite) -> bool:
-    """Decide whether a layer's output was found at the layer itself, not as the next layer's input."""
+    """Decide whether a layer's output was found at the layer itself, not as the input of the next (`{next}`)."""
     return all("{next}" not in term.place.path for term in found.terms)
 
 

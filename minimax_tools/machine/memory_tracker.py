@@ -107,7 +107,7 @@ class MemoryTracker:
         }
 
     def report(self) -> str:
-        """Describe the latest snapshot and its change from the one before, in a few lines."""
+        """Describe the latest snapshot, or without one the memory now, and its change from the one before."""
         if not self.snapshots:
             return describe_change("now", self.baseline, MemoryUsage.current())
         before = self.snapshots[-2].usage if len(self.snapshots) > 1 else self.baseline

@@ -16,7 +16,7 @@ class Stage:
     node: Node
     layers: range  # may be empty
     has_embedding: bool = False
-    has_head: bool = False  # final norm, lm_head and the rest (see `part_of`)
+    has_head: bool = False  # final norm, lm_head and all that is neither a layer nor the embedding
 
     @property
     def is_used(self) -> bool:
@@ -24,7 +24,7 @@ class Stage:
         return bool(self.layers) or self.has_embedding or self.has_head
 
     def holds(self, part: int | str) -> bool:
-        """Decide whether a part of the model, as `part_of` names it, belongs to this stage."""
+        """Decide whether a part of the model belongs to this stage: a layer's number, or a name from `part_of`."""
         if isinstance(part, int):
             return part in self.layers
         return self.has_embedding if part == PART_EMBEDDING else self.has_head

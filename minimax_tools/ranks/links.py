@@ -12,7 +12,7 @@ import torch
 from minimax_tools.ranks.background_call import BackgroundCall
 from minimax_tools.ranks.rank_place import RankPlace
 
-# As good as no limit: a rank waits for a tensor as long as the ranks before it compute. The watch ends a vain wait.
+# As good as no limit: a rank waits as long as those before it compute. If one dies, the run's `Watch` ends the wait.
 _TIMEOUT = timedelta(days=30)
 
 
@@ -34,9 +34,9 @@ class Links:
         self._wire = device if is_direct else torch.device("cpu")
 
     def connect(self, store: Any) -> None:
-        """Open the process group, on all ranks, by a connection to the store for it alone: nccl waits in it."""
+        """Open the process group, on all ranks; `store` is a connection for it alone, which nccl blocks by waiting."""
         if self._is_direct:
-            # The watch reports a dead rank; nccl's own guard would end this process without a word.
+            # The `Watch` reports a dead rank; nccl's own guard would end this process without a word.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             torch.cuda.set_device(self._device)
         torch.distributed.init_process_group(
@@ -48,7 +48,7 @@ class Links:
         )
 
     def send(self, tensor: torch.Tensor, *, to: int) -> BackgroundCall:
-        """Begin to send a tensor, after the work that this thread queued on the device. Do not change it afterwards."""
+        """Begin to send a tensor, after the work that this thread queued on the device. Do not change it any more."""
         tensor = tensor.detach().to(self._wire).contiguous()
         return BackgroundCall(self._on_wire(lambda: torch.distributed.send(tensor, to)))
 

@@ -18,13 +18,13 @@ _TIMEOUT = timedelta(hours=2)
 class RankMessages:
     """Messages between the ranks of a run. A single rank sends to nobody.
 
-    They go through their own gloo group, apart from the collective calls of a port.
+    They go through their own gloo group, apart from the collective calls of a port. Values are pickled.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
-        self.group: Any = None
+        self.group: Any = None  # the gloo group; None before `open`, and with a single rank
 
     def open(self) -> None:
         """Open the group, on all ranks; torch's process group must be up."""
@@ -33,7 +33,7 @@ class RankMessages:
                 self.group = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def send(self, message: Any) -> None:
-        """Send a value from the lead to all other ranks."""
+        """Send a value from the lead to all other ranks, each of which calls `receive`."""
         if self._num_ranks > 1:
             torch.distributed.broadcast_object_list([message], src=0, group=self.group)
 
@@ -44,7 +44,7 @@ class RankMessages:
         return messages[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order, on the lead; [] on the other ranks."""
+        """Return every rank's value, in rank order, on the lead; [] on the other ranks. All ranks call it."""
         if self._num_ranks == 1:
             return [value]
         values = [None] * self._num_ranks if self._rank == 0 else None

@@ -35,7 +35,7 @@ class AroundLayers(NamedTuple):
 class Anatomy:
     """Modules of a model by their place: layers, modules around the layers, head."""
 
-    model: PreTrainedModel  # model that the modules belong to
+    model: PreTrainedModel  # model that the modules belong to, built on the meta device
     decoder: nn.Module  # module that runs the layers
     stack: nn.ModuleList  # list of layers that the decoder iterates over; stand-ins are put into it
     layers: tuple[nn.Module, ...]  # the model's own layers
@@ -80,7 +80,7 @@ class Anatomy:
         )
 
     def prove_divisible(self, dtype: torch.dtype) -> AroundLayers:
-        """Put stand-ins everywhere, and check that hidden states come out bit for bit as they went in.
+        """Put stand-ins everywhere, to stay, and check that hidden states come out bit for bit as they went in.
 
         Raises:
             CheckpointError: Hidden states change outside the layers, or another module is called between layers.
@@ -95,7 +95,7 @@ class Anatomy:
             return self._trace(dtype)
 
     def put_back(self, layers: range, names: tuple[str, ...]) -> None:
-        """Restore these layers, and the modules around the layers that have these names."""
+        """Restore these layers, and the modules around the layers that have these names; not the head's."""
         for number in layers:
             self.stack[number] = self.layers[number]
         for name in names:
@@ -169,7 +169,7 @@ def _recording_calls(decoder: nn.Module, stack: nn.ModuleList) -> Iterator[list[
 
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds, such as rotary frequencies, and put them on `device`."""
+    """Compute a meta model's buffers that no checkpoint holds, such as rotary frequencies, and put them on `device`."""
     modules = {name.rpartition(".")[0] for name, buffer in model.named_non_persistent_buffers()}
     for name in modules:
         module = model.get_submodule(name)

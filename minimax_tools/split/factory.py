@@ -66,7 +66,7 @@ class ModelFactory:
             device_map: `auto` (see `auto_device_map`), or a device for each of bottom, trunk and top. `device` is
                 then ignored.
             low_memory: Load the components one after the other, each from its own shards, straight into its own
-                memory. A model in a single file is loaded whole all the same.
+                memory. A single safetensors file is loaded whole all the same, `.bin` files never are.
             verbose: Report on stderr what is loaded, how fast, and the memory after each component.
             storage_path: Folder for `auto_save`, which makes the folders bottom, trunk and top in it.
             auto_save: Save each component as soon as it is loaded.

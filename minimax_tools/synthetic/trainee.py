@@ -73,7 +73,7 @@ class Trainee:
 
     @contextlib.contextmanager
     def rerouted(self, reroute: Reroute) -> Iterator[None]:
-        """Apply `reroute` to each layer's choice of experts in the block."""
+        """Apply `reroute` to each layer's choice of experts in the block; the routing weights stay as they were."""
         self._reroute = reroute
         try:
             yield

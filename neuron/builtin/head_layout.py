@@ -56,7 +56,7 @@ class HeadLayout:
         return tuple(None if head is None else head // self._group_size for head in self.query_heads(rank))
 
     def is_first_copy(self, rank: int) -> tuple[bool, ...]:
-        """Decide for each kv head of a rank whether it is the first copy of its head on any rank, and no padding."""
+        """Decide for each kv head of a rank whether a sum over all ranks counts it: only its first copy, no padding."""
         earlier = {head for earlier_rank in range(rank) for head in self.kv_heads(earlier_rank)}
         decisions = []
         for head in self.kv_heads(rank):

@@ -65,8 +65,8 @@ class PortTarget(Target):
     def fills_storage(self) -> bool:
         """True if the module's parameters are known to be filled from the checkpoint, with no second layer in memory.
 
-        So it is for a class without `convert_state_dict`, or with one that `reads_in_place`. Nobody knows what a
-        function builds.
+        So it is for a class without `convert_state_dict`, or with one that is marked by `read_in_place`. Nobody knows
+        what a function builds.
         """
         convert = getattr(self.factory, "convert_state_dict", None)
         return isinstance(self.factory, type) and (convert is None or reads_in_place(convert))

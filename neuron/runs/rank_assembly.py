@@ -16,14 +16,14 @@ from neuron.runs.layer_run import LayerInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssembly:
-    """A pass of a layer that ranks share: each rank holds a piece of every tensor.
+    """A forward pass of a layer that ranks share: each rank holds a piece of every tensor.
 
     All ranks make the same calls in the same order. On a single rank, the piece is the whole tensor.
     """
 
     runtime: Runtime
     exposure: Exposure  # the sites that the port exposes, and how each site's pieces make up the whole
-    batch_shape: tuple[int, int]  # batch size, and rows of this pass
+    batch_shape: tuple[int, int]  # number of prompts, and tokens of each in this pass
     what: str  # target and layer, for errors
 
     def cut_past(self, layer_input: LayerInput) -> LayerInput:
@@ -51,7 +51,7 @@ class RankAssembly:
 
         Args:
             site: The site whose layout over ranks the tensor has.
-            piece: This rank's piece; None if nothing was recorded.
+            piece: This rank's piece, on the CPU; None if nothing was recorded.
             name: Name of the tensor in errors, if it is not the site.
 
         Returns:

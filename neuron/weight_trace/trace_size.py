@@ -1,4 +1,4 @@
-"""Size of a trace: the sample of experts that is traced, and the trial's dtype, chosen to fit in memory."""
+"""Size of a trace: the sample of experts that fits in memory; and of the trial, the port's run on generated weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ExpertSample:
             num_layers_held: Copies of the layer in memory: the module, and what its conversion returns.
 
         Raises:
-            MemoryBudgetError: Two experts do not fit.
+            MemoryBudgetError: Two experts do not fit in the budget; without one, they are traced all the same.
         """
         whole = SourceTensors.of(spec)
         expert_size = sum(source.size for source in whole.all if source.expert == 0)
@@ -93,7 +93,7 @@ class TrialMemory:
             num_layers_held: Copies of the layer in memory: the module, and what its conversion returns.
 
         Raises:
-            MemoryBudgetError: The layer fits in neither dtype.
+            MemoryBudgetError: The layer does not fit in the budget in either dtype.
         """
         free, float32_bytes = free_bytes(budget), layer_bytes(spec, torch.float32)
         if num_layers_held * float32_bytes <= free:

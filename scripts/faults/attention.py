@@ -49,24 +49,24 @@ class Scaled(Arithmetic):
 class CausalMaskMissing(Arithmetic):
     """Later tokens are visible too."""
 
-    def causal(self, length: int, num_rows: int, device: torch.device) -> torch.Tensor:
-        return torch.ones((num_rows, length), dtype=torch.bool, device=device)
+    def causal(self, length: int, num_queries: int, device: torch.device) -> torch.Tensor:
+        return torch.ones((num_queries, length), dtype=torch.bool, device=device)
 
 
 class PaddingMaskMissing(Arithmetic):
     """Padding is visible."""
 
-    def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
-        return self.causal(mask.shape[1], num_rows, mask.device)[None, None]
+    def visible(self, mask: torch.Tensor, num_queries: int) -> torch.Tensor:
+        return self.causal(mask.shape[1], num_queries, mask.device)[None, None]
 
 
 class SlidingWindow(Arithmetic):
     """A sliding window on a model that has none; distances count real tokens, not padding."""
 
-    def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def visible(self, mask: torch.Tensor, num_queries: int) -> torch.Tensor:
         places = mask.cumsum(-1)
-        distance = places[:, -num_rows:, None] - places[:, None, :]
-        return super().visible(mask, num_rows) & (distance < self.number("window"))[:, None]
+        distance = places[:, -num_queries:, None] - places[:, None, :]
+        return super().visible(mask, num_queries) & (distance < self.number("window"))[:, None]
 
 
 class SoftmaxLowPrecision(Arithmetic):
@@ -134,6 +134,8 @@ class PostNormOfInput(Arithmetic):
         return super().post_norm(states, states)
 
 
+# Of each: name, sites that are wrong although their inputs are right, class and its parameters. With `decodes`, it is
+# also planted in decoded tokens alone.
 PLANTS = (
     Plant("kv_repeat_tiled", _CONTEXT, Tiled, decodes=True),
     Plant("k_v_swapped", (Site.K_PROJ, Site.V_PROJ), KeysAndValuesSwapped),

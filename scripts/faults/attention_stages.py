@@ -1,6 +1,6 @@
 """Arithmetic of a layer from its input to attn_residual, each stage a method that a mistake may override.
 
-B prompts, S tokens of this pass (its rows), P tokens of the past, H hidden, N heads, K kv heads, D head_dim.
+B prompts, S tokens of each in this pass, P before it in the cache, H hidden, N heads, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AttentionStages(Stages):
     def norm_and_rotate(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, tap: Tap
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm and rotate q [B,S,N·D] and k [B,S,K·D] to [B,N,S,D] and [B,K,S,D]."""
+        """Norm and rotate q [B,S,N·D] and k [B,S,K·D] to [B,N,S,D] and [B,K,S,D]; `tap` shows and returns a value."""
         q, k = tap("q_norm", self.q_norm(q)), tap("k_norm", self.k_norm(k))
         return (
             tap("q_rope", self.rotate(self.heads(q), positions)),
@@ -96,7 +96,7 @@ class AttentionStages(Stages):
         return int(self.config.num_attention_heads // self.config.num_key_value_heads)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Attend with q [B,N,S,D] to k and v [B,K,P+S,D]; the context is [B,S,N·D]."""
+        """Attend with q [B,N,S,D] to k and v [B,K,P+S,D]; the mask is [B,P+S], the context [B,S,N·D]."""
         scores = self.attention_scores(q, self.repeat(k))
         scores = torch.where(self.visible(mask, q.shape[2]), scores, torch.finfo(torch.float32).min)
         context = torch.matmul(self.attention_weights(scores).to(v.dtype), self.repeat(v))
@@ -107,14 +107,14 @@ class AttentionStages(Stages):
         scale = 1 / math.sqrt(self.config.head_dim)
         return torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
 
-    def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Mark what each of the last `num_rows` tokens sees: real tokens up to itself, bool [B,1,S,P+S]."""
-        return self.causal(mask.shape[1], num_rows, mask.device) & mask[:, None, None, :].bool()
+    def visible(self, mask: torch.Tensor, num_queries: int) -> torch.Tensor:
+        """Mark what each of the last `num_queries` tokens sees: real tokens up to itself, bool [B,1,S,P+S]."""
+        return self.causal(mask.shape[1], num_queries, mask.device) & mask[:, None, None, :].bool()
 
-    def causal(self, length: int, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Mark the tokens up to each of the last `num_rows` of `length`, padding too, bool [S,P+S]."""
+    def causal(self, length: int, num_queries: int, device: torch.device) -> torch.Tensor:
+        """Mark the tokens up to each of the last `num_queries` of `length`, padding too, bool [S,P+S]."""
         places = torch.arange(length, device=device)
-        return places <= places[length - num_rows :, None]
+        return places <= places[length - num_queries :, None]
 
     def attention_weights(self, scores: torch.Tensor) -> torch.Tensor:
         """Compute the softmax in float32."""

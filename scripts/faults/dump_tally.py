@@ -11,6 +11,7 @@ from faults.cases import WHOLE, DumpCase
 
 def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
     """Yield detection and blame with the checkpoint, detection without it, and false alarms."""
+    # A view is the sites that a dump shows. Above the floor are mistakes that change one of them by more than noise.
     above = [case for case in cases if case.is_above_floor]
     with_checkpoint = [case for case in above if case.has_checkpoint]
     if with_checkpoint:

@@ -89,7 +89,7 @@ class Quantised(Arithmetic):
 
 
 class WeightsOnInput(Arithmetic):
-    """The experts' input is multiplied by the routing weights instead of their output."""
+    """The routing weights (`shares` [slab,T,1], 0 if not chosen) multiply the experts' input, not their output."""
 
     def expert_outputs(self, tokens: torch.Tensor, slab: slice, shares: torch.Tensor) -> torch.Tensor:
         weighed = tokens * shares.to(tokens.dtype)
@@ -120,6 +120,8 @@ class SigmoidMissing(Arithmetic):
         return self.balance(logits.sigmoid().gather(-1, experts))
 
 
+# Of each: name, sites that are wrong although their inputs are right, class and its parameters. With `decodes`, it is
+# also planted in decoded tokens alone.
 PLANTS = (
     Plant("router_softmax", (*_EXPERTS, *_WEIGHTS), Softmax, decodes=True),
     Plant("router_bias_missing", _EXPERTS, BiasMissing, decodes=True),
@@ -146,9 +148,9 @@ def _as_fp8(weight: torch.Tensor) -> torch.Tensor:
     result = torch.empty_like(weight)
     for top in range(0, weight.shape[0], _BLOCK):
         for left in range(0, weight.shape[1], _BLOCK):
-            place = (slice(top, top + _BLOCK), slice(left, left + _BLOCK))
-            scale = weight[place].abs().amax() / torch.finfo(torch.float8_e4m3fn).max
-            result[place] = (weight[place] / scale).to(torch.float8_e4m3fn).float() * scale
+            block = (slice(top, top + _BLOCK), slice(left, left + _BLOCK))
+            scale = weight[block].abs().amax() / torch.finfo(torch.float8_e4m3fn).max
+            result[block] = (weight[block] / scale).to(torch.float8_e4m3fn).float() * scale
     return result
 
 

@@ -101,13 +101,13 @@ class SoftCapped(Arithmetic):
 class OldestForgotten(Arithmetic):
     """The first token of a prompt was overwritten in the cache: later passes do not see it."""
 
-    def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def visible(self, mask: torch.Tensor, num_queries: int) -> torch.Tensor:
         is_first = (mask.cumsum(-1) == 1) & mask.bool()
         is_query = torch.zeros_like(is_first)
-        is_query[:, -num_rows:] = True
+        is_query[:, -num_queries:] = True
         # A pass that holds the first token still sees it: only a later pass reads it from the cache.
         is_gone = is_first & ~is_query
-        return super().visible(mask, num_rows) & ~is_gone[:, None, None, :]
+        return super().visible(mask, num_queries) & ~is_gone[:, None, None, :]
 
 
 class StepAhead(Arithmetic):

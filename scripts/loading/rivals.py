@@ -1,8 +1,8 @@
 """Probes of transformers and accelerate, which load and run the same model.
 
 A probe is a function that `loading/probe.py` calls in a process of its own; it returns numbers and digests by name.
-Some imports are for no name (F401): the libraries make them while they run, where they would count in time and memory.
-Nothing of mm2 is imported before torch: its settings for torch must not apply here.
+Imports that are not used (F401) are those that the libraries make while they run, where they would count in time and
+memory. torch is imported before mm2, so that it does not see the OMP_WAIT_POLICY that `gpu_reference` sets.
 """
 
 from __future__ import annotations

@@ -138,6 +138,12 @@ def test_damaged_record_of_a_class_with_its_own_layout_is_refused(record: Any) -
         decode(Pair, record)
 
 
+@pytest.mark.parametrize(("kind", "record"), [(Colour, "green"), (dict[int, str], {"first": "text"})])
+def test_damaged_value_outside_a_dataclass_is_refused(kind: Any, record: Any) -> None:
+    with pytest.raises(DecodeError, match=r"green|first"):
+        decode(kind, record)
+
+
 def test_field_has_the_key_that_it_is_given() -> None:
     assert encode_fields(Point(x=1, y=2.0), y="height") == {"x": 1, "height": 2.0}
     assert decode_fields(Point, {"x": 1, "height": 2.0}, y="height") == Point(x=1, y=2.0)

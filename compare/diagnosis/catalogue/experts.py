@@ -1,6 +1,8 @@
 """Mistakes of the experts: what they compute, which of them do, and how their outputs are added.
 
-T tokens, k experts per token.
+`build(**parameters)` of a mistake makes the `Change` of the right layer for one of its `candidates`, or for a value of
+the `fitted` parameter between them. `layer[node]` is the value of a site, or of a node within the experts, in the
+changed layer. T judged tokens, k experts per token, I intermediate, n tokens of one expert.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from minimax_tools.reference.float32_stages import swiglu
 
 
 def _mix_with(mix: Mix) -> Change:
-    """Combine each expert's gate and up in another way: `mix` gets gate, up, and the expert's routing weights."""
+    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its routing weights [n]."""
     return Change(recipe=Recipe(mix=mix))
 
 
@@ -94,6 +96,7 @@ def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torc
     """
 
     def keeps(layer: Evaluation) -> torch.Tensor:
+        # The right layer with all B·S tokens; `layer.tokens` are the indices of the judged ones.
         everywhere = layer.base.everywhere()
         experts = everywhere[Site.ROUTER_EXPERTS]
         takes_room = torch.ones(len(experts), dtype=torch.bool)

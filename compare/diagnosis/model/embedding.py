@@ -1,7 +1,8 @@
 """Mistakes of the embedding: which row of the table a token gets, and in which form.
 
 `predict(inputs, correct, **parameters)` of a mistake gets the port's inputs, the correct embedding [T,H], and one of
-its `candidates`; it returns what a port with the mistake gives, [T,H]. T tokens, H hidden.
+its `candidates`. It returns what a port with the mistake gives, float32 [T,H], NaN at tokens that it cannot tell; None
+if a weight is not held. T tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _rows(inputs: ModelInputs, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Build a `predict` that looks up other rows: `other_rows` is one of the functions of `shards`."""
+    """Build a `predict` that looks up other rows, which a function of `shards` gives for the token ids, int64 [T]."""
     return lambda inputs, _, **parameters: _rows(
         inputs, other_rows(inputs.token_ids, inputs.spec.vocab_size, **parameters)
     )
@@ -148,6 +149,7 @@ EMBEDDING_MISTAKES = (
         name="embedding_of_token_before",
         what="Each position has the embedding of the token before it.",
         look_at="a shift of the token ids, such as that of labels in training",
+        # `previous` are indices among all real tokens; -1 of a prompt's first token, which becomes NaN.
         predict=lambda inputs, _: inputs.without_first_tokens(
             _rows(inputs, inputs.all_token_ids[inputs.previous])
         ),
