@@ -38,7 +38,7 @@ class ValueChecksum:
                 count=values.numel(),
                 bits=int(bits.sum()),
                 squared_bits=int((bits * bits % _PRIME).sum()),
-                squares=float(values.double().nan_to_num().square().sum()),
+                squares=float(values.double().nan_to_num(0, 0, 0).square().sum()),
                 num_nonfinite=int((~torch.isfinite(values)).sum()),
             )
         return total
