@@ -88,7 +88,7 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
 
 
 def draw_layer(canvas: Canvas, comparison: Comparison, layer: int | None, *, blamed: frozenset[str]) -> None:
-    """Draw the sites of a layer that fail or warn, with the verdict of the classic limits (fixed: cosine 0.99, …).
+    """Draw the sites of a layer that fail or warn, with the verdict of the classic limits (fixed ones, as cosine 0.99).
 
     `blamed` names the blamed sites of the layer: their reasons stand in the report's blame already.
     """

@@ -53,7 +53,7 @@ def run_float32(
     assert past is not None, "a run that decodes begins with a past"
     # Prompts are padded on the right: decoding starts at the last tokens of the shortest one, for all of them.
     lengths = baseline.inputs.lengths
-    rows = range(max(min(lengths) - decode_rows, 1), max(lengths))
+    rows = range(max(min(lengths) - decode_rows, 1), max(lengths))  # the first token is never decoded
     past_float32 = (past[0].float(), past[1].float())
     return dict(run_decoding(run, all_rows, rows=rows, sites=_SITES, past=past_float32).tensors)
 
