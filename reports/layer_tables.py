@@ -87,21 +87,18 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
         canvas.paragraph(_legend(comparison), style="dim")
 
 
-def draw_layer(
-    canvas: Canvas, comparison: Comparison, layer: int | None, *, explained: frozenset[str]
-) -> None:
-    """Draw the sites of a layer that fail or warn, with the verdict of the classic limits.
+def draw_layer(canvas: Canvas, comparison: Comparison, layer: int | None, *, blamed: frozenset[str]) -> None:
+    """Draw the sites of a layer that fail or warn, with the verdict of the classic limits (fixed ones, as cosine 0.99).
 
-    `explained` names the blamed sites of the layer: their reasons stand in the report's blame already.
+    `blamed` names the blamed sites of the layer: their reasons stand in the report's blame already.
     """
     sites = comparison.of_layer(layer)
     suspects = [site for site in sites if site.status in _STYLES]
     canvas.table(_SITE_COLUMNS, [_site_row(site) for site in suspects])
     for site in suspects:
         # In a blamed layer the other failures are consequences: their figures are enough.
-        is_behind = bool(explained) and site.status is SiteStatus.FAIL and site.noise is not None
-        is_explained = site.site in explained or is_behind
-        for sentence in _sentences(site, is_explained=is_explained):
+        is_behind = bool(blamed) and site.status is SiteStatus.FAIL and site.noise is not None
+        for sentence in _sentences(site, with_reason=site.site not in blamed and not is_behind):
             canvas.paragraph(f"{site.site}: {sentence}")
     classic_sentences = [] if comparison.criteria == "classic" else _classic_sentences(sites)
     for sentence in (*_token_sentences(sites), *classic_sentences):
@@ -168,9 +165,9 @@ def _site_row(site: SiteResult) -> Row:
     return Row(cells=cells, style=_STYLES[site.status])
 
 
-def _sentences(site: SiteResult, *, is_explained: bool) -> list[str]:
+def _sentences(site: SiteResult, *, with_reason: bool) -> list[str]:
     """Return sentences on what the figures in a site's row do not show."""
-    sentences = [] if is_explained or not site.reason else [site.reason]
+    sentences = [site.reason] if with_reason and site.reason else []
     if site.metrics and (site.metrics.num_nonfinite_target or site.metrics.num_nonfinite_reference):
         sentences.append(
             f"{site.metrics.num_nonfinite_target} of {site.metrics.num_elements} elements are NaN or Inf "

@@ -157,9 +157,9 @@ def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
     for layer in layers:
         if layer in shown:
             # The reasons of blamed sites stand under "To blame": the table does not repeat them.
-            explained = {name for blame in comparison.blame if blame.layer == layer for name in blame.sites}
+            names = {name for blame in comparison.blame if blame.layer == layer for name in blame.sites}
             canvas.section(word_layer(layer).capitalize())
-            draw_layer(canvas, comparison, layer, explained=frozenset(explained))
+            draw_layer(canvas, comparison, layer, blamed=frozenset(names))
     if len(layers) > len(shown):
         canvas.gap()
         more = format_count(len(layers) - len(shown), "more layer")

@@ -44,8 +44,8 @@ def locate_blamed(
     The layer's input must be the golden's, as in an isolated run. A site that was recomputed is located by the values
     that its second judgement used.
     """
-    # The criteria `classic` judge whole outputs, no single tokens.
-    if sides.criteria.name == "classic":
+    # The classic limits (cosine and the like) judge whole outputs, no single tokens.
+    if sides.is_classic:
         return results
     located = dict(results)
     # The last site of a blame failed; those before it were not compared.
@@ -58,6 +58,7 @@ def locate_blamed(
 
 
 def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -> tuple[str, ...]:
+    """Locate an error in `rows`: the judged tokens of both sides, [T,F], and their `places` [T,2] (prompt, column)."""
     if layer is None or rows is None or rows.num_tokens == 0 or not rows.has_floor:
         return ()
     bounds = _bounds(site, rows, sides)
@@ -98,7 +99,7 @@ def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
     if description is None or not description.run.decode_rows or mask is None:
         return None
     decoded = decoded_columns(mask, description.run.decode_rows)
-    # `places` [T,2]: prompt and column of each judged token. The decoded columns are the batch's last.
+    # The decoded columns are the batch's last.
     return rows.places[:, 1] >= decoded.start
 
 
@@ -124,7 +125,7 @@ def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
 
 
 def _batch_shape(sides: Sides) -> tuple[int, int]:
-    """Return rows and positions of the batch; without a mask, one row of any length (-1)."""
+    """Return the numbers of prompts and columns of the batch; without a mask, one prompt of any length (-1)."""
     mask = sides.reference.read_attention_mask()
     return (1, -1) if mask is None else (mask.shape[0], mask.shape[1])
 

@@ -15,13 +15,14 @@ from compare.diagnosis.trial import Trial
 # faint factor such as 0.97 lies far from the candidates 0.5 and 2, and takes up to 7 (DECISIONS.md).
 _POINTS = 5
 _ROUNDS, _MOST_ROUNDS = 4, 7
-# An amplitude that differs from 1 by more says that the value is not found yet.
+# A score's amplitude is the factor on the predicted error that fits the port's best: off 1 by more, the value is not
+# found yet.
 _AMPLITUDE_OFF = 0.1
 # Relative difference of a value and the same value computed again, which may differ in its last bits.
 _SAME_VALUE = 1e-9
 # Factor by which the search may go beyond the smallest and the largest candidate.
 _REACH = 4.0
-# Factor on the misfit by which a fitted value must beat a candidate of the catalogue, a value that code really has.
+# Factor on the misfit (mean ρ² that is left) by which a fitted value must beat a candidate: code really has those.
 _SAME_MISFIT = 1.02
 
 
@@ -59,7 +60,7 @@ def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
 
 
 def _fit_mistake(trial: Trial, scores: list[Score], number: int) -> list[Score]:
-    """Fit mistake `number` (0, or 1 in a pair) of each hypothesis; a round has one pass over the experts for all."""
+    """Fit mistake `number` (0, or 1 in a pair) of each hypothesis; all are tried together, to share the experts."""
     best = list(scores)
     brackets = {
         index: _first_bracket(trial, score.hypothesis, number)
@@ -96,6 +97,7 @@ def _narrow(
         index: [_with_value(scores[index].hypothesis, number, value) for value in values]
         for index, values in points.items()
     }
+    # A hypothesis gets two scores if tokens were decoded: for all tokens, and for the decoded ones alone.
     judged = trial.judge([hypothesis for hypotheses in tried.values() for hypothesis in hypotheses])
     for index, hypotheses in tried.items():
         is_decode_only = scores[index].is_decode_only

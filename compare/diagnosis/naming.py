@@ -2,6 +2,10 @@
 
 There are two ways to explain an error. A clear one must be taken away down to the noise. A faint one, which the noise
 covers, must correlate with the predicted error beyond chance. All limits are calibrated on right ports.
+
+Figures of a score: `unexplained` and `leaves` are ρ of the port without the mistake and with it, `misfit` is the mean
+ρ² with it, `explains` the share of the error's energy that it takes away. `amplitude` is the factor on the predicted
+error that fits best (1 for the cause), `z` the same over its uncertainty, `likeness` the squared correlation of both.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ FAINT_RHO = 6.0
 _FAINT_Z, _FAINT_AMPLITUDE_OFF, _FAINT_SHARE = 8.0, 0.3, 0.02
 # The same for a mistake that rounds values, which can be predicted only in part; the share is for a clear error.
 _ROUNDING_AMPLITUDE_OFF, _ROUNDING_SHARE = 0.5, 0.2
-# Least likeness (see `Score`) of a mistake, as a share of the largest likeness of any hypothesis.
+# Least likeness of a mistake, as a share of the largest likeness of any hypothesis.
 _LIKENESS_SHARE = 0.8
 # Factor on the misfit that a later candidate of a mistake must get below to replace an earlier, commoner one.
 _BETTER = 0.98
@@ -70,7 +74,7 @@ def is_proof(score: Score) -> bool:
 
 
 def best_first(scores: Sequence[Score]) -> list[Score]:
-    """Return the best score of each mistake, in all rows and in decoded ones; the least misfit comes first."""
+    """Return the best score of each mistake, of all tokens and of decoded ones; the least misfit comes first."""
     best: dict[tuple[str, bool], Score] = {}
     for score in scores:
         key = (score.hypothesis.name, score.is_decode_only)

@@ -3,7 +3,7 @@
 If BF16 noise may turn two scores round, a right port may have chosen either expert. So the output of every choice
 within reach of noise is computed, and the port is judged by the one nearest to it. A token with too many choices stays
 open, and so do tokens beyond a number of them: a wrong port shows in the others.
-c choices of one token, E experts, k experts per token.
+T judged tokens, c choices of one token, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def find_nearest_choice(
 ) -> DerivedChoice | None:
     """Find the choice nearest to each token of a port, among those that noise may have made.
 
-    The layer's input is the golden's. The site is `moe_delta` or `output`; its rows have a floor, and are finite on
-    both sides. `noise` is the margin and noise of the golden's choice. None if the weights are not known, or the golden
-    does not hold its experts' input.
+    The layer's input is the golden's. The site is `moe_delta` or `output`; its rows, the judged tokens of both sides,
+    have a floor and are finite. `noise` is the margin and noise of the golden's choice. None if the weights are not
+    known, or the golden does not hold its experts' input.
 
     Raises:
         IncomparableError: The weights are another model's.
         CheckpointError: They cannot be read.
     """
+    # All are [T,…]. The exact values are the float32 twin's, and the stream is what the experts' sum is added to.
     golden = sides.read_golden(layer, Site.ROUTER_EXPERTS)
     states, logits = sides.read_exact(layer, Site.POST_NORM), sides.read_exact(layer, Site.ROUTER_LOGITS)
     stream = None if site is Site.MOE_DELTA else sides.read_stream(layer, is_exact=True)
@@ -72,7 +73,7 @@ def find_nearest_choice(
         is_sure[list(choices)] = True
         if not choices:
             return DerivedChoice(experts=experts, is_sure=is_sure)
-        # One row for each choice of each token.
+        # One candidate for each choice of each token.
         tokens = torch.tensor([token for token, listed in choices.items() for _ in listed])
         candidates = torch.cat(list(choices.values()))
         added = upcast_experts(

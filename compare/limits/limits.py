@@ -1,7 +1,8 @@
 """NoiseLimits: what right ports stay below, by site and figure, for each kind of run and golden.
 
 scripts/calibrate.py measured mm2's own limits on ports without mistakes; they are in calibration.yaml. `limits_file`
-reads that file, and a user's.
+reads that file, and a user's. A `Limit` is no fixed number: it grows if fewer tokens are judged, and if a smaller share
+of false alarms is allowed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from compare.limits.limit import Limit
 from minimax_tools.errors import UsageError
 
 ALL_SITES = "all"
-# Figures of ρ (see `NoiseRatio`), those that say most first: of equally broken limits, the first is named.
+# Figures of ρ: of all values, without and of the massive channels alone, and of the median, 99th percentile and worst
+# token. Those that say most come first: of equally broken limits, the first is named.
 RATIO_FIGURES = ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst")
 # ρ of averages of the error, in which rounding cancels and a systematic mistake does not (their meaning is in
 # minimax_tools/metrics/error_structure.py). They need a float32 twin, and a layer whose input is the golden's.

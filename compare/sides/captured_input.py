@@ -25,8 +25,7 @@ _FARTHEST_INPUT = 0.5
 class CapturedInput:
     """Input of one layer."""
 
-    # Sites whose values the layer was given; they come from the golden or from another layer
-    known: tuple[Site, ...]
+    known: tuple[Site, ...]  # sites whose values the layer was given, by the golden or by another layer
     error: InputError | None = None  # of an input that is another layer's output; None for the golden's own
     is_recorded: bool = True  # whether both sides hold the input; if not, nothing was checked
 
@@ -45,16 +44,18 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
     known: list[Site] = []
     input_error: InputError | None = None
     for site in fed_sites(sides.target):
-        rows = sides.read_rows(layer, site)
-        if rows is None and site is Site.INPUT:
+        # The real tokens [T,F] of the golden and of the target; None if a side lacks the site, or the shapes differ.
+        pair = sides.read_rows(layer, site)
+        if pair is None and site is Site.INPUT:
             _refuse_unrecorded(sides, layer)
             # Another tool's dump may lack it.
             return CapturedInput(known=(), is_recorded=False)
-        if rows is not None and not _is_same(*rows):
-            input_error = measure_input_error(*rows)
+        if pair is not None and not _is_same(*pair):
+            input_error = measure_input_error(*pair)
             # Only a whole layer's input may come from another layer; what a component is given is the golden's.
             if site is not Site.INPUT or not _is_inherited(sides.target, layer, input_error):
                 raise _fed_otherwise(sides, layer, site)
+        # What a component was given need not be captured: the run's description says that it is the golden's.
         known.append(site)
     return CapturedInput(known=tuple(known), error=input_error)
 

@@ -53,7 +53,7 @@ def bf16_limit(site: Site) -> float:
 
 def scale_error(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:
     """Return the relative difference in scale over the real tokens; infinite if a value is not finite."""
-    found_values, exact = (_rows(site, tensor)[real].double().flatten() for tensor in (found, expected))
+    found_values, exact = (_by_token(site, tensor)[real].double().flatten() for tensor in (found, expected))
     if not torch.isfinite(found_values).all():
         return float("inf")
     square = float(exact @ exact)
@@ -66,10 +66,10 @@ def relative_distance(site: Site, found: torch.Tensor, expected: torch.Tensor, r
 
     If all expected values are 0, return ‖found‖.
     """
-    found_rows, exact = (_rows(site, tensor)[real].double() for tensor in (found, expected))
-    if not torch.isfinite(found_rows).all():
+    found_values, exact = (_by_token(site, tensor)[real].double() for tensor in (found, expected))
+    if not torch.isfinite(found_values).all():
         return float("inf")
-    norm, distance = float(exact.norm()), float((found_rows - exact).norm())
+    norm, distance = float(exact.norm()), float((found_values - exact).norm())
     return distance / norm if norm else distance
 
 
@@ -149,10 +149,10 @@ def find_router_faults(
 
 def count_nonfinite(site: Site, tensor: torch.Tensor, real: torch.Tensor) -> int:
     """Count NaN and Inf on the real tokens."""
-    rows = _rows(site, tensor)[real]
-    return int((~torch.isfinite(rows)).sum()) if rows.is_floating_point() else 0
+    values = _by_token(site, tensor)[real]
+    return int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
 
 
-def _rows(site: Site, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a site's tensor as rows [B,S,…]."""
+def _by_token(site: Site, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a site's tensor as [B,S,…]; a site with heads is stored as [B,N,S,D]."""
     return tensor.transpose(1, 2).flatten(2) if site.has_heads_dim else tensor

@@ -31,7 +31,7 @@ def skipping_layers(
 def running_only(model: PreTrainedModel, layers: range, *, with_head: bool) -> Iterator[None]:
     """Run only `layers` during the block, and the final norm only if `with_head`.
 
-    The model then takes the first layer's input as `inputs_embeds`, and its base model returns the last layer's output.
+    A run that begins after layer 0 takes `inputs_embeds`. Without a head, the base model gives the last layer's output.
     """
     base: Any = model.get_submodule("model")
     norm = base.norm

@@ -55,8 +55,8 @@ class Placement:
 def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: Path | None) -> Placement:
     """Read `--device-map`, `--max-memory` and `--offload-folder`.
 
-    A single size for `--max-memory` limits each GPU; the CPU gets its free memory. Without a GPU, a single size limits
-    the CPU, and every strategy means the CPU, unless limits ask for a split with the disk.
+    A single size for `--max-memory` limits each GPU; the CPU gets most of its free memory. Without a GPU, a single size
+    limits the CPU, and every strategy means the CPU, unless limits ask for a split with the disk.
 
     Raises:
         UsageError: A value cannot be read, or has no effect.

@@ -33,7 +33,8 @@ class CaptureProposal:
 
     plan: str  # digest of the rank's plan
     description: Description  # description of the capture, with the layers of the rank's slice only
-    shapes: Mapping[str, tuple[int, ...]]  # shapes of the slice's tensors outside the layers, by name
+    # Shapes of the slice's tensors outside the layers, by name; those of all slices give the capture's digest of them.
+    shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, golden: Golden, plan: PartitionPlan) -> CaptureProposal:

@@ -103,7 +103,8 @@ class TensorIndex:
     def digest(self, layer: int | None) -> str | None:
         """Compute sha256 over the names and shapes of a layer's tensors; with None, of tensors outside all layers.
 
-        Block scales are left out: an FP8 and a BF16 copy agree. The result is None if some of the tensors are absent.
+        It tells architectures apart, not weights (see `ModelFingerprint`). Block scales are left out: an FP8 and a BF16
+        copy agree. The result is None if some of the tensors are absent.
         """
         if layer is None:
             names = tuple(name for name in self.names if layer_of(name) is None)

@@ -1,6 +1,7 @@
 """Dumps: captures of other tools, read as mm2's own are; no code in their files runs.
 
-The path of the data: files, pieces, places of sites, rows of real tokens, one batch, a capture.
+The path of the data: files, pieces, places of sites, rows of real tokens, one batch, a capture. A row is in this room
+one token of a tensor, and a map is a user's YAML about a dump.
 
 - `opening`: any capture directory, opened by the layout that its files show
 - `formats`: the layouts of other tools
@@ -10,9 +11,9 @@ The path of the data: files, pieces, places of sites, rows of real tokens, one b
 - `sglang`: dumps of SGLang's dumper
 - `model_debugger`: traces of transformers' model debugger
 - `tensor_file`: `.pt` and safetensors files, listed and read
-- `piece`: a tensor of a dump, and a whole dump
-- `name_map`: a user's YAML about a dump
-- `place`: the place of a site, in the notation of a map
+- `piece`: the tensor that one rank wrote of one module in one pass, and a dump, which is all pieces
+- `name_map`: a map, read
+- `place`: the place of a site in a dump, in a map's notation
 - `usual_names`: places of MiniMax-M2's sites
 - `site_finder`: the sites found among a dump's pieces
 - `found_sites`: the result of that search

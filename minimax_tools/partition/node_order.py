@@ -1,4 +1,9 @@
-"""Orders of nodes that can share all layers of a `NodeChain`, and the run of each node in an order."""
+"""Orders of nodes that can share all layers of a `NodeChain`, and the run of each node in an order.
+
+A run is a range of layers; the ends are embedding and head. `chain.reach(node, start, ends)` is the layer behind the
+longest run from `start` that the node can hold beside its `ends`: `start` if no layer fits, -1 if the ends do not.
+`chain.memory[n]` and `chain.flops[n]` are sums over the first n layers.
+"""
 
 from __future__ import annotations
 

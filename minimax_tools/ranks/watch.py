@@ -35,7 +35,7 @@ SILENT_S = _SILENT_ROUNDS * _INTERVAL_S
 
 
 def status_key(rank: int) -> str:
-    """Return the key of a rank's status in the store; it has a value before the rank's watch begins."""
+    """Return the key of a rank's status in the store; the handshake of the ranks gives it its first value."""
     return f"status/{rank}"
 
 

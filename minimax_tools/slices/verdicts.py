@@ -111,7 +111,7 @@ def judge_cover_everything(nodes: Iterable[NodeVerification], names: Set[str] | 
 
 
 def judge_overlap_nowhere(nodes: Iterable[NodeVerification], shared: Mapping[str, str]) -> SliceVerdict:
-    """Decide whether no tensor is on two nodes, except those in `shared`, by name."""
+    """Decide whether no tensor is on two nodes, except those in `shared`: the reason by name."""
     holders: dict[str, list[str]] = {}
     for node in nodes:
         for name in node.holding.sizes:

@@ -110,7 +110,7 @@ class ModuleNames:
     def select(
         self, stored_names: Collection[str], slots: Mapping[str, Slot], *, layers: range
     ) -> frozenset[str]:
-        """Select the stored names that `plan_binding` needs: those that fill `slots`, and those without a place.
+        """Select the stored names that fill `slots`, and those without a place, which `plan_binding` judges.
 
         Without a place in the model, a name counts if it belongs to `layers` or to no layer.
         """

@@ -61,7 +61,7 @@ class Weights:
         return not all(name.endswith(SAFETENSORS_SUFFIX) for name in self.weight_map.values())
 
     def open(self, names: ModuleNames, slots: Mapping[str, Slot], *, layers: range) -> CheckpointReader:
-        """Open the shards that hold the tensors of `slots`, fetched from the hub if they are not here.
+        """Open the shards that hold the tensors of `slots`, the parameters to fill; fetch those that are not here.
 
         Raises:
             CheckpointError: A shard is missing, damaged or not what the index says, or cannot be fetched.
@@ -187,6 +187,7 @@ class PartLoader:
             logger.info("Loading parameters: %s from %d tensors", size, binding.num_tensors)
             started_s = time.monotonic()
             with self.budget.reserve(held_bytes + passing_bytes, f"loading {part}") as reservation:
+                # Filled bytes count as used memory, so they leave the reservation.
                 tensors = binding.fill(reader, device=device, report=reservation.touched)
         duration_s = time.monotonic() - started_s
         rate = format_size(int(binding.size_bytes / max(duration_s, 1e-6)))

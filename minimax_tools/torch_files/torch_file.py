@@ -71,7 +71,7 @@ def read_value(path: Path) -> Any:
         contents: dict[str, torch.Tensor] = {}
 
         def make_tensor(stored: StoredTensor) -> torch.Tensor:
-            # `stored.storage` may be a window of this one.
+            # `stored.storage` may be a window of this one: the part of it that a view saved by an old torch has.
             storage = layout.storages[stored.storage.key]
             if storage.key not in contents:
                 contents[storage.key] = _read_storage(file, storage)
@@ -188,16 +188,16 @@ class _PickleStream:
         self._ids: dict[str, StorageId] = {}
 
     def load(self, make_tensor: Callable[[StoredTensor], Any]) -> Any:
-        names_only = Vocabulary(persistent_load=self._note_storage)
-        if load_inert(self._file, names_only) != _STREAM_MAGIC:
+        # Makes no tensor of what it reads, and notes each storage that is named.
+        noting = Vocabulary(persistent_load=self._note_storage)
+        if load_inert(self._file, noting) != _STREAM_MAGIC:
             raise ValueError("the file does not begin with torch.save's mark")
         for _ in ("version", "system"):
-            load_inert(self._file, names_only)
+            load_inert(self._file, noting)
         start = self._file.tell()
-        # The value is read twice: the storages come after it, and a tensor needs its storage's place. The first time
-        # only notes the storages.
-        load_inert(self._file, names_only)
-        self._find_storages(load_inert(self._file, names_only))
+        # The value is read twice: the storages come after it, and a tensor needs its storage's place.
+        load_inert(self._file, noting)
+        self._find_storages(load_inert(self._file, noting))
         self._file.seek(start)
         return load_inert(self._file, torch_vocabulary(self._find_storage, make_tensor))
 

@@ -25,7 +25,7 @@ from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.options import target_option
 from neuron.ports.targets import find_target
-from neuron.ports.traced import PREFIX as TRACED
+from neuron.ports.traced import PREFIX as COMPILED_PREFIX
 from neuron.rank_options import rank_options
 from neuron.weight_trace.inspection import inspect_weights
 from neuron.weight_trace.report import inspection_record, render_inspection
@@ -92,7 +92,8 @@ def weights_command(
     """
     spec = ModelSpec.from_folder(resolve_config(model))
     Span.single(layer).within(spec.num_hidden_layers)
-    if target.startswith(TRACED):
+    if target.startswith(COMPILED_PREFIX):
+        # A port that `mm2-test trace` compiled into a file, whereas a `TracedPort` is one whose weights are traced.
         raise UsageError(
             f"--target {target} contains its weights: there is no conversion to trace",
             next_step="Name the port that it was compiled from.",
@@ -116,7 +117,7 @@ def weights_command(
         )
         shared = SharedPort(port, runtime)
         inspection = inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
-        # The other ranks wait for more orders: there are none.
+        # Only rank 0 comes here. The other ranks follow its orders; this ends their wait for more.
         shared.dismiss()
     if as_json:
         print_json(inspection_record(inspection))

@@ -57,7 +57,7 @@ class LayerExecutor:
         self.setup = setup
         self.runtime = runtime
         self.reader = reader
-        self.footprint = device_footprint(setup, runtime)
+        self.footprint = device_footprint(setup, runtime)  # host memory of a layer, from shapes
         self._resident = ResidentLayer(setup, runtime=runtime, reader=reader, footprint=self.footprint)
         self.loader = self._resident.loader
 
@@ -85,8 +85,8 @@ class LayerExecutor:
         Raises:
             MemoryBudgetError: The layer, or what it computes, would exceed the budget.
             CheckpointError: The layer's tensors cannot be read.
-            TargetError: The port could not be built, loaded or run, takes or gives no past, or does not expose a
-                site of the border.
+            TargetError: The port could not be built, loaded or run, takes or gives no past (keys and values of earlier
+                tokens), or does not expose a site of the border.
         """
         self._send(request)
         run = self._run_part(request)
@@ -125,6 +125,7 @@ class LayerExecutor:
         self.setup.budget.require(self.footprint.activation_bytes, f"what layer {request.layer} computes")
         stopwatch.mark_loaded()
         exposure = self._find_exposure(module, request, what=what)
+        # A row is here a token of this pass, at the same place in all prompts: the shape is [B,S].
         batch_shape = (layer_input.batch_size, layer_input.num_rows)
         assembly = RankAssembly(runtime=self.runtime, exposure=exposure, batch_shape=batch_shape, what=what)
         # Golden values at the border of the component to run: they replace what the port computes there.

@@ -110,7 +110,7 @@ class OriginTracer:
             return TensorPart.whole(twos)
         part = TensorPart.changed(ones, twos)
         if part is None and ones.values.dim():
-            # Constants that differ from each other: the whole tensor is shown.
+            # Constants that differ (a snapshot of equal ones has no dims): the whole tensor is shown.
             return TensorPart.whole(twos)
         return part
 

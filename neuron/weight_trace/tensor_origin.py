@@ -28,7 +28,7 @@ class TensorOrigin:
         gain: Factor of the landed elements; None if it differs between them, or none landed.
         offset: Number added to the landed elements; None if it differs between them, or none landed.
         rounding: Largest relative error of the landed elements after gain and offset are undone; 0 if exact.
-        rounding_float32: The same of those landed elements whose source is float32 in every run.
+        rounding_float32: The same of landed elements of the router's tensors, which stay float32 in every run.
         constant: Value of the `CONSTANT` elements; None if it differs between them, or there are none.
         weight_sum: Mean over `COMPUTED` elements of the sum of their weights; None without such elements.
         num_mixed: Number of source elements in a `COMPUTED` element, if their weights are equal; None if unknown, for

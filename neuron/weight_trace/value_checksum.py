@@ -7,7 +7,7 @@ from operator import add
 
 import torch
 
-# Elements added up at once: 128 MiB in int64, and no sum of their bits overflows.
+# Elements added up at once: 128 MiB in int64. Sums over elements of up to 4 bytes cannot overflow.
 _ELEMENTS_AT_ONCE = 1 << 24
 # The largest prime below 2¹⁶: bits are squared modulo it, so that a sum of squares cannot overflow.
 _PRIME = 65_521
@@ -22,7 +22,7 @@ class ValueChecksum:
     count: int = 0  # number of values
     bits: int = 0  # sum of the values' bits, read as integers
     squared_bits: int = 0  # sum of the squares of these integers, each modulo a prime
-    # Sum of the finite values' squares; not compared, as its rounding depends on the order.
+    # Sum of the finite values' squares, to tell a scale by; not compared, as its rounding depends on the order.
     squares: float = field(default=0.0, compare=False)
     num_nonfinite: int = field(default=0, compare=False)
 
@@ -38,7 +38,7 @@ class ValueChecksum:
                 count=values.numel(),
                 bits=int(bits.sum()),
                 squared_bits=int((bits * bits % _PRIME).sum()),
-                squares=float(values.double().nan_to_num().square().sum()),
+                squares=float(values.double().nan_to_num(0, 0, 0).square().sum()),
                 num_nonfinite=int((~torch.isfinite(values)).sum()),
             )
         return total

@@ -1,6 +1,6 @@
 """Effects: the change that a plant makes in float32 at each site, over the golden's noise floor there.
 
-An effect of 1 is as large as the error that BF16 alone costs the golden.
+An effect of 1 is as large as the error that BF16 alone costs the golden. A row is here a token of every prompt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_float32(
     assert past is not None, "a run that decodes begins with a past"
     # Prompts are padded on the right: decoding starts at the last tokens of the shortest one, for all of them.
     lengths = baseline.inputs.lengths
-    columns = range(max(min(lengths) - decode_rows, 1), max(lengths))
+    columns = range(max(min(lengths) - decode_rows, 1), max(lengths))  # the first token is never decoded
     past_float32 = (past[0].float(), past[1].float())
     return dict(run_decoding(run, all_rows, columns=columns, sites=_SITES, past=past_float32).tensors)
 
@@ -114,7 +114,7 @@ def _right_float32(baseline: Baseline, layer: int, decode_rows: int) -> SiteTens
     return run_float32(baseline, layer, None, decode_rows=decode_rows)
 
 
-def _run_once(module: PlantedLayer, given: LayerInput) -> LayerRun:
+def _run_once(module: PlantedLayer, layer_input: LayerInput) -> LayerRun:
     """Run the layer on one input, and record all its sites."""
     taps = {Site(site): Tap(path=path) for site, path in module.sites.items()}
     # Sites that a plant hides are recorded too.
@@ -122,12 +122,12 @@ def _run_once(module: PlantedLayer, given: LayerInput) -> LayerRun:
     recorder = Recorder(module, taps, keep=copy_to_host)
     with torch.no_grad(), recorder:
         output, (keys, values) = module(
-            given.hidden_states, given.attention_mask, given.position_ids, given.past
+            layer_input.hidden_states, layer_input.attention_mask, layer_input.position_ids, layer_input.past
         )
-    shape = (given.batch_size, given.num_rows)
+    count = layer_input.num_rows
+    shape = (layer_input.batch_size, count)
     tensors = {site: shape_to_batch(site, tensor, shape) for site, tensor in recorder.tensors.items()}
     # `keys` and `values` begin with the past: the run keeps those of its own tokens.
-    count = given.num_rows
     return LayerRun(
         output=output,
         tensors={**tensors, Site.OUTPUT: output},

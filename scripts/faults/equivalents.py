@@ -90,7 +90,7 @@ class OtherPadding(Arithmetic):
         back = (places[None] + shift[:, None]) % length
 
         def tap_moved(site: str, value: torch.Tensor) -> torch.Tensor:
-            """Show a site's value with its padding moved back: [T,…], [B,S,…] or [B,heads,S,D]."""
+            """Show a site's value [T,…], [B,S,…] or [B,heads,S,D] with its padding moved back; return it as it is."""
             if value.ndim == 2:
                 shown = _move(value.unflatten(0, mask.shape), back, dim=1).flatten(0, 1)
             else:
@@ -139,7 +139,7 @@ class ExpertsFloat32(Arithmetic):
         return super().activate(gate.float(), up.float()).to(gate.dtype)
 
 
-_plant = partial(Plant, sites=(Site.OUTPUT,), kind=Kind.EQUIVALENT)
+_plant = partial(Plant, sites=(Site.OUTPUT,), kind=Kind.EQUIVALENT)  # sites: where the effect is measured
 PLANTS = (
     _plant("positions_offset", arithmetic=PositionsOffset, hides=_ROPE),
     _plant("padding_garbage", arithmetic=PaddingGarbage),

@@ -1,7 +1,8 @@
 """Mistakes of the experts: their activation, which of them compute, and how they add up.
 
 A class is a port's arithmetic with one mistake. `PLANTS` gives each mistake its name in the catalogue, the sites that
-must be blamed, and its parameters.
+must be blamed, and its parameters, which the class reads as `self.parameters` or, as floats, by `self.number`.
+T tokens of all prompts, k experts of each. `experts` are their numbers [T,k], and `real` is bool [T], false on padding.
 """
 
 from __future__ import annotations

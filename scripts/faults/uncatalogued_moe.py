@@ -1,4 +1,8 @@
-"""Mistakes of the experts that the diagnosis has no name for, but mm2 must find; numbers in them are arbitrary."""
+"""Mistakes of the experts that the diagnosis has no name for, but mm2 must find; numbers in them are arbitrary.
+
+B prompts, S tokens of each, T tokens of all. `moe` is [B,S,hidden], router logits and scores are [T,experts], and the
+chosen experts and their weights [T,k].
+"""
 
 from __future__ import annotations
 
@@ -71,7 +75,7 @@ class LastExpertsNeverChosen(Arithmetic):
         return super().best(torch.where(numbers < biased.shape[-1] - 2, biased, -1e4))
 
 
-class RowOfBefore(Arithmetic):
+class ExpertsOfTokenBefore(Arithmetic):
     """A token in sixteen gets the experts of the token before."""
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
@@ -129,13 +133,13 @@ class LogitPairsSwapped(Arithmetic):
         return pairs.flip(-1).flatten(-2)
 
 
-class InfInOneRow(Arithmetic):
+class InfInOneToken(Arithmetic):
     """A corrupted payload: one value of one token of each prompt overflows."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(moe.shape[1], device=moe.device)[:, None]
+        positions = torch.arange(moe.shape[1], device=moe.device)[:, None]
         channels = torch.arange(moe.shape[2], device=moe.device)
-        is_hit = (rows == moe.shape[1] // 2) & (channels == 5)
+        is_hit = (positions == moe.shape[1] // 2) & (channels == 5)
         return torch.where(is_hit, torch.inf, moe)
 
 
@@ -147,6 +151,8 @@ class QuarterReducedTwice(Arithmetic):
         return residual + moe + moe * quarter.to(moe.dtype)
 
 
+# Name, sites that must be blamed, arithmetic. `decodes`: planted in decoded tokens alone too. `akin`: mistakes of the
+# catalogue that compute nearly the same, whose names are right answers too.
 _plant = partial(Plant, kind=Kind.UNCATALOGUED)
 PLANTS = (
     _plant("buffer_not_cleared", _MOE, BufferNotCleared),
@@ -157,13 +163,13 @@ PLANTS = (
     ),
     _plant("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
     _plant("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),
-    _plant("experts_of_row_before", (Site.ROUTER_EXPERTS,), RowOfBefore),
+    _plant("experts_of_row_before", (Site.ROUTER_EXPERTS,), ExpertsOfTokenBefore),
     _plant("weights_reversed", (Site.ROUTER_WEIGHTS,), WeightsReversed, decodes=True),
     _plant("expert_negated", _MOE, ExpertNegated),
     _plant("remainder_dropped", _MOE, RemainderDropped),
     _plant("moe_slightly_small", _MOE, MoeTruncated, akin=("moe_delta_scaled", "router_weights_scaled")),
     _plant("constant_added", _MOE, ConstantAdded),
     _plant("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
-    _plant("inf_in_one_row", _MOE, InfInOneRow),
+    _plant("inf_in_one_row", _MOE, InfInOneToken),
     _plant("quarter_reduced_twice", (Site.OUTPUT,), QuarterReducedTwice),
 )

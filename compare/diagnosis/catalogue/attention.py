@@ -1,6 +1,7 @@
 """Mistakes of attention: how heads are cut, scores, masks, and which heads reach the output.
 
-`layer[site]` is a value of the layer with the mistake, `layer.base[site]` that of the layer without it.
+`layer[site]` is a value of the layer with the mistake, `layer.base[site]` that of the layer without it: [B,S,F] before
+attn_context, from there on [T,F]. B batch, S sequence, T judged tokens, F channels.
 """
 
 from __future__ import annotations
@@ -90,20 +91,12 @@ def _windows(inputs: LayerInputs) -> tuple[int, ...]:
 def _scales(inputs: LayerInputs) -> tuple[float, ...]:
     """List factors on the scores: not scaled at all, scaled twice, by rotary_dim for head_dim, and others."""
     head_dim, rotary_dim = inputs.spec.head_dim, inputs.spec.rotary_dim
-    return (
-        head_dim**0.5,
-        head_dim**-0.5,
-        (head_dim / rotary_dim) ** 0.5 if rotary_dim != head_dim else 2**0.5,
-        2.0,
-        0.5,
-        0.9,
-        1.1,
-        2**-0.5,
-        4.0,
-        0.25,
-    )
+    by_rotary_dim = (head_dim / rotary_dim) ** 0.5 if rotary_dim != head_dim else 2**0.5
+    return (head_dim**0.5, head_dim**-0.5, by_rotary_dim, 2.0, 0.5, 0.9, 1.1, 2**-0.5, 4.0, 0.25)
 
 
+# `build` takes the parameters of a candidate. The one named by `fitted` (a whole number if `is_whole`) is then searched
+# between the candidates. With `is_rounding` the error can be predicted only in part.
 ATTENTION_MISTAKES = (
     Mistake(
         name="kv_repeat_tiled",

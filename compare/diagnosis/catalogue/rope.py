@@ -21,7 +21,7 @@ _Rotate = Callable[[Evaluation, torch.Tensor], torch.Tensor]
 
 
 def _rotate_with(rotate: _Rotate) -> Change:
-    """Rotate queries and keys in another way."""
+    """Rotate queries and keys, the float32 values `layer[site]` behind their norms, in another way."""
 
     def stage(source: Site) -> Stage:
         return lambda layer: rotate(layer, split_heads(layer[source], layer.spec.head_dim))
@@ -117,6 +117,7 @@ def _periods(inputs: LayerInputs) -> tuple[int, ...]:
     return tuple(period for period in (2, 4, 8, 16) if period <= spec.num_attention_heads)
 
 
+# `build` takes the parameters of a candidate. The one named by `fitted` is then searched between the candidates.
 ROPE_MISTAKES = (
     Mistake(
         name="rope_width",
