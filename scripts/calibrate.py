@@ -98,7 +98,7 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
 
 
 def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
-    """Fit the limits of isolated layers whose noise floor is widened by variants."""
+    """Fit the limits of isolated layers whose floor variants widen, plus a margin for models not measured."""
     widened = fit_ratios(records, mode="isolated", floor="full_variants")
     estimated = _fit_estimated(records, widened, mode="isolated", floor="stats_variants")
     tables = {"isolated_variants": widened, "isolated_variants_estimated": estimated}

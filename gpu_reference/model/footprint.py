@@ -77,6 +77,7 @@ class Footprint:
     def activation_bytes(self) -> int:
         """The memory of one layer beside its weights: sites, float32 twins, variants and temporaries."""
         spec = self.spec
+        # As the golden holds them, as float32 twins, and what their errors take, at most float64.
         sites = self._site_values * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
         # Float32 weights of the twin: one attention matrix at a time, and the router. Experts come in blocks.
         twin = (spec.query_width + spec.num_local_experts) * spec.hidden_size * _FLOAT32_BYTES
