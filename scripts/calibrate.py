@@ -64,7 +64,7 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
     Args:
         records: Records of right ports, from `measure`.
         before: Limits of earlier records. They stay if these records measured nothing for them. Limits of goldens
-            without variants become no tighter.
+            without variants become no tighter, but for the cap on errors without a floor.
     """
     tables: dict[str, Table] = {}
     for mode in ("isolated", "chained"):
@@ -98,7 +98,7 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
 
 
 def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
-    """Fit the limits of isolated layers whose noise floor is widened by variants."""
+    """Fit the limits of isolated layers whose floor variants widen, plus a margin for models not measured."""
     widened = fit_ratios(records, mode="isolated", floor="full_variants")
     estimated = _fit_estimated(records, widened, mode="isolated", floor="stats_variants")
     tables = {"isolated_variants": widened, "isolated_variants_estimated": estimated}
@@ -193,7 +193,7 @@ def _parse() -> argparse.Namespace:
         "--before",
         type=Path,
         help="limits of earlier measurements (default: none). They stay if nothing is measured anew; only limits of "
-        "goldens with variants may become tighter",
+        "goldens with variants, and the cap on errors without a floor, may become tighter",
     )
     parser.add_argument(
         "--fit-only", action="store_true", help="fit to the records that are there, and measure nothing"

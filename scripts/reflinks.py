@@ -1,4 +1,4 @@
-"""Reflinks: files that share the data of another file, and an XFS image for disks without them.
+"""Reflinks, for full_size_checkpoint.py: files that share another file's data, and an XFS image for disks without them.
 
 A clone points to the data of its source, so it takes neither disk space nor time. XFS and btrfs have reflinks. On other
 file systems root can keep an XFS in a sparse file, the image, and mount it through a loop device.
@@ -139,8 +139,8 @@ def backing_file(folder: Path) -> Path | None:
 class ReflinkImage:
     """A sparse file that holds an XFS with reflinks.
 
-    If possible, the loop device bypasses the page cache of `file`. Otherwise a clone would be warm once its source was
-    read.
+    If possible, the loop device bypasses the page cache of `file`. Otherwise a clone would be warm (in that cache) once
+    its source was read.
     """
 
     file: Path

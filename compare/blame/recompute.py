@@ -60,10 +60,11 @@ class Recomputation:
         return Float32Layer(self._weights.spec, self._weights.tensors)
 
     def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
-        """Yield rows of a site whose golden is computed from possible inputs (see `SiteInputs.variants`).
+        """Yield rows of a site whose golden is computed from possible inputs.
 
-        A site that is right with any of them is right. The site is not the choice of experts; `stored` are both sides'
-        rows of it, `doubted` the sites that may be wrong by themselves.
+        First from what the port shows; this may be a scaled or reordered copy of what it computes with. So next with
+        the golden's values for `doubted` sites, which may be wrong by themselves. A site that is right with any of them
+        is right. The site is not the choice of experts; `stored` are both sides' rows of it.
 
         Yields:
             Tokens whose inputs are all finite; of `moe_delta` a sample of them. Nothing if a side lacks an input, and
@@ -119,8 +120,8 @@ class Recomputation:
             return None
         k = self._weights.spec.num_experts_per_tok
         scores = port.sigmoid() + self._weights.tensors[CORRECTION_BIAS].float()
-        closeness = RouterNoise(margin=choice_margin(scores, k), noise=noise.noise * growth, scores=scores)
-        return scores.topk(k, dim=-1).indices, closeness
+        choice_noise = RouterNoise(margin=choice_margin(scores, k), noise=noise.noise * growth, scores=scores)
+        return scores.topk(k, dim=-1).indices, choice_noise
 
     def _read(self, site: Site) -> SiteInputs | None:
         return SiteInputs.read(site, sides=self._sides, layer=self._layer, prompt_of=self._prompt_of)
@@ -212,8 +213,8 @@ def _find_decoded(sides: Sides, attention_mask: torch.Tensor) -> torch.Tensor:
     description = sides.target.known_description
     is_decoded = torch.zeros_like(attention_mask, dtype=torch.bool)
     if description is not None and description.run.decode_rows and description.run.mode is Mode.ISOLATED:
-        rows = decoded_columns(attention_mask, description.run.decode_rows)
-        is_decoded[:, rows.start : rows.stop] = True
+        columns = decoded_columns(attention_mask, description.run.decode_rows)
+        is_decoded[:, columns.start : columns.stop] = True
     return sides.batch.tokens(is_decoded)
 
 

@@ -37,7 +37,7 @@ def judge_values(
     Args:
         result: A result with layer and site; its other fields are filled in.
         rows: Both sides' tokens.
-        criteria: The limits to judge by.
+        criteria: The limits to judge by: those of noise, or the five classic ones, such as a cosine of 0.99.
         context: Facts of both sides that limits depend on.
         set_aside: Tokens that noise does not judge, since the port's experts may be others there, bool [T].
         replayed: `rows` with the golden computed with the port's experts, for noise to judge; None to judge `rows`.

@@ -1,7 +1,7 @@
 """Limits files: YAML with limits by site, or for all sites; calibration.yaml holds mm2's own.
 
     isolated:                 # or chained, isolated_estimated, chained_estimated, without_floor, isolated_variants, …
-      all: {whole: 1.5}       # a number, or {usual: …, spread: …, token_spread: …}
+      all: {whole: 1.5}       # for sites not named here; a number, or {usual: …, spread: …, token_spread: …}
       moe_delta: {token_worst: 4}
 
 Limits that a file does not name stay as in calibration.yaml. A file's limits for isolated layers hold for goldens with

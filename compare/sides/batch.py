@@ -1,6 +1,6 @@
 """Batch: the real tokens of two captures; padding is never judged.
 
-B batch, S sequence, T real tokens, F channels of a site.
+B prompts, S sequence, T real tokens, F channels of a site. `rows` are tokens here, and not the glossary's sequences.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Batch:
                 "a tensor and the attention mask are of different batches",
                 expected=f"[B,S] of {tuple(self._mask.shape)}",
                 found=str(tuple(statistic.shape[:2])),
-                next_step="Capture again: nothing tells which of its rows are real.",
+                next_step="Capture again: nothing tells which of its tokens are real.",
             )
         return statistic[self._mask]
 
     def places(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """Return row and position of every real token of a site's tensor, [T,2]."""
+        """Return prompt (0 to B-1) and index in S of every real token of a site's tensor, [T,2]."""
         if self._mask is not None:
             return self._mask.nonzero()
         return torch.ones(self._laid_out(tensor, site).shape[:2]).nonzero()

@@ -32,7 +32,7 @@ from minimax_tools.reference.rounding import RoundingKind
 
 # A golden keeps these in float32.
 _FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
-_VARIANT = "random_1"
+_VARIANT = "random_1"  # a golden's name for its first variant with random roundings
 
 
 class PortInputGolden(Capture):
@@ -115,8 +115,8 @@ class PortInputGolden(Capture):
 def on_port_input(sides: Sides, layer: int) -> Sides | None:
     """Return sides whose golden has one layer computed on the port's own input of it.
 
-    None if no weights are known, the criteria are classic, the golden is not mm2's own, or the port's input is missing
-    or not finite.
+    None if no weights are known, the classic limits judge (such as a cosine of 0.99), the golden is not mm2's own, or
+    the port's input is missing or not finite.
 
     Raises:
         IncomparableError: The weights are another model's.
@@ -125,8 +125,8 @@ def on_port_input(sides: Sides, layer: int) -> Sides | None:
     golden, source = sides.reference, sides.weights
     if source is None or sides.is_classic or golden.known_description is None:
         return None
-    layer_input = sides.read_rows(layer, Site.INPUT)
-    if layer_input is None or not bool(layer_input[1].isfinite().all()):
+    layer_inputs = sides.read_rows(layer, Site.INPUT)  # golden's and port's
+    if layer_inputs is None or not bool(layer_inputs[1].isfinite().all()):
         return None
     with source.open_layer(layer, golden) as weights:
         return replace(sides, reference=PortInputGolden(golden, sides.target, layer=layer, weights=weights))

@@ -22,7 +22,6 @@ _LOADING_LAYERS = 0.8
 # One FP8 byte, and a share of the float32 scale of a block of 128 × 128 weights.
 _FP8_BYTES_PER_WEIGHT = 1 + 4 / 128**2
 _FLOAT32_BYTES = 4
-_FLOAT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,8 @@ class Footprint:
     def activation_bytes(self) -> int:
         """The memory of one layer beside its weights: sites, float32 twins, variants and temporaries."""
         spec = self.spec
-        sites = self._site_values * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
+        # As captured; in float32 the twin, the error, and the error again, split into ordinary and massive channels.
+        sites = self._site_values * (self.dtype.itemsize + 3 * _FLOAT32_BYTES)
         # Float32 weights of the twin: one attention matrix at a time, and the router. Experts come in blocks.
         twin = (spec.query_width + spec.num_local_experts) * spec.hidden_size * _FLOAT32_BYTES
         return sites + self._expert_bytes + self._score_bytes + twin + self._variant_bytes

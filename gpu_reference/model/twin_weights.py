@@ -26,7 +26,7 @@ class TwinWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointTwinWeights:
-    """The weights of a golden that was loaded whole, read again from the checkpoint in the golden's `dtype`."""
+    """The weights of a golden that was loaded whole, read again in its `dtype`: itself, it holds the experts fused."""
 
     reader: CheckpointReader
     spec: ModelSpec

@@ -44,7 +44,7 @@ class Continuation:
     prompt_ids: tuple[int, ...]  # the prompt's token ids, without padding
     generated_ids: tuple[int, ...]
     text: str | None  # the generated text; None if the checkpoint has no tokenizer
-    # For each generated token the `NUM_LIKELIEST` candidates, best first; empty if they were not kept
+    # For each generated token the `NUM_LIKELIEST` candidates, best first; empty if not kept, as of sampled tokens
     likeliest: tuple[tuple[Likely, ...], ...] = ()
 
 

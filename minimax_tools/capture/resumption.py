@@ -26,7 +26,7 @@ HiddenStates = torch.Tensor | Callable[[], torch.Tensor] | None
 def find_resumable(
     directory: Path, description: Description, *, hidden_states: HiddenStates
 ) -> Manifest | None:
-    """Return the manifest to resume from; None if the directory must be begun anew, for a reason that is logged.
+    """Return the manifest to resume from; None if there is none, or if it must be begun anew: that reason is logged.
 
     Args:
         directory: The capture directory.
@@ -37,6 +37,7 @@ def find_resumable(
     if not (directory / MANIFEST_NAME).exists():
         return None
     try:
+        # Merged, as each of several ranks lists its layers in a manifest of its own.
         manifest = merge_parts(directory, Manifest.read(directory))
     except CaptureError as error:
         logger.warning("Starting anew in %s: %s", directory, error)
@@ -67,7 +68,7 @@ def clear_capture(directory: Path) -> None:
         )
     # The manifest goes last (False sorts before True): a run killed here leaves a directory known as a capture.
     for path in sorted(present, key=lambda path: path.name == MANIFEST_NAME):
-        # Folders, such as `read_records`, and files of the user's stay.
+        # Folders, such as `read_records`, and files of other kinds stay.
         if path.is_file() and path.suffix in (".safetensors", ".json"):
             path.unlink()
 

@@ -46,7 +46,7 @@ class ModelFingerprint:
     def of(cls, reader: CheckpointReader, spec: ModelSpec, layers: Span | range) -> ModelFingerprint:
         """Compute the fingerprint of some layers of a checkpoint.
 
-        Other layers are left out, so further shards do not change it.
+        Other layers are left out: shards with these alone do not change it.
 
         Raises:
             CheckpointError: A layer's norms, router gate or bias cannot be read.

@@ -8,7 +8,7 @@ one value:
 | `model_option`, `optional_model_option` | --model (env MM2_MODEL) | |
 | `captures_option` | --captures (env MM2_CAPTURES) | |
 | `store_options` | --captures, --output-dir | `store`: CaptureStore |
-| `run_options` | --sites, --dtype, --seed | |
+| `dtype_option`; `run_options` | --dtype; it, --sites and --seed | |
 | `input_options` | --prompt, --prompts-file, --chat, --input-ids, | `inputs`: InputRequest, with --seed |
 | | --seq-len, --batch-size, --padding-side, --pad-to, | |
 | | --max-length, --start-positions | |

@@ -10,7 +10,7 @@ rows: padded                    # or packed: the tokens of all prompts one after
 attention_mask: mask.pt         # instead of lengths and padding: [B,S] of 0 and 1, beside the map
 usual_names: true               # whether sites that the map does not name are looked for under the usual names
 sites:
-  q_proj: "layers.{layer}.self_attn.qkv_proj[0:768]@shard(-1)"
+  q_proj: "layers.{layer}.self_attn.qkv_proj[0:768]@shard(-1)"     # a cut of each rank's tensor, joined over ranks
   k_proj: "layers.{layer}.self_attn.qkv_proj[768:896]@shard(-1)"
   output: {sum: ["layers.{layer}:output[0]", "layers.{layer}:output[1]"]}
   q_rope: {from: "layers.{layer}.self_attn.rotary:output[0]", transpose: [0, 2, 1, 3]}
@@ -84,7 +84,8 @@ class NameMap:
         reader = _Reader(path, record)
         if reader.has("attention_mask") and reader.has("lengths"):
             raise UsageError(
-                f"{path} gives lengths and attention_mask", next_step="One of them says which rows are real."
+                f"{path} gives lengths and attention_mask",
+                next_step="One of them says which tokens are real.",
             )
         return cls(
             path=path,

@@ -239,7 +239,7 @@ class RankGroup:
 
 @contextlib.contextmanager
 def open_ranks(place: RankPlace) -> Iterator[RankGroup]:
-    """Meet the other ranks. An error in the block ends them too, and one rank reports it.
+    """Meet the other ranks; the block ends with `leave`. An error in it ends them too, and one rank reports it.
 
     Call it in the main thread, which is interrupted when a rank dies.
 

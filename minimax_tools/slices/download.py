@@ -49,7 +49,7 @@ class Repository:
 
     @classmethod
     def of(cls, source: SliceSource, plan: PartitionPlan, *, access: HubAccess | None = None) -> Repository:
-        """Find the files of a plan's checkpoint.
+        """Find the files of a plan's checkpoint; of a hub's model, config, index and tokenizer are fetched.
 
         Raises:
             CheckpointError: The hub does not answer.
@@ -61,6 +61,7 @@ class Repository:
             shards |= set(source.weight_map.values())
         elif files is not None:
             shards |= set(files.shards)
+        # The plan counts most: a file that is listed in a folder may be cut short.
         sizes = {**dict.fromkeys(sorted(shards)), **listed, **_planned_sizes(plan)}
         return cls(
             folder=source.folder,

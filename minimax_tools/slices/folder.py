@@ -115,6 +115,7 @@ def _write_new_slice(
             _write_index(folder, cut)
         # Digests of the source, not of the copy, so that a wrong copy shows.
         digests = _digest_source(cut, reader) if with_digests else {}
+        # Without its digest, a tensor's value is None.
         description = replace(cut.description, tensors={**cut.description.tensors, **digests})
         description.write(folder)
         for path in (*folder.iterdir(), folder):

@@ -1,4 +1,4 @@
-"""Devices of a split model's parts."""
+"""Devices of a split model's three components: bottom, trunk and top."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class LearnedWeights:
         self._tensors = tensors
 
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Make the whole tensor `name` of `shape` in `dtype`; FP8 codes and scales are computed."""
+        """Make the tensor `name` of `shape` in `dtype`, as one block of data; FP8 codes and scales are computed."""
         if name.endswith(weight_names.SCALE_SUFFIX):
             tensor = quantise(self._tensors[name.removesuffix("_scale_inv")])[1]
         elif dtype == torch.float8_e4m3fn:

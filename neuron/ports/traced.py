@@ -135,7 +135,7 @@ class TracedLayer(nn.Module):
         inputs = (hidden_states.cpu(), attention_mask.cpu(), position_ids.cpu())
         output, *shown = self._program[0](*inputs)
         for site, tensor in zip(self.traced.sites, shown, strict=True):
-            # A hook on the submodule may replace the value, as a golden's border does.
+            # A hook on the submodule may replace the value: `mm2-test component` feeds the golden's values so.
             if self.shown[str(site)](tensor) is not tensor:
                 raise TargetError(
                     f"{self._path} cannot be fed at {site}: what it computes there is compiled",
@@ -178,7 +178,7 @@ class TracedTarget(Target):
     """Layers that `mm2-test trace` compiled, weights included."""
 
     forms = f"{PREFIX}FILE"
-    reads_weights = False
+    reads_weights = False  # the weights are in the files
 
     pattern: str  # path of the file, or of one file per layer, such as `layer_{layer}.pt2`
 

@@ -19,7 +19,7 @@ from neuron.process.record import Status, StatusRecord
 
 # Environment variable with the descriptor of a rank's record, set by the process that starts the ranks.
 RECORD_VARIABLE = "MM2_STATUS_DESCRIPTOR"
-# Name of the memory file that holds back a command's standard output.
+# Name of the memory file that holds a command's standard output back until the supervisor knows how it ended.
 HELD_BACK = "mm2-output"
 # Signal that asks for the Python stack. A real-time signal, as ports and libraries use the others.
 STACK_SIGNAL = signal.SIGRTMAX - 3
@@ -49,7 +49,7 @@ _writer: _StatusWriter | None = None
 def doing(activity: str, *, is_in_port: bool = True) -> Iterator[None]:
     """Make the block the process's activity, as in "running layer 3 of target port.py:Layer".
 
-    Blocks may nest; the time limit counts from the outermost. `is_in_port` tells whether the block is the port's code.
+    Blocks may nest; the time limit counts from the outermost. `is_in_port`: the port's code runs, not mm2's.
     """
     writer = _writer
     if writer is None:
@@ -65,7 +65,7 @@ def doing(activity: str, *, is_in_port: bool = True) -> Iterator[None]:
 
 
 def limit_layers(timeout_s: float) -> None:
-    """Set the longest time for one pass through a layer, in seconds; 0 for no limit."""
+    """Set the longest time in seconds of an outermost `doing`, one pass through a layer; 0 for no limit."""
     if _writer is not None:
         _writer.write(replace(_writer.status, limit_s=timeout_s))
 

@@ -55,7 +55,7 @@ def run_head(hidden_states: torch.Tensor, *, executor: LayerExecutor) -> Mapping
         for name, stored in names.items()
     }
     loader.load(module, weights, what="the model's head")
-    loader.release()
+    loader.release()  # frees the host's buffers: no further module is loaded
     with torch.no_grad():
         normed, logits = module(hidden_states.to(runtime.device, dtype))
     runtime.synchronise()

@@ -25,7 +25,7 @@ def smaller_spec(spec: ModelSpec, *, num_ranks: int = 1) -> ModelSpec:
     """Return a model of the same proportions with at most `MAX_ELEMENTS` weights a layer, if halving gets that far.
 
     The head width, the query heads per kv head, the number of layers, and the ratio of hidden to intermediate size
-    stay. What `num_ranks` divides in the model, it divides in the smaller one too. A model that is small enough is
+    stay. If `num_ranks` divides the kv heads or the intermediate size, it still does. A model that is small enough is
     returned as it is.
     """
     if num_elements(spec) <= MAX_ELEMENTS:

@@ -1,4 +1,7 @@
-"""Traced port: one rank's part of a port's layer on the CPU: traced, run on generated weights, loaded."""
+"""Traced port: one rank's part of a port's layer on the CPU: traced, run on generated weights, loaded.
+
+To trace is to load generated weights, and find from which of the checkpoint's elements the port's own come.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,14 @@ class TracedPort:
     pool: ReadingPool  # threads that fill parameters
 
     def trace(self, sample: ExpertSample) -> list[TensorOrigin]:
-        """Return the origin of every port tensor.
+        """Return the origin of every port tensor, but for those that hold only experts outside the sample.
 
         Raises:
             TargetError: The port cannot be built or loaded in the traced model.
         """
         module = self._build(self.spec, self.dtype)
 
-        def load(make: MakeTensor) -> dict[str, torch.Tensor]:
+        def load(make: MakeTensor) -> dict[str, torch.Tensor]:  # `make`: a tensor's values by its name
             self._load_generated(module, make, self.dtype)
             return find_port_tensors(module)
 

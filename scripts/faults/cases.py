@@ -18,7 +18,7 @@ class PlantedCase:
 
     run: str  # the run in words
     baseline: str  # name of the baseline: the model, prompts and golden of the run
-    kind: str = "right"  # a `Kind` of plant, or `right` if nothing was planted
+    kind: str = "right"  # `catalogued`, `uncatalogued`, `pair`, `equivalent`; or `right`: nothing was planted
     mistake: str = ""  # name of the plant; empty if there is none
     parameters: Mapping[str, Any] = field(default_factory=dict)  # parameters of the plant
     sites: tuple[str, ...] = ()  # sites of the mistake: wrong although their inputs are right
@@ -55,7 +55,8 @@ class Case(PlantedCase):
     halves: tuple[tuple[str, ...], ...] = ()  # sites of each mistake of a pair
     failed: tuple[str, ...] = ()  # sites that mm2 fails
     warned: tuple[str, ...] = ()  # sites that it warns of
-    blamed: tuple[tuple[str, ...], ...] = ()  # sets of sites that it blames
+    # Of each blame its site, after those not compared before it.
+    blamed: tuple[tuple[str, ...], ...] = ()
     black_box_detected: bool = False  # whether mm2 fails the layer as a black box
     # Sites that another tool's rule calls different, by the name of the rule in `rivals`.
     rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

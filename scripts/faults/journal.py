@@ -13,10 +13,10 @@ from faults.cases import Case, DumpCase
 
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]
-# A journal is valid for one state of the code in these folders, except the files that plan runs, or count and print
-# cases: a change in them changes no case.
-_WITHOUT_EFFECT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py")
+# A journal is valid for one state of the code in these folders, except the files of scripts/faults that plan runs, or
+# count and print cases: a change in them changes no case.
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
+_WITHOUT_EFFECT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py")
 
 
 class RunJournal:
@@ -28,11 +28,15 @@ class RunJournal:
         sources = digest_sources()
         if path is None:
             return
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        lines = text.splitlines()
         if lines and _parsed(lines[0]) == {"sources": sources}:
             for record in map(_parsed, lines[1:]):
                 if record is not None:
                     self._runs[record["run"]] = tuple(_case(case) for case in record["cases"])
+            if not text.endswith("\n"):
+                # The next run must not join a line that a killed run left incomplete.
+                path.write_text(text + "\n", encoding="utf-8")
         else:
             path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
 
@@ -53,11 +57,12 @@ class RunJournal:
 
 
 def digest_sources() -> str:
-    """Compute the sha256 over the code that runs and judges, and its limits."""
+    """Compute the sha256 over the code in `_SOURCES` that runs and judges, and its limits."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_ROOT / folder).rglob("*.*")):
-            if path.suffix in (".py", ".yaml") and path.name not in _WITHOUT_EFFECT:
+            has_effect = folder != "scripts/faults" or path.name not in _WITHOUT_EFFECT
+            if path.suffix in (".py", ".yaml") and has_effect:
                 digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -28,7 +28,7 @@ class LayerVerdict:
 
     failed: tuple[str, ...]  # sites that fail
     warned: tuple[str, ...]  # sites that warn
-    blamed: tuple[tuple[str, ...], ...]  # sets of sites that are blamed, in execution order
+    blamed: tuple[tuple[str, ...], ...]  # of each blame its site, after those not compared before it
     reason: str  # reason of the first blame, else of the first failure; empty if nothing fails
     excess: Mapping[str, float]  # largest ratio of a figure to its limit, by site; see `_measure_excess`
 

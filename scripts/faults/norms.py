@@ -1,4 +1,4 @@
-"""Mistakes of the four norms."""
+"""Mistakes of the four norms: each class overrides the stage of a right layer's `Arithmetic` that it gets wrong."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import K_NORM, Q_NORM
 
-_QK_NORM = (Site.Q_NORM, Site.K_NORM)
-_BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)
+_QK_NORM = (Site.Q_NORM, Site.K_NORM)  # computed by `head_norm`
+_BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)  # computed by `block_norm`
 
 
 class InputNormPlusOne(Arithmetic):
@@ -140,6 +140,7 @@ class HeadNormAfterRotation(Arithmetic):
         return tap("q_rope", self.heads(q)), tap("k_rope", self.heads(k))
 
 
+# Name in the diagnosis, sites to blame, class, its parameters; `decodes`: planted in decoded tokens alone, too.
 PLANTS = (
     Plant("input_norm_plus_one", (Site.INPUT_NORM,), InputNormPlusOne),
     Plant("post_norm_plus_one", (Site.POST_NORM,), PostNormPlusOne, decodes=True),

@@ -88,6 +88,7 @@ def carry_out(
     capture = _capture(planned, baseline, runtime=runtime, directory=directory)
     with_all_sites = judge_run(baseline, capture)
     by_output = judge_run(baseline, as_black_box(capture))
+    # `baseline.layers` are those that get the plant; the capture has all layers.
     asked_layer = baseline.layers[len(baseline.layers) // 2] if planned.asks_name else None
     cases = []
     for layer in capture.layers:

@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from bench_faults import main, run_all
+from faults import journal
 from faults.baseline import Baseline, BaselineRequest, open_baseline
 from faults.cases import Case
 from faults.effects import measure_effects, run_float32
@@ -279,6 +280,8 @@ def test_journal_gives_back_what_finished(tmp_path: Path) -> None:
     again = RunJournal(path)
     assert again.find(CASE.run) == (CASE, replace(PAIR, effects={"output": math.inf}))
     assert again.find("another run") is None
+    again.add("later", [CASE])
+    assert RunJournal(path).find("later") == (CASE,)
 
 
 def test_journal_of_other_code_is_left(tmp_path: Path) -> None:
@@ -286,6 +289,22 @@ def test_journal_of_other_code_is_left(tmp_path: Path) -> None:
     RunJournal(path).add(CASE.run, [CASE])
     path.write_text('{"sources": "other"}\n' + path.read_text().split("\n", 1)[1])
     assert len(RunJournal(path)) == 0
+
+
+def test_journal_is_of_one_state_of_the_code_that_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_ROOT", tmp_path)
+    paths = [tmp_path / folder / "curve.py" for folder in ("compare/chains", "scripts/faults")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    before, changed = journal.digest_sources(), []
+    for path in paths:
+        path.write_text("changed = True\n")
+        changed.append(journal.digest_sources() != before)
+        path.write_text("")
+    assert changed == [True, False]
 
 
 def test_finished_runs_are_taken_from_the_journal(tmp_path: Path) -> None:

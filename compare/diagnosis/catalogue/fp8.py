@@ -23,7 +23,7 @@ _TENSORS = (*_SITES, *EXPERT_MATRICES)
 
 
 def _decode_with(decode: Decode, *tensors: str) -> Change:
-    """Decode these tensors' codes and scales in another way."""
+    """Decode these tensors in another way: `decode` takes codes [R,C] and block scales to values [R,C]."""
 
     def product(site: Site) -> Stage:
         source, weight_name = PROJECTIONS[site]

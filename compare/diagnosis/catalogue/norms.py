@@ -153,6 +153,7 @@ def _other_eps(inputs: LayerInputs) -> tuple[float, ...]:
     return tuple(eps for eps in candidates if eps != inputs.spec.rms_norm_eps)
 
 
+# `candidates`: parameters of `build` that are tried. `fitted`: the parameter that is also searched between them.
 NORM_MISTAKES = (
     Mistake(
         name="input_norm_plus_one",

@@ -1,6 +1,7 @@
 """Mistakes of the router: the experts' scores, their choice, and the weights of the chosen.
 
-T tokens, E experts, k experts per token.
+T tokens, E experts, k experts per token. `layer[site]` is a value of the layer with the mistake.
+`candidates`: parameters of `build` that are tried. `fitted`: the parameter that is also searched between them.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def _quantised(bits: int, scales: str = "blocks") -> Change:
 def _weights_on_input() -> Change:
     """Multiply each expert's input, and so its gate and up, by its routing weight, and not its output."""
 
+    # For the tokens of one expert: gate and up [n,I], its routing weights [n].
     def mix(gate: torch.Tensor, up: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(gate * shares[:, None]) * (up * shares[:, None])
 
