@@ -1,4 +1,4 @@
-"""Options of the commands that judge: --criteria and its limits."""
+"""Options of the commands that judge: --criteria with its limits and tolerances, and --metrics."""
 
 from __future__ import annotations
 

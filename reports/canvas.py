@@ -42,7 +42,7 @@ class Canvas:
     """A text under construction: lines, paragraphs and tables.
 
     Args:
-        width: Columns of the text; None for standard output's own.
+        width: Characters in a line of the text; None for standard output's own.
         is_terminal: Whether to write escape codes; None to write them if standard output is a terminal.
     """
 
@@ -76,7 +76,7 @@ class Canvas:
 
     def line(self, text: str, *, style: str = "") -> None:
         """Add a line that is never broken, so that a path in it can be copied."""
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        self._console.print(Text(text, style=style), soft_wrap=True)  # rich's word for: break no line
 
     def paragraph(self, text: str, *, style: str = "", indent: int = _INDENT) -> None:
         """Add text broken between words."""

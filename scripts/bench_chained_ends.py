@@ -2,8 +2,8 @@
 
 Right ports run on synthetic models of several seeds and shapes, in chains that begin at each layer with the golden's
 input. For each length of a chain, the benchmark prints the largest of each part of the error, in the unit of
-`compare.chains.chain_noise`, and the unit's share of the output. The limits are twice the figures of the default
-settings.
+`compare.chains.chain_noise`, and the unit's share of the output. The limits, set by hand in chain_limits.py, are twice
+the figures of the default settings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES = {
     "narrow": NARROW,
     "wide": replace(CLEAN_SHAPES["wide"], num_hidden_layers=12),
 }
-LENGTHS = (96, 61, 7)
+PROMPT_LENGTHS = (96, 61, 7)
 # Targets and their backends. The target `reference` is left out: on the CPU it equals `builtin` bit for bit.
 PORTS = (
     ("builtin", "cpu"),
@@ -119,7 +119,7 @@ def measure(
         golden = capture_cpu_golden(
             folder,
             Path(scratch) / "golden",
-            rows=InputRequest(seq_lens=LENGTHS, seed=seed),
+            rows=InputRequest(seq_lens=PROMPT_LENGTHS, seed=seed),
             sites_level="layer",
             noise_floor="stats" if dtype is torch.bfloat16 else "off",
             dtype=dtype,
@@ -145,7 +145,7 @@ def _measure_chain(golden: Capture, executor: LayerExecutor, start: int) -> Iter
     batch = Batch.of(golden, golden)
     stop = min(start + LONGEST_CHAIN, len(golden.layers))
     for layer, output in run_chain(executor, golden, Span(start, stop)):
-        # `layer_error` stands in for a floor, which goldens in float32 lack.
+        # `layer_error` stands in for a floor, which goldens in float32 lack. The figure is chain_judge.py's.
         unit = measure_unit(golden, Span(start, layer + 1), batch=batch, layer_error=5e-6)
         reference = batch.rows(golden.read(layer, Site.OUTPUT), Site.OUTPUT)
         error = measure_error(reference, batch.rows(output, Site.OUTPUT), unit)

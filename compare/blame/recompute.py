@@ -60,7 +60,7 @@ class Recomputation:
         return Float32Layer(self._weights.spec, self._weights.tensors)
 
     def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
-        """Yield rows of a site whose golden is computed from possible inputs.
+        """Yield rows of a site whose golden is computed from possible inputs (see `SiteInputs.possible_inputs`).
 
         First from what the port shows; this may be a scaled or reordered copy of what it computes with. So next with
         the golden's values for `doubted` sites, which may be wrong by themselves. A site that is right with any of them
@@ -131,7 +131,7 @@ class Recomputation:
     ) -> Iterator[tuple[Values, torch.Tensor]]:
         """Yield possible inputs of a site, [T,F] each, with the site computed from them at the `tokens`, [t,F]."""
         router = self._read(Site.ROUTER_WEIGHTS) if site is Site.MOE_DELTA else None
-        variants = site_inputs.variants(doubted, router)
+        variants = site_inputs.possible_inputs(doubted, router)
         first = next(variants)
         yield first, self._compute(site, first, tokens, golden=site_inputs.golden)
         if site is not Site.MOE_DELTA:

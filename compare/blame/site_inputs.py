@@ -48,8 +48,8 @@ class SiteInputs:
             usable = ~torch.isin(prompt_of, prompt_of[~usable])
         return cls(site=site, golden=golden, port=port, usable=usable)
 
-    def variants(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
-        """Yield possible inputs of the port's site: first the values that the port shows.
+    def possible_inputs(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
+        """Yield possible inputs of the port's site, to recompute it from each: first the values that the port shows.
 
         What a port shows may be copies of the values that it computes with, scaled or in another order. So next, values
         of `doubted` sites, which may be wrong by themselves, are replaced by the golden's. For `moe_delta`, `router`
@@ -59,9 +59,9 @@ class SiteInputs:
         if self.site is Site.MOE_DELTA:
             # A choice and its weights go together.
             groups = [[Site.POST_NORM], [Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS]]
-        choices = [list(self._alternatives(group, doubted, router)) for group in groups]
-        for chosen in itertools.product(*choices):
-            values = {source: rows for part in chosen for source, rows in part.items()}
+        alternatives = [list(self._alternatives(group, doubted, router)) for group in groups]
+        for combination in itertools.product(*alternatives):
+            values = {source: rows for part in combination for source, rows in part.items()}
             # Without any of the port's values, the golden's own site would be judged.
             if any(values[source] is not self.golden[source] for source in values):
                 yield values

@@ -48,7 +48,7 @@ _NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
 class LayerInputs:
     """Inputs and weights of one layer.
 
-    Rows from `decode_start` on are decoded one at a time, from the golden's keys and values; it is S if none are.
+    Positions from `decode_start` on are decoded one at a time, from the golden's keys and values; it is S if none are.
     """
 
     spec: ModelSpec
@@ -89,7 +89,7 @@ class Change:
 class Evaluation:
     """The values of a layer's nodes, computed when they are asked for; `layer[Site.OUTPUT]` is [T,H].
 
-    Nodes before attn_context hold all rows, [B,S,…] or [B,heads,S,D]. Later ones hold the chosen tokens, [T,…].
+    Nodes before attn_context hold all B·S tokens, [B,S,…] or [B,heads,S,D]. Later ones hold the chosen tokens, [T,…].
 
     Args:
         inputs: Inputs and weights of the layer.

@@ -39,8 +39,8 @@ def group_layers(diagnoses: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
     """Group layers, in the order of each group's first layer.
 
     - Right layers belong together.
-    - A layer that mistakes explain belongs to the first group whose mistake is among them.
-    - Layers that nothing explains belong together if the same mistake comes nearest, or none does.
+    - A layer that mistakes explain (its `named`, best first) belongs to the first group whose mistake is among them.
+    - Layers that nothing explains belong together if the same mistake comes nearest (their `nearest`), or none does.
     """
     groups: list[list[LayerDiagnosis]] = []
     for diagnosis in diagnoses:

@@ -14,7 +14,7 @@ from minimax_tools.model.sites import Site
 AnyInputs = TypeVar("AnyInputs")
 Value = int | float | str
 Parameters = Mapping[str, Value]
-# From the inputs to the parameters that are worth a try on them; no parameters if the mistake cannot show on them.
+# From the inputs to the parameter sets worth a try on them; an empty tuple if the mistake cannot show on them.
 Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]
 
 _NO_PARAMETERS: Parameters = MappingProxyType({})

@@ -58,7 +58,7 @@ class Trial:
         )
 
     def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """Score hypotheses; if rows were decoded, each is also scored as a mistake of these rows alone."""
+        """Score hypotheses; if tokens were decoded, each is also scored as a mistake of these tokens alone."""
         scores = []
         settled = self.settled
         for hypothesis, evaluation in self.evaluate(hypotheses):
@@ -167,9 +167,9 @@ class Trial:
         return scores
 
     def _growth(self, evaluation: Evaluation, site: Site) -> torch.Tensor:
-        """Return by how much a site's squared norm exceeds the base's, [T]; at the output, with that of both deltas."""
+        """Return by how much a site's squared norm exceeds the base's, [T]: larger values err more in rounding."""
         growth = torch.zeros(len(self.base.tokens))
-        # The output holds the rounding errors of both deltas too.
+        # The output holds the rounding errors of both deltas too, so their growth is added to its own.
         for grown in (site, *_STREAM_DELTAS) if site is Site.OUTPUT else (site,):
             added = _squares(evaluation.rows(grown)) - _squares(self.base.rows(grown))
             growth = growth + added.clamp(min=0.0)

@@ -35,9 +35,10 @@ SiteKind = TypeVar("SiteKind", Site, ModelSite)
 def leave_undecided(
     results: Mapping[SiteKind, SiteResult], target: CaptureSource
 ) -> dict[SiteKind, SiteResult]:
-    """Leave failures undecided in a part whose input was not captured, if its capture's format may lack inputs.
+    """Leave failures undecided, if the capture's format may omit inputs.
 
-    NaN and wrong shapes still fail. A result that does not change is returned as the same object.
+    `results` are those of a part (a layer, or what is outside the layers) whose input was not captured: the caller
+    checks that. NaN and wrong shapes still fail. A result that does not change is returned as the same object.
     """
     if not target.may_omit_inputs:
         return dict(results)

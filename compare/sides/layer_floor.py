@@ -2,7 +2,7 @@
 
 The names of the stored statistics are listed in minimax_tools/metrics/noise_floor.py. Variants are other right ways to
 round the layer; their distances from the float32 twin widen the floor.
-T real tokens of the batch, F channels of a site.
+T real tokens of the batch, F channels of a site. Rows are tokens here: `Batch.rows` gives [T,F].
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from minimax_tools.model.sites import ModelSite, Site
 
 
 class LayerFloor:
-    """The stored floor of one layer, for the real tokens of `batch`.
+    """The stored floor of one layer of the golden `reference`, for the real tokens of `batch`.
 
     Squared errors of a site come in three kinds: `squares` are stored, `measure` computes them from golden and twin,
     and `widened_squares` are the largest of golden and variants.
@@ -111,17 +111,18 @@ class LayerFloor:
         logits = golden.read(self._layer, site)
         scores, exact = (self._batch.rows(side, site).float().sigmoid() for side in (logits, twin))
         errors = (scores - exact).abs()
-        chosen, margin = golden.read_twin(self._layer, Site.ROUTER_EXPERTS), self.statistic(ROUTER_MARGIN)
-        if chosen is None or margin is None or Site.ROUTER_EXPERTS not in golden.sites(self._layer):
+        twin_choice = golden.read_twin(self._layer, Site.ROUTER_EXPERTS)
+        margin = self.statistic(ROUTER_MARGIN)
+        if twin_choice is None or margin is None or Site.ROUTER_EXPERTS not in golden.sites(self._layer):
             return
         # The ranks, by biased score, of the scores that compete for the k-th place; only their number matters here.
-        places = competing_places(chosen.shape[-1], errors.shape[-1])
+        places = competing_places(twin_choice.shape[-1], errors.shape[-1])
         refuse_other_router_noise(
             golden, self._layer, errors=errors, stored=stored, num_competing=places.stop - places.start
         )
         golden_experts, twin_experts = (
             self._batch.rows(side, Site.ROUTER_EXPERTS)
-            for side in (golden.read(self._layer, Site.ROUTER_EXPERTS), chosen)
+            for side in (golden.read(self._layer, Site.ROUTER_EXPERTS), twin_choice)
         )
         refuse_other_choice(golden, self._layer, golden_experts, twin_experts, errors=errors, margin=margin)
 
@@ -143,9 +144,9 @@ class LayerFloor:
             refuse_wrong_sums(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
 
     def variant_averages(self, site: Site) -> tuple[float, ...] | None:
-        """Return the averages of the variants' errors over the golden's, the largest of all variants, at least 1 each.
+        """Return each of `Structure.figures` as the variants' value over the golden's: the largest variant, at least 1.
 
-        They are in the order of `Structure.figures`; None if no variant was measured at the site.
+        None if no variant was measured at the site.
         """
         stored = [
             self._reference.read_floor(self._layer, variant_name(variant, structure_name(site)))

@@ -63,13 +63,13 @@ class PortHeadGolden(Capture):
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
         """Read a site's tensor; the last layer's output is the port's."""
-        is_fed = (layer, site) == (self._layer, Site.OUTPUT)
-        return self._output if is_fed else super().read(layer, site)
+        is_last_output = (layer, site) == (self._layer, Site.OUTPUT)
+        return self._output if is_last_output else super().read(layer, site)
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Return the golden's sites outside the layers, and those computed here."""
-        held = super().model_sites()
-        return tuple(site for site in ModelSite if site in held or site in self._twin)
+        stored = super().model_sites()
+        return tuple(site for site in ModelSite if site in stored or site in self._twin)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
         """Read a site's tensor, rounded as a golden rounds."""

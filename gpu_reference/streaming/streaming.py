@@ -1,7 +1,8 @@
 """transformers' own model run with one layer's weights in memory, whatever the model's size.
 
-The whole model is on the meta device. Just before a part runs, its weights are read and bound to it; afterwards they
-are removed. transformers' own forward, layers and experts compute, as on a loaded model: mm2 repeats none of them.
+The whole model is on the meta device. Just before a module (embedding, layer, norm or head) runs, its weights are read
+and bound to it; afterwards they are removed. transformers' own forward, layers and experts compute, as on a loaded
+model: mm2 repeats none of them. The first layer that runs is proved: compared with the checkpoint.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def open_streamed_model(
 
 @dataclass(slots=True, eq=False)
 class StreamedModel:
-    """A model without weights, whose parts fetch theirs just before they run. It also serves as `TwinWeights`."""
+    """A model whose modules fetch their weights just before they run; as `TwinWeights` it lends them to the twins."""
 
     request: GoldenModelRequest
     model: MiniMaxM2ForCausalLM  # transformers' model on the meta device
@@ -143,7 +144,7 @@ class StreamedModel:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Hook the model so that its parts fetch their weights during the block.
+        """Hook the model so that its modules fetch their weights during the block.
 
         torch calls a pre-hook with the module and its inputs; `partial` puts more arguments before these.
         """
@@ -185,6 +186,7 @@ class StreamedModel:
             storage = self.loader.load_without_experts(number)
         else:
             self._expect_proof(number, self._names_of_whole_proof())
+            # A slice's request ends with its last layer.
             is_last = number + 1 == self.request.num_hidden_layers
             storage = self.loader.load(number, then=None if is_last else number + 1)
         self._running = number
@@ -208,7 +210,7 @@ class StreamedModel:
     def _reads_routed_only(self, hidden_states: torch.Tensor) -> bool:
         """Decide whether only the routed experts are read: so few tokens run that most are not needed."""
         if self.streaming.part is not None:
-            return False
+            return False  # `mm2-split verify` checks that a run read every tensor of its slice
         spec = self.request.spec
         num_tokens = hidden_states.numel() // spec.hidden_size
         return num_tokens * spec.num_experts_per_tok < spec.num_local_experts
@@ -257,7 +259,7 @@ def _new_storage(
     kind = packed_storage if streaming.packed else grouped_storage
     storage = kind(request.spec, dtype=request.dtype, device=streaming.device)
     if budget.limit_bytes is not None:
-        # Readings see only memory that was written to, and the next check must see this.
+        # Memory counts as used only once it was written to, and the next check must see this.
         for tensor in storage.places.values():
             tensor.zero_()
     return storage
@@ -284,15 +286,15 @@ def _set_weight(module: torch.nn.Module, name: str, value: Any) -> None:
 
 def _remove_weights(module: torch.nn.Module, *_: Any) -> None:
     """Remove every weight of a module and its submodules: back to the meta device."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 bare = torch.empty_like(parameter, device="meta")
-                part._parameters[name] = torch.nn.Parameter(bare, requires_grad=False)
-            part.__dict__.pop(name, None)
-        for name, buffer in part._buffers.items():
+                submodule._parameters[name] = torch.nn.Parameter(bare, requires_grad=False)
+            submodule.__dict__.pop(name, None)  # a packed weight
+        for name, buffer in submodule._buffers.items():
             if buffer is not None:
-                part._buffers[name] = torch.empty_like(buffer, device="meta")
+                submodule._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
 def _refuse_unpackable(request: GoldenModelRequest, reader: CheckpointReader) -> None:

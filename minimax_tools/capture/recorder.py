@@ -28,6 +28,7 @@ class Recorder:
     """Hooks on a module for the time of a `with` block.
 
     Args:
+        taps: Place of each site: a submodule of `module`, and which of its inputs or outputs.
         keep: `copy_to_host` or `copy_on_device`; copies a tensor when its hook fires.
         feeds: Tensors that replace the module's own at some sites, brought to the shape, dtype and device of those.
 

@@ -221,10 +221,10 @@ def open_capture(
             clear_capture(directory)
             manifest = Manifest(description=description)
         if not manifest.complete_layers:
-            # These records of tensors read are of a run that is not resumed.
+            # The records (`read_record`) of what ranks read of the checkpoint are of a run that is not resumed.
             remove_records(directory)
         remove_temporaries(directory)
-        # A capture that changes loses its certificate; it is certified again at its end.
+        # A capture that changes loses its certificate: `mm2-gpu certify` must check it again.
         manifest = replace(manifest, certificate=None)
         writer = CaptureWriter(directory, manifest)
         # The manifest comes first: a run killed at once leaves a directory that is known as a capture.

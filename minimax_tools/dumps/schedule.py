@@ -3,7 +3,8 @@
 An engine computes a long prompt in several passes (chunks), and then one token of each prompt in every pass (decoding).
 A pass holds tokens of several requests one after another, a row for each. A dump records the position of each row's
 token in its prompt. A request's rows begin behind those of the request before, and go on as long as positions follow
-each other: rows with the positions 5 6 7 0 1 are three tokens of one request, and two of the next.
+each other: rows with the positions 5 6 7 0 1 are three tokens of one request, and two of the next. A map is the user's
+file that describes a dump (`--map`).
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class PassRecord:
             return 1
         if self.ends:
             return max(self.ends[number] - start, 1)  # a request in a pass has a row at least
-        run = self.positions[first_row:]
+        positions = self.positions[first_row:]
         length = 1
-        while length < len(run) and run[length] == start + length:
+        while length < len(positions) and positions[length] == start + length:
             length += 1
         return length
 

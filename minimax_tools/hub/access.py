@@ -1,4 +1,4 @@
-"""Access to a hub, and the place of a commit's files there and in the cache."""
+"""Access to a hub, and the place of a commit's files in its cache on this machine."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def whole_capture_file(path: Path) -> Iterator[Path]:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Remove the files that a killed run was writing in `directory`."""
+    """Remove the files in `directory` that a killed run was writing by `whole_capture_file`."""
     for path in directory.iterdir():
         if is_temporary(path):
             path.unlink()

@@ -116,6 +116,7 @@ class ModelSplitter:
             raise _faulty([f"the plan of {node_id} names node {plan.node_id}"])
         logger.info("Splitting %s: the tensors of %s", config.model_name, node_id)
         source = StoredWeights.of(str(config.model_path))
+        # Also tensors whose shard is not here (`absent`): `SliceCut.of` says which shard it is.
         stored_names = {*source.headers.names, *source.headers.absent}
         faults = _find_name_faults(plan.layer_names, stored_names, node_id)
         if faults:
@@ -123,11 +124,11 @@ class ModelSplitter:
         shard_names = sorted({*plan.layer_names, *_scales_of(plan.layer_names, stored_names)})
         description = SliceDescription(
             node=node_id,
-            layers=None,
+            layers=None,  # the tensors were chosen by name
             has_embedding=None,
             has_head=None,
             source=source.model,
-            tensors=dict.fromkeys(shard_names),
+            tensors=dict.fromkeys(shard_names),  # without digests
         )
         cut = SliceCut.of(source, description, file_format=self._file_format)
         folder = DEFAULT_FOLDER if config.output_dir is None else Path(config.output_dir)

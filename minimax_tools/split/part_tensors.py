@@ -1,4 +1,4 @@
-"""Tensors of a saved component: one safetensors file, and a checksum of each tensor."""
+"""Tensors of a saved component (a model's bottom, trunk or top): one safetensors file, a checksum of each tensor."""
 
 from __future__ import annotations
 

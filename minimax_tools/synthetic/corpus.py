@@ -36,7 +36,7 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Digest of the training passages: named corpora differ between Python versions."""
+        """Digest of the training passages: named corpora differ with the Python version and the installed packages."""
         digest = hashlib.sha256()
         for passage in self.training:
             digest.update(passage.encode() + b"\0")

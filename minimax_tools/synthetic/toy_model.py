@@ -73,11 +73,12 @@ class SyntheticModel:
 
     def config(self, *, dtype: torch.dtype, token_ids: TokenIds) -> dict[str, Any]:
         """Return the content of config.json for linear layers stored in `dtype`."""
-        plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        # The dtype of norms and embedding; FP8 is for linear layers alone.
+        other_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
         config = {
             **self._config(),
             **asdict(token_ids),
-            "torch_dtype": str(plain_dtype).removeprefix("torch."),
+            "torch_dtype": str(other_dtype).removeprefix("torch."),
         }
         if dtype == torch.float8_e4m3fn:
             config["quantization_config"] = {

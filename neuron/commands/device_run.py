@@ -64,7 +64,7 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
     """
     spec = ModelSpec.from_folder(resolve_config(options.model))
     run = make_run(spec).decoding(options.decode_rows)
-    run.span.within(spec.num_hidden_layers)
+    run.span.within(spec.num_hidden_layers)  # raises if the model lacks a layer
     directory = options.store.directory(DEVICE_SIDE, run.name)
     golden = Capture.open(options.golden) if options.golden else None
     report = None
@@ -155,7 +155,7 @@ def _read_layers(options: DeviceOptions, spec: ModelSpec, run: Run) -> range | N
 
 
 def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
-    """Raise CaptureError if a saved run has other layers, mode, number of ranks or target than the options ask for."""
+    """Raise CaptureError if a saved run is of other layers or another kind, or of other ranks or target where given."""
     found, provenance = saved.description.run, saved.description.provenance
     if any(
         getattr(found, name) != getattr(run, name) for name in ("span", "mode", "component", "decode_rows")

@@ -112,7 +112,7 @@ def trace_command(
 
 
 def _print_trace(trace: Trace, output: Path, *, as_json: bool) -> None:
-    description, effect = trace.program, trace.effect_of_sites
+    description, effect = trace.description, trace.effect_of_sites
     if as_json:
         sizes = {"file": str(output), "size_bytes": output.stat().st_size}
         print_json({**sizes, **encode(description), "effect_of_sites": effect})

@@ -1,7 +1,7 @@
 """The sites that a port shows: declared by its `sites` attribute, or found by usual names of submodules.
 
 On several ranks, the pieces of a declared site are assembled by its layout. A site found by name counts only if all
-ranks have the same tensor there.
+ranks have the same tensor there. The argument `what` names target, layer or site in errors.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Exposure:
         return shape_to_batch(site, tensor, batch_shape)
 
     def cut(self, site: Site, tensor: torch.Tensor, *, ranks: Ranks, what: str) -> torch.Tensor:
-        """Cut a rank's piece from a site's whole tensor.
+        """Cut a rank's piece from a site's whole tensor, such as a golden's value that replaces the port's own.
 
         Raises:
             TargetError: The port does not say which part a rank holds.

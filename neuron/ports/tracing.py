@@ -1,6 +1,7 @@
 """Tracing: a target's layer compiled into a file, with its sites as further outputs.
 
-The compiler is torch_neuronx.trace on Neuron, torch.export elsewhere. B batch, S sequence, H hidden.
+The compiler is torch_neuronx.trace on Neuron, torch.export elsewhere. An argument `what` names target and layer in
+errors, and `example` holds the arguments with which compilers run the layer. B batch, S sequence, H hidden.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class TraceRequest:
 class Trace:
     """A layer that was traced."""
 
-    program: TracedProgram  # the description in the file
+    description: TracedProgram  # the description in the file: compiler, port, layer, sites, shape and dtype
     effect_of_sites: float | None  # largest change of the output by returning the sites; None if unchecked
 
 
@@ -128,12 +129,11 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
     generator = torch.Generator().manual_seed(0)
     shape = (request.inputs.batch_size, request.inputs.sequence_length, request.spec.hidden_size)
     states = torch.randn(shape, generator=generator).to(request.dtype)
-    # The arguments with which compilers run the layer.
     example = (states, request.inputs.attention_mask, request.inputs.position_ids)
     with torch.no_grad():
         taps = _find_taps(request, module, example, what=what)
-        program = TracedProgram(
-            program=_COMPILERS[request.backend],
+        traced = TracedProgram(
+            program=_COMPILERS[request.backend],  # name of the compiler
             port=request.target.name,
             port_digest=request.target.source_digest,
             layer=request.layer,
@@ -143,17 +143,18 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
             model=ModelFingerprint.of(reader, request.spec, range(request.layer, request.layer + 1)),
             versions=library_versions(),
         )
-        _compile(SitesAsOutputs(module, taps, what=what).eval(), example, program, output, what=what)
+        _compile(SitesAsOutputs(module, taps, what=what).eval(), example, traced, output, what=what)
         effect = (
-            _effect_of_sites(module, example, program, output, what=what) if request.checks_capture else None
+            _effect_of_sites(module, example, traced, output, what=what) if request.checks_capture else None
         )
-    return Trace(program=program, effect_of_sites=effect)
+    return Trace(description=traced, effect_of_sites=effect)
 
 
 def _load_module(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
     """Build and load the port's module on the CPU, where compilers want it."""
     module = request.target.build(request.spec, request.layer, dtype=request.dtype)
     with ReadingPool(torch.get_num_threads()) as pool:
+        # Weights for the CPU are not sent anywhere: there is nothing to wait for.
         loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
         tensors = LayerTensors.open(reader, request.spec, request.layer, request.dtype)
         request.target.load(module, tensors, request.spec, loader=loader)
@@ -169,8 +170,8 @@ def _find_taps(
     always = (Site.INPUT, Site.OUTPUT)
     taps: dict[Site, Tap] = {site: tap for site, tap in exposure.taps.items() if site not in always}
     with Recorder(module, taps, keep=copy_on_device) as recorder:
-        step = "Try it with mm2-test single-layer first; see --debug for the traceback."
-        with port_errors(f"{what} failed while it ran", activity=f"running {what}", next_step=step):
+        next_step = "Try it with mm2-test single-layer first; see --debug for the traceback."
+        with port_errors(f"{what} failed while it ran", activity=f"running {what}", next_step=next_step):
             result = module(*(tensor.clone() for tensor in example))
     # Checked before compilation: a compiler would print its graph first.
     find_output(result, tuple(example[0].shape), what=what)
@@ -184,17 +185,17 @@ def _find_taps(
 
 
 def _effect_of_sites(
-    module: nn.Module, example: tuple[torch.Tensor, ...], program: TracedProgram, output: Path, *, what: str
+    module: nn.Module, example: tuple[torch.Tensor, ...], traced: TracedProgram, output: Path, *, what: str
 ) -> float:
     """Return the largest change of the output by returning the sites, for which a compiler may fuse less."""
-    bare_program = replace(program, sites=())
+    bare = replace(traced, sites=())
     bare_path = output.with_name(f".{output.name}.{os.getpid()}.bare")
     try:
-        _compile(SitesAsOutputs(module, {}, what=what).eval(), example, bare_program, bare_path, what=what)
-        bare_output = load_program(bare_path, bare_program)(*example)[0]
+        _compile(SitesAsOutputs(module, {}, what=what).eval(), example, bare, bare_path, what=what)
+        bare_output = load_program(bare_path, bare)(*example)[0]
     finally:
         bare_path.unlink(missing_ok=True)
-    output_beside_sites = load_program(output, program)(*example)[0]
+    output_beside_sites = load_program(output, traced)(*example)[0]
     difference = (output_beside_sites.double() - bare_output.double()).abs()
     difference[output_beside_sites.isnan() & bare_output.isnan()] = 0
     return float(difference.nan_to_num(nan=_INFINITE, posinf=_INFINITE).max())

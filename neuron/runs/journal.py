@@ -24,7 +24,7 @@ _SCHEMA_VERSION = 1
 
 
 class Journal:
-    """The probes of one port on one golden, which `description` names; made by `open_journal`."""
+    """The probes of one bisection; `description` holds all that their results depend on, such as port and golden."""
 
     def __init__(self, directory: Path, description: Description, probes: tuple[Probe, ...]) -> None:
         self._directory = directory

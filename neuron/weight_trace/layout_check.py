@@ -1,7 +1,8 @@
 """Layout check: findings from the layouts of a port's tensors, before the port has run.
 
 A port tensor is a tensor that the port's module holds. A source tensor is a tensor of the checkpoint's layer; its kind
-is the same for all experts: `q_proj`, `w1`.
+is the same for all experts: `q_proj`, `w1`. Of a layout, `origin` says what landed at each element of the port tensor,
+and a segment is neighbouring rows or columns that one source tensor fills.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def _count(layouts: Sequence[TensorLayout], sources: SourceTensors) -> dict[Sour
     counts = torch.zeros(sources.size, dtype=torch.int16)
     for layout in layouts:
         for chunk in layout.origin.numbers.reshape(-1).split(ELEMENTS_AT_ONCE):
+            # Numbers of source elements; negative ones mark constant, computed and untraced elements.
             landed = chunk[chunk >= 0]
             counts.index_add_(0, landed, torch.ones(len(landed), dtype=torch.int16))
     return {source: counts[source.start : source.start + source.size] for source in sources.all}
@@ -157,6 +159,7 @@ def _lands(sources: Sequence[SourceTensor]) -> str:
 def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFinding]:
     """Yield orders of experts other than by number, within a port tensor or over modules numbered by expert."""
     orders: dict[tuple[int, ...], list[TensorLayout]] = {}
+    # Tensors of one name pattern, in the order of their names, and the numbers of the experts that they hold.
     for group, experts in expert_orders(layouts):
         if list(experts) != sorted(experts):
             orders.setdefault(experts, []).extend(group)

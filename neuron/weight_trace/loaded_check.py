@@ -2,7 +2,8 @@
 
 A conversion that only moves elements keeps their checksum, whatever their order. So no layout of the true size is
 traced. Instead, port tensors are grouped so that each group holds all source tensors of some kinds and nothing else.
-The checksum of a group must equal that of these source tensors.
+The checksum of a group must equal that of these source tensors. A *kind* is the last part of a source tensor's name,
+such as `q_proj` or `w1`; a *pattern* is a port tensor's name with `#` for each number, the same for all experts.
 """
 
 from __future__ import annotations

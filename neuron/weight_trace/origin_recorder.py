@@ -1,7 +1,8 @@
 """Origin recorder: collects, pass by pass, which source element landed at each element of one port tensor.
 
-`origin_tracer` lists the passes. An element is `gain · source + offset`: the passes of ones and twos give both. An
-element that is equal in these two passes is constant until a later pass changes it.
+A pass loads the port with a value for every source element, such as 1; `origin_tracer` lists the passes. Every source
+element has a number, which the passes of digits spell. An element is `gain · source + offset`: the passes of ones and
+twos give both. An element that is equal in these two passes is constant until a later pass changes it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MIN_COUNT_FACTOR, _MAX_COUNT_FACTOR = 0.7, 1.4
 
 
 def probe_values(source: SourceTensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return pseudo-random values in [1,2), float32, with as many bits as the tensor's dtype keeps."""
+    """Return pseudo-random values in [1,2] for source elements by number, float32, of the bits that `source` keeps."""
     return _float32_probe(numbers) if source.is_float32 else _bf16_probe(numbers)
 
 
@@ -45,12 +46,12 @@ def _bf16_probe(numbers: torch.Tensor) -> torch.Tensor:
 class OriginRecorder:
     """A record of what each pass shows of one port tensor.
 
-    It keeps the values of the first two passes, in the tensor's own dtype, and a number and flags for each element.
+    It keeps the values of the first two passes, in the tensor's own dtype, and flags and a source number per element.
 
     Args:
         part: The part of the port tensor that is traced.
-        ones: The port tensor after the pass in which every source element is 1.
-        twos: The port tensor after the pass in which every source element is 2.
+        ones: A copy of the port tensor after the pass in which every source element is 1: the next pass overwrites it.
+        twos: The port tensor, whole, after the pass in which every source element is 2.
     """
 
     def __init__(self, name: str, part: TensorPart, ones: Snapshot, twos: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ class WholeCaptures:
     folder: Path
 
     def golden(self, state: str, *, is_without_twins: bool = False) -> Path:
-        """Return the folder of the golden in one of `STATES`, with twins or with the floor's statistics alone."""
+        """Return the golden's folder, with twins or the floor's statistics alone; `judge` makes copies of it old."""
         certified = "_certified" if "certified" in state else ""
         return self.folder / f"{'stats' if is_without_twins else 'golden'}{certified}"
 

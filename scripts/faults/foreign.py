@@ -35,7 +35,8 @@ _MODULES = {
     "block_sparse_moe.gate": Site.ROUTER_LOGITS,
     "block_sparse_moe": Site.MOE_DELTA,
 }
-# The map of a user who knows that the dump of a layer is its whole output.
+# Of several outputs of a layer the tool dumps the first, which may lack the residual. So mm2 does not take it for the
+# site `output` until a map says that it is the whole output, as here.
 _MAP = 'sites: {output: "model.layers.{layer}"}\n'
 
 

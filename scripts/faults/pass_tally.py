@@ -60,7 +60,7 @@ class JoinedCounts:
 def give_pass_figures(
     cases: Sequence[Case], dumps: Sequence[DumpCase], joined: Sequence[JoinedCounts] = ()
 ) -> Iterator[Figure]:
-    """Count wrong things and those that pass: each run of a port is one, and each view of a dump.
+    """Count wrong things and those that pass: each run of a port is one, and each view (set of shown sites) of a dump.
 
     A port or dump is wrong if a mistake changes a shown site by two noise floors or more: right implementations may
     differ by less. Changes of one to two floors are counted apart, and so are ports that show their output alone.
@@ -100,7 +100,7 @@ def give_pass_figures(
 
 
 def _effect(case: Case) -> float:
-    """Return the effect of a layer's mistake in noise floors; a pair has the larger one of its two."""
+    """Return the effect of a layer's mistake in noise floors; of two planted at once (`halves`), the larger one."""
     if case.halves:
         return max(case.effects.get(site, 0.0) for sites in case.halves for site in sites)
     return case.effect if case.is_mistake else 0.0

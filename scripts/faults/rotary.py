@@ -1,4 +1,9 @@
-"""Mistakes of the rotary embedding."""
+"""Mistakes of the rotary embedding: each class overrides a step of the right arithmetic (`attention_stages`).
+
+`rotate` takes heads [B,heads,S,D] and positions [B,S]. It gives the first `rotary_width` dims of each head and the
+angles [B,1,S,width/2] to `turn`. Angles are positions times `frequencies`. `ladder(width, divisor, theta, …)` makes
+these: theta^(−dim ∕ divisor) for dims 0, 2, 4, … below `width`. `parameters` and `number` give a plant's parameters.
+"""
 
 from __future__ import annotations
 

@@ -13,24 +13,24 @@ _RIVALS = tuple(rule for rule in RULES if rule not in ("msprobe_both", "vllm_neu
 
 
 def render_table(cases: Sequence[Case]) -> str:
-    """Render a row for each mistake: cases, effect, findings of mm2, and findings of the other tools' rules."""
+    """Render a row for each mistake: cases, effect, findings of mm2 and of other tools' rules in shares such as 3/4."""
     rows = defaultdict(list)
     for case in cases:
         if case.is_mistake:
-            given = ", ".join(f"{name} {_short(value)}" for name, value in case.parameters.items())
-            rows[(case.mistake, given)].append(case)
+            parameters = ", ".join(f"{name} {_short(value)}" for name, value in case.parameters.items())
+            rows[(case.mistake, parameters)].append(case)
     head = ["mistake", "cases", "effect over floor", "found", "site", "black box", "named", *_RIVALS]
     lines = [_line(head), _line(["---"] * len(head))]
-    lines += [_row(name, given, found) for (name, given), found in rows.items()]
+    lines += [_row(name, parameters, of_row) for (name, parameters), of_row in rows.items()]
     return "\n".join(lines)
 
 
-def _row(name: str, given: str, cases: Sequence[Case]) -> str:
-    """Render the row of one mistake; `given` is its parameters."""
+def _row(name: str, parameters: str, cases: Sequence[Case]) -> str:
+    """Render the row of one mistake with these parameters."""
     effects = sorted(case.effect for case in cases)
     above = [case for case in cases if case.is_above_floor]
     cells = [
-        f"`{name}` {given}".strip(),
+        f"`{name}` {parameters}".strip(),
         str(len(cases)),
         f"{effects[0]:.2g} to {effects[-1]:.2g}",
         _share([case.is_detected for case in cases]),
