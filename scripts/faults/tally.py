@@ -1,4 +1,8 @@
-"""Tally: figures of the cases with the goals of BENCHMARKS.md, and the cases that went wrong."""
+"""Tally: figures of the cases with the goals of BENCHMARKS.md, and the cases that went wrong.
+
+A case is one layer of one run, judged with all sites shown and as a black box, by its output alone. Above the floor: a
+mistake that changes more than noise at one of its sites. Distinguishable: one that does so at the layer's output.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
     if pairs:
         yield Figure.plain("pairs_above_floor", len(pairs))
         yield Figure.share("both_of_a_pair_named_%", [case.is_pair_blamed for case in pairs], at_least=99)
-    asked = [case for case in cases if case.named is not None]
+    asked = [case for case in cases if case.named is not None]  # the diagnosis ran; it may have named nothing
     if asked:
         yield from _naming_figures(asked)
     if clean:
@@ -132,7 +136,7 @@ def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
 
 
 def _rule_figures(rule: str, above: Sequence[Case], clean: Sequence[Case]) -> Iterator[Figure]:
-    """Yield the mistakes and the right layers that a rule of another tool calls different."""
+    """Yield the mistakes and the right layers of which another tool's rule calls a site, or the output, different."""
     for word, group in (("detected", above), ("false_alarms", clean)):
         if group:
             yield Figure.share(f"{rule}_{word}_%", [bool(case.rivals[rule]) for case in group])
