@@ -1,8 +1,8 @@
-"""Squares: squared norms of token rows, kept apart for massive channels and ordinary ones.
+"""Squares: the squared norm of each token's values, kept apart for massive channels and ordinary ones.
 
 A massive channel's RMS is over 20 times the median channel's; its error would hide the errors of all others.
 
-T tokens, F channels.
+T tokens, F channels. A row is the values of one token, [F].
 """
 
 from __future__ import annotations
