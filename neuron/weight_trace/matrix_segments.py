@@ -1,5 +1,6 @@
 """Matrix segments: a matrix of source numbers, read as neighbouring rows or columns of source tensors.
 
+A source number tells which element of the checkpoint's layer landed in the port's weight; negative ones, that none did.
 R rows and C columns of the matrix. A *line* is a row, or a column if the matrix holds a source tensor transposed.
 """
 

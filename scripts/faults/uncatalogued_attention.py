@@ -1,6 +1,7 @@
 """Mistakes of attention that the diagnosis has no name for, but mm2 must find; numbers in them are arbitrary.
 
 Each overrides a stage of the right layer, `Arithmetic`; `edit` changes the hub's tensors before they are fused.
+`tap` shows a site: it gets the site's name and value, and returns the value.
 """
 
 from __future__ import annotations
