@@ -47,7 +47,7 @@ class Squares:
         return Squares(ordinary=ordinary, massive=massive)
 
     def plus(self, other: Squares, *, factor: torch.Tensor | float) -> Squares:
-        """Return self + `factor` · other, at least 0; the factor, perhaps negative, is one number or one per token [T]."""
+        """Return self + `factor` · other, at least 0; the factor may be negative: one number, or one per token [T]."""
         return Squares(
             ordinary=(self.ordinary + factor * other.ordinary).clamp(min=0.0),
             massive=(self.massive + factor * other.massive).clamp(min=0.0),

@@ -190,7 +190,7 @@ class Target(ABC):
     def _name_weights(
         self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, ranks: Ranks | None
     ) -> dict[str, Weight]:
-        """Return a layer's weights, read or not, by the module's names, in a new dict, which `WeightLoader.load` empties."""
+        """Return a layer's weights, read or not, by the module's names, in a dict that `WeightLoader.load` empties."""
         convert = self._conversion(module)
         if convert is None:
             return {name: unchanged(tensors, name) for name in tensors}
