@@ -20,7 +20,7 @@ def main() -> NoReturn:
     """Run this process's command line, and exit with the code of its verdict."""
     descriptor = os.environ.pop(RECORD_VARIABLE, None)
     if descriptor is not None:
-        # This process is a rank: `launch_ranks` started it, and supervises it by the record.
+        # This process is a rank: `launch_ranks` started it, and supervises it by the record. The call does not return.
         run_supervised(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
     sys.exit(supervise(_run_command, sys.argv[1:]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from minimax_tools.errors import format_count
 from minimax_tools.machine.size import format_size
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
@@ -28,11 +29,10 @@ def render_report(report: RunReport) -> str:
         )
     if report.effects is not None and not _list_changed(report):
         num_checked = len(report.effects)
-        plural = "" if num_checked == 1 else "s"
         # A resumed run checks only the layers that it runs itself.
         earlier = f"; the others of {report.num_layers} ran before" if num_checked < report.num_layers else ""
         canvas.line(
-            f"recording the sites changes no bit of the output of {num_checked} layer{plural}{earlier}"
+            f"recording the sites changes no bit of the output of {format_count(num_checked, 'layer')}{earlier}"
         )
     if report.profile:
         canvas.gap()

@@ -102,7 +102,9 @@ GROUPS: tuple[FigureGroup, ...] = (
     FigureGroup("bf16", measure_offload, _OFFLOAD),
     FigureGroup("fp8", measure_packed, _PACKED),
     FigureGroup("fp8", measure_stream, _stream_names("")),
-    FigureGroup("fp8", partial(measure_stream, floor="stats", suffix="_stats"), _stream_names("_stats")),
+    FigureGroup(
+        "fp8", partial(measure_stream, noise_floor="stats", suffix="_stats"), _stream_names("_stats")
+    ),
     FigureGroup(None, measure_packed_large, ("peak_anonymous_packed_over_fp8_layer",)),
     FigureGroup(None, measure_split, (*_split_names("qwen2"), *_split_names("minimax_m2"))),
 )

@@ -81,10 +81,10 @@ def combine_settings(
 ) -> list[Setting]:
     """List all combinations of shapes, seeds, lengths and the golden's implementations."""
     return [
-        Setting(shape=shape, seed=seed, lengths=rows, attention=attention, experts=experts)
+        Setting(shape=shape, seed=seed, lengths=prompt_lengths, attention=attention, experts=experts)
         for shape in shapes
         for seed in seeds
-        for rows in lengths
+        for prompt_lengths in lengths
         for attention, experts in IMPLEMENTATIONS
     ]
 

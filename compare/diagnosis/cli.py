@@ -1,4 +1,4 @@
-"""The command `mm2-diagnose`: names the known mistake that explains a layer's output."""
+"""The command `mm2-diagnose`: names the known mistakes that explain a port's errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(
     lists_catalogue: bool,
     as_json: bool,
 ) -> None:
-    """Name the known mistake that explains a device run's layers, from their outputs alone.
+    """Name the known mistake that explains a device run's layers, or its sites outside the layers.
 
     Exits with 0 if nothing differs, with 1 if the port does, whether its mistake is named or not.
 

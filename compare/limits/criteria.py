@@ -28,7 +28,7 @@ class ClassicLimits:
 
     max_abs_diff: float = 0.01  # largest difference allowed, in units of the site
     mean_abs_diff: float = 0.001  # largest mean difference allowed, in units of the site
-    close_fraction: float = 0.95  # smallest share of close elements allowed, from 0 to 1
+    close_fraction: float = 0.95  # smallest share of close elements (see `Criteria`) allowed, from 0 to 1
     cosine_similarity: float = 0.99  # smallest value allowed
     pearson_correlation: float = 0.99  # smallest value allowed
 

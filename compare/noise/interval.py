@@ -27,7 +27,7 @@ def rho_interval(
     """Compute the interval of ρ = sqrt(Σ error / Σ floor), on the logarithm of ρ.
 
     `error` and `floor` are squares per token, [T]; `places` [T,2] are the tokens' rows (prompts) and positions. None
-    with two tokens or fewer, and if a sum without one group is 0.
+    with two tokens or fewer, and if a sum without one group is 0 or not finite.
     """
     groups = _groups(places)
     num_groups = int(groups.max()) + 1 if groups.numel() else 0

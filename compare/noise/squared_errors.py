@@ -1,8 +1,8 @@
-"""Squares: squared norms of token rows, kept apart for massive channels and ordinary ones.
+"""Squares: the squared norm of each token's values, kept apart for massive channels and ordinary ones.
 
 A massive channel's RMS is over 20 times the median channel's; its error would hide the errors of all others.
 
-T tokens, F channels.
+T tokens, F channels. A row is the values of one token, [F].
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Squares:
         return Squares(ordinary=ordinary, massive=massive)
 
     def plus(self, other: Squares, *, factor: torch.Tensor | float) -> Squares:
-        """Return self + `factor` · other, at least 0; the factor is one number, or one per token [T]."""
+        """Return self + `factor` · other, at least 0; the factor may be negative: one number, or one per token [T]."""
         return Squares(
             ordinary=(self.ordinary + factor * other.ordinary).clamp(min=0.0),
             massive=(self.massive + factor * other.massive).clamp(min=0.0),

@@ -82,7 +82,7 @@ def _open_model(capture: Capture, model: str, stack: ExitStack) -> GoldenModel:
 def _run_checks(capture: Capture, model: GoldenModel | None, progress: Progress) -> list[Check]:
     same_model = _check_model(capture, model)
     manifest_checks = [_check_complete(capture), _check_versions(capture), _check_dtypes(capture), same_model]
-    # A reader that also checks what it reads: `checked.checks()` returns the faults found on the way.
+    # A reader that also checks what it reads: `checked.checks()` gives the results.
     checked = CheckedCapture(capture)
     inputs = checked.read_inputs()
     model_differs = same_model.outcome is Outcome.FAILED
@@ -148,7 +148,7 @@ def find_broken_versions(versions: Mapping[str, str]) -> list[str]:
 
 
 def _version_key(version: str) -> tuple[tuple[int, ...], bool]:
-    """Return a key to sort versions by; a pre-release, such as 5.23.0.dev0 or 5.23rc1, comes before its release."""
+    """Return a key to sort versions by: other texts first, a pre-release, such as 5.23.0.dev0, before its release."""
     match = re.match(r"(\d+(?:\.\d+)*)(\.?(?:dev|a|b|rc)\d+)?", version)
     if match is None:
         return (), False

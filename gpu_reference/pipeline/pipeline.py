@@ -6,7 +6,8 @@ The layers' forward passes follow one another; everything else runs on all ranks
 - It passes its hidden states on as soon as its last layer has run.
 - Only then it measures noise floors, digests and writes.
 
-A rank whose memory does not hold its slice streams it instead, floors included, and the ranks behind it wait.
+A rank whose memory does not hold its slice streams it instead, one layer in memory, floors included, and the ranks
+behind it wait. `Streaming` is the engine of both: `holds_part` says that all layers of the slice are kept.
 
 The batch goes from rank to rank whole. In parts, as by `torch.distributed.pipelining`, it would be computed by other
 matrix products: cuBLAS and oneDNN choose kernels by the number of rows, and do not promise the same bits.
@@ -50,8 +51,8 @@ from minimax_tools.ranks.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
-# Key under which the rank of layer 0 publishes where it wrote that layer's input.
-_FIRST_INPUT = "first_input"
+# Key under which the rank of layer 0 publishes where it wrote that layer's input, the embedding's output.
+_LAYER_0_INPUT = "first_input"
 
 
 def capture_by_ranks(
@@ -76,12 +77,12 @@ def capture_by_ranks(
                 rank_run.run()
             # Wait until the next rank has received all.
             ranks.flush()
-            parts = _exchange_manifests(ranks, writer.manifest)
+            manifests = _exchange_manifests(ranks, writer.manifest)
         if ranks.rank == 0:
             # From here on, the loss of another rank does not matter.
             ranks.settle()
-            for part in parts:
-                writer.add_part(part)
+            for manifest in manifests:
+                writer.add_part(manifest)
             _require_whole(writer.manifest, golden.request.run, directory)
             writer.finish()
     # The other ranks wait here until rank 0 is done.
@@ -103,7 +104,7 @@ class _RankRun:
         self._writer = writer
         self._step = step
         streaming = golden.request.streaming
-        assert streaming is not None, "a slice is streamed"
+        assert streaming is not None, "a slice runs by `Streaming`, held or not"
         assert streaming.part is not None, "a slice is part of a plan"
         self._streaming: Streaming = streaming
         self._golden_writer = golden.make_writer(writer, _PublishedProgress(ranks))
@@ -213,7 +214,7 @@ class _RankRun:
         self._golden_writer.write_layer(layer, captured, device)
         if layer == 0:
             entry = self._stored_entry(0, Site.INPUT)
-            self._ranks.publish(_FIRST_INPUT, encode(entry))
+            self._ranks.publish(_LAYER_0_INPUT, encode(entry))
 
     def _write_model(
         self, captured: Mapping[ModelSite, torch.Tensor], hidden_states: torch.Tensor | None
@@ -229,7 +230,7 @@ class _RankRun:
         """Read the first layer's input, once the rank of that layer has written it."""
         if 0 in self._writer.complete_layers:
             return self._read_stored(0, Site.INPUT)
-        entry = decode(Entry, self._ranks.wait_for(_FIRST_INPUT))
+        entry = decode(Entry, self._ranks.wait_for(_LAYER_0_INPUT))
         return read_shared(self._writer.directory, self._writer.manifest, entry)
 
     def _read_stored(self, layer: int, site: Site) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The steps of a plan: the work of each rank, as far as it is not stored yet."""
+"""The steps of a plan: the work of each rank, as far as it is not stored yet; and the check of a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minimax_tools.partition.stage import Stage
 class Step:
     """The work of one rank."""
 
-    layers: range  # layers to run; may be none
+    layers: range  # layers to run: the stage's, from the first that is not stored; may be none
     runs_head: bool  # whether the final norm and the lm_head run
     source: str  # source of the first layer's input: `tokens`, `stored`, or `rank` for the rank before
     passes_on: bool  # whether the next rank needs the output

@@ -106,8 +106,8 @@ def train_command(
 ) -> None:
     """Train a small MiniMax-M2 on text, and write a checkpoint with held-out prompts.
 
-    transformers' model is trained in float32 on the CPU (extra golden). The same seed, torch version and number of
-    threads give the same weights.
+    transformers' model is trained in float32 on the CPU (extra golden). The same text, --steps, seed, torch version and
+    number of threads give the same weights.
 
     Example: mm2-split train --output learned --text prose --minutes 10
     """

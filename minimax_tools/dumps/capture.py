@@ -2,6 +2,7 @@
 
 `formats` lists the pieces in its files, `site_finder` finds the sites among them, `row_finder` tells real tokens from
 padding, `assembly` puts a site's real tokens together, and `rows` lays them out as a batch of B prompts and length S.
+A pass is one forward pass of the dumped run, `step` its label; the passes of a group continue the same prompts.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         input_ids: torch.Tensor | None = None,
     ) -> None:
         super().__init__(found.dump.directory, found.sites)
-        self.found = found  # the sites, and the passes to read
+        self.found = found  # the sites, and the groups of passes to read
         self._names = names
         self._assembly = DumpAssembly(found=found)
         self._rows = find_rows(self._assembly, names, mask=mask, input_ids=input_ids)
@@ -154,7 +155,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return None if self._mask is None else self._mask.to(torch.int64)
 
     def read_input_ids(self) -> torch.Tensor | None:
-        """Read the dump's token ids, int64 [B,S]; None if it holds none, or does not tell real tokens."""
+        """Read the dump's token ids, int64 [B,S]; None if a pass lacks them, or nothing tells real tokens."""
         found_site = self.found.sites.get((None, INPUT_IDS))
         steps = {step for group in self.found.passes for step in group}
         if (
@@ -180,7 +181,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def _read(self, found_site: FoundSite, *, what: str, has_heads_dim: bool) -> torch.Tensor:
         if self._rows is None or self._mask is None:
-            # Nothing tells which rows are real: the first pass counts, as it lies.
+            # Nothing tells which tokens are real: the first pass is read alone, and as it lies.
             return self._assembly.read_pass(found_site, self.found.passes[0][0], what=what)
         kind = TokenKind.HEADS if has_heads_dim else TokenKind.CHANNELS
         tokens = self._assembly.read_tokens(found_site, self._rows, kind=kind, what=what)

@@ -1,4 +1,4 @@
-"""LegacyLayout: the tensors in a folder of `.pt` files, and the shape of its batch."""
+"""LegacyLayout: the tensors in a folder of `.pt` files that scripts before mm2 wrote, and the shape of its batch."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tup
     try:
         first = operator.index(record.get(first_key, named.get(first_key)))
         last = operator.index(record.get(last_key, named.get(last_key)))
-    except TypeError:
+    except TypeError:  # no number, or not a whole one
         raise CaptureError(
             f"{files.directory / name} does not say which layer it holds",
             expected=f"a whole number under {last_key}",

@@ -17,7 +17,7 @@ from minimax_tools.dumps.place import SitePlace
 from minimax_tools.dumps.placed_capture import SiteKey
 from minimax_tools.dumps.schedule import Schedule
 from minimax_tools.dumps.tensor_file import read_tensor
-from minimax_tools.dumps.usual_names import HEAD_INPUT, UsualPlaces, usual_layout, usual_sources
+from minimax_tools.dumps.usual_names import HEAD_INPUT, SumOfPlaces, usual_layout, usual_places
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded, SiteLayout
 from minimax_tools.model.sites import ModelSite, Site
@@ -81,7 +81,7 @@ def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, Fo
         return {}
     has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
     sites: dict[SiteKey, FoundSite] = {}
-    for site, sources in usual_sources(dump.format, has_fused_residuals=has_pairs).items():
+    for site, sources in usual_places(dump.format, has_fused_residuals=has_pairs).items():
         if site in names.sites:
             continue
         for source in sources:
@@ -121,8 +121,8 @@ class _Finder:
         self._by_module = by_module
         self._wanted = wanted
 
-    def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
-        """Return the site's terms, by layer and site, where all are held; `source` has a place for each term."""
+    def find(self, site: Site | ModelSite | str, source: SumOfPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
+        """Return the site's terms in each layer that holds all of them; `source` has a place for each term."""
         terms = [self._find_place(site, place) for place in source]
         return {
             (layer, site): tuple(of_place[layer] for of_place in terms)
@@ -267,7 +267,7 @@ def _missing_ranks(term: SiteTerm, num_ranks: int) -> set[int]:
 
 
 def _names_nothing(
-    names: NameMap, site: Site | ModelSite | str, source: UsualPlaces, modules: Iterable[str]
+    names: NameMap, site: Site | ModelSite | str, source: SumOfPlaces, modules: Iterable[str]
 ) -> CaptureError:
     known = word_modules(modules)
     wanted = source[0].path

@@ -1,7 +1,7 @@
 """Usual names: places of MiniMax-M2's sites under the module names of the hub, transformers and NxDI.
 
-Of a site's places, the first that a dump holds counts; a place may be a sum of several terms. Facts that differ
-between models of a tool, such as the widths of a fused projection, need a user's map.
+Of a site's places, the first that a dump holds counts; one of them may be a sum of several. `place` explains their
+notation. Facts that differ between models of a tool, such as the widths of a fused projection, need a user's map.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from minimax_tools.dumps.place import SitePlace
 from minimax_tools.model.site_layouts import Replicated, Sharded, SiteLayout
 from minimax_tools.model.sites import ModelSite, Site
 
-# Places of a site's terms, which are added up; most often one.
-UsualPlaces = tuple[SitePlace, ...]
+# Places whose tensors are added up; most often one.
+SumOfPlaces = tuple[SitePlace, ...]
 
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
 # The input of the final norm: the last layer's output.
@@ -30,6 +30,7 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
     Site.V_PROJ: (f"{_LAYER}.self_attn.v_proj", f"{_LAYER}.self_attn.qkv_proj.v_proj"),
     Site.Q_NORM: (f"{_LAYER}.self_attn.q_norm",),
     Site.K_NORM: (f"{_LAYER}.self_attn.k_norm",),
+    # Rotated queries and keys have no usual place: no module returns them.
     Site.ATTN_CONTEXT: (f"{_LAYER}.self_attn.o_proj:input",),
     Site.ATTN_DELTA: (f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.self_attn"),
     Site.ATTN_RESIDUAL: (f"{_LAYER}.post_attention_layernorm:input",),
@@ -78,28 +79,28 @@ _NXDI_QUERIES = f"{_LAYER}.self_attn.qkv_proj:output[0]"
 _SPLIT_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, Site.ATTN_CONTEXT)
 
 
-def usual_sources(
+def usual_places(
     format_name: str, *, has_fused_residuals: bool
-) -> Mapping[Site | ModelSite | str, tuple[UsualPlaces, ...]]:
-    """Return the places of every site, and of token ids and mask, the likeliest first.
+) -> Mapping[Site | ModelSite | str, tuple[SumOfPlaces, ...]]:
+    """Return the places of each site, the likeliest first; also of token ids, mask and `HEAD_INPUT`.
 
     Args:
         format_name: The dump's format.
         has_fused_residuals: Whether norms return the residual stream beside the normed value.
     """
-    sources: dict[Site | ModelSite | str, tuple[UsualPlaces, ...]] = {
+    places: dict[Site | ModelSite | str, tuple[SumOfPlaces, ...]] = {
         site: tuple((SitePlace.parse(name),) for name in names) for site, names in _NAMES.items()
     }
     if format_name == "nxdi":
         # Its fused projection returns queries, keys and values apart; the capture keeps the first.
-        sources[Site.Q_PROJ] += ((SitePlace.parse(_NXDI_QUERIES),),)
+        places[Site.Q_PROJ] += ((SitePlace.parse(_NXDI_QUERIES),),)
     if has_fused_residuals:
         for site, names in _FUSED_PAIRS.items():
-            sources[site] = tuple(tuple(SitePlace.parse(name) for name in terms) for terms in names)
+            places[site] = tuple(tuple(SitePlace.parse(name) for name in terms) for terms in names)
     if format_name == "vllm-neuron":
         # It keeps the first of several outputs: only the model's author knows whether that is a layer's whole output.
-        sources[Site.OUTPUT] = ()
-    return sources
+        places[Site.OUTPUT] = ()
+    return places
 
 
 def usual_layout(site: Site | ModelSite | str) -> SiteLayout:

@@ -11,7 +11,7 @@ from minimax_tools.errors import UsageError
 
 
 def read_yaml(path: Path) -> Any:
-    """Read the value of a YAML file: dicts, lists, strings, numbers, booleans and None.
+    """Read the value of a YAML file: dicts, lists, strings, numbers, booleans, None, or what else YAML has, as dates.
 
     Raises:
         UsageError: The file cannot be read, is not YAML, or names a key twice.

@@ -80,7 +80,7 @@ class Run:
         ValueError: The sites are not in execution order, or repeat.
     """
 
-    name: str  # name of the capture directory, unique for the host
+    name: str  # name of the capture directory, such as `single_layer_7`
     span: Span  # the layers that run
     mode: Mode  # source of each layer's input
     sites: tuple[Site, ...]  # sites of every layer to keep, in execution order
@@ -139,7 +139,7 @@ class Run:
         return decode_fields(cls, {**record, "span": span})
 
     def __str__(self) -> str:
-        decoded = f", last {self.decode_rows} rows of each prompt decoded" if self.decode_rows else ""
+        decoded = f", last {self.decode_rows} tokens of each prompt decoded" if self.decode_rows else ""
         return f"{self.name} ({self.mode}, {self.span}{decoded})"
 
 

@@ -1,4 +1,4 @@
-"""Results: what a comparison found, as values that add up; nothing here computes or prints."""
+"""Results: values that a comparison found, from a site's figures to the whole. Nothing here judges or prints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SiteStatus(TextEnum):
     FAIL = "fail"
     NOT_EXPOSED = "not exposed"  # by the port
     NOT_CAPTURED = "not captured"  # by the golden
-    NOT_JUDGED = "not judged"  # the run stopped before it, or no token was left to judge
+    NOT_JUDGED = "not judged"  # the run stopped before it, no token was left, or the criteria leave it out
 
     @property
     def is_compared(self) -> bool:

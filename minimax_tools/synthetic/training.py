@@ -1,6 +1,7 @@
 """Training of a small MiniMax-M2: AdamW on next tokens. Only the load of the experts moves the router's bias.
 
-With the same options, seed, text, torch and number of threads the weights are the same bit for bit.
+With the same options, text, torch and number of threads the weights are the same bit for bit; with `minutes`, only if
+the speed gives as many steps.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ class TrainingOptions:
     """Options of a training."""
 
     num_steps: int | None  # number of steps; None if `minutes` is given
-    # Training time in minutes; None if `num_steps` is given. The speed of the first steps tells how many steps
-    # fit.
+    # Training time in minutes; None if `num_steps` is given. The speed of the first steps tells how many fit.
     minutes: float | None
     batch_size: int  # number of rows of a step
     seq_len: int  # number of tokens of a row

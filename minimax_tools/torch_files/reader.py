@@ -23,8 +23,8 @@ _PIECE_BYTES = 16 << 20
 class PickledReader(CheckpointReader):
     """Reader of single tensors of `.bin` files, as `CheckpointReader` is of safetensors.
 
-    Opening reads names, shapes, dtypes and places, and no storage. Of a view only its own elements are read. Reading
-    takes at most 16 MiB besides the tensor. A tensor that fills its storage is checked against the file's checksum.
+    Opening reads names, shapes, dtypes and places, and no storage. Reading takes the bytes from a tensor's first to its
+    last element, and at most 16 MiB besides the tensor. A storage read whole, at once, is checked by its checksum.
 
     Args:
         path: A checkpoint's folder, or a single `.bin`, `.pt` or `.pth` file.
@@ -40,7 +40,7 @@ class PickledReader(CheckpointReader):
         super().__init__(index.folder, index=index)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor on the CPU in the dtype it was saved with; only its own elements are read.
+        """Return the tensor on the CPU in the dtype it was saved with.
 
         The memory is new and contiguous. An expanded tensor, which repeats its elements, stays a view: so a small
         file cannot demand much memory.

@@ -40,7 +40,7 @@ class RankCut:
 
     @classmethod
     def of_heads(cls, heads: Sequence[Head], *, head_dim: int, dim: int) -> RankCut:
-        """Build the part that holds some heads, each of `head_dim` indices."""
+        """Build the part that holds some heads, each of `head_dim` indices; None stands for a head of padding."""
         runs: list[IndexRun] = []
         for place, head in enumerate(heads):
             if head is None:

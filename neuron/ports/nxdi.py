@@ -4,7 +4,7 @@ NxDI stands for that package, NxD for neuronx-distributed, on which it is built.
 boolean mask [B,1,S,S], and holds weights in NxDI's layout. NxDI's config of a model (InferenceConfig) holds its config
 of the device (NeuronConfig): `NxdiTarget` builds both, of the classes that the port's module names. `NxdiLayer`
 translates between the layer and the target protocol. Written against NxDI 0.9 and 0.10.
-B batch, S rows of this pass, P rows of past, H hidden.
+B batch, S tokens of this pass, P tokens of the past, H hidden.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ class NxdiLayer(nn.Module):
             TargetError: NxD was set to compute on another device than that of the states.
         """
         self._refuse_other_device(hidden_states.device)
-        num_rows = hidden_states.shape[1]
-        causal = torch.ones(num_rows, num_rows, dtype=torch.bool, device=attention_mask.device).tril()
+        num_tokens = hidden_states.shape[1]
+        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=attention_mask.device).tril()
         is_real = attention_mask.bool()[:, None, None, :]
-        active_mask = causal & is_real[..., -num_rows:]
+        active_mask = causal & is_real[..., -num_tokens:]
         self._neuron_config.is_prefill_stage = past_key_value is None
         keywords: dict[str, Any] = {"attention_mask": active_mask}
         if past_key_value is not None:
-            # NxDI has two masks: one for the past, one for the rows of this pass.
-            past_mask = is_real[..., :-num_rows].expand(-1, -1, num_rows, -1)
+            # NxDI has two masks: one for the past, one for the tokens of this pass.
+            past_mask = is_real[..., :-num_tokens].expand(-1, -1, num_tokens, -1)
             keywords = {
                 "attention_mask": past_mask,
                 "active_mask": active_mask,
@@ -148,7 +148,7 @@ class NxdiTarget(Target):
         """Import the class behind `nxdi:`.
 
         Raises:
-            UsageError: No port follows the prefix.
+            UsageError: What follows the prefix has neither of the two `forms`.
             TargetError: NxDI is not installed, or the port cannot be imported.
         """
         if not name.startswith(PREFIX):
@@ -192,7 +192,7 @@ class NxdiTarget(Target):
         options = {
             "tp_degree": tp_degree,
             "moe_tp_degree": tp_degree,
-            "torch_dtype": torch.get_default_dtype(),
+            "torch_dtype": torch.get_default_dtype(),  # `Target.build` sets it to the run's dtype
             "router_config": {"act_fn": config.scoring_func, "dtype": torch.float32},
             **getattr(self.module, OPTIONS, {}),
             **getattr(self.layer_class, OPTIONS, {}),

@@ -83,13 +83,13 @@ class Target(ABC):
 
     @property
     def fills_storage(self) -> bool:
-        """True if weights are known to be read in place, with no second layer in memory."""
+        """True if weights are known to be read straight into the module, with no second layer in memory."""
         return False
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int | None:
-        """Return the number of experts that run together, on a lazy device in one graph; None if unknown."""
+        """Return the number of experts that run together, on a lazy device (XLA) in one graph; None if unknown."""
         return None
 
     def require_traceable(self, backend: Backend) -> None:  # noqa: B027 - most targets are one program
@@ -173,7 +173,7 @@ class Target(ABC):
         loader: WeightLoader,
         ranks: Ranks | None = None,
     ) -> dict[str, Weight]:
-        """Begin to read a layer's weights while `module` computes with those of another.
+        """Return a layer's weights for `load`, and begin to read them while `module` computes with another's.
 
         Raises:
             CheckpointError: A tensor cannot be read.
@@ -190,7 +190,7 @@ class Target(ABC):
     def _name_weights(
         self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, ranks: Ranks | None
     ) -> dict[str, Weight]:
-        """Return a layer's weights by the module's names, in a new dictionary, which `WeightLoader.load` empties."""
+        """Return a layer's weights, read or not, by the module's names, in a dict that `WeightLoader.load` empties."""
         convert = self._conversion(module)
         if convert is None:
             return {name: unchanged(tensors, name) for name in tensors}

@@ -85,9 +85,9 @@ class GoldenInputs:
         return {site: self.golden.read(layer, site) for site in self._border_sites()}
 
     def past(self, layer: int) -> KeyValues | None:
-        """Read rotated keys and values of all rows, [B,K,S,D] each, to the CPU.
+        """Read rotated keys and values of all tokens, [B,K,S,D] each, to the CPU.
 
-        None where no rows are decoded, and in a chained run, which decodes from its own keys and values.
+        None where no token is decoded, and in a chained run, which decodes from its own keys and values.
         """
         if not self.run.decode_rows or self.run.mode is not Mode.ISOLATED:
             return None

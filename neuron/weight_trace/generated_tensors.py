@@ -1,4 +1,4 @@
-"""Generated tensors: a layer's tensors, each made on access. So a layer of true size never lies in memory."""
+"""Generated tensors: stand-ins for a layer's tensors, each made on access, that are traced through a port's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeTensor = Callable[[str], torch.Tensor]
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each made anew at every access."""
+    """Tensors by name, each made anew at every access: so a layer of true size never lies in memory."""
 
     def __init__(self, names: Collection[str], make: MakeTensor) -> None:
         self._names = names

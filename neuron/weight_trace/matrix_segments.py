@@ -1,5 +1,6 @@
 """Matrix segments: a matrix of source numbers, read as neighbouring rows or columns of source tensors.
 
+A source number tells which element of the checkpoint's layer landed in the port's weight; negative ones, that none did.
 R rows and C columns of the matrix. A *line* is a row, or a column if the matrix holds a source tensor transposed.
 """
 
@@ -61,7 +62,7 @@ def _read_side_by_side(
 
 
 def _read_lines(grid: _Grid, sources: SourceTensors) -> list[LayoutSegment]:
-    """Read the segments of a matrix whose lines each hold one row of one source."""
+    """Read the segments of a matrix whose lines each hold elements of one row of one source."""
     source, num_lines = grid.source[:, 0], len(grid.source)
     cuts = (source[1:] != source[:-1]).nonzero().flatten().add(1).tolist()
     if len(cuts) >= MAX_SEGMENTS:
@@ -151,5 +152,5 @@ class _Grid:
 
     @property
     def has_whole_rows(self) -> bool:
-        """True if every line holds one row of one source."""
+        """True if every line holds elements of one row of one source alone, or of no source."""
         return bool(((self.source == self.source[:, :1]) & (self.row == self.row[:, :1])).all())

@@ -2,8 +2,9 @@
 
     python -m device.timed_sweep sweep|bare|bare-loading MODEL GOLDEN OUTPUT
 
-`bare` runs all layers with the weights of layer 0, `bare-loading` loads each layer's. Prints one JSON object: seconds
-from the open device to the last layer, how many of these were spent compiling, and for a sweep its numbers of graphs.
+`bare` runs all layers with the weights of layer 0, `bare-loading` loads each layer's. Prints one JSON object: seconds,
+the seconds spent compiling, and for a sweep its numbers of graphs. A sweep is timed as a whole, a bare loop from its
+first layer on: the golden's inputs are read before, and for `bare` the weights too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mistakes in reading FP8 weights, which need an FP8 checkpoint."""
+"""Mistakes in reading FP8 weights, which need an FP8 checkpoint, and one that rounds activations to FP8."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ScaleAveraged(Fp8Mistake):
 
 
 class Clipped(Fp8Mistake):
-    """Codes are clipped to the range of another format."""
+    """Codes, of up to ±448, are clipped to the range of another format, such as ±240."""
 
     def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return super().weight(codes.clamp(-self.number("limit"), self.number("limit")), scale)
@@ -92,7 +92,7 @@ class Activations(Arithmetic):
     """Inputs of the experts' products are rounded to FP8, with a scale for each 128 channels of a token."""
 
     def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
-        return round_to_fp8(super().activated(round_to_fp8(tokens), slab))
+        return round_to_fp8(super().activated(round_to_fp8(tokens), slab))  # slab: experts computed at once
 
 
 def spread(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,8 @@
-"""Tally: figures of the cases with the goals of BENCHMARKS.md, and the cases that went wrong."""
+"""Tally: figures of the cases with the goals of BENCHMARKS.md, and the cases that went wrong.
+
+A case is one layer of one run, judged with all sites shown and as a black box, by its output alone. Above the floor: a
+mistake that changes more than noise at one of its sites. Distinguishable: one that does so at the layer's output.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
     if pairs:
         yield Figure.plain("pairs_above_floor", len(pairs))
         yield Figure.share("both_of_a_pair_named_%", [case.is_pair_blamed for case in pairs], at_least=99)
-    asked = [case for case in cases if case.named is not None]
+    asked = [case for case in cases if case.named is not None]  # the diagnosis ran; it may have named nothing
     if asked:
         yield from _naming_figures(asked)
     if clean:
@@ -85,15 +89,16 @@ def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator
         )
     # Runs in which a right layer fails beside a wrong one.
     misled = {case.run for case in cases if case.kind == "right" and case.is_detected}
-    placed = [bool(case.blamed) and case.run not in misled for case in detected]
-    yield Figure.share("layer_named_%", placed, at_least=100)
+    is_layer_named = [bool(case.blamed) and case.run not in misled for case in detected]
+    yield Figure.share("layer_named_%", is_layer_named, at_least=100)
     yield Figure.share("site_named_%", [case.is_site_named for case in detected], at_least=99)
-    alone = [case.is_blame_confined and case.run not in misled for case in detected]
-    yield Figure.share("nothing_else_blamed_%", alone, at_least=99)
-    seen = [case for case in above if case.is_distinguishable]
-    yield Figure.plain("distinguishable_by_output", len(seen))
+    is_confined = [case.is_blame_confined and case.run not in misled for case in detected]
+    yield Figure.share("nothing_else_blamed_%", is_confined, at_least=99)
+    distinguishable = [case for case in above if case.is_distinguishable]
+    yield Figure.plain("distinguishable_by_output", len(distinguishable))
     yield Figure.share("black_box_detected_%", [case.black_box_detected for case in above])
-    yield Figure.share("black_box_detected_of_distinguishable_%", [case.black_box_detected for case in seen])
+    by_output = [case.black_box_detected for case in distinguishable]
+    yield Figure.share("black_box_detected_of_distinguishable_%", by_output)
     below = [case for case in cases if case.is_mistake and not case.is_above_floor]
     yield Figure.plain("mistakes_below_floor", len(below))
     yield Figure.share("detected_below_floor_%", [case.is_detected for case in below])
@@ -132,9 +137,9 @@ def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
 
 
 def _rule_figures(rule: str, above: Sequence[Case], clean: Sequence[Case]) -> Iterator[Figure]:
-    """Yield the mistakes and the right layers that a rule of another tool calls different."""
+    """Yield the mistakes and the right layers of which another tool's rule calls a site, or the output, different."""
     for word, group in (("detected", above), ("false_alarms", clean)):
         if group:
             yield Figure.share(f"{rule}_{word}_%", [bool(case.rivals[rule]) for case in group])
-            alone = ["output" in case.rivals[rule] for case in group]
-            yield Figure.share(f"{rule}_black_box_{word}_%", alone)
+            by_output = ["output" in case.rivals[rule] for case in group]
+            yield Figure.share(f"{rule}_black_box_{word}_%", by_output)

@@ -1,4 +1,8 @@
-"""Mistakes of attention that the diagnosis has no name for, but mm2 must find; numbers in them are arbitrary."""
+"""Mistakes of attention that the diagnosis has no name for, but mm2 must find; numbers in them are arbitrary.
+
+Each overrides a stage of the right layer, `Arithmetic`; `edit` changes the hub's tensors before they are fused.
+`tap` shows a site: it gets the site's name and value, and returns the value.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +106,7 @@ class OldestForgotten(Arithmetic):
     """The first token of a prompt was overwritten in the cache: later passes do not see it."""
 
     def visible(self, mask: torch.Tensor, num_queries: int) -> torch.Tensor:
-        is_first = (mask.cumsum(-1) == 1) & mask.bool()
+        is_first = (mask.cumsum(-1) == 1) & mask.bool()  # [B, past and present tokens]
         is_query = torch.zeros_like(is_first)
         is_query[:, -num_queries:] = True
         # A pass that holds the first token still sees it: only a later pass reads it from the cache.
@@ -142,6 +146,7 @@ class ResidualGarbage(Arithmetic):
 
 
 _plant = partial(Plant, kind=Kind.UNCATALOGUED)
+# Name, wrong sites, class. `decodes`: it is also planted in decoded tokens alone; `prefills=False`: only there.
 PLANTS = (
     _plant("head_zero", (Site.Q_PROJ,), HeadZero),
     _plant("output_head_zero", (Site.ATTN_DELTA,), OutputHeadZero),

@@ -72,7 +72,7 @@ def measure_dequantising(bench: LoadingBench) -> Iterator[Figure]:
 
 
 def measure_stream(
-    bench: LoadingBench, checkpoint: Checkpoint, *, floor: str = "full", suffix: str = ""
+    bench: LoadingBench, checkpoint: Checkpoint, *, noise_floor: str = "full", suffix: str = ""
 ) -> Iterator[Figure]:
     """Yield the time of a whole streamed, cold golden over its bound, the longer of two times; `suffix` ends the names.
 
@@ -80,7 +80,7 @@ def measure_stream(
     - The golden without its reads: the same command on a warm cache, whose reader leaves out the matrices from the
       third layer on.
     """
-    options = ("--stream", "on", "--prefetch", "--noise-floor", floor)
+    options = ("--stream", "on", "--prefetch", "--noise-floor", noise_floor)
     runs: list[ProbeResult] = []
     ratios, idle_s, read_s = [], [], []
     for _ in range(bench.scale.rounds):

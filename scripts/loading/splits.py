@@ -41,7 +41,7 @@ def split(
     num_tokens: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Load and run the three components; return seconds to load, tokens per second, and a digest of the logits."""
+    """Load and run a model cut before the layers `split_points`; return figures, and a digest of the logits."""
     began_s = time.perf_counter()
     bottom, trunk, top = ModelFactory.create_split_models(
         model_type, model, *split_points, device="cpu", low_memory=low_memory

@@ -1,6 +1,6 @@
 """SiteCase: one site outside the layers, from two captures and the checkpoint, by which mistakes are judged.
 
-B batch, S sequence, T judged tokens, H hidden, C judged columns of the vocabulary, F channels: H or C.
+B batch, S sequence, T real tokens or those judged, H hidden, C judged columns of the vocabulary, F channels: H or C.
 """
 
 from __future__ import annotations
@@ -112,25 +112,25 @@ class ModelCases:
         )
         if _lacks_input(golden_inputs, site) or _lacks_input(port_inputs, site):
             return "its input is not held"
-        golden_rows, port_rows = self._judged_values(golden, site), self._judged_values(port, site)
+        golden_values, port_values = self._site_values(golden, site), self._site_values(port, site)
         is_usable = self._is_held(site, has_norm=has_norm)
-        for inputs, rows in ((golden_inputs, golden_rows), (port_inputs, port_rows)):
-            is_usable &= _is_finite(rows) & _is_finite(inputs.states) & _is_finite(inputs.normed)
+        for inputs, values in ((golden_inputs, golden_values), (port_inputs, port_values)):
+            is_usable &= _is_finite(values) & _is_finite(inputs.states) & _is_finite(inputs.normed)
         if not bool(is_usable.any()):
             return "no token of it is held and finite"
         indices = is_usable.nonzero()[:, 0]
         # Spread as if they were one prompt.
         indices = indices[spread_tokens(len(indices), [len(indices)], _MOST_TOKENS[site])]
         golden_inputs, port_inputs = _select(golden_inputs, indices), _select(port_inputs, indices)
-        num_lost = int((~port_rows.isfinite().all(dim=-1)).sum())
+        num_lost = int((~port_values.isfinite().all(dim=-1)).sum())
         lost = f"{num_lost} tokens hold NaN or Inf and were left out: no mistake of the catalogue makes any"
         return SiteCase(
             site=site,
             inputs=port_inputs,
-            port=port_rows[indices],
+            port=port_values[indices],
             correct=_CORRECT[site](port_inputs),
             noise=SiteNoise.measure(
-                golden_rows[indices], _CORRECT[site](golden_inputs), rounding=_ROUNDING[self._dtype]
+                golden_values[indices], _CORRECT[site](golden_inputs), rounding=_ROUNDING[self._dtype]
             ),
             is_through_norm=site is ModelSite.LOGITS and not has_norm,
             notes=(lost,) if num_lost else (),
@@ -155,11 +155,11 @@ class ModelCases:
             dtype=self._dtype,
             token_ids=ids,
             all_token_ids=ids,
-            previous=torch.where(is_continued, indices - 1, -1),
+            previous=torch.where(is_continued, indices - 1, -1),  # the prompt's token before; -1 for none
             states=self._read_states(side),
         )
         if has_norm and ModelSite.FINAL_NORM in side.model_sites():
-            normed = self._judged_values(side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM)
+            normed = self._site_values(side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM)
         elif inputs.states is not None:
             normed = inputs.rounded(norm_states(inputs))
         else:
@@ -173,25 +173,25 @@ class ModelCases:
             return None
         return self._batch.rows(side.read(self._last_layer, Site.OUTPUT), Site.OUTPUT).float()
 
-    def _judged_values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
+    def _site_values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
         """Return a site's real tokens, float32 [T,F]; at the logits the judged columns alone."""
-        rows = self._batch.rows(tensor, site)
-        return (rows[:, self._columns] if site is ModelSite.LOGITS else rows).float()
+        values = self._batch.rows(tensor, site)
+        return (values[:, self._columns] if site is ModelSite.LOGITS else values).float()
 
     def _is_held(self, site: ModelSite, *, has_norm: bool) -> torch.Tensor:
         """Decide for each real token whether the port holds the site and its input: bool [T]."""
         needed = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
         is_held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
         for needed_site in needed:
-            rows = self._target.held_tokens(needed_site)
-            if rows is not None:
-                is_held &= self._batch.tokens(rows)
+            held = self._target.held_tokens(needed_site)  # bool [B,S]; None for all tokens
+            if held is not None:
+                is_held &= self._batch.tokens(held)
         return is_held
 
 
-def _is_finite(rows: torch.Tensor | None) -> torch.Tensor:
+def _is_finite(values: torch.Tensor | None) -> torch.Tensor:
     """Decide for each token of [T,F] whether its values are finite; tensors that are not held exclude none."""
-    return torch.tensor(True) if rows is None else rows.isfinite().all(dim=-1)
+    return torch.tensor(True) if values is None else values.isfinite().all(dim=-1)
 
 
 def _lacks_input(inputs: ModelInputs, site: ModelSite) -> bool:

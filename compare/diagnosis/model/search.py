@@ -78,7 +78,7 @@ def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float)
 
 def _fit_amplitude(case: SiteCase, prediction: torch.Tensor, leaves: float) -> tuple[float, float]:
     """Return the factor on the predicted error that fits the port's best, and its ratio to its uncertainty."""
-    variance = case.noise.widened(prediction.nan_to_num(nan=0.0))
+    variance = case.noise.widened(prediction.nan_to_num(nan=0.0))  # of the noise, by channel: [F]
     predicted, error = (prediction - case.correct).double(), (case.port - case.correct).double()
     is_predicted = predicted.isfinite().all(dim=-1)
     predicted, error = predicted[is_predicted], error[is_predicted]

@@ -154,7 +154,7 @@ def test_saved_run_that_decoded_nothing_is_not_shown_as_one_that_did(
     assert run(*common).exit_code == 0
     result = run(*common, "--decode", 2, "--skip-compile")
     assert result.exit_code == 3
-    assert "last 2 rows of each prompt decoded" in result.stderr
+    assert "last 2 tokens of each prompt decoded" in result.stderr
 
 
 def test_mistake_of_a_decode_step_is_not_seen_without_decoding(decode: Any) -> None:
