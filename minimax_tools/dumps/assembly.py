@@ -95,14 +95,14 @@ class DumpAssembly:
         wanted = [
             (prompt, stretch) for prompt, stretches in enumerate(rows.stretches) for stretch in stretches
         ]
-        num_rows = {} if self.found.schedule is None else self.found.schedule.num_rows
+        num_tokens = {} if self.found.schedule is None else self.found.schedule.num_tokens
         tokens = {}
         for step in dict.fromkeys(stretch.step for _, stretch in wanted):
             in_pass = f"{what} in pass {step}"
             flat, token_shape = _flatten(self.read_pass(site, step, what=in_pass), kind, in_pass)
             for prompt, stretch in wanted:
                 if stretch.step == step:
-                    taken = take_stretch(flat, stretch, num_rows=num_rows.get(step), what=in_pass)
+                    taken = take_stretch(flat, stretch, num_rows=num_tokens.get(step), what=in_pass)
                     # Cloned, so that the pass's whole tensor is freed.
                     tokens[prompt, stretch.start] = taken.reshape(len(taken), *token_shape).clone()
         return torch.cat([tokens[key] for key in sorted(tokens)])  # by prompt, and by position in it

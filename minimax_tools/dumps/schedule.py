@@ -92,8 +92,8 @@ class Schedule:
     """The passes of a dump, joined along the prompts."""
 
     stretches: Mapping[str, tuple[Stretch, ...]]  # of each request, from its first token on, without gaps
-    # Rows of each pass, padding included; a pass whose record has `ends` is left out.
-    num_rows: Mapping[str, int]
+    # Tokens of each pass, padding included; a pass whose record has `ends` is left out.
+    num_tokens: Mapping[str, int]
 
     @classmethod
     def of(cls, passes: Iterable[PassRecord]) -> Schedule:
@@ -115,7 +115,7 @@ class Schedule:
             _refuse_gaps(request, stretches)
         return cls(
             stretches=joined,
-            num_rows={record.step: len(record.positions) for record in passes if not record.ends},
+            num_tokens={record.step: len(record.positions) for record in passes if not record.ends},
         )
 
     @property

@@ -125,8 +125,7 @@ class LayerExecutor:
         self.setup.budget.require(self.footprint.activation_bytes, f"what layer {request.layer} computes")
         stopwatch.mark_loaded()
         exposure = self._find_exposure(module, request, what=what)
-        # A row is here a token of this pass, at the same place in all prompts: the shape is [B,S].
-        batch_shape = (layer_input.batch_size, layer_input.num_rows)
+        batch_shape = (layer_input.batch_size, layer_input.num_columns)  # [B,S]
         assembly = RankAssembly(runtime=self.runtime, exposure=exposure, batch_shape=batch_shape, what=what)
         # Golden values at the border of the component to run: they replace what the port computes there.
         border = {site: assembly.cut(site, tensor) for site, tensor in request.border.items()}

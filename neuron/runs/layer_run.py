@@ -1,7 +1,6 @@
 """A single run of a layer: its input, request and result.
 
-A row is here a position in all sequences of the batch, not a sequence: a pass computes S rows, after P earlier ones,
-the past.
+A column is one index along the padded length of the batch. A pass computes S columns, after P earlier ones, the past.
 B batch, H hidden, K kv heads, D head_dim.
 """
 
@@ -22,21 +21,21 @@ from neuron.runs.layer_times import LayerTimes
 class LayerInput:
     """The input of one forward pass of a layer, on the CPU."""
 
-    hidden_states: torch.Tensor  # hidden states [B,S,H] of this pass's rows
-    attention_mask: torch.Tensor  # mask [B,P+S] of 0/1, the past's rows first
-    position_ids: torch.Tensor  # positions [B,S] of this pass's rows
-    # Rotated keys and values of earlier rows, [B,K,P,D] each; None without earlier rows.
+    hidden_states: torch.Tensor  # hidden states [B,S,H] of this pass's columns
+    attention_mask: torch.Tensor  # mask [B,P+S] of 0/1, the past's columns first
+    position_ids: torch.Tensor  # positions [B,S] of this pass's columns
+    # Rotated keys and values of earlier columns, [B,K,P,D] each; None without earlier columns.
     past: KeyValues | None = None
 
     def __post_init__(self) -> None:
         num_past = 0 if self.past is None else self.past[0].shape[2]
-        expected = (self.batch_size, num_past + self.num_rows)
+        expected = (self.batch_size, num_past + self.num_columns)
         if tuple(self.attention_mask.shape) != expected:
             raise ValueError(f"the mask is {list(self.attention_mask.shape)}, expected {list(expected)}")
 
     @classmethod
     def of(cls, hidden_states: torch.Tensor, inputs: Inputs) -> LayerInput:
-        """Build the input of one pass over all rows of a batch."""
+        """Build the input of one pass over all columns of a batch."""
         return cls(
             hidden_states=hidden_states,
             attention_mask=inputs.attention_mask,
@@ -49,17 +48,17 @@ class LayerInput:
         return self.hidden_states.shape[0]
 
     @property
-    def num_rows(self) -> int:
-        """The number S of rows of this pass."""
+    def num_columns(self) -> int:
+        """The number S of columns of this pass."""
         return self.hidden_states.shape[1]
 
-    def first(self, num_rows: int) -> LayerInput:
-        """Return the input of the first rows alone; only without a past."""
-        assert self.past is None, "rows with a past are not cut"
+    def first(self, num_columns: int) -> LayerInput:
+        """Return the input of the first columns alone; only without a past."""
+        assert self.past is None, "columns with a past are not cut"
         return LayerInput(
-            hidden_states=self.hidden_states[:, :num_rows],
-            attention_mask=self.attention_mask[:, :num_rows],
-            position_ids=self.position_ids[:, :num_rows],
+            hidden_states=self.hidden_states[:, :num_columns],
+            attention_mask=self.attention_mask[:, :num_columns],
+            position_ids=self.position_ids[:, :num_columns],
         )
 
 
@@ -85,6 +84,6 @@ class LayerRun:
     not_exposed: tuple[Site, ...]  # the sites asked for that the port does not expose
     # Dtypes of the router gate and of the correction bias as loaded, as far as they are found.
     router_dtypes: Mapping[str, str]
-    # Rotated keys and values of these rows, [B,K,S,D] each; None unless `keeps_past` was asked for.
+    # Rotated keys and values of this pass's columns, [B,K,S,D] each; None unless `keeps_past` was asked for.
     key_values: KeyValues | None = None
     times: LayerTimes = field(default_factory=LayerTimes)  # time by phase

@@ -124,7 +124,7 @@ def _run_once(module: PlantedLayer, layer_input: LayerInput) -> LayerRun:
         output, (keys, values) = module(
             layer_input.hidden_states, layer_input.attention_mask, layer_input.position_ids, layer_input.past
         )
-    count = layer_input.num_rows
+    count = layer_input.num_columns
     shape = (layer_input.batch_size, count)
     tensors = {site: shape_to_batch(site, tensor, shape) for site, tensor in recorder.tensors.items()}
     # `keys` and `values` begin with the past: the run keeps those of its own tokens.
