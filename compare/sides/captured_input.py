@@ -1,7 +1,8 @@
 """CapturedInput: where a layer's input comes from: the golden, another layer's output, or unknown.
 
 It decides by which limits the layer is judged: with the golden's input (isolated), its error is its own; with another
-layer's output (chained), it inherits an error.
+layer's output (chained), it inherits an error, unless the golden can be computed on the port's own input (`port_input`).
+Of a layer whose input is unknown, sites that differ stay undecided.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class CapturedInput:
 
     known: tuple[Site, ...]  # sites whose values the layer was given, by the golden or by another layer
     error: InputError | None = None  # of an input that is another layer's output; None for the golden's own
-    is_recorded: bool = True  # whether both sides hold the input; if not, nothing was checked
+    is_recorded: bool = True  # whether both sides hold the input, in one shape; if not, nothing was checked
 
     @property
     def is_inherited(self) -> bool:
@@ -39,7 +40,8 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
     """Read the input of the target's layer.
 
     Raises:
-        IncomparableError: The input is neither the golden's nor another layer's output, or mm2's own capture lacks it.
+        IncomparableError: The input is neither the golden's nor another layer's output, or one of two
+            captures of mm2 lacks it.
     """
     known: list[Site] = []
     input_error: InputError | None = None
@@ -48,7 +50,6 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
         pair = sides.read_rows(layer, site)
         if pair is None and site is Site.INPUT:
             _refuse_unrecorded(sides, layer)
-            # Another tool's dump may lack it.
             return CapturedInput(known=(), is_recorded=False)
         if pair is not None and not _is_same(*pair):
             input_error = measure_input_error(*pair)
@@ -93,7 +94,9 @@ def _repeats_the_layer_before(target: CaptureSource, layer: int) -> bool:
         before = target.read_model(ModelSite.EMBEDDING)
     else:
         return False
-    return torch.equal(target.read(layer, Site.INPUT), before)
+    values = target.read(layer, Site.INPUT)
+    # A layer may have put out NaN: the next layer's input repeats that too.
+    return values.shape == before.shape and _is_same(before, values)
 
 
 def _may_come_from_unseen_layers(target: CaptureSource, layer: int, input_error: InputError) -> bool:
@@ -104,7 +107,7 @@ def _may_come_from_unseen_layers(target: CaptureSource, layer: int, input_error:
 
 
 def _refuse_unrecorded(sides: Sides, layer: int) -> None:
-    """Refuse mm2's own captures without a layer's input; accept a dump of another tool."""
+    """Refuse if both captures are mm2's own. A dump of another tool may lack a layer's input."""
     sources = (sides.reference, sides.target)
     if any(source.known_description is None for source in sources):
         return

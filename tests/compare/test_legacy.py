@@ -178,6 +178,19 @@ class TestDeviceRun:
         # Each puts out three times what a right layer makes of a third of what it was fed.
         assert (exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [1, 2, 3])
 
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_token_that_is_not_finite_from_a_layer_on_fails_that_layer(
+        self, golden: Path, source: Capture, command: Command, tmp_path: Path, value: float
+    ) -> None:
+        target = write_golden(tmp_path / "full_model", source)
+        for layer in range(1, NUM_LAYERS):
+            output = source.read(layer, Site.OUTPUT)
+            output[0, 3] = value
+            torch.save(output, target / f"layer_{layer}_output.pt")
+        exit_code, record = compare(command, golden, target)
+        assert (exit_code, record["verdict"]) == (1, "fail")
+        assert [blame["layer"] for blame in record["blame"]] == [1]
+
 
 class TestGolden:
     def test_old_golden_judges_an_old_run_without_a_floor(
