@@ -15,7 +15,7 @@ of an inspection:
 - `origin_recorder`: what each pass shows of one port tensor
 - `tensor_origin`: the source element of each element of a port tensor
 - `index_sequence`: rows or columns of a source tensor in the order in which a port tensor holds them
-- `layout_segment`: neighbouring rows or columns that one source tensor fills
+- `layout_segment`: rows or columns, neighbours or every nth, that one source tensor fills
 - `matrix_segments`: a matrix read as such segments
 - `tensor_layout`: the source tensors that a port tensor holds, as text too
 - `weight_finding`: one fault, or something that may be one

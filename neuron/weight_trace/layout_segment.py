@@ -1,4 +1,4 @@
-"""Layout segment: neighbouring rows or columns of a port tensor that one source tensor fills, or none does.
+"""Layout segment: rows or columns of a port tensor, neighbours or every nth, that one source tensor fills, or none.
 
 A source tensor is a tensor of the checkpoint's layer. A *line* is a row of the port tensor, or a column if the port
 holds the source tensor transposed.
@@ -14,17 +14,18 @@ from neuron.weight_trace.source_tensors import SourceTensor, word_kinds
 
 
 class Disorder(Enum):
-    """Kind of disorder in a segment that holds no whole rows or columns of a source tensor."""
+    """Kind of disorder in a segment whose elements do not lie in rows or columns of a source with one order."""
 
-    RESHAPED = "reshaped"  # all elements of one source tensor, in row or column order, under another shape
+    RESHAPED = "reshaped"  # all elements of one source tensor, flattened in row or column order and cut anew
     MIXED = "mixed"  # elements in no such order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSegment:
-    """Neighbouring lines of a matrix of a port tensor."""
+    """Lines of a matrix of a port tensor, or of a part of the matrix."""
 
-    lines: range  # numbers of the lines in the matrix, or in the part of it that `within` names
+    lines: range  # numbers of the lines; a step above 1 if sources take turns line by line
+    num_lines: int  # number of lines of the matrix, or of the part of it that `within` names
     # The source tensor whose rows the lines hold; None if they hold no rows of a single one.
     source: SourceTensor | None = None
     is_transposed: bool = False  # True if the port tensor's columns hold the source's rows
@@ -43,9 +44,9 @@ class LayoutSegment:
             sequence is None or sequence.is_ascending for sequence in (self.rows, self.columns)
         )
 
-    def as_text(self, num_lines: int) -> str:
-        """Return the segment as text, for a matrix of `num_lines` lines."""
-        position = f"{self.within}{self._word_lines(num_lines)}"
+    def as_text(self) -> str:
+        """Return the segment as text, such as `rows 0–63 q_proj`."""
+        position = f"{self.within}{self._word_lines()}"
         if self.source is None or self.rows is None or self.columns is None:
             return f"{position}{self.description}"
         text = f"{position}{word_kinds([self.source.kind])}"
@@ -57,12 +58,12 @@ class LayoutSegment:
             text += f", its columns {self.columns}"
         return text
 
-    def _word_lines(self, num_lines: int) -> str:
+    def _word_lines(self) -> str:
         """Return the lines as text, such as `rows 0–63 `; empty if the segment is all of the matrix or of its part."""
-        unit, lines = "columns" if self.is_transposed else "rows", self.lines
+        unit, lines = "column" if self.is_transposed else "row", self.lines
         if lines.step > 1:
-            return f"every {lines.step}th of the {unit} from {lines.start} "
-        if self.within or len(lines) == num_lines:
+            return f"one {unit} in {lines.step} from {unit} {lines.start}: "
+        if len(lines) == self.num_lines:
             return ""
         last = f"–{lines[-1]}" if len(lines) > 1 else ""
-        return f"{unit} {lines.start}{last} "
+        return f"{unit}s {lines.start}{last} "

@@ -1,4 +1,4 @@
-"""Matrix segments: a matrix of source numbers, read as neighbouring rows or columns of source tensors.
+"""Matrix segments: a matrix of source numbers, read as rows or columns of source tensors.
 
 A source number tells which element of the checkpoint's layer landed in the port's weight; negative ones, that none did.
 R rows and C columns of the matrix. A *line* is a row, or a column if the matrix holds a source tensor transposed.
@@ -74,29 +74,33 @@ def _read_lines(grid: _Grid, sources: SourceTensors) -> list[LayoutSegment]:
 
 
 def _read_segment(grid: _Grid, lines: range, sources: SourceTensors) -> LayoutSegment:
-    index = int(grid.source[lines.start, 0])
+    index, num_lines = int(grid.source[lines.start, 0]), len(grid.source)
     if index < 0:
-        return LayoutSegment(lines=lines, description=_NO_SOURCE[index])
+        return LayoutSegment(lines=lines, num_lines=num_lines, description=_NO_SOURCE[index])
     source = sources.all[index]
     chosen = slice(lines.start, lines.stop, lines.step)
     columns = grid.column[chosen]
     if not bool((columns == columns[:1]).all()):
         # The columns lie in another order in each line.
-        return _mixed_segment(lines, (source.kind,))
+        return _mixed_segment(lines, num_lines, (source.kind,))
     return LayoutSegment(
         lines=lines,
+        num_lines=num_lines,
         source=source,
         rows=IndexSequence(indices=grid.row[chosen, 0]),
         columns=IndexSequence(indices=columns[0]),
     )
 
 
-def _mixed_segment(lines: range, kinds: tuple[str, ...], *, has_computed: bool = False) -> LayoutSegment:
+def _mixed_segment(
+    lines: range, num_lines: int, kinds: tuple[str, ...], *, has_computed: bool = False
+) -> LayoutSegment:
     description = f"elements in no order of {word_kinds(kinds) or 'nothing of the checkpoint'}"
     if kinds and has_computed:
         description += " and computed values"
     return LayoutSegment(
         lines=lines,
+        num_lines=num_lines,
         description=description,
         disorder=Disorder.MIXED,
         disordered_kinds=kinds,
@@ -118,11 +122,12 @@ def _read_disorder(numbers: torch.Tensor, sources: SourceTensors) -> LayoutSegme
             if torch.equal(flat, candidate.flatten()):
                 return LayoutSegment(
                     lines=lines,
+                    num_lines=len(lines),
                     description=f"rows torn: {word_kinds(kinds)} {change}",
                     disorder=Disorder.RESHAPED,
                     disordered_kinds=kinds,
                 )
-    return _mixed_segment(lines, kinds, has_computed=bool((flat == COMPUTED).any()))
+    return _mixed_segment(lines, len(lines), kinds, has_computed=bool((flat == COMPUTED).any()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

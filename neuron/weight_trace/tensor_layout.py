@@ -131,10 +131,7 @@ def _word_layout(
     matrices: tuple[Matrix, ...], experts: tuple[int, ...], shape: torch.Size, *, is_stacked: bool
 ) -> str:
     """Return a layout of matrices [R,C] as text; `is_stacked` if a dim of the port tensor counts the matrices."""
-    texts = [
-        ", ".join(segment.as_text(shape[1] if segment.is_transposed else shape[0]) for segment in matrix)
-        for matrix in matrices
-    ]
+    texts = [", ".join(segment.as_text() for segment in matrix) for matrix in matrices]
     if len(matrices) == 1:
         return f"{texts[0]} of expert {experts[0]}" if experts else texts[0]
     each = "" if is_stacked else f" of {shape[0]} rows each"

@@ -9,7 +9,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.layout_check import check_layouts
 from neuron.weight_trace.source_tensors import SourceTensors
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
-from neuron.weight_trace.tensor_origin import TensorOrigin
+from neuron.weight_trace.tensor_origin import CONSTANT, TensorOrigin
 from neuron.weight_trace.weight_finding import WeightMistake
 
 SOURCES = SourceTensors.of(SyntheticModel().spec())
@@ -42,6 +42,24 @@ def test_tensors_side_by_side_are_in_order() -> None:
     layout = layout_of(torch.cat((keys, values), 1))
     assert all(segment.is_in_order for segment in layout.segments)
     assert layout.text == f"columns 0–{width - 1} k_proj, columns {width}–{2 * width - 1} v_proj"
+
+
+def test_each_of_four_blocks_has_its_columns_and_its_rows() -> None:
+    keys, values = numbers_of(K_PROJ), numbers_of(V_PROJ)
+    width, top = keys.shape[1], torch.cat((keys[:8], keys[8:12]))
+    left, right = torch.cat((top, values[:4])), torch.cat((values[4:16], keys[12:16]))
+    assert layout_of(torch.cat((left, right), 1)).text == (
+        f"columns 0–{width - 1} rows 0–11 k_proj, its rows 0–11, columns 0–{width - 1} rows 12–15 v_proj, its rows 0–3, "
+        f"columns {width}–{2 * width - 1} rows 0–11 v_proj, its rows 4–15, "
+        f"columns {width}–{2 * width - 1} rows 12–15 k_proj, its rows 12–15"
+    )
+
+
+def test_rows_with_padding_between_them_are_told_by_their_step() -> None:
+    keys = numbers_of(K_PROJ)
+    padded = torch.stack((keys, torch.full_like(keys, CONSTANT)), 1).flatten(0, 1)
+    text = "one row in 2 from row 0: k_proj, one row in 2 from row 1: nothing of the checkpoint"
+    assert layout_of(padded).text == text
 
 
 def test_a_reshaped_tensor_beside_another_is_found() -> None:
