@@ -72,7 +72,10 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     judged: Mapping[Site, SiteResult] = {site: judge.judge(site) for site in sites}
     # Without the layer's input, a site that differs may be wrong, or got a wrong input.
     is_decided = layer_input.is_recorded or sides.is_classic
-    results = judged if is_decided else leave_undecided(judged, sides.target)
+    results = dict(judged) if is_decided else leave_undecided(judged, sides.target)
+    if not is_decided and judge.has_contradictions:
+        # Experts that contradict the port's own logits are wrong, whatever the input was.
+        results[Site.ROUTER_EXPERTS] = judged[Site.ROUTER_EXPERTS]
     logger.info("Layer %d compared.", layer)
     recomputed = _judge_excused(results, layer, layer_input=layer_input, judge=judge, sides=sides)
     second_results = {site: again.result for site, again in recomputed.items()}
@@ -83,7 +86,7 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
         is_chained=layer_input.is_inherited,
         recomputed=second_results,
     )
-    located = results
+    located: Mapping[Site, SiteResult] = results
     if layer_input.is_inherited:
         blame = _blame_nonfinite(blame, results)
     else:

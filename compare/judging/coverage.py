@@ -1,7 +1,7 @@
 """Coverage: whether a layer's results prove anything.
 
-- A layer that passes is proved right by its end: the experts' sum, or the output, shows every mistake in it.
-- A failure is undecided if the layer's input was not captured: the input may be what differs.
+- A layer that passes is proved right by its end: the experts' sum, or the output, shows its mistakes.
+- A failure in another tool's dump is undecided if the dump lacks the layer's input: the input may be what differs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
-# Sites behind the experts; either shows every mistake of the layer.
+# Sites behind the experts; either shows the layer's mistakes. One in the last residual add does not show in
+# `moe_delta`; it shows in the next layer's input.
 _ENDS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
 def is_proved(results: Sequence[SiteResult]) -> bool:
     """Decide whether the end of a layer was judged; `results` are those of its sites, in execution order."""
     if not results:
-        # An older layout keeps only the end of a range of layers, and the layer there is judged.
+        # A range of layers in an older layout (`LegacyCapture`): its first layer holds an input alone, so nothing of it
+        # can be judged. The output of its last layer is.
         return True
     by_site = {Site(result.site): result for result in results}
     # A run of a component, such as attention, has neither of `_ENDS`: its last site is its end.
@@ -38,7 +40,8 @@ def leave_undecided(
     """Leave failures undecided, if the capture's format may omit inputs.
 
     `results` are those of a part (a layer, or what is outside the layers) whose input was not captured: the caller
-    checks that. NaN and wrong shapes still fail. A result that does not change is returned as the same object.
+    checks that. NaN, infinity, wrong shapes and missing sites still fail. A result that does not change is returned as
+    the same object.
     """
     if not target.may_omit_inputs:
         return dict(results)

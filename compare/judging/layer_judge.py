@@ -9,6 +9,7 @@ T real tokens of the batch, F channels of a site, k experts per token.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -152,12 +153,29 @@ class LayerJudge:
         judged = self.judge_choice(result, self._experts[0], noise)
         if judged.status is SiteStatus.FAIL:
             return judged
-        contradictions = find_contradictions(self._sides, self._layer, self._experts[1])
-        if contradictions is None or not bool(contradictions.any()):
+        if not self.has_contradictions:
             return judged
-        return replace(judged, status=SiteStatus.FAIL, reason=self._describe_contradictions(contradictions))
+        return replace(judged, status=SiteStatus.FAIL, reason=self._describe_contradictions())
 
-    def _describe_contradictions(self, contradictions: torch.Tensor) -> str:
+    @property
+    def has_contradictions(self) -> bool:
+        """True if the port's experts contradict its own logits: its own mistake, whatever its input.
+
+        Raises:
+            IncomparableError: The weights are another model's.
+            CheckpointError: They cannot be read.
+        """
+        return self._contradictions is not None and bool(self._contradictions.any())
+
+    @cached_property
+    def _contradictions(self) -> torch.Tensor | None:
+        if self._experts is None:
+            return None
+        return find_contradictions(self._sides, self._layer, self._experts[1])
+
+    def _describe_contradictions(self) -> str:
+        contradictions = self._contradictions
+        assert contradictions is not None, "there are contradictions"
         row, position = self._choice_places()[contradictions.nonzero()[0, 0]].tolist()
         return (
             f"{int(contradictions.sum())} of {len(contradictions)} tokens chose other experts than the port's own "

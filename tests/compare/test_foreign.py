@@ -437,6 +437,23 @@ class TestPartOfAModel:
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 1
 
+    def test_without_inputs_experts_that_contradict_the_own_logits_are_wrong(
+        self, toy: Path, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        source, mask = runs["swapped"], runs["swapped"].read_attention_mask()
+        logits, experts = source.read(2, Site.ROUTER_LOGITS), source.read(2, Site.ROUTER_EXPERTS)
+        text = 'sites: {router_experts: "layers.{layer}.mlp.chosen"}'
+        for module, values in (("mlp.router.linear_router", logits), ("mlp.chosen", experts)):
+            dumps.save_nxdi(tmp_path / "dump", f"layers.2.{module}", "output", dumps.padded(values, mask))
+        # Behind a wrong layer both differ, and agree with each other.
+        exit_code, record = compare(tmp_path / "dump", text, "--model", toy)
+        assert (exit_code, record["verdict"], record["blame"]) == (3, "incomparable", [])
+        worst = logits.argsort(dim=-1)[..., : experts.shape[-1]].to(experts.dtype)
+        dumps.save_nxdi(tmp_path / "dump", "layers.2.mlp.chosen", "output", dumps.padded(worst, mask))
+        exit_code, record = compare(tmp_path / "dump", text, "--model", toy)
+        assert (exit_code, record["verdict"]) == (1, "fail")
+        assert record["blame"][0]["sites"][-1] == "router_experts"
+
 
 class TestRows:
     def test_left_padding_is_cut_as_declared(
