@@ -42,18 +42,22 @@ class Tap:
         return cls(path=match["path"], point=match["point"] or "output", index=int(match["index"] or 0))
 
     def pick(self, value: Any) -> torch.Tensor | None:
-        """Return the tapped tensor of `value`, a submodule's inputs or outputs; None if there is no such tensor."""
+        """Return the tapped tensor; None if there is no such tensor.
+
+        `value` is a submodule's output as it was returned, or one tuple of its inputs, keyword arguments last.
+        """
         elements = value if isinstance(value, (tuple, list)) else (value,)
         element = elements[self.index] if self.index < len(elements) else None
         return element if isinstance(element, torch.Tensor) else None
 
     def put(self, value: Any, tensor: torch.Tensor) -> Any:
-        """Return `value` with the tapped element replaced; a list comes back as a tuple."""
+        """Return `value` with the tapped element replaced, if `pick` gives one; a list comes back as a tuple."""
         if not isinstance(value, (tuple, list)):
             return tensor
         elements = list(value)
         elements[self.index] = tensor
-        return tuple(elements)
+        # A named tuple's fields may be read by name behind the submodule.
+        return type(value)(*elements) if hasattr(value, "_fields") else tuple(elements)
 
     def __str__(self) -> str:
         return f"{self.path or '<layer>'}:{self.point}[{self.index}]"

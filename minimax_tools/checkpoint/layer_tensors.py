@@ -1,7 +1,8 @@
 """The tensors of a decoder layer as a mapping, each read from the checkpoint at its access.
 
-A port's `convert_state_dict` gets this mapping. It can be read, popped from, added to and copied like a dict, but a
-full-size layer (7 GB) never lies in memory.
+A port's `convert_state_dict` gets this mapping. It can be read, popped from and added to like a dict, and `copy` reads
+nothing. Each access reads one tensor. So a full-size layer (7 GB) lies in memory only if the port keeps all of it, as
+`dict(tensors)` does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader, find_scale
+from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader, check_range, find_scale
 from minimax_tools.checkpoint.transpose import copy_matrix
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.model.spec import ModelSpec
@@ -71,7 +72,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         )
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the checkpoint stores a tensor, whatever was set in its place."""
+        """Return the dtype in which the checkpoint stores a tensor, also after it was popped or replaced."""
         if name not in self._stored:
             raise self._unknown(name)
         return self._stored[name]
@@ -108,8 +109,10 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             self.reader.read_weight_into(self._full_name(name), out, rows=rows, columns=columns)
             return
         if rows is not None:
+            check_range(rows, value.shape[0], name=name, unit="rows")
             value = value[rows.start : rows.stop]
         if columns is not None:
+            check_range(columns, value.shape[1], name=name, unit="columns")
             value = value[:, columns.start : columns.stop]
         copy_weight(name, value, out)
 

@@ -138,7 +138,7 @@ class CheckpointReader:
         row_entry = entry if rows is None else _rows_of(entry, rows)
         shape = row_entry.shape
         if columns is not None:
-            _check_range(columns, entry.shape[1], name=name, unit="columns")
+            check_range(columns, entry.shape[1], name=name, unit="columns")
             shape = (shape[0], len(columns))
         _check_out(name, shape, out)
         _check_weight(entry)
@@ -280,11 +280,12 @@ class _Totals:
 
 def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
     """Return neighbouring rows of a stored tensor as an entry; raise ValueError if it has no such rows."""
-    _check_range(rows, entry.shape[0], name=entry.name, unit="rows")
+    check_range(rows, entry.shape[0], name=entry.name, unit="rows")
     return entry.narrow_rows(rows.start, len(rows))
 
 
-def _check_range(indices: range, size: int, *, name: str, unit: str) -> None:
+def check_range(indices: range, size: int, *, name: str, unit: str) -> None:
+    """Raise ValueError unless these are neighbouring `unit` (rows or columns) of a tensor that has `size` of them."""
     if indices.step != 1 or not 0 <= indices.start <= indices.stop <= size:
         raise ValueError(f"{name} has {size} {unit}, not {indices}")
 

@@ -27,7 +27,7 @@ class SliceDescription:
     has_embedding: bool | None  # True if it holds the embedding
     has_head: bool | None  # True if it holds the final norm and the lm_head
     source: str  # the checkpoint it was cut from: a folder as it was given, or a hub id
-    # sha256 of each tensor by name; None if it was not computed.
+    # The sha256 of each of its tensors by name, over the bytes as stored; None if it was not computed.
     tensors: Mapping[str, str | None] = field(repr=False)
 
     def write(self, folder: Path) -> None:
@@ -47,7 +47,8 @@ class SliceDescription:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             version = record["schema_version"]
-            description = decode(cls, record)
+            # Another version may have other fields. `decode` ignores the key of the version.
+            description = decode(cls, record) if version == SCHEMA_VERSION else None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder} holds no slice",
@@ -55,8 +56,11 @@ class SliceDescription:
                 found=str(error),
                 next_step="Make one: mm2-split extract.",
             ) from error
-        if version != SCHEMA_VERSION:
+        if description is None:
             raise CheckpointError(
-                f"{path} is of another version", expected=str(SCHEMA_VERSION), found=str(version)
+                f"{path} is of another version",
+                expected=str(SCHEMA_VERSION),
+                found=str(version),
+                next_step="Make the slice again: mm2-split extract.",
             )
         return description

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -58,6 +60,17 @@ def test_lone_tensor_is_its_first_element() -> None:
 
 def test_list_is_read_like_a_tuple() -> None:
     assert Tap(path="", index=1).pick([1, torch.ones(1)]) is not None
+
+
+class Output(NamedTuple):
+    states: torch.Tensor
+    weights: torch.Tensor
+
+
+def test_named_tuple_keeps_its_fields() -> None:
+    output = Output(states=torch.zeros(1), weights=torch.zeros(1))
+    changed = Tap(path="", index=1).put(output, torch.ones(1))
+    assert (changed.states.item(), changed.weights.item()) == (0.0, 1.0)
 
 
 def test_every_missing_submodule_is_named() -> None:

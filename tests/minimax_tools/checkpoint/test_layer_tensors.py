@@ -189,6 +189,15 @@ def test_reading_a_set_tensor_into_storage_copies_it(layer: LayerTensors) -> Non
     assert (out == 1.5).all()
 
 
+@pytest.mark.parametrize("rows", [range(70, 74), range(-3, -1), range(0, 72, 2)])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_rows_that_a_tensor_does_not_have_are_refused(rows: range, is_set: bool, layer: LayerTensors) -> None:
+    if is_set:
+        layer[EXPERT] = torch.ones(72, 160)
+    with pytest.raises(ValueError, match="has 72 rows"):
+        layer.read_into(EXPERT, torch.empty(len(rows), 160), rows=rows)
+
+
 @pytest.mark.parametrize(
     "value", [torch.ones(160), torch.ones(72, 160).to(torch.float8_e4m3fn)], ids=["shape", "fp8"]
 )
