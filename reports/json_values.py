@@ -1,4 +1,7 @@
-"""JSON values: values as plain JSON that every parser reads, without NaN and Infinity."""
+"""JSON values of reports: plain JSON that every parser reads, without NaN and Infinity.
+
+Reports are not read back; what mm2 reads again is written by `minimax_tools.json_codec`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from typing import Any
 
 
 def to_json(value: object) -> Any:
-    """Convert a value to JSON: dataclasses become objects, tuples lists, infinities `"inf"` or `"-inf"`, NaN null."""
+    """Convert a value to what `json.dumps` takes.
+
+    Dataclasses become objects, tuples lists, enums their values, infinities `"inf"` or `"-inf"`, NaN null. Any other
+    value is returned as it is.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

@@ -7,9 +7,10 @@ see an ordinary checkpoint in the hub's layout, of 187 shards.
 If --output lies on a file system without reflinks, root makes an XFS in a sparse file, mounted read-only on --output.
 A second call finds the checkpoint; after a restart of the machine it mounts the image again.
 
-The page cache takes clones for separate files: each is cold until it is read, as a shard of a true checkpoint. The
-image bypasses the cache of the file system below it. So reading 2 GB of a clone reads 2 GB from the disk, even right
-after its source (measured). Only a cache further below, such as that of a virtual machine's host, can merge clones.
+The page cache takes clones for separate files: each is cold until it is read, as a shard of a true checkpoint. If the
+loop device can (`is_read_directly` tells), the image bypasses the cache of the file system below it. So reading 2 GB of
+a clone reads 2 GB from the disk, even right after its source (measured). Only a cache further below, such as that of a
+virtual machine's host, can merge clones.
 
 Exit code 3 if it cannot run: not Linux, not root, no xfsprogs, loop mounts forbidden, too little disk.
 
@@ -132,7 +133,7 @@ def provide(request: Request, *, output: Path, image: Path | None) -> FullSizeCh
 
 
 def unmount_checkpoint(output: Path) -> tuple[Path, ...]:
-    """Unmount the image at `output` and keep its file; return the folder that was unmounted, if any.
+    """Unmount the image at `output`, remove the folder, keep the image; return the folder if it was mounted.
 
     Raises:
         CannotRunError: The image is in use.
@@ -167,7 +168,7 @@ def remove_checkpoint(output: Path, *, image: Path | None) -> tuple[Path, ...]:
 def _build_in_folder(request: Request, output: Path) -> None:
     plan, partial = request.plan(), _partial(output)
     require_room(output.parent, _disk_bytes(plan))
-    shutil.rmtree(partial, ignore_errors=True)  # left by a build that was killed
+    discard_partial(_default_image(output), scratch=partial)
     try:
         partial.mkdir()
         _write(request, plan, partial)

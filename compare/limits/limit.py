@@ -2,8 +2,10 @@
 
     limit = usual · exp(z · (spread + token_spread / √T))
 
-T is the number of tokens that the figure averages: with few, chance moves it further. z is the standard normal quantile
-of the allowed share: a comparison of many figures allows each of them a smaller share, so its limits are wider.
+T is the number of tokens judged: most figures are averages over them, and with few, chance moves these further. For the
+worst token or channel T is the same, and the caller divides the share by their number. The two spreads are added, as
+scripts/fit_limits.py fits them. z is the standard normal quantile of the allowed share: a comparison of many figures
+allows each of them a smaller share, so its limits are wider.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ class Limit:
         ValueError: `usual` is not above 0, a spread is below 0, or a value is not finite.
     """
 
-    usual: float  # median figure of the right implementation whose median is largest
-    spread: float = 0.0  # standard deviation of the figure's logarithm with many tokens
+    # Value that no limit falls below. As calibrated: mostly the median figure of the right implementation whose median
+    # is largest; for the worst token or channel the golden's own error times a margin; for `flipped_share` a
+    # probability.
+    usual: float
+    spread: float = 0.0  # at least the standard deviation of the figure's logarithm with many tokens
     token_spread: float = 0.0  # what chance adds to it with one token; T tokens: token_spread / √T
 
     def __post_init__(self) -> None:
@@ -39,7 +44,7 @@ class Limit:
                 raise ValueError(f"{name} must be at least 0, found {value:g}")
 
     def at(self, *, num_tokens: int, share: float) -> float:
-        """Compute the limit that a figure over `num_tokens` of a right port exceeds in a `share` of the cases."""
+        """Compute the limit that a right port's figure, of `num_tokens` judged, exceeds in a `share` of the cases."""
         deviation = self.spread + self.token_spread / math.sqrt(max(num_tokens, 1))
         return self.usual * math.exp(quantile(share) * deviation)
 
@@ -49,7 +54,7 @@ class Limit:
 
 
 def quantile(share: float) -> float:
-    """Return the value that a standard normal variable exceeds in a `share` of the cases; at least 0."""
+    """Return the value that a standard normal variable exceeds in a `share` of the cases; 0 for shares above 0.5."""
     return -float(ndtri(min(max(share, _SMALLEST_SHARE), 0.5)))
 
 

@@ -1,9 +1,10 @@
 """Traces of transformers' model debugger, with tensors in files of their own (`use_repr=False`).
 
 `{Class}_debug_tree_FULL_TENSORS.json` with `{Class}.{path}_inputs_args_0.safetensors`, `…_inputs_kwargs_{name}`,
-`…_outputs` and `…_outputs_{i}`, each with its tensor under `data`. The model's own are `{Class}_outputs` and so on.
-Rank 0 alone writes, and the last forward pass alone is kept: the inputs of all modules, and the outputs of modules
-without submodules. The tree may leave layers out (`do_prune_layers`) whose files are there, so the files' names count.
+`…_outputs` and `…_outputs_{i}` or `…_outputs_{key}`, as in `_outputs_logits`; each with its tensor under `data`. The
+model's own are `{Class}_outputs` and so on. Rank 0 alone writes. Files hold the last forward pass that wrote them: the
+inputs of all modules, and the outputs of the model and of modules without submodules. The tree may leave layers out
+(`do_prune_layers`) whose files are there, so the files' names count.
 Written against transformers 5.23.
 """
 
@@ -73,7 +74,7 @@ def read_dump(directory: Path) -> Dump:
 def _pieces(path: Path, class_name: str) -> Iterator[DumpPiece]:
     match = _REST.fullmatch(path.name.removeprefix(class_name))
     if match is None:
-        return iter(())  # another file, such as the tree
+        return iter(())  # a file of another class, whose name begins alike
     return list_pieces(
         path,
         directory=path.parent,

@@ -17,7 +17,7 @@ NAME = "msprobe"
 LAYOUT = "step<N>/rank<R>/dump_tensor_data/Module.<path>.<Class>.forward.0.output.0.pt"
 
 _STEP = re.compile(r"step(\d+)")
-# A process without a rank, `proc1234`, counts as rank 0.
+# A process without a rank, `proc1234`, counts as rank 0; a run has one such process.
 _RANK = re.compile(r"rank(\d+)|proc\d+")
 _DATA = "dump_tensor_data"
 _FILE = re.compile(
@@ -57,7 +57,7 @@ def _pieces(
     directory: Path, path: Path, match: re.Match[str], *, step: int, rank: int
 ) -> Iterator[DumpPiece]:
     point = "output" if match["point"] == "output" else "input"
-    # A further call of a module in the same step is the next pass of a model that generates.
+    # A further call of a module in the same step is taken for the next pass of a model that generates.
     label = str(step) if match["call"] == "0" else f"{step}.{int(match['call'])}"
     return list_pieces(
         path,

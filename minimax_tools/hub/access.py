@@ -20,7 +20,9 @@ class HubAccess:
     is_offline: bool = False  # True if only the cache is used, and no request is sent
     timeout_s: float = 10.0  # longest silence of the hub
     num_attempts: int = 5  # failures in a row, with nothing received between them, that end a transfer
-    first_delay_s: float = 1.0  # wait after the first failure; doubled after each further one
+    first_delay_s: float = (
+        1.0  # wait after the first failure; doubled after each further one, up to a limit (`faults`)
+    )
     num_workers: int = 4  # number of files that are fetched at once
 
     def __post_init__(self) -> None:
@@ -84,7 +86,7 @@ class HubCommit:
         return self.cache / "refs" / self.revision
 
     def blob(self, content_hash: str) -> Path:
-        """Return the path in the cache for content with this hash."""
+        """Return the path in the cache for content with this hash; some mirrors give a name that is none."""
         return self.cache / "blobs" / content_hash
 
     def part(self, content_hash: str) -> Path:

@@ -1,7 +1,8 @@
 """A budget for this process's memory, the memory that it can still take, and freed memory given back to the system.
 
-Budgets count anonymous memory: allocated and written to. Pages of mapped files do not count, because the system drops
-them and reads them again as it likes.
+Budgets count anonymous memory: allocated and written to, swapped pages included. Pages of mapped files do not count,
+because the system drops them and reads them again as it likes. Nor does shared memory. Systems other than Linux do not
+tell these apart: there all resident memory counts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class MemoryBudgetError(CannotRunError):
 
     Args:
         purpose: Purpose of the memory, as in "reading layer 7".
-        in_use_bytes: Anonymous memory of the process now.
+        in_use_bytes: Anonymous memory of the process now, swapped pages included.
         promised_bytes: Bytes that are reserved and not filled yet.
     """
 
@@ -88,7 +89,7 @@ class MemoryBudget:
             raise ValueError(f"a memory budget must be positive, not {limit_bytes}")
         self.limit_bytes = limit_bytes
         self._promised_bytes = 0
-        # Reentrant: collecting garbage may release a reservation.
+        # Reentrant: collecting garbage may close a generator whose `with` block then releases its reservation.
         self._lock = threading.RLock()
 
     @classmethod

@@ -17,7 +17,10 @@ _TIMEOUT = timedelta(days=30)
 
 
 class Links:
-    """The process group, as one rank sees it. Its calls block, so they run in threads (`BackgroundCall`).
+    """The process group, as one rank sees it. `connect` and `close` block; transfers run in threads of their own.
+
+    Transfers have no order among themselves: two tensors to one rank may overtake each other. So begin a transfer with
+    a rank only when the one before with that rank is over.
 
     Args:
         place: Number of this rank, and number of ranks.
@@ -34,7 +37,7 @@ class Links:
         self._wire = device if is_direct else torch.device("cpu")
 
     def connect(self, store: Any) -> None:
-        """Open the process group, on all ranks; `store` is a connection for it alone, which nccl blocks by waiting."""
+        """Open the process group, on all ranks; `store` is a connection that nothing else uses: nccl waits in it."""
         if self._is_direct:
             # The `Watch` reports a dead rank; nccl's own guard would end this process without a word.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -85,5 +88,5 @@ class Links:
 
 
 def identify_gpu(device: torch.device) -> str | None:
-    """Return the id that tells a GPU from all others; None for the CPU."""
+    """Return the id that tells a GPU from all others, so that ranks see whether they share one; None for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

@@ -146,7 +146,7 @@ class RankGroup:
         return json.loads(self._ask_store(lambda: self._store.get(f"said/{key}")))
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
-        """Send a tensor without waiting for its receiver; do not change the tensor any more."""
+        """Send a tensor without waiting for its receiver; do not change it any more. One tensor at a time to a rank."""
         assert self._links is not None, "the ranks joined"
         self._sent.append(self._links.send(tensor, to=to))
 

@@ -66,9 +66,9 @@ class ModelFactory:
             device_map: `auto` (see `auto_device_map`), or a device for each of bottom, trunk and top. `device` is
                 then ignored.
             low_memory: Load the components one after the other, each from its own shards, straight into its own
-                memory. A single safetensors file is loaded whole all the same, `.bin` files never are.
+                memory. Safetensors in one file without an index are loaded whole all the same, `.bin` files never are.
             verbose: Report on stderr what is loaded, how fast, and the memory after each component.
-            storage_path: Folder for `auto_save`, which makes the folders bottom, trunk and top in it.
+            storage_path: Folder for `auto_save`, which makes the folders bottom, trunk and top in it; else ignored.
             auto_save: Save each component as soon as it is loaded.
             dtype: Dtype of weights and activations. Default: that of the config, else of the checkpoint; BF16 for
                 FP8.
@@ -79,6 +79,7 @@ class ModelFactory:
         Raises:
             UsageError: An argument is wrong, or contradicts config.json.
             CheckpointError: The checkpoint is missing or damaged, contradicts config.json, or cannot be split.
+            OSError: A component cannot be saved.
             BackendError: A device is not on this machine.
             MemoryBudgetError: The next step would break the budget.
             MissingExtraError: transformers is missing.
@@ -128,9 +129,8 @@ def _finish(loaded: Iterator[ModelPart], storage: Path | None) -> Iterator[Split
     # Memory is tracked only if it is reported.
     with tracker if logger.isEnabledFor(logging.INFO) else contextlib.nullcontext():
         for model_part in loaded:
+            # Saving frees no memory: the caller gets all three components.
             component = SplitModel(model_part)
-            # The loop's name would keep the component's memory while the next is loaded.
-            del model_part
             role = component.part.role
             tracker.snapshot(f"{role.capitalize()} loaded")
             logger.info("%s", tracker.report())
@@ -187,7 +187,10 @@ def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
 
 @contextlib.contextmanager
 def logging_to_stderr(verbose: bool) -> Iterator[None]:
-    """Write the package's log messages to stderr in the block, if `verbose` and no handler shows them already."""
+    """Write the package's log messages to stderr in the block, if `verbose` and no handler shows them already.
+
+    The package's own handlers get nothing meanwhile.
+    """
     package_logger = logging.getLogger("minimax_tools")
     if not verbose or (package_logger.isEnabledFor(logging.INFO) and package_logger.hasHandlers()):
         yield

@@ -62,14 +62,14 @@ from reports.bisection import bisection_record, render_bisection
     "extent",
     flag_value=Extent.ALL,
     type=Extent,
-    help="Continue after each finding, to the last layer. Default: stop at the first.",
+    help="Continue after each finding, to the last layer. Default: stop at the first that proves a layer wrong.",
 )
 @click.option(
     "--exhaustive",
     "extent",
     flag_value=Extent.EXHAUSTIVE,
     type=Extent,
-    help="Run every layer alone instead of halves of the range.",
+    help="Run every layer alone instead of halves of the range; --chain-length then changes nothing.",
 )
 @click.option(
     "--chain-length",
@@ -102,12 +102,14 @@ def bisect_command(
 ) -> None:
     """Find the first wrong layer by running halves of a range.
 
-    62 layers take seven runs at most: log2 of their number, rounded up, plus one. Each run goes through its layers in
-    short chains. A chain starts from the golden's input and only its last output is judged, so a port needs to show
-    nothing but its output. Finished runs are stored: an interrupted bisection continues where it stopped.
+    If no chain drifts, 62 layers take seven runs at most: log2 of their number, rounded up, plus one. Each run goes
+    through its layers in short chains, up to the first wrong one. A chain starts from the golden's input and only its
+    last output is judged, so a port needs to show nothing but its output. Finished runs are stored: the same bisection,
+    interrupted, continues where it stopped.
 
     Exits with 1 if a layer is wrong, or a chain is far beyond its limit. Exits with 0 if no error was large enough to
-    be seen; the output says how large that is. A chain a little beyond its limit is a warning, and exits with 0 too.
+    be seen; the output says how large that is. A chain a little beyond its limit drifts: that is a warning, which exits
+    with 0 too, and the search goes on behind it, with more runs.
     """
     spec = ModelSpec.from_folder(resolve_config(model))
     span = (span or Span(0, spec.num_hidden_layers)).within(spec.num_hidden_layers)
@@ -123,6 +125,7 @@ def bisect_command(
         span=span,
         extent=extent or Extent.FIRST,
         chain_length=chain_length or default_chain_length(dtype),
+        # These judge layers that ran alone; chains have limits of their own.
         criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
         model_source=model,
     )

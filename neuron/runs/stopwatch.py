@@ -15,7 +15,7 @@ class LayerStopwatch:
     """A stopwatch that starts when it is made; `mark_loaded` and `mark_computed` come in this order, then `times`.
 
     The runtime counts the seconds of compiling, the loader those of sending weights to the device, and the reader those
-    of reading and converting, summed over its threads.
+    of converting, reading included, summed over its threads. What is read while a layer computes counts nowhere.
     """
 
     def __init__(self, runtime: Runtime, reader: CheckpointReader, loader: WeightLoader) -> None:
@@ -27,11 +27,11 @@ class LayerStopwatch:
         self._loaded = self._read_counters()
 
     def mark_computed(self) -> None:
-        """Note that the forward pass has been computed."""
+        """Note that the forward pass has been computed: the device is synchronised."""
         self._computed = self._read_counters()
 
     def times(self) -> LayerTimes:
-        """Divide the time until now among the phases."""
+        """Divide the time until now among the phases; called when the results are on the host."""
         loading = self._loaded.since(self._started)
         computing = self._computed.since(self._loaded)
         host_s = max(0.0, loading.clock_s - loading.sending_s - loading.compile_s)

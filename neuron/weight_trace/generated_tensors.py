@@ -43,9 +43,10 @@ class GeneratedTensors(LayerTensors):
 
     Args:
         spec: The model; it may be smaller than the checkpoint's.
+        layer: Number of the layer, for messages.
         dtype: Dtype of all tensors except the router gate and the correction bias, which are float32.
         make: Makes the values of a tensor in its shape, in any dtype.
-        reader: The checkpoint; no tensor is read from it.
+        reader: The checkpoint, as `LayerTensors` needs one; no tensor is read from it.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class GeneratedTensors(LayerTensors):
 
     def given_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which an access gives the tensor."""
-        # A stored tensor is one that nobody has set to another value.
+        # The parent would make the tensor to answer. Nobody has set a "stored" one to another value.
         return self._stored[name] if self.is_stored(name) else super().given_dtype(name)
 
     def given_shape(self, name: str) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ from neuron.weight_trace.port_tensors import Snapshot, TensorPart
 from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
 from neuron.weight_trace.tensor_origin import TensorOrigin
 
-# Loads generated tensors into the port, and returns every tensor that it then holds, by name.
+# Loads generated tensors into the port, and returns every tensor that it then holds, by name; the next load overwrites
+# them.
 LoadGenerated = Callable[[MakeTensor], Mapping[str, torch.Tensor]]
 # Returns the values of a source tensor in one pass, from the numbers of its elements; a single value stands for all.
 PassValues = Callable[[SourceTensor, torch.Tensor], torch.Tensor]
@@ -58,7 +59,7 @@ class OriginTracer:
     def trace(self) -> list[TensorOrigin]:
         """Return the origin of every port tensor, in the module's order.
 
-        Tensors that hold only experts outside the sample are left out.
+        Tensors that hold only experts outside the sample are left out, unless they hold constants too.
 
         Raises:
             TargetError: The port's conversion raised, or its result does not fit the module.
@@ -67,6 +68,7 @@ class OriginTracer:
         num_digits = 1
         while BASE**num_digits < self._sources.size:
             num_digits += 1
+        # A recorder takes the highest digit first.
         for power in reversed(range(num_digits)):
             for recorder, tensor in self._pass(_digit(power)):
                 recorder.take_digit(tensor)
@@ -110,7 +112,7 @@ class OriginTracer:
             return TensorPart.whole(twos)
         part = TensorPart.changed(ones, twos)
         if part is None and ones.values.dim():
-            # Constants that differ (a snapshot of equal ones has no dims): the whole tensor is shown.
+            # Constants that differ from each other (the snapshot of equal values has no dims): the whole is shown.
             return TensorPart.whole(twos)
         return part
 

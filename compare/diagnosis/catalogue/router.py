@@ -2,6 +2,7 @@
 
 T tokens, E experts, k experts per token. `layer[site]` is a value of the layer with the mistake.
 `candidates`: parameters of `build` that are tried. `fitted`: the parameter that is also searched between them.
+Of two mistakes that explain an output alike, the earlier in `ROUTER_MISTAKES` is named.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ ROUTER_MISTAKES = (
     ),
     Mistake(
         name="router_bias_low_precision",
-        what="The correction bias is held in BF16, in steps of 0.03 to 0.06.",
+        what="The correction bias is held in BF16, in steps of 0.03 to 0.06 where it is 4 to 16.",
         look_at="the dtype of e_score_correction_bias after loading",
         build=lambda: _choose_by(lambda layer: router_scores(layer) + bfloat16(correction_bias(layer))),
         sources=("sglang#31213", "transformers#42580", "vllm#50761", "Automodel#2553"),

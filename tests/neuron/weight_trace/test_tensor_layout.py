@@ -49,7 +49,8 @@ def test_each_of_four_blocks_has_its_columns_and_its_rows() -> None:
     width, top = keys.shape[1], torch.cat((keys[:8], keys[8:12]))
     left, right = torch.cat((top, values[:4])), torch.cat((values[4:16], keys[12:16]))
     assert layout_of(torch.cat((left, right), 1)).text == (
-        f"columns 0–{width - 1} rows 0–11 k_proj, its rows 0–11, columns 0–{width - 1} rows 12–15 v_proj, its rows 0–3, "
+        f"columns 0–{width - 1} rows 0–11 k_proj, its rows 0–11, "
+        f"columns 0–{width - 1} rows 12–15 v_proj, its rows 0–3, "
         f"columns {width}–{2 * width - 1} rows 0–11 v_proj, its rows 4–15, "
         f"columns {width}–{2 * width - 1} rows 12–15 k_proj, its rows 12–15"
     )
