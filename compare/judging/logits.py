@@ -43,13 +43,14 @@ def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
 
     If the golden kept no floor, `usual_error` of right ports counts, relative to the logits.
     """
-    size = math.sqrt(rows.reference.shape[-1])
+    root_of_vocabulary = math.sqrt(rows.reference.shape[-1])
     if rows.has_floor:
-        return foreseen_error(rows).whole.sqrt() / size
+        # `whole` is the sum of squares over the vocabulary.
+        return foreseen_error(rows).whole.sqrt() / root_of_vocabulary
     relative = torch.full((rows.num_tokens,), usual_error, dtype=torch.float64)
     if rows.input_error is not None:
         relative = torch.hypot(relative, rows.input_error.inherited)
-    return relative * square_rows(rows.reference, massive=rows.massive).whole.sqrt() / size
+    return relative * square_rows(rows.reference, massive=rows.massive).whole.sqrt() / root_of_vocabulary
 
 
 def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
@@ -155,11 +156,14 @@ def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[tor
         divergence = (log_golden.exp() * (log_golden - log_port)).sum(dim=-1).clamp(min=0.0)
         size = min(max(TOP), golden.shape[-1])
         top_golden, top_port = (side.topk(size, dim=-1).indices for side in (golden, port))
-        margin = golden.gather(-1, top_golden[:, :1]) - golden.gather(-1, top_port[:, :1])
         # A greedy choice takes the first of equal logits; topk does not promise to.
-        choices = golden.argmax(dim=-1), port.argmax(dim=-1)
-        overlaps = [_overlap(top_golden[:, :k], top_port[:, :k]) for k in TOP]
-        yield divergence, torch.stack(overlaps, dim=-1), *choices, margin[:, 0]
+        golden_choice, port_choice = (side.argmax(dim=-1, keepdim=True) for side in (golden, port))
+        margin = golden.gather(-1, golden_choice) - golden.gather(-1, port_choice)
+        overlaps = [
+            _overlap(golden_choice, port_choice) if k == 1 else _overlap(top_golden[:, :k], top_port[:, :k])
+            for k in TOP
+        ]
+        yield divergence, torch.stack(overlaps, dim=-1), golden_choice[:, 0], port_choice[:, 0], margin[:, 0]
 
 
 def _overlap(golden: torch.Tensor, port: torch.Tensor) -> torch.Tensor:

@@ -126,6 +126,21 @@ def test_near_tie_is_explained_and_a_wide_margin_is_not() -> None:
     assert (worst.position, worst.reference, worst.target) == (4, 0, 1)
 
 
+def test_margin_of_tied_choices_is_that_of_the_token_that_is_chosen() -> None:
+    exact = exact_logits()
+    target = exact + noise(2)
+    # The port's two likeliest tokens tie; a greedy choice takes the first, which is far below the golden's own.
+    for token in range(64):
+        exact[token, 0], exact[token, 1_500 + token] = -5.0, 20.0
+        target[token, 0] = target[token, 1_500 + token] = 20.0
+    result = compare(target, exact=exact)
+    assert (result.num_disagreeing - result.num_explained, result.overlaps[1]) == (
+        64,
+        pytest.approx(236 / 300, abs=0.05),
+    )
+    assert all(choice.target == 0 and choice.margin > 20.0 for choice in result.worst_choices)
+
+
 def test_without_a_floor_the_usual_error_stands_in_for_it() -> None:
     result = compare(exact_logits() + noise(2), floor=False)
     assert result.kl_mean_foreseen == pytest.approx((USUAL_ERROR * 2.0) ** 2, rel=0.05)
