@@ -130,7 +130,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return tuple(site for site in Site if site not in held)
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor; zeros on padding."""
+        """Read a site's tensor; zeros on padding, or as the file holds it if nothing tells the padding."""
         found_site = self._find(layer, site)
         if found_site is None:
             raise CaptureError(

@@ -2,8 +2,8 @@
 
 `{Class}_debug_tree_FULL_TENSORS.json` with `{Class}.{path}_inputs_args_0.safetensors`, `…_inputs_kwargs_{name}`,
 `…_outputs` and `…_outputs_{i}` or `…_outputs_{key}`, as in `_outputs_logits`; each with its tensor under `data`. The
-model's own are `{Class}_outputs` and so on. Rank 0 alone writes. Files hold the last forward pass that wrote them: the
-inputs of all modules, and the outputs of the model and of modules without submodules. The tree may leave layers out
+model's own are `{Class}_outputs` and so on. Rank 0 alone writes. Files hold the inputs of all modules, and the outputs
+of the model and of modules without submodules; each the last forward pass that wrote it. The tree may leave layers out
 (`do_prune_layers`) whose files are there, so the files' names count.
 Written against transformers 5.23.
 """
@@ -67,7 +67,7 @@ def read_dump(directory: Path) -> Dump:
         steps=(_STEP,),
         is_packed=False,
         is_one_rank=True,
-        is_whole_model=True,
+        is_whole_model=True,  # inputs of all modules are written
     )
 
 

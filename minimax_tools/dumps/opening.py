@@ -37,7 +37,7 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
 
     Raises:
         CaptureError: The directory does not exist, holds no capture, or the capture is damaged.
-        UsageError: A format or a map is given for a capture of mm2.
+        UsageError: A format or a map is given for a capture of mm2, or a map alone for one of the legacy layout.
     """
     reading = reading or DumpReading()
     if not directory.is_dir():
@@ -58,6 +58,11 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
     if name is not None or find_format(directory) is not None:
         return DumpCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
     if is_legacy(directory):
+        if not reading.is_default:
+            raise UsageError(
+                f"{directory} is a capture in mm2's old layout: it takes no map",
+                next_step="Give the map to the side that another tool wrote, or name its --format too.",
+            )
         return LegacyCapture.open(directory)
     raise CaptureError(
         f"no capture at {directory}",
@@ -78,10 +83,12 @@ def open_sides(
 ) -> tuple[CaptureSource, CaptureSource]:
     """Open two captures to be compared; another tool's dump is laid out as the batch of the other side.
 
+    Other captures keep their padding.
+
     Raises:
         CaptureError: A directory does not exist, holds no capture, or the capture is damaged.
         IncomparableError: A dump is of other prompts than the other side.
-        UsageError: A format or a map is given for a capture of mm2.
+        UsageError: As for `open_source`.
     """
     first, second = open_source(reference, reference_reading), open_source(target, target_reading)
     return first.laid_out_as(second), second.laid_out_as(first)

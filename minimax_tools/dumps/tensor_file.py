@@ -29,11 +29,13 @@ class HeldTensor:
 
     keys: tuple[str | int, ...]  # its keys in a `.pt` file, the outermost first; in safetensors its name
     shape: tuple[int, ...]
-    dtype: str  # its dtype, as in `bfloat16`
+    dtype: str  # its dtype, as in `bfloat16`; the code in safetensors if mm2 does not know it
 
 
 def describe_structure(path: Path) -> Any:
     """Read the value of a `.pt` file with a `StoredTensor` for every tensor, without their bytes.
+
+    A tensor that is stored as a numpy array, as older torch does with those of XLA, is read.
 
     Raises:
         CaptureError: The file is missing or damaged.
@@ -55,8 +57,9 @@ def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
 
 def find_tensors(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[HeldTensor]:
     """Yield the tensors in a value of `describe_structure`, found at `keys`: itself, or in tuples, lists and dicts."""
-    if isinstance(value, StoredTensor):
-        yield HeldTensor(keys=keys, shape=tuple(value.shape), dtype=dtype_name(value.cast or value.dtype))
+    if isinstance(value, StoredTensor | torch.Tensor):
+        dtype = value.given_dtype if isinstance(value, StoredTensor) else value.dtype
+        yield HeldTensor(keys=keys, shape=tuple(value.shape), dtype=dtype_name(dtype))
     elif len(keys) < _MAX_NESTING:
         if isinstance(value, Mapping):
             inner = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
@@ -67,7 +70,7 @@ def find_tensors(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[HeldT
 
 
 def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
-    """Read one tensor of a file to the CPU, in its stored dtype.
+    """Read one tensor of a file to the CPU, in the dtype that `list_tensors` tells.
 
     Raises:
         CaptureError: The file is missing or damaged, or holds no tensor there.

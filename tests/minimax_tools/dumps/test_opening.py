@@ -10,8 +10,9 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.dumps.legacy import LegacyCapture
-from minimax_tools.dumps.opening import open_source
-from minimax_tools.errors import CaptureError
+from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.opening import DumpReading, open_source
+from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.sites import Site
@@ -66,6 +67,13 @@ def test_manifest_counts_more_than_pt_files(tmp_path: Path) -> None:
     (directory / "manifest.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CaptureError, match=r"manifest\.json is damaged: found JSON that is no manifest"):
         open_source(directory)
+
+
+def test_map_is_refused_for_the_old_layout(tmp_path: Path) -> None:
+    (tmp_path / "map.yaml").write_text('sites: {output: "nowhere.{layer}"}')
+    reading = DumpReading(names=NameMap.read(tmp_path / "map.yaml"))
+    with pytest.raises(UsageError, match="old layout: it takes no map"):
+        open_source(write_legacy(tmp_path / "full_model"), reading)
 
 
 def test_directory_that_is_not_there_is_named_with_a_next_step(tmp_path: Path) -> None:

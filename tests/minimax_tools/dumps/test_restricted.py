@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimax_tools.dumps.tensor_file import load_restricted
+from minimax_tools.dumps.tensor_file import list_tensors, load_restricted, read_tensor
 from minimax_tools.errors import CaptureError
 from minimax_tools.torch_files.inert import InertRecord
 
@@ -139,6 +139,14 @@ def test_tensor_of_an_xla_device_is_read(is_zip: bool, tmp_path: Path) -> None:
     before = Call(torch._utils._rebuild_device_tensor_from_numpy, tensor.float().numpy(), *args)
     for loaded in reload([now, before], tmp_path, is_zip=is_zip):
         assert torch.equal(loaded, tensor)
+
+
+def test_tensor_of_an_xla_device_is_listed(tmp_path: Path) -> None:
+    args = (torch.bfloat16, "xla:0", False)
+    before = Call(torch._utils._rebuild_device_tensor_from_numpy, np.ones((2, 3), np.float32), *args)
+    (held,) = list_tensors(save({"a": before}, tmp_path / "saved.pt", is_zip=True))
+    assert (held.keys, held.shape, held.dtype) == (("a",), (2, 3), "bfloat16")
+    assert torch.equal(read_tensor(tmp_path / "saved.pt", held.keys), torch.ones(2, 3).bfloat16())
 
 
 @LAYOUTS
