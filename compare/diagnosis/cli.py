@@ -36,32 +36,35 @@ def main(
     lists_catalogue: bool,
     as_json: bool,
 ) -> None:
-    """Name the known mistake that explains a device run's layers, or its sites outside the layers.
+    """Name the known mistakes that explain the layers a comparison blames, or chosen ones, and the sites outside them.
 
     Exits with 0 if nothing differs, with 1 if the port does, whether its mistake is named or not.
 
     Example: mm2-diagnose --model DIR --gpu-path GOLDEN --neuron-path RUN
     """
     if lists_catalogue:
-        print_json(catalogue_record()) if as_json else click.echo(render_catalogue())
+        if as_json:
+            print_json(catalogue_record())
+        else:
+            click.echo(render_catalogue())
         return
     if model is None:
         raise UsageError(
             "no checkpoint was named", next_step="Give --model the one that the golden was made of."
         )
     reference, target = sides.open()
+    # None stands for the layers that the comparison blames.
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
     # Of a model on the hub, only the shards of these layers are fetched.
     span = range(min(layers), max(layers) + 1) if layers else None
-    with LayerProgress(len(layers or target.layers), label="Diagnosis") as progress:
-        diagnosis = diagnose(
-            reference,
-            target,
-            model=resolve_model(model, layers=span),
-            layers=layers,
-            mistakes=mistakes,
-            progress=progress,
-        )
+    diagnosis = diagnose(
+        reference,
+        target,
+        model=resolve_model(model, layers=span),
+        layers=layers,
+        mistakes=mistakes,
+        open_progress=lambda num_layers: LayerProgress(num_layers, label="Diagnosis"),
+    )
     if as_json:
         print_json(diagnosis_record(diagnosis))
     else:

@@ -6,7 +6,8 @@ the layers: embedding, final norm and logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -32,6 +33,9 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame, Comparison, SiteStatus
 from reports.wording import word_layers
 
+# From the number of layers that are diagnosed to the context of their progress.
+OpenProgress = Callable[[int], AbstractContextManager[Progress]]
+
 
 def diagnose(
     reference: CaptureSource,
@@ -40,7 +44,7 @@ def diagnose(
     model: Path,
     layers: tuple[int, ...] | None = None,
     mistakes: tuple[str, ...] = (),
-    progress: Progress | None = None,
+    open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
 ) -> Diagnosis:
     """Name the known mistakes that explain a device run's layers.
 
@@ -50,11 +54,11 @@ def diagnose(
         model: Folder of the checkpoint.
         layers: Layers to diagnose, blamed or not; None for those that the comparison blames.
         mistakes: Names of the mistakes to try; empty for the whole catalogue.
-        progress: Receives each diagnosed layer.
+        open_progress: Opens the progress that receives each diagnosed layer.
 
     Raises:
         IncomparableError: The captures must not be compared, are not of this checkpoint, or hold the input of no
-            layer that is to be diagnosed.
+            layer that is to be diagnosed while no site outside the layers is wrong.
         CheckpointError: The checkpoint cannot be read.
         UsageError: A mistake is not in the catalogue, or the run has no such layer.
     """
@@ -87,11 +91,10 @@ def diagnose(
     # Nothing was diagnosed, and nothing can be.
     if chosen and not judgeable and all(site.is_right for site in sites):
         raise _lacks_input(chosen[0])
-    diagnoses = tuple(
-        _diagnose_layers(
-            run, reference, weights, judgeable, mistakes=entries, progress=progress or NoProgress()
+    with open_progress(len(judgeable)) as progress:
+        diagnoses = tuple(
+            _diagnose_layers(run, reference, weights, judgeable, mistakes=entries, progress=progress)
         )
-    )
     # The blame of the chosen layers, and of sites outside the layers if these are diagnosed.
     blame = [
         blamed
