@@ -93,7 +93,8 @@ def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         obstacle = _find_obstacle(record, description)
-        probes = tuple(decode(Probe, probe) for probe in record["probes"])
+        # Another version may store probes in another form.
+        probes = () if obstacle is not None else tuple(decode(Probe, probe) for probe in record["probes"])
     except Exception as error:  # a damaged file can raise anything; the bisection starts anew
         logger.warning("Starting anew: %s cannot be read (%s: %s).", path, type(error).__name__, error)
         return ()
