@@ -46,7 +46,7 @@ class DeviceOptions:
     model: str
     golden: Path | None
     target: str
-    backend: str
+    backend: str  # a `Backend` by name, or `auto`
     ranks: Ranks
     random_input: bool
     prefetch: bool | None
@@ -103,7 +103,7 @@ prefetch_option = click.option(
 
 
 def _device_options(*further: Decorator) -> Decorator:
-    # Options that are parsed into groups come after `rank_options`: only rank 0 parses them, so an error shows once.
+    # Groups of options come after `rank_options`: only rank 0 builds them, so an error shows once.
     return stack_options(
         model_option,
         click.option(

@@ -1,4 +1,4 @@
-"""Expert pass: the experts of many evaluations at once, so that each expert's weights become float32 only once.
+"""Expert pass: the experts of many evaluations at once; matrices that no mistake changes become float32 only once.
 
 T tokens, k experts per token, H hidden, I intermediate, n tokens of one expert.
 """

@@ -15,7 +15,7 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
 # Sites behind the experts; either shows the layer's mistakes. One in the last residual add does not show in
-# `moe_delta`; it shows in the next layer's input.
+# `moe_delta`; it shows in the next layer's input in a dump.
 _ENDS = (Site.MOE_DELTA, Site.OUTPUT)
 
 

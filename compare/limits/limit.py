@@ -30,7 +30,7 @@ class Limit:
 
     # Value that no limit falls below. As calibrated: mostly the median figure of the right implementation whose median
     # is largest; for the worst token or channel the golden's own error times a margin; for `flipped_share` a
-    # probability.
+    # probability, which `most_hits` gets.
     usual: float
     spread: float = 0.0  # at least the standard deviation of the figure's logarithm with many tokens
     token_spread: float = 0.0  # what chance adds to it with one token; T tokens: token_spread / √T

@@ -27,7 +27,8 @@ _MODULES: Mapping[ModelSite, str] = MappingProxyType(
     }
 )
 
-# Called with a layer's number, its sites on the CPU, and the device that it ran on.
+# Called with a layer's number, its sites on the CPU ([B, S, …]; with heads [B, heads, S, D]), and the device that it
+# ran on.
 LayerSink = Callable[[int, Mapping[Site, torch.Tensor], torch.device], None]
 
 

@@ -69,7 +69,7 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
             **request.placement.loading_arguments(),
         )
     _cast_weights(model, request.dtype)
-    restore_router(model, reader)
+    restore_router(model, reader)  # the cast has rounded it too
     for line in describe_placement(model):
         logger.info("  %s", line)
     golden: MiniMaxM2ForCausalLM = model.eval()

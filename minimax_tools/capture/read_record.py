@@ -16,8 +16,8 @@ writes `read_records/{node}.json` in the capture directory anew:
 
 A run that was killed and resumed has one record of all its attempts. A tensor's bytes count in `bytes_read` for the
 first attempt that reads the tensor, and in `bytes_read_again` for later ones. So `bytes_read` over the slice's size is
-1 if every attempt read its tensors once, however often the run was killed. Two things are not counted: an attempt that
-was killed before it wrote a layer, and attempts by another plan.
+1 if every attempt read its tensors once, however often the run was killed. Two things are not counted: what a killed
+attempt read after its last record, and attempts by another plan.
 """
 
 from __future__ import annotations

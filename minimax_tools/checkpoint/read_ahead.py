@@ -17,7 +17,7 @@ from minimax_tools.checkpoint.shard_files import is_cached
 
 logger = logging.getLogger(__name__)
 
-# Bytes between two looks at whether to stop; also the process's only memory.
+# Bytes between two looks at whether to stop; also all the memory that this takes.
 _PIECE_BYTES = 4 << 20
 
 
@@ -33,7 +33,8 @@ class ReadAhead:
     def request(self, layer: int) -> Future[None]:
         """Begin to fetch a layer after the layers requested before, once per layer; return the job.
 
-        An unreadable file ends the job without an error: whoever reads the layer meets the error too.
+        The job ends when the system was asked for all of it; `close` cancels it. An unreadable file ends the job
+        without an error: whoever reads the layer meets the error too.
         """
         if layer not in self._requested:
             logger.debug("Reading layer %d ahead.", layer)

@@ -32,7 +32,7 @@ new_folder_option = click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     required=True,
-    help="Folder to write; it must not exist.",
+    help="Folder to write; absent or empty.",
 )
 plan_option = click.option(
     "--plan",

@@ -59,5 +59,5 @@ def synthesize_command(
     else:
         click.echo(
             f"{made.folder}: {format_count(made.num_tensors, 'tensor')} in "
-            f"{format_count(made.num_shards, 'shard')}, {format_count(made.size_bytes, 'byte')}"
+            f"{format_count(made.num_shards, 'shard')}, {format_count(made.size_bytes, 'byte')} of tensors"
         )

@@ -94,8 +94,8 @@ def _unwritable(path: Path, error: Exception) -> CaptureError:
     return CaptureError(
         f"no space left to write {path}",
         found=f"{free / 1e6:.1f} MB free",
-        next_step="Free some space and run the same command again: it resumes after the stored layers. "
-        "Or choose another --output-dir, or capture less (--sites layer, --noise-floor stats).",
+        next_step="Free some space and run the same command again: it resumes after what is stored. "
+        "Or choose another --output-dir. A capture takes less with --sites layer or --noise-floor stats.",
     )
 
 

@@ -12,7 +12,8 @@ import torch
 from minimax_tools.ranks.background_call import BackgroundCall
 from minimax_tools.ranks.rank_place import RankPlace
 
-# As good as no limit: a rank waits as long as those before it compute. If one dies, the run's `Watch` ends the wait.
+# As good as no limit: a rank waits as long as those before it compute. If one dies, the run's `Watch` tells, and
+# nobody waits for the thread.
 _TIMEOUT = timedelta(days=30)
 
 
@@ -37,7 +38,7 @@ class Links:
         self._wire = device if is_direct else torch.device("cpu")
 
     def connect(self, store: Any) -> None:
-        """Open the process group, on all ranks; `store` is a connection that nothing else uses: nccl waits in it."""
+        """Open the process group, on all ranks; `store` is a connection of its own: nccl may block within it."""
         if self._is_direct:
             # The `Watch` reports a dead rank; nccl's own guard would end this process without a word.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

@@ -42,7 +42,11 @@ def store_lost_error(error: Exception) -> RankLostError:
 
 
 def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:
-    """Return a view of a store for one attempt: torchrun keeps its store for the next. mm2's own launcher has one."""
+    """Return a view of a store for one attempt of `mm2-test`: its keys begin with `mm2/{attempt}`.
+
+    torchrun keeps its store from one attempt to the next; mm2's own launcher makes one attempt only. Golden ranks do
+    not use this: their handshake names their attempts.
+    """
     return torch.distributed.PrefixStore(f"mm2/{attempt}", store)  # type: ignore[attr-defined]  # not in its __all__
 
 
@@ -62,7 +66,7 @@ class LocalStore:
         self._values[key] = value
 
     def get(self, key: str) -> str:
-        """Return a value that was kept."""
+        """Return a value that was kept, as text. torch's stores return bytes; callers read either as JSON."""
         return self._values[key]
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -63,8 +63,8 @@ class ModelFactory:
             split_point_1: First layer of trunk. Bottom has the embedding and the layers before it.
             split_point_2: First layer of top, which also has the final norm and the head.
             device: Device of all components.
-            device_map: `auto` (see `auto_device_map`), or a device for each of bottom, trunk and top. `device` is
-                then ignored.
+            device_map: `auto` (GPUs go to trunk and top first), or a device for each of bottom, trunk and top. `device`
+                is then ignored.
             low_memory: Load the components one after the other, each from its own shards, straight into its own
                 memory. Safetensors in one file without an index are loaded whole all the same, `.bin` files never are.
             verbose: Report on stderr what is loaded, how fast, and the memory after each component.
@@ -77,9 +77,10 @@ class ModelFactory:
             memory_budget: Limit on the process's anonymous memory, in bytes or as `12GB`.
 
         Raises:
-            UsageError: An argument is wrong, or contradicts config.json.
-            CheckpointError: The checkpoint is missing or damaged, contradicts config.json, or cannot be split.
-            OSError: A component cannot be saved.
+            UsageError: An argument is wrong, or contradicts config.json, or a folder in `storage_path` holds something
+                else.
+            CheckpointError: The checkpoint is missing or damaged, contradicts config.json, cannot be split, or a
+                component cannot be saved.
             BackendError: A device is not on this machine.
             MemoryBudgetError: The next step would break the budget.
             MissingExtraError: transformers is missing.
@@ -187,7 +188,7 @@ def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
 
 @contextlib.contextmanager
 def logging_to_stderr(verbose: bool) -> Iterator[None]:
-    """Write the package's log messages to stderr in the block, if `verbose` and no handler shows them already.
+    """Write the package's log messages to stderr in the block, if `verbose`, unless it logs INFO to a handler already.
 
     The package's own handlers get nothing meanwhile.
     """

@@ -32,7 +32,7 @@ class PassThrough(nn.Module):
 
 
 class AddsNothing(nn.Module):
-    """Stand-in for the position embeddings of another part."""
+    """Stand-in for an embedding of another part that is added to the hidden states, such as that of positions."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         """Return -0.0: adding it changes no number, while adding +0.0 turns -0.0 into +0.0."""

@@ -69,7 +69,7 @@ from reports.bisection import bisection_record, render_bisection
     "extent",
     flag_value=Extent.EXHAUSTIVE,
     type=Extent,
-    help="Run every layer alone instead of halves of the range; --chain-length then changes nothing.",
+    help="Run every layer alone instead of halves of the range; --chain-length then changes no result.",
 )
 @click.option(
     "--chain-length",
@@ -104,8 +104,8 @@ def bisect_command(
 
     If no chain drifts, 62 layers take seven runs at most: log2 of their number, rounded up, plus one. Each run goes
     through its layers in short chains, up to the first wrong one. A chain starts from the golden's input and only its
-    last output is judged, so a port needs to show nothing but its output. Finished runs are stored: the same bisection,
-    interrupted, continues where it stopped.
+    last output is judged, so a port needs to show nothing but its output. Finished runs are stored: with the same port,
+    golden, dtype and chain length, an interrupted bisection continues where it stopped.
 
     Exits with 1 if a layer is wrong, or a chain is far beyond its limit. Exits with 0 if no error was large enough to
     be seen; the output says how large that is. A chain a little beyond its limit drifts: that is a warning, which exits

@@ -37,7 +37,7 @@ class CaptureEffect:
     """Effect of recording its sites on a layer's output."""
 
     layer: int
-    num_changed: int  # number of output values with other bits when nothing is recorded
+    num_changed: int  # number of output values that differ when nothing is recorded; NaN equals NaN
     num_values: int
     max_abs_diff: float  # the largest difference; NaN where only one of two values is NaN
 
@@ -61,8 +61,10 @@ class LayerProfile:
     layer: int
     started_s: float  # the layer's start, in seconds since the run's start
     times: LayerTimes
-    peak_host_bytes: int  # peak of this process's anonymous memory while the layer ran
-    peak_device_bytes: int | None  # peak of the device's memory; None where it is unknown
+    # Peak of this process's anonymous memory since the layer before ended; of the first, since the run's start.
+    peak_host_bytes: int
+    # Peak of the device's memory since the process began, so never below an earlier layer's; None if unknown.
+    peak_device_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

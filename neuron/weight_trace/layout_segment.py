@@ -24,7 +24,8 @@ class Disorder(Enum):
 class LayoutSegment:
     """Lines of a matrix of a port tensor, or of a part of the matrix."""
 
-    lines: range  # numbers of the lines; a step above 1 if sources take turns line by line
+    # Numbers of the lines, from 0 in the part that `within` names; a step above 1 if sources take turns line by line.
+    lines: range
     num_lines: int  # number of lines of the matrix, or of the part of it that `within` names
     # The source tensor whose rows the lines hold; None if they hold no rows of a single one.
     source: SourceTensor | None = None
@@ -34,12 +35,13 @@ class LayoutSegment:
     columns: IndexSequence | None = None
     description: str = ""  # text for what the lines hold without a source
     disorder: Disorder | None = None  # set if elements of source tensors lie in no order of rows or columns
-    disordered_kinds: tuple[str, ...] = ()  # the kinds of those source tensors
-    within: str = ""  # text for the part of the matrix, such as `columns 0–63 `; empty for the whole matrix
+    disordered_kinds: tuple[str, ...] = ()  # kinds of those source tensors, such as `q_proj`
+    # Text for the part of the matrix, such as `columns 0–63 ` or `columns 0–63 rows 12–15 `; empty for all of it.
+    within: str = ""
 
     @property
     def is_in_order(self) -> bool:
-        """True if the source's rows and columns ascend one by one."""
+        """True if the source's rows and columns ascend one by one, or no source lies here."""
         return self.disorder is None and all(
             sequence is None or sequence.is_ascending for sequence in (self.rows, self.columns)
         )

@@ -109,8 +109,8 @@ class RemainderDropped(Arithmetic):
         return inner * is_whole.to(inner.dtype)
 
 
-class MoeTruncated(Arithmetic):
-    """The sum of the experts is too small by half a step of BF16."""
+class MoeSlightlySmall(Arithmetic):
+    """The experts' sum, which is BF16, is too small by one step of BF16 in each value."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * (1 - 2**-8)
@@ -163,13 +163,13 @@ PLANTS = (
     ),
     _plant("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
     _plant("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),
-    _plant("experts_of_row_before", (Site.ROUTER_EXPERTS,), ExpertsOfTokenBefore),
+    _plant("experts_of_token_before", (Site.ROUTER_EXPERTS,), ExpertsOfTokenBefore),
     _plant("weights_reversed", (Site.ROUTER_WEIGHTS,), WeightsReversed, decodes=True),
     _plant("expert_negated", _MOE, ExpertNegated),
     _plant("remainder_dropped", _MOE, RemainderDropped),
-    _plant("moe_slightly_small", _MOE, MoeTruncated, akin=("moe_delta_scaled", "router_weights_scaled")),
+    _plant("moe_slightly_small", _MOE, MoeSlightlySmall, akin=("moe_delta_scaled", "router_weights_scaled")),
     _plant("constant_added", _MOE, ConstantAdded),
     _plant("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
-    _plant("inf_in_one_row", _MOE, InfInOneToken),
+    _plant("inf_in_one_token", _MOE, InfInOneToken),
     _plant("quarter_reduced_twice", (Site.OUTPUT,), QuarterReducedTwice),
 )
