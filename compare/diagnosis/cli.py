@@ -12,7 +12,7 @@ from minimax_tools.command_line.console import Mm2Command, end_command, print_js
 from minimax_tools.command_line.options import optional_model_option, output_options
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError
-from minimax_tools.hub.checkpoint_folder import resolve_model
+from minimax_tools.hub.checkpoint_folder import resolve_config
 
 
 @click.command(cls=Mm2Command)
@@ -36,9 +36,12 @@ def main(
     lists_catalogue: bool,
     as_json: bool,
 ) -> None:
-    """Name the known mistakes that explain the layers a comparison blames, or chosen ones, and the sites outside them.
+    """Name the known mistakes that explain a port's wrong layers.
 
-    Exits with 0 if nothing differs, with 1 if the port does, whether its mistake is named or not.
+    The layers that a comparison blames are diagnosed, and the wrong sites outside the layers: embedding, final norm,
+    logits. With --layer or --layer-pattern only the chosen layers are, blamed or not.
+
+    Exits with 0 if none of these differs, with 1 if the port does, whether its mistake is named or not.
 
     Example: mm2-diagnose --model DIR --gpu-path GOLDEN --neuron-path RUN
     """
@@ -52,15 +55,14 @@ def main(
         raise UsageError(
             "no checkpoint was named", next_step="Give --model the one that the golden was made of."
         )
+    resolve_config(model)  # an unknown model is refused before anything is judged
     reference, target = sides.open()
     # None stands for the layers that the comparison blames.
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
-    # Of a model on the hub, only the shards of these layers are fetched.
-    span = range(min(layers), max(layers) + 1) if layers else None
     diagnosis = diagnose(
         reference,
         target,
-        model=resolve_model(model, layers=span),
+        model=model,
         layers=layers,
         mistakes=mistakes,
         open_progress=lambda num_layers: LayerProgress(num_layers, label="Diagnosis"),

@@ -41,7 +41,7 @@ def diagnose(
     reference: CaptureSource,
     target: CaptureSource,
     *,
-    model: Path,
+    model: str | Path,
     layers: tuple[int, ...] | None = None,
     mistakes: tuple[str, ...] = (),
     open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
@@ -51,7 +51,7 @@ def diagnose(
     Args:
         reference: The golden, a capture of mm2's own.
         target: The device run, isolated or chained.
-        model: Folder of the checkpoint.
+        model: Folder or hub id of the checkpoint; of a hub's, the shards of the layers that are needed are fetched.
         layers: Layers to diagnose, blamed or not; None for those that the comparison blames.
         mistakes: Names of the mistakes to try; empty for the whole catalogue.
         open_progress: Opens the progress that receives each diagnosed layer.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import pytest
@@ -17,6 +21,7 @@ from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
 
+REPOSITORY = Path(__file__).parents[3]
 PLANTED = Path(__file__).parents[2] / "ports" / "planted.py"
 
 
@@ -79,6 +84,34 @@ def test_checkpoint_of_another_model_is_refused(
     result = command(mm2_diagnose, "--model", other, "--gpu-path", golden, "--neuron-path", swapped)
     assert result.exit_code == 3
     assert f"is not of the checkpoint {other}" in " ".join(result.output.split())
+
+
+def test_of_a_hubs_model_each_layer_that_is_judged_is_fetched(
+    toy: Path, golden: Path, hub: Any, command: Command, tmp_path: Path
+) -> None:
+    # A chained run: each layer is judged on the port's own input, which takes its weights.
+    arguments = ("full", "--model", toy, "--golden", golden, "--target", f"{PLANTED}:SwappedGateUp")
+    command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
+    hub.add("owner/toy", toy)
+    environment = {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    options = ("--layer-pattern", "layer_[01]", "--mistake", "gate_up_swapped", "--json", "--quiet")
+    paths = ("--model", "owner/toy", "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-m", "compare.diagnosis.cli", *map(str, paths), *options],
+        env={**os.environ, **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    named = [(finding["layer"], finding["mistake"]) for finding in json.loads(done.stdout)["diagnosis"]]
+    assert named == [(0, "gate_up_swapped"), (1, "gate_up_swapped")]
 
 
 def test_layer_that_was_handed_an_error_is_judged_on_its_own_input(
