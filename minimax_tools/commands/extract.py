@@ -68,17 +68,19 @@ def extract_command(
     if bool(nodes) == all_nodes:
         raise UsageError("name the slices to cut in one way", expected="--node NAME or --all-nodes")
     whole_plan = _read_whole_plan(plan_file, model) if all_nodes else None
-    names = nodes if whole_plan is None else [slice_.node.name for slice_ in whole_plan.used]
-    slices = []
     # A node that was named twice is cut once.
-    for name in dict.fromkeys(names):
+    names = dict.fromkeys(nodes if whole_plan is None else [slice_.node.name for slice_ in whole_plan.used])
+    slices = []
+    for name in names:
         # The tensor lists of all slices take a hundred megabytes, so without --all-nodes only this node's is read.
         plan = whole_plan or PartitionPlan.read(plan_file, tensors_of=name)
         source = StoredWeights.of_slice(model or plan.model, plan.slice_of(name))
         cut = cut_slice(
             plan, name, source, file_format=FileFormat(file_format), shard_size_bytes=shard_size_bytes
         )
-        folder = output if output is not None and len(nodes) == 1 else (output or DEFAULT_FOLDER) / name
+        # --output is the folder of a single --node, and the parent of the folders of several.
+        is_single = not all_nodes and len(names) == 1
+        folder = output if output is not None and is_single else (output or DEFAULT_FOLDER) / name
         with LayerProgress(len(cut.shards), label=name, unit="file") as progress:
             slices.append(write_slice(cut, folder, with_digests=with_digests, progress=progress))
     if as_json:

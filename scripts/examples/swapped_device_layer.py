@@ -10,11 +10,14 @@ from functools import partial
 
 from minimax_tools.checkpoint.filling import Deferred
 from neuron.builtin.layer import DeviceLayer
+from neuron.devices.weights import read_in_place
 
 
 class SwappedDeviceLayer(DeviceLayer):
-    """The builtin target with the grouped rows in the wrong order."""
+    """The builtin target with up rows before gate rows."""
 
+    # Without this mark mm2 expects a converted copy of the layer in memory.
+    @read_in_place
     def convert_state_dict(self, tensors, config, layer_idx):
         """Put up rows before gate rows."""
         state = super().convert_state_dict(tensors, config, layer_idx)

@@ -11,6 +11,7 @@ import click.testing
 import pytest
 
 from neuron.cli import main as mm2_test
+from neuron.ports.targets import find_target
 
 Command = Callable[..., click.testing.Result]
 
@@ -45,6 +46,9 @@ def test_swapped_device_layer_is_blamed_on_the_experts(
     assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [
         (layer, ["moe_delta"]) for layer in range(4)
     ]
+    # As its docstring says: mm2 expects no converted copy of a layer in memory.
+    example = find_target(f"{EXAMPLES / 'swapped_device_layer.py'}:SwappedDeviceLayer")
+    assert example.fills_storage
 
 
 def test_minimal_example_shows_what_is_found_by_name(

@@ -45,6 +45,14 @@ def test_a_nodes_slice_goes_to_the_folder_that_was_named(
     assert again.stderr == ""
 
 
+def test_a_node_that_is_named_twice_goes_where_it_goes_named_once(
+    command: Run, plan_file: Path, tmp_path: Path
+) -> None:
+    nodes = ("--node", "a", "--node", "a")
+    result = command(mm2_split, "extract", "--plan", plan_file, *nodes, "--output", tmp_path / "mine")
+    assert result.stdout.startswith(f"a: {tmp_path / 'mine'}, ")
+
+
 def test_all_slices_go_to_model_shards(
     command: Run, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
