@@ -202,7 +202,7 @@ def _token_sentences(sites: Sequence[SiteResult]) -> list[str]:
 def _word_flip(flip: Flip) -> str:
     chosen, dropped = (", ".join(map(str, experts)) or "none" for experts in (flip.chosen, flip.dropped))
     margin = "" if flip.margin is None else f", {word_figure(flip.margin)} apart in score"
-    return f"row {flip.row}, position {flip.position}: {chosen} for {dropped}{margin}"
+    return f"row {flip.row}, token {flip.position}: {chosen} for {dropped}{margin}"
 
 
 def _classic_sentences(sites: Sequence[SiteResult]) -> list[str]:

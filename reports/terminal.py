@@ -142,7 +142,7 @@ def _word_group(group: BlameGroup) -> str:
 def _worst_token(site: str, noise: NoiseRatio) -> str:
     row, position = noise.worst_token
     return (
-        f"{site} is worst at row {row}, position {position}: rho {word_figure(noise.token_worst)}, "
+        f"{site} is worst at row {row}, token {position}: rho {word_figure(noise.token_worst)}, "
         f"where the median token has {word_figure(noise.token_median)}"
     )
 
@@ -209,7 +209,7 @@ def _logits_sentences(logits: LogitsResult) -> list[str]:
     sentences = [
         f"KL divergence in nats: mean {word_figure(logits.kl_mean)}, 95th percentile {word_figure(logits.kl_p95)}"
         f"; noise comes to {word_figure(logits.kl_mean_foreseen)} and {word_figure(logits.kl_p95_foreseen)}"
-        f"; worst {word_figure(logits.kl_worst)} at row {row}, position {position}",
+        f"; worst {word_figure(logits.kl_worst)} at row {row}, token {position}",
         f"of the golden's likeliest tokens the port has {overlaps}",
     ]
     if logits.num_disagreeing:
@@ -218,7 +218,7 @@ def _logits_sentences(logits: LogitsResult) -> list[str]:
             f"{logits.num_explained} of them within the noise"
         )
     return sentences + [
-        f"row {choice.row}, position {choice.position}: {choice.target} for {choice.reference}, "
+        f"row {choice.row}, token {choice.position}: {choice.target} for {choice.reference}, "
         f"{word_figure(choice.margin)} below it, noise reaches {word_figure(choice.reach)}"
         for choice in logits.worst_choices[:_MOST_NAMED]
     ]

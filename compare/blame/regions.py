@@ -1,6 +1,6 @@
 """Regions: named sets of tokens or channels that may hold all wrong ones, and the search for the smallest.
 
-A mistake that is in no catalogue still has a place: rows of the batch, a range of positions, the tokens of an expert, a
+A mistake that is in no catalogue still has a place: rows of the batch, a range of their tokens, tokens of an expert, a
 head, a run of channels. A region counts only if chance is unlikely to put all wrong items into one as small.
 T judged tokens, F channels of a site, k experts per token. `wrong` always holds at least one item. `within` holds the
 items of a region that a new one shall narrow down, or all. A region that is yielded may reach beyond it: `&` cuts it.
@@ -28,7 +28,7 @@ _EXPERTS_PER_NAMED = 4
 class Region:
     """A named subset of the tokens or channels."""
 
-    words: str  # the region in words, such as `at positions from 7 on`
+    words: str  # the region in words, such as `at tokens from 7 on`
     items: torch.Tensor  # the tokens or channels that it holds, bool [T] or [F]
     # At least the number of regions of that kind that might have been found instead: for rows, heads and experts those
     # of that size, for ranges those of any size.
@@ -79,7 +79,7 @@ def range_regions(
 ) -> Iterator[Region]:
     """Yield the range from the first wrong number on, and the range from the first to the last.
 
-    Each item has a number, of which `word` is the noun, such as `at position`. The numbers of the items `within`, bool
+    Each item has a number, of which `word` is the noun, such as `at token`. The numbers of the items `within`, bool
     [T] or [F], tell how many ranges there are to choose from.
     """
     low, high = int(numbers[wrong].min()), int(numbers[wrong].max())

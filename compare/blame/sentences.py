@@ -88,7 +88,7 @@ def _describe_tokens(
     def candidates(within: torch.Tensor) -> Iterator[Region]:
         """Yield regions that narrow down the tokens `within`, bool [T]."""
         yield from row_regions(wrong, places[:, 0])
-        yield from range_regions(wrong, places[:, 1], within, word="at position")
+        yield from range_regions(wrong, places[:, 1], within, word="at token")
         if decoded is not None:
             yield Region(words="decoded one at a time", items=decoded, num_choices=1)  # a kind of one region
             yield Region(words="computed in one pass", items=~decoded, num_choices=1)

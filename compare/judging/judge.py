@@ -131,7 +131,7 @@ def _describe_nonfinite(rows: Rows, metrics: PairMetrics) -> str:
     first = int((~rows.target.isfinite()).any(dim=-1).nonzero()[0])
     row, position = rows.places[first].tolist()
     count = metrics.num_nonfinite_target
-    return f"{count} NaN or Inf on real tokens, the first at row {row}, position {position}"
+    return f"{count} NaN or Inf on real tokens, the first at row {row}, token {position}"
 
 
 def _note_dtype(judgement: Judgement, rows: Rows) -> Judgement:

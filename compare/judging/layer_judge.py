@@ -179,7 +179,7 @@ class LayerJudge:
         row, position = self._choice_places()[contradictions.nonzero()[0, 0]].tolist()
         return (
             f"{int(contradictions.sum())} of {len(contradictions)} tokens chose other experts than the port's own "
-            f"logits and the checkpoint's correction bias give (the first: row {row}, position {position})"
+            f"logits and the checkpoint's correction bias give (the first: row {row}, token {position})"
         )
 
     def _choice_places(self) -> torch.Tensor:

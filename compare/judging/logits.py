@@ -125,7 +125,7 @@ def judge_logits(
         worst = logits.worst_choices[0]
         faults.append(
             f"{logits.num_unexplained} of {logits.num_tokens} likeliest tokens are others beyond noise, the worst at "
-            f"row {worst.row}, position {worst.position}: {worst.target} for {worst.reference}, {worst.margin:.3g} "
+            f"row {worst.row}, token {worst.position}: {worst.target} for {worst.reference}, {worst.margin:.3g} "
             f"below it where noise reaches {worst.reach:.3g}"
         )
     is_anywhere = bool(faults)

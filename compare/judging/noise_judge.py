@@ -32,7 +32,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "massive": "error {value} the noise floor in the massive channels",
         "token_median": "error {value} the noise floor at the median token",
         "token_p99": "error {value} the noise floor at one token in a hundred",
-        "token_worst": "error {value} the noise floor at row {row}, position {position}",
+        "token_worst": "error {value} the noise floor at row {row}, token {position}",
         "token_gain": "the tokens' scale is {value} as far off as BF16 leaves it",
         "channel_gain": "the channels' scale is {value} as far off as BF16 leaves it",
         "channel_offset": "the channels' mean is {value} as far off as BF16 leaves it",

@@ -133,7 +133,7 @@ def _find_difference(reference: Inputs, target: Inputs) -> str | None:
 def _first_place(reference: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> str:
     row, position = ((reference != target) & mask.bool()).nonzero()[0].tolist()
     golden, port = int(reference[row, position]), int(target[row, position])
-    return f", first at row {row}, position {position}: {golden} in the golden, {port} in the device run"
+    return f", first at row {row}, token {position}: {golden} in the golden, {port} in the device run"
 
 
 def _nothing_found(source: CaptureSource, listing: DumpListing) -> IncomparableError:

@@ -208,7 +208,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         if bool(differing.any()):
             row, position = differing.nonzero()[0].tolist()
             raise IncomparableError(
-                f"the captures have different inputs: input_ids differ, first at row {row}, position {position}",
+                f"the captures have different inputs: input_ids differ, first at row {row}, token {position}",
                 expected=f"{int(input_ids[row, position])}, as on the other side",
                 found=f"{int(own_ids[row, position])} in {self.directory}",
                 next_step="Run both sides on the same prompts; if they are, check lengths, padding and steps in a map.",

@@ -11,7 +11,7 @@ class Flip:
     """A token that the port sends to other experts."""
 
     row: int  # the token's prompt
-    position: int  # the token's position in its row
+    position: int  # index of the token in its row, padding included
     dropped: tuple[int, ...]  # experts that the golden chose and the port did not
     # Experts that the port chose and the golden did not; none if the port names one twice.
     chosen: tuple[int, ...]
@@ -45,7 +45,7 @@ class TokenChoice:
     """A place where the port's likeliest next token is not the golden's."""
 
     row: int  # the prompt
-    position: int  # the position in the row
+    position: int  # index of the token in its row, padding included
     reference: int  # the golden's likeliest token
     target: int  # the port's likeliest token
     margin: float  # the golden's logit of its own token minus its logit of the port's token
@@ -61,7 +61,7 @@ class LogitsResult:
     kl_mean: float
     kl_p95: float
     kl_worst: float
-    worst_token: tuple[int, int]  # row and position of the token with `kl_worst`
+    worst_token: tuple[int, int]  # row, and index in it, of the token with `kl_worst`
     # `kl_mean` and `kl_p95` as noise of the floor's size alone would make them.
     kl_mean_foreseen: float
     kl_p95_foreseen: float

@@ -50,7 +50,7 @@ class NoiseRatio:
     token_median: float  # median over the tokens
     token_p99: float  # 99th percentile over the tokens
     token_worst: float  # ρ of the worst token
-    worst_token: tuple[int, int]  # row and position of the worst token
+    worst_token: tuple[int, int]  # row, and index in it (padding included), of the worst token
     is_estimated: bool  # whether the float32 twin was missing and ρ was estimated from ‖target − reference‖
     incoming: float  # relative error of a chained layer's input, which widens the floor; 0 in isolated runs
     # The floor that ρ is in units of, relative to the golden's values; None if they are all zero.
@@ -204,7 +204,9 @@ class Comparison:
     notes: tuple[str, ...] = ()  # what a reader must know beside the verdict
     router_dtypes: tuple[RouterDtype, ...] = ()  # parts of the router that the port holds in another dtype
     generated: tuple[GeneratedRow, ...] = ()  # what both sides generated, prompt by prompt
-    tokens: str = ""  # the real tokens of the batch, such as `81 at positions 0-47`; empty if no side tells
+    tokens: str = (
+        ""  # the real tokens and their position ids, such as `81 at positions 0-47`; empty if no side tells
+    )
 
     @property
     def shows_outputs_only(self) -> bool:

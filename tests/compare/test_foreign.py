@@ -180,7 +180,7 @@ class TestWrongMap:
         torch.save(held, path)
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 3
-        assert "input_ids differ, first at row 1, position 2" in record["error"]
+        assert "input_ids differ, first at row 1, token 2" in record["error"]
         held["value"][50] -= 1
         torch.save(held, path)
         exit_code, record = compare(tmp_path / "dump")

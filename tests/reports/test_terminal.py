@@ -170,7 +170,7 @@ class TestLayer:
         assert "mm2-diagnose" not in render(warning)
 
     def test_blamed_site_says_where_it_is_worst(self, failing: Comparison) -> None:
-        assert "moe_delta is worst at row 0, position 17: rho 27.0" in render(failing)
+        assert "moe_delta is worst at row 0, token 17: rho 27.0" in render(failing)
 
     def test_site_without_figures_still_says_why_it_fails(self, nonfinite: Comparison) -> None:
         text = render(nonfinite)

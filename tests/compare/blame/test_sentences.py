@@ -76,7 +76,7 @@ def test_a_place_within_another_needs_a_reason_of_its_own() -> None:
 def test_positions_from_one_on_are_named() -> None:
     places = right_rows().places
     assert describe(spoilt(places[:, 1] >= 33)) == (
-        "wrong tokens: all 21 at positions from 33 on; the 99 others are right",
+        "wrong tokens: all 21 at tokens from 33 on; the 99 others are right",
     )
 
 
@@ -84,7 +84,7 @@ def test_positions_of_one_row_are_named_with_the_row() -> None:
     places = right_rows().places
     tokens = (places[:, 0] == 1) & (places[:, 1] >= 4) & (places[:, 1] <= 11)
     assert describe(spoilt(tokens)) == (
-        "wrong tokens: all 8 in row 1, at positions 4 to 11; the 112 others are right",
+        "wrong tokens: all 8 in row 1, at tokens 4 to 11; the 112 others are right",
     )
 
 
@@ -158,5 +158,5 @@ def test_tokens_of_nan_are_named() -> None:
     target = rows.target.clone()
     target[rows.places[:, 1] >= 30, 3] = torch.nan
     assert describe(replace(rows, target=target), head_dim=HEAD_DIM) == (
-        "NaN or Inf: all 30 at positions from 30 on; the 90 others are right",
+        "NaN or Inf: all 30 at tokens from 30 on; the 90 others are right",
     )

@@ -135,7 +135,7 @@ class TestNonfinite:
         comparison = judge(copyist.device_run(changes))
         assert blamed(comparison) == [(1, ("attn_context",))]
         result = site_of(comparison, 1, Site.ATTN_CONTEXT)
-        assert result.reason.endswith("NaN or Inf on real tokens, the first at row 1, position 20")
+        assert result.reason.endswith("NaN or Inf on real tokens, the first at row 1, token 20")
         assert result.metrics is not None
         assert result.metrics.num_nonfinite_target == copyist.source.read(1, Site.ATTN_CONTEXT).shape[-1]
 

@@ -110,7 +110,7 @@ def test_one_token_chosen_otherwise_beyond_noise_is_named() -> None:
     status, reason = judged(result)
     assert status is SiteStatus.FAIL
     assert reason.startswith(
-        f"1 of {TOKENS} likeliest tokens are others beyond noise, the worst at row 0, position 7"
+        f"1 of {TOKENS} likeliest tokens are others beyond noise, the worst at row 0, token 7"
     )
 
 

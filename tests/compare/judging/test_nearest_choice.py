@@ -105,7 +105,7 @@ class TestShownChoice:
         assert experts.status is SiteStatus.FAIL
         row, position = tie
         assert "than the port's own logits and the checkpoint's correction bias give" in experts.reason
-        assert f"row {row}, position {position}" in experts.reason
+        assert f"row {row}, token {position}" in experts.reason
 
     def test_without_the_weights_noise_explains_it(
         self, copyist: Any, judge: Judge, tie: Any, exchanged: Any

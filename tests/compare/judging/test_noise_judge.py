@@ -116,7 +116,7 @@ class TestNoise:
         assert judge(replace(CLEAN, whole=54.3), halved)[1].endswith(", norm ×0.5")
 
     def test_bad_token_and_bad_channel_are_named(self, metrics: PairMetrics) -> None:
-        assert "at row 1, position 17" in judge(replace(CLEAN, token_worst=99.0), metrics)[1]
+        assert "at row 1, token 17" in judge(replace(CLEAN, token_worst=99.0), metrics)[1]
         assert "in channel 23" in judge(replace(CLEAN, channel_worst=99.0), metrics)[1]
 
     def test_layer_that_was_handed_an_error_has_limits_of_its_own(self, metrics: PairMetrics) -> None:

@@ -35,7 +35,7 @@ class TestInputs:
         target = copyist.device_run(inputs=changed(inputs, name, (1, 7), 99))
         was = int(inputs.tensors()[name][1, 7])
         sentence = (
-            f"the captures have different inputs: {name} differ, first at row 1, position 7: "
+            f"the captures have different inputs: {name} differ, first at row 1, token 7: "
             f"{was} in the golden, 99 in the device run"
         )
         with pytest.raises(IncomparableError, match=sentence):
@@ -44,7 +44,7 @@ class TestInputs:
     def test_other_mask_is_named(self, copyist: Any, judge: Judge) -> None:
         inputs = changed(copyist.source.read_inputs(), "attention_mask", (1, 33), 1)
         with pytest.raises(
-            IncomparableError, match="inputs: attention_mask differs, first at row 1, position 33"
+            IncomparableError, match="inputs: attention_mask differs, first at row 1, token 33"
         ):
             judge(copyist.device_run(inputs=inputs))
 
