@@ -1,11 +1,12 @@
 """Limits files: YAML with limits by site, or for all sites; calibration.yaml holds mm2's own.
 
     isolated:                 # or chained, isolated_estimated, chained_estimated, without_floor, isolated_variants, …
-      all: {whole: 1.5}       # for sites not named here; a number, or {usual: …, spread: …, token_spread: …}
-      moe_delta: {token_worst: 4}
+      all: {whole: 1.5}       # for each site without a `whole` of its own in this file
+      moe_delta: {token_worst: 4}  # a number, or {usual: …, spread: …, token_spread: …}
 
-Limits that a file does not name stay as in calibration.yaml. A file's limits for isolated layers hold for goldens with
-variants too, unless the file names limits for these (see `NoiseLimits`).
+Limits that a file does not name stay as in calibration.yaml, but a figure under `all` replaces that figure's limit on
+every site. `usual`, `spread` and `token_spread` are fields of `Limit`, other keys of `NoiseLimits`. A file's limits for
+isolated layers hold for goldens with variants too, unless the file names limits for these (see `NoiseLimits`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class GoldenWeights:
     """Weights of one layer, in the dtype that the golden computed in."""
 
     spec: ModelSpec
-    tensors: LayerTensors  # by the hub's names within a layer; each is read when a thread asks for it
+    tensors: LayerTensors  # by the hub's names within a layer; each access, from any thread, reads from the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,9 +59,9 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWeights:
-    """Source of weights in a checkpoint; of a hub's model, only the shards of the layers asked for are fetched.
+    """Source of weights in a checkpoint, whose headers are read once if it is complete.
 
-    The headers of a complete checkpoint are read once.
+    Of a hub's model, only the shards of the layers asked for are fetched, and those of embedding, final norm and head.
     """
 
     model: str  # a folder, or a hub's id

@@ -234,7 +234,7 @@ input_options = stack_options(
         help="Rows of random token ids, one per length in tokens.",
     ),
     click.option(
-        "--batch-size", type=click.IntRange(min=1), default=1, help="Copies of each random row. Default: 1."
+        "--batch-size", type=click.IntRange(min=1), default=1, help="Random rows of each length. Default: 1."
     ),
     click.option(
         "--padding-side",

@@ -19,6 +19,7 @@ _LONG_LENGTH = 144
 _FAR_LENGTH = 16
 # Positions that such rows cross. A position table that ends or restarts at one of them changes distances within the
 # row, and so attention. 65536 also stands for every smaller power of two, and lies past float16's largest value, 65504.
+# 4096 is for models with fewer positions.
 _CROSSED_POSITIONS = (4096, 65536)
 
 
@@ -75,7 +76,7 @@ class InputRequest:
             )
         if self.batch_size > 1 and (self.has_text or self.input_ids):
             raise UsageError(
-                "--batch-size repeats random rows only", next_step="Repeat --prompt or --input-ids."
+                "--batch-size multiplies random rows only", next_step="Repeat --prompt or --input-ids."
             )
         if self.chat and not self.has_text:
             raise UsageError(

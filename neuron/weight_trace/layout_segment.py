@@ -67,5 +67,4 @@ class LayoutSegment:
             return f"one {unit} in {lines.step} from {unit} {lines.start}: "
         if len(lines) == self.num_lines:
             return ""
-        last = f"–{lines[-1]}" if len(lines) > 1 else ""
-        return f"{unit}s {lines.start}{last} "
+        return f"{unit}s {lines.start}–{lines[-1]} " if len(lines) > 1 else f"{unit} {lines.start} "

@@ -4,7 +4,7 @@
 
 `bare` runs all layers with the weights of layer 0, `bare-loading` loads each layer's. Prints one JSON object: seconds,
 the seconds spent compiling, and for a sweep its numbers of graphs. A sweep is timed as a whole, a bare loop from its
-first layer on: the golden's inputs are read before, and for `bare` the weights too.
+first layer on: it writes no OUTPUT, and the golden's inputs are read before, and for `bare` the weights too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main(way: str, model: str, golden: str, output: str) -> None:
         if way == "sweep":
             record = _sweep(runtime, reader, Capture.open(Path(golden)), Path(output))
         else:
-            record = _run_bare(runtime, reader, Capture.open(Path(golden)), loads=way == "bare-loading")
+            loads = {"bare": False, "bare-loading": True}[way]
+            record = _run_bare(runtime, reader, Capture.open(Path(golden)), loads=loads)
         record["compile_s"] = runtime.count_compiles().seconds
     print(json.dumps(record))
 

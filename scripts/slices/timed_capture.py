@@ -2,8 +2,9 @@
 
     python -m slices.timed_capture MODEL OUTPUT SEQ_LENS [PLAN]
 
-SEQ_LENS are the lengths of the prompts, such as 24,15. Rank 0 prints one JSON object: the seconds until the capture is
-complete. They begin when all ranks are ready.
+Started by `running.py`, which compares the two. SEQ_LENS are the lengths of the prompts, such as 24,15. Rank 0 prints
+one JSON object: the seconds from when all ranks are ready until the capture is complete. They include reading the
+weights: `open_golden` reads none of a streamed model.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[place.rank % len(cores)]})
     if plan_file is None:
+        # One process reads each layer while the one before is computed; a rank below reads its slice once and holds it.
         with open_golden(_request(Path(model), lengths, Streaming(device=_CPU))) as golden:
             began_s = time.perf_counter()
             golden.capture(Path(output), extra={})

@@ -61,7 +61,8 @@ def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float)
                 continue
             leaves = case.noise.rho(case.port, prediction)
             amplitude, z = _fit_amplitude(case, prediction, leaves)
-            share = (leaves / null) ** 2 if math.isfinite(null) else 0.0
+            # The share of the error that the mistake leaves.
+            share = (leaves / null) ** 2 if math.isfinite(null) else float(not math.isfinite(leaves))
             yield MistakeFinding(
                 layer=None,
                 mistake=mistake.name,
