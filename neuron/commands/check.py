@@ -15,7 +15,7 @@ from minimax_tools.command_line.options import (
     output_options,
     parse_lengths,
 )
-from minimax_tools.errors import CannotRunError
+from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -57,6 +57,11 @@ def check_command(
     Without --model, the layer is one of MiniMax-M2's. Exits with 3 if no run can work.
     """
     spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
+    if max(seq_lens) > spec.max_position_embeddings:
+        raise UsageError(
+            f"--seq-len is {max(seq_lens)}",
+            expected=f"at most the model's {spec.max_position_embeddings} positions",
+        )
     profile = None if profile_of is None else RunProfile.read(profile_of)
     findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype, profile=profile)
     if as_json:

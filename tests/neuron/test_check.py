@@ -259,6 +259,12 @@ def test_the_command_exits_with_3_where_nothing_can_run(command: Run) -> None:
     assert {"level", "subject", "found", "next_step"} == record["findings"][0].keys()
 
 
+def test_a_length_past_the_models_positions_is_refused_by_its_option(command: Run, toy: Path) -> None:
+    result = command(main, "check", "--model", toy, "--seq-len", "128,10000000")
+    assert result.exit_code == 2
+    assert "--seq-len is 10000000: expected at most the model's" in " ".join(result.stderr.split())
+
+
 def test_this_machine_has_versions(tmp_path: Path) -> None:
     found = check(tmp_path)["versions"]
     assert f"torch {torch.__version__.partition('+')[0]}" in found[0].found
