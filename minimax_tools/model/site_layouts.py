@@ -249,8 +249,7 @@ def _are_equal_and_nonzero(pieces: Sequence[torch.Tensor]) -> bool:
 def _refuse_unequal(copies: Sequence[tuple[int, torch.Tensor]], *, what: str) -> None:
     """Raise if copies of one shape, each with its rank, differ in any bit."""
     first_rank, first = copies[0]
-    # Bytes are compared, so that a NaN equals itself.
-    differing = [(rank, copy) for rank, copy in copies if not torch.equal(_bytes_of(copy), _bytes_of(first))]
+    differing = [(rank, copy) for rank, copy in copies if not are_equal_bits(copy, first)]
     if differing:
         ranks = sorted({rank for rank, _ in differing})
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
@@ -264,5 +263,9 @@ def _refuse_unequal(copies: Sequence[tuple[int, torch.Tensor]], *, what: str) ->
         )
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def are_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Decide whether two tensors have one shape and dtype and the same bits: a NaN equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    as_bytes = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*as_bytes)

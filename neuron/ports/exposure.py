@@ -15,7 +15,7 @@ from torch import nn
 from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.model.site_layouts import Replicated, SiteLayout, parse_layout
+from minimax_tools.model.site_layouts import Replicated, SiteLayout, are_equal_bits, parse_layout
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
@@ -56,7 +56,7 @@ class Exposure:
         """
         if len(pieces) > 1 and site in self.declared:
             tensor = self.layouts.get(site, Replicated()).assemble(pieces, what=what)
-        elif all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
+        elif all(are_equal_bits(pieces[0], piece) for piece in pieces[1:]):
             tensor = pieces[0]
         else:
             # The pieces may be parts or sums: a guess could be wrong.
@@ -67,7 +67,8 @@ class Exposure:
         """Cut a rank's piece from a site's whole tensor, such as a golden's value that replaces the port's own.
 
         Raises:
-            TargetError: The port does not say which part a rank holds.
+            TargetError: The site has heads, and the port does not say which a rank holds. Other undeclared sites are
+                given whole.
         """
         if not ranks.are_several:
             return tensor
@@ -88,7 +89,7 @@ class Exposure:
 
 
 def find_exposure(module: nn.Module, *, what: str) -> Exposure:
-    """Find the sites that `module` shows; `input` and `output` are always among them.
+    """Find the sites that `module` shows; `input` and `output` are always among them: the layer's own.
 
     Raises:
         TargetError: `sites` names an unknown site or a submodule that does not exist.

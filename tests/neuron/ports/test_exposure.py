@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import Site
-from neuron.ports.exposure import find_exposure
+from neuron.ports.exposure import Exposure, find_exposure
 
 # What the reference layer's submodules do not show by their names alone.
 HIDDEN = {"q_rope", "k_rope", "router_experts", "router_weights"}
@@ -177,6 +178,16 @@ def test_sites_that_mean_nothing_are_an_error(run_port: Any, sites: str, texts: 
     for text in texts:
         assert text in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_site_found_by_name_that_is_nan_on_all_ranks_is_shown() -> None:
+    exposure = Exposure(taps={}, declared=frozenset())
+    tensor = torch.ones(1, 2, 4)
+    tensor[0, 1] = float("nan")
+    assembled = exposure.assemble(Site.MOE_DELTA, [tensor, tensor.clone()], (1, 2), what="a port")
+    assert assembled is not None
+    assert assembled.isnan().equal(tensor.isnan())
+    assert exposure.assemble(Site.MOE_DELTA, [tensor, 2 * tensor], (1, 2), what="a port") is None
 
 
 def test_output_is_whole_on_every_rank() -> None:
