@@ -51,7 +51,7 @@ class DeviceOptions:
     random_input: bool
     prefetch: bool | None
     memory_budget: int | None  # in bytes
-    decode_rows: int  # tokens at the end of each prompt that are computed one at a time
+    num_decoded: int  # tokens at the end of each prompt that are computed one at a time
     check_capture: bool
     profile: bool
     skip_compile: bool
@@ -120,7 +120,7 @@ def _device_options(*further: Decorator) -> Decorator:
         memory_budget_option,
         click.option(
             "--decode",
-            "decode_rows",
+            "num_decoded",
             type=click.IntRange(min=0),
             default=0,
             metavar="N",

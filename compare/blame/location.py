@@ -96,9 +96,9 @@ def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
 def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
     """Find the tokens that were decoded one at a time, bool [T]; None if none was, or nobody knows."""
     description, mask = sides.target.known_description, sides.reference.read_attention_mask()
-    if description is None or not description.run.decode_rows or mask is None:
+    if description is None or not description.run.num_decoded or mask is None:
         return None
-    decoded = decoded_columns(mask, description.run.decode_rows)
+    decoded = decoded_columns(mask, description.run.num_decoded)
     # The decoded columns are the batch's last.
     return rows.places[:, 1] >= decoded.start
 

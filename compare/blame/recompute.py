@@ -212,8 +212,8 @@ def _find_decoded(sides: Sides, attention_mask: torch.Tensor) -> torch.Tensor:
     """Find the tokens that the port decoded from the golden's keys and values, bool [T]; the mask is [B,S]."""
     description = sides.target.known_description
     is_decoded = torch.zeros_like(attention_mask, dtype=torch.bool)
-    if description is not None and description.run.decode_rows and description.run.mode is Mode.ISOLATED:
-        columns = decoded_columns(attention_mask, description.run.decode_rows)
+    if description is not None and description.run.num_decoded and description.run.mode is Mode.ISOLATED:
+        columns = decoded_columns(attention_mask, description.run.num_decoded)
         is_decoded[:, columns.start : columns.stop] = True
     return sides.batch.tokens(is_decoded)
 

@@ -185,7 +185,7 @@ def _read_inputs(
     reference: CaptureSource, target: CaptureSource, weights: LayerWeights, spec: ModelSpec
 ) -> LayerInputs:
     tokens, description = reference.read_inputs(), target.known_description
-    num_decoded = description.run.decode_rows if description is not None else 0
+    num_decoded = description.run.num_decoded if description is not None else 0
     mask = tokens.attention_mask
     return LayerInputs(
         spec=spec,

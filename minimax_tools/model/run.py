@@ -88,10 +88,10 @@ class Run:
     component: Component | None = None  # the only component of a layer that runs; None for whole layers
     # Number of tokens at each prompt's end that are decoded: computed one at a time, from cached keys and values. 0
     # computes all tokens at once.
-    decode_rows: int = 0
+    num_decoded: int = 0
 
     def __post_init__(self) -> None:
-        if self.decode_rows and self.component is not None:
+        if self.num_decoded and self.component is not None:
             raise UsageError(
                 "a component does not decode: it gets the golden's values for all tokens at once",
                 next_step="Decode with mm2-test single-layer, or leave out --decode.",
@@ -115,7 +115,7 @@ class Run:
         """Return this run with the last `num_tokens` of each prompt decoded, and named so; unchanged for 0."""
         if num_tokens == 0:
             return self
-        return replace(self, name=f"{self.name}_decode_{num_tokens}", decode_rows=num_tokens)
+        return replace(self, name=f"{self.name}_decode_{num_tokens}", num_decoded=num_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as a manifest holds it; `from_json` ignores `first_site` and `last_site`."""
@@ -129,17 +129,17 @@ class Run:
             "sites": encode(self.sites),
             "model_sites": encode(self.model_sites),
             "component": encode(self.component),
-            "decode_rows": self.decode_rows,
+            "decode_rows": self.num_decoded,
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
         """Return the run that a manifest describes. Manifests of old captures lack `decode_rows`: 0."""
         span = {"start": record["start_layer"], "stop": record["stop_layer"]}
-        return decode_fields(cls, {**record, "span": span})
+        return decode_fields(cls, {**record, "span": span}, num_decoded="decode_rows")
 
     def __str__(self) -> str:
-        decoded = f", last {self.decode_rows} tokens of each prompt decoded" if self.decode_rows else ""
+        decoded = f", last {self.num_decoded} tokens of each prompt decoded" if self.num_decoded else ""
         return f"{self.name} ({self.mode}, {self.span}{decoded})"
 
 

@@ -63,7 +63,7 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
     `make_run` returns the command's run for a model.
     """
     spec = ModelSpec.from_folder(resolve_config(options.model))
-    run = make_run(spec).decoding(options.decode_rows)
+    run = make_run(spec).decoding(options.num_decoded)
     run.span.within(spec.num_hidden_layers)  # raises if the model lacks a layer
     directory = options.store.directory(DEVICE_SIDE, run.name)
     golden = Capture.open(options.golden) if options.golden else None
@@ -138,7 +138,7 @@ def _run_port(
                 spec_digest=spec.digest(),
                 dtype=dtype_name(request.dtype),
                 num_ranks=options.ranks.degree,
-                decode_rows=run.decode_rows,
+                num_decoded=run.num_decoded,
                 batch_size=request.inputs.batch_size,
                 sequence_length=request.inputs.sequence_length,
                 layers=report.profile,
@@ -158,7 +158,7 @@ def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
     """Raise CaptureError if a saved run is of other layers or another kind, or of other ranks or target where given."""
     found, provenance = saved.description.run, saved.description.provenance
     if any(
-        getattr(found, name) != getattr(run, name) for name in ("span", "mode", "component", "decode_rows")
+        getattr(found, name) != getattr(run, name) for name in ("span", "mode", "component", "num_decoded")
     ):
         raise CaptureError(
             f"{saved.directory} holds another run than --skip-compile asks for",

@@ -70,9 +70,9 @@ class DeviceRequest(PortSetup):
     max_new_tokens: int = 0  # most tokens to generate after each row, in a run of the whole model; 0 for none
 
     def __post_init__(self) -> None:
-        if self.run.decode_rows >= max(self.inputs.lengths):
+        if self.run.num_decoded >= max(self.inputs.lengths):
             raise UsageError(
-                f"of {max(self.inputs.lengths)} tokens {self.run.decode_rows} cannot be decoded",
+                f"of {max(self.inputs.lengths)} tokens {self.run.num_decoded} cannot be decoded",
                 expected="at least one token before the first that is decoded",
                 next_step="Give --decode fewer tokens.",
             )

@@ -60,7 +60,7 @@ class GoldenInputs:
     def needed(self) -> tuple[tuple[int, Site], ...]:
         """List every layer and site whose value the run takes from the golden."""
         if self.run.mode is Mode.ISOLATED:
-            past_sites = (Site.V_PROJ, Site.K_ROPE) if self.run.decode_rows else ()
+            past_sites = (Site.V_PROJ, Site.K_ROPE) if self.run.num_decoded else ()
             sites = (Site.INPUT, *self._border_sites(), *past_sites)
             return tuple((layer, site) for layer in self.run.span for site in sites)
         if self.run.model_sites:
@@ -89,7 +89,7 @@ class GoldenInputs:
 
         None where no token is decoded, and in a chained run, which decodes from its own keys and values.
         """
-        if not self.run.decode_rows or self.run.mode is not Mode.ISOLATED:
+        if not self.run.num_decoded or self.run.mode is not Mode.ISOLATED:
             return None
         keys = self.golden.read(layer, Site.K_ROPE)
         values = self.golden.read(layer, Site.V_PROJ).unflatten(-1, (keys.shape[1], keys.shape[3]))

@@ -15,7 +15,7 @@ from statistics import median_high
 from typing import Any
 
 from minimax_tools.errors import CaptureError
-from minimax_tools.json_codec import decode, encode
+from minimax_tools.json_codec import decode_fields, encode_fields
 from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.machine.whole_file import whole_file
 from neuron.devices.runtime import Runtime
@@ -35,7 +35,7 @@ class RunProfile:
     spec_digest: str
     dtype: str
     num_ranks: int  # number of ranks that shared each layer
-    decode_rows: int  # number of tokens of each prompt that ran one at a time, after the others
+    num_decoded: int  # number of tokens of each prompt that ran one at a time, after the others
     batch_size: int  # number of prompts
     sequence_length: int  # tokens of each prompt, padding included
     layers: tuple[LayerProfile, ...]  # the layers, in the order in which they ran
@@ -59,7 +59,7 @@ class RunProfile:
             ("another dtype", dtype, self.dtype),
             ("another backend", backend, self.backend),
             ("several ranks", 1, self.num_ranks),
-            ("a run that decodes", 0, self.decode_rows),
+            ("a run that decodes", 0, self.num_decoded),
         )
         for difference, expected, found in pairs:
             if expected is not None and expected != found:
@@ -76,7 +76,7 @@ class RunProfile:
         record = {
             "traceEvents": list(self._events()),
             "displayTimeUnit": "ms",
-            _OWN_KEY: encode(self),
+            _OWN_KEY: encode_fields(self, num_decoded="decode_rows"),
         }
         with whole_file(path) as file:
             json.dump(record, file)
@@ -91,7 +91,8 @@ class RunProfile:
         """
         path = directory / PROFILE_NAME
         try:
-            profile = decode(cls, json.loads(path.read_text(encoding="utf-8"))[_OWN_KEY])
+            record = json.loads(path.read_text(encoding="utf-8"))[_OWN_KEY]
+            profile = decode_fields(cls, record, num_decoded="decode_rows")
             if not profile.layers:
                 raise ValueError("no layer ran")
             return profile

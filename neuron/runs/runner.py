@@ -150,7 +150,7 @@ class DeviceRun:
             sites=request.run.sites,
             border=golden.border(layer) if golden else {},  # values that a component is given
             # Generation needs keys and values: a port that returns none is refused at the first layer.
-            keeps_past=request.run.decode_rows > 0 or request.max_new_tokens > 1,
+            keeps_past=request.run.num_decoded > 0 or request.max_new_tokens > 1,
             next_layer=next_layer,
         )
         past = golden.past(layer) if golden else None
@@ -166,7 +166,7 @@ class DeviceRun:
 
     def _run_passes(self, layer_request: LayerRequest, past: KeyValues | None) -> LayerRun:
         """Run all tokens in one pass; if the run decodes, the last ones one by one, from the golden's `past` if any."""
-        num_decoded = self._request.run.decode_rows
+        num_decoded = self._request.run.num_decoded
         if not num_decoded:
             return self._executor.run(layer_request)
         return run_decoding(

@@ -85,11 +85,12 @@ def _margins(cases: Sequence[Case]) -> Iterator[str]:
         yield (
             f"Right layers reach {finite[-1]:.3g} of a limit at most, one in a hundred reaches "
             f"{finite[-1 - len(finite) // 100]:.3g}: below these factors they fail."
+            + (f" {len(clean) - len(finite)} fail at any factor." if len(finite) < len(clean) else "")
         )
     above = sorted(case.largest_excess for case in cases if case.is_above_floor)
     if above:
         yield (
-            f"Mistakes above the floor break a limit by {above[0]:.3g} at least, all but one in a hundred by "
+            f"Mistakes above the floor reach {above[0]:.3g} of a limit at least, all but one in a hundred "
             f"{above[len(above) // 100]:.3g}: beyond these factors they pass."
         )
 

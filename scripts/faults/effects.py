@@ -31,14 +31,14 @@ _SITES = tuple(site for site in Site if site is not Site.INPUT)
 
 
 def run_float32(
-    baseline: Baseline, layer: int, plant: Plant | None, *, decode_rows: int = 0
+    baseline: Baseline, layer: int, plant: Plant | None, *, num_decoded: int = 0
 ) -> dict[Site, torch.Tensor]:
     """Run one layer of the port in float32, on the golden's input and the values of the BF16 weights.
 
-    The last `decode_rows` tokens are decoded, from the golden's keys and values. Then the mistake is limited to them.
+    The last `num_decoded` tokens are decoded, from the golden's keys and values. Then the mistake is limited to them.
     """
     config = target_config(baseline.spec)
-    module = PlantedLayer(config, plant, decode_only=decode_rows > 0)
+    module = PlantedLayer(config, plant, decode_only=num_decoded > 0)
     tensors = LayerTensors.open(baseline.reader, baseline.spec, layer, torch.bfloat16)
     state = {
         name: tensor.float() for name, tensor in module.convert_state_dict(tensors, config, layer).items()
@@ -46,28 +46,28 @@ def run_float32(
     module.load_state_dict(state)
     all_rows = LayerInput.of(baseline.golden.read(layer, Site.INPUT).float(), baseline.inputs)
     run = partial(_run_once, module)
-    if not decode_rows:
+    if not num_decoded:
         return dict(run(all_rows).tensors)
-    decoding = sweep_run(Span.single(layer), sites_level="all").decoding(decode_rows)
+    decoding = sweep_run(Span.single(layer), sites_level="all").decoding(num_decoded)
     past = GoldenInputs(golden=baseline.golden, run=decoding).past(layer)
     assert past is not None, "a run that decodes begins with a past"
     # Prompts are padded on the right: decoding starts at the last tokens of the shortest one, for all of them.
     lengths = baseline.inputs.lengths
-    columns = range(max(min(lengths) - decode_rows, 1), max(lengths))  # the first token is never decoded
+    columns = range(max(min(lengths) - num_decoded, 1), max(lengths))  # the first token is never decoded
     past_float32 = (past[0].float(), past[1].float())
     return dict(run_decoding(run, all_rows, columns=columns, sites=_SITES, past=past_float32).tensors)
 
 
 def measure_effects(
-    baseline: Baseline, layer: int, plant: Plant, *, decode_rows: int = 0
+    baseline: Baseline, layer: int, plant: Plant, *, num_decoded: int = 0
 ) -> dict[Site, float]:
     """Compute ‖planted − right‖ / ‖golden − float32 twin‖ on the real tokens, by site.
 
     At router_experts it is the number of tokens that the plant flips, over the number that BF16 flips. A changed shape
     has an infinite effect.
     """
-    planted = _with_sorted_experts(run_float32(baseline, layer, plant, decode_rows=decode_rows))
-    right = _with_sorted_experts(_right_float32(baseline, layer, decode_rows))
+    planted = _with_sorted_experts(run_float32(baseline, layer, plant, num_decoded=num_decoded))
+    right = _with_sorted_experts(_right_float32(baseline, layer, num_decoded))
     batch = Batch.of(baseline.golden, baseline.golden)
     return {site: _effect(baseline, batch, layer, site, planted[site], right[site]) for site in _SITES}
 
@@ -109,9 +109,9 @@ def _with_sorted_experts(tensors: SiteTensors) -> SiteTensors:
 
 
 @lru_cache(maxsize=16)
-def _right_float32(baseline: Baseline, layer: int, decode_rows: int) -> SiteTensors:
+def _right_float32(baseline: Baseline, layer: int, num_decoded: int) -> SiteTensors:
     """Run the right layer; the result serves all plants of a baseline's few layers."""
-    return run_float32(baseline, layer, None, decode_rows=decode_rows)
+    return run_float32(baseline, layer, None, num_decoded=num_decoded)
 
 
 def _run_once(module: PlantedLayer, layer_input: LayerInput) -> LayerRun:

@@ -45,7 +45,7 @@ class PlannedRun:
         return "decode" if self.decodes else "prefill"
 
     @property
-    def decode_rows(self) -> int:
+    def num_decoded(self) -> int:
         """Number of tokens of the shortest prompt that are decoded, one by one."""
         return _NUM_DECODE_ROWS if self.decodes else 0
 
@@ -94,7 +94,7 @@ def carry_out(
     for layer in capture.layers:
         plant = planned.plant if layer in baseline.layers else None
         judged = with_all_sites.layers[layer]
-        effects = _measure_effects(baseline, layer, plant, planned.decode_rows) if plant else {}
+        effects = _measure_effects(baseline, layer, plant, planned.num_decoded) if plant else {}
         cases.append(
             Case(
                 run=str(planned),
@@ -125,22 +125,22 @@ def carry_out(
 
 
 def run_port(
-    baseline: Baseline, target: Target, *, runtime: Runtime, directory: Path, decode_rows: int = 0
+    baseline: Baseline, target: Target, *, runtime: Runtime, directory: Path, num_decoded: int = 0
 ) -> Capture:
-    """Run each layer on the golden's input, and decode the last `decode_rows` tokens; `directory` is emptied first."""
-    run = sweep_run(Span(0, baseline.spec.num_hidden_layers), sites_level="all").decoding(decode_rows)
+    """Run each layer on the golden's input, and decode the last `num_decoded` tokens; `directory` is emptied first."""
+    run = sweep_run(Span(0, baseline.spec.num_hidden_layers), sites_level="all").decoding(num_decoded)
     return port_runs.run_port(
         baseline.golden, target, run, reader=baseline.reader, runtime=runtime, directory=directory
     )
 
 
-def _measure_effects(baseline: Baseline, layer: int, plant: Plant, decode_rows: int) -> dict[Site, float]:
+def _measure_effects(baseline: Baseline, layer: int, plant: Plant, num_decoded: int) -> dict[Site, float]:
     """Measure the effects of a plant; those of a pair are each mistake's own, at its sites."""
     if not plant.halves:
-        return measure_effects(baseline, layer, plant, decode_rows=decode_rows)
+        return measure_effects(baseline, layer, plant, num_decoded=num_decoded)
     effects: dict[Site, float] = {}
     for half in plant.halves:
-        alone = measure_effects(baseline, layer, half, decode_rows=decode_rows)
+        alone = measure_effects(baseline, layer, half, num_decoded=num_decoded)
         effects |= {site: alone[site] for site in half.sites}
     return effects
 
@@ -161,5 +161,5 @@ def _capture(planned: PlannedRun, baseline: Baseline, *, runtime: Runtime, direc
     layers = frozenset(baseline.layers) if planned.plant else frozenset()
     port = PlantedPort(plant=planned.plant, layers=layers, decode_only=planned.decodes)
     return run_port(
-        baseline, port.target(), runtime=runtime, directory=directory, decode_rows=planned.decode_rows
+        baseline, port.target(), runtime=runtime, directory=directory, num_decoded=planned.num_decoded
     )

@@ -115,7 +115,7 @@ def test_plant_changes_its_sites_and_nothing_before_or_beside_them(plant: Plant,
 
 @pytest.mark.parametrize("plant", [plant for plant in MISTAKES if plant.decodes], ids=str)
 def test_plant_in_decode_rows_changes_its_sites(plant: Plant, decoded: Baseline) -> None:
-    effects = measure_effects(decoded, 0, plant, decode_rows=1)
+    effects = measure_effects(decoded, 0, plant, num_decoded=1)
     assert max(effects[site] for site in plant.sites) > 0
 
 

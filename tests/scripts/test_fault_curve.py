@@ -63,7 +63,7 @@ def test_curve_is_printed_as_figures_and_as_a_table() -> None:
     assert len(lines) == 1 + len(FACTORS) + 2
     assert lines[5].split() == ["1.00", "2/2", "100.0", "%", "1/2", "50.0", "%", "0", "of", "2"]
     assert lines[-2].startswith("Right layers reach 0.7 of a limit at most")
-    assert lines[-1].startswith("Mistakes above the floor break a limit by 1.3 at least")
+    assert lines[-1].startswith("Mistakes above the floor reach 1.3 of a limit at least")
 
 
 @pytest.fixture(scope="module")

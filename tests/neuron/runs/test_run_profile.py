@@ -97,7 +97,7 @@ class TestEstimate:
                 "spec_digest": ModelSpec.from_folder(model).digest(),
                 "dtype": "bfloat16",
                 "num_ranks": 1,
-                "decode_rows": 0,
+                "num_decoded": 0,
                 "batch_size": 2,
                 "sequence_length": 64,
                 **about,
@@ -133,7 +133,7 @@ class TestEstimate:
             ({"dtype": "float32"}, "another dtype"),
             ({"backend": "xla-cpu"}, "another backend"),
             ({"num_ranks": 2}, "several ranks"),
-            ({"decode_rows": 3}, "a run that decodes"),
+            ({"num_decoded": 3}, "a run that decodes"),
         ],
     )
     def test_profile_of_something_else_is_refused(
