@@ -1,4 +1,4 @@
-"""A checkpoint reader that reads each tensor once, and records what it read."""
+"""A checkpoint reader that reads announced tensors once, and records what it read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class OnceReader(CheckpointReader):
 
     A golden needs some tensors twice: norms and router for the model's fingerprint, and the first layer for its proof.
     `expect_again` announces them. The first read then keeps the tensor's bytes, and the second takes them from memory.
+    Parts of a tensor are read from its file each time.
     """
 
     def __init__(self, folder: Path, *, index: TensorIndex) -> None:
@@ -33,7 +34,7 @@ class OnceReader(CheckpointReader):
 
     @property
     def sizes_read(self) -> Mapping[str, int]:
-        """Bytes of every tensor that was read, by name; each counts once."""
+        """Size in bytes of every tensor that was read, by name; each counts once."""
         return dict(self._sizes)
 
     @property
@@ -50,9 +51,10 @@ class OnceReader(CheckpointReader):
             self._repeats.update(name for name in names if name in self.index)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        """Fill `out` with a tensor's bytes, from memory if they were kept, else from its file."""
+        """Fill `out` with the bytes of a tensor or of some of its rows, from memory if kept, else from its file."""
+        whole = self.index[entry.name]
         with self._keeping:
-            kept = self._kept.get(entry.name)
+            kept = self._kept.get(entry.name) if entry == whole else None
             if kept is not None:
                 self._repeats[entry.name] -= 1
                 if not self._repeats[entry.name]:
@@ -62,7 +64,7 @@ class OnceReader(CheckpointReader):
             return
         super()._fill(entry, out)
         with self._keeping:
-            self._sizes[entry.name] = entry.size_bytes
+            self._sizes[entry.name] = whole.size_bytes
             self._bytes_read[entry.name] += entry.size_bytes
-            if self._repeats[entry.name]:
+            if self._repeats[entry.name] and entry == whole:
                 self._kept[entry.name] = out.view(-1).view(torch.uint8).clone()

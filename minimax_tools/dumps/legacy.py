@@ -1,8 +1,9 @@
 """LegacyCapture: the `.pt` files of scripts before mm2, read as a capture.
 
-A golden is a folder of `layer_N_output.pt`, with `embedding_output.pt` and `metadata.pt` beside them. A device run is
-a folder with one `layer_output.pt` (a single layer) or `layers_output.pt` (a range of layers). A range keeps the input
-of its first layer and the output of its last layer only.
+A golden is a folder of `layer_N_output.pt`, with `embedding_output.pt` and `metadata.pt` beside them, and perhaps
+`layer_N_input.pt`, norm and logits. Without its own file, a layer's input is the output before it. A device run is a
+folder with one `layer_output.pt` (a single layer) or `layers_output.pt` (a range of layers). A range keeps the input of
+its first layer and the output of its last layer only.
 """
 
 from __future__ import annotations

@@ -134,16 +134,18 @@ def read_layout(files: LegacyFiles) -> LegacyLayout:
     mask: Any = None
     batch_shape: tuple[int, int] | None = None
     for name in files.names:
-        for key, place in _layer_places(files, name).items():
+        found = dict(_layer_places(files, name))
+        if name in _MODEL_FILES:
+            found[None, _MODEL_FILES[name]] = LegacyPlace(file=name, keys=_OWN_FILE_KEYS)
+        for key, place in found.items():
+            layer, site = key
             first = places.setdefault(key, place)
             if first != place:
                 raise CaptureError(
-                    f"{files.directory} holds the {key[1]} of layer {key[0]} twice",
+                    f"{files.directory} holds the {site}{'' if layer is None else f' of layer {layer}'} twice",
                     found=f"{first.file} and {place.file}",
                     next_step="Keep the files of each run in a folder of their own.",
                 )
-        if name in _MODEL_FILES:
-            places[None, _MODEL_FILES[name]] = LegacyPlace(file=name, keys=_OWN_FILE_KEYS)
         if name in _RUN_FILES or name == _METADATA_FILE:
             # The first record that holds a mask or a shape counts.
             for record in _mappings(files.load(name)):

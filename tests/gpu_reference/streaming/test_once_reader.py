@@ -40,6 +40,18 @@ def test_what_was_not_announced_is_read_again_and_counts_again(reader: OnceReade
     assert reader.sizes_read == {GATE: size(reader, GATE)}
 
 
+def test_rows_of_an_announced_tensor_are_not_taken_for_the_whole(reader: OnceReader, toy: Path) -> None:
+    with CheckpointReader(toy) as plain:
+        expected = plain.read_weight(GATE, torch.float32)
+    reader.expect_again([GATE])
+    halves = [torch.empty(2, expected.shape[1]) for _ in range(2)]
+    for half, start in zip(halves, (0, 2), strict=True):
+        reader.read_weight_into(GATE, half, rows=range(start, start + 2))
+    assert torch.equal(torch.cat(halves), expected[:4])
+    assert torch.equal(reader.read_weight(GATE, torch.float32), expected)
+    assert reader.sizes_read == {GATE: size(reader, GATE)}
+
+
 def test_what_is_kept_does_not_change_with_what_was_given(reader: OnceReader) -> None:
     reader.expect_again([GATE])
     first = reader.read(GATE)

@@ -282,6 +282,14 @@ def test_folder_of_two_runs_of_one_layer_is_refused(tmp_path: Path) -> None:
         LegacyCapture.open(directory)
 
 
+def test_folder_of_two_files_of_one_site_outside_the_layers_is_refused(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "golden")
+    for seed, name in enumerate(("logits.pt", "lm_head_output.pt")):
+        torch.save(hidden_states(seed), directory / name)
+    with pytest.raises(CaptureError, match=r"the logits twice: found lm_head_output\.pt and logits\.pt"):
+        LegacyCapture.open(directory)
+
+
 def test_folder_without_such_files_is_not_recognised(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "metadata.pt")
     assert not is_legacy(tmp_path)
