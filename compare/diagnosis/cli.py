@@ -39,7 +39,8 @@ def main(
     """Name the known mistakes that explain a port's wrong layers.
 
     The layers that a comparison blames are diagnosed, and the wrong sites outside the layers: embedding, final norm,
-    logits. With --layer or --layer-pattern only the chosen layers are, blamed or not.
+    logits. With --layer or --layer-pattern the chosen layers are, blamed or not, and sites outside the layers only if
+    the choice is all layers of the run.
 
     Exits with 0 if none of these differs, with 1 if the port does, whether its mistake is named or not.
 
@@ -57,7 +58,7 @@ def main(
         )
     resolve_config(model)  # an unknown model is refused before anything is judged
     reference, target = sides.open()
-    # None stands for the layers that the comparison blames.
+    # None stands for the layers that the comparison blames; --layer comes as a pattern too.
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
     diagnosis = diagnose(
         reference,

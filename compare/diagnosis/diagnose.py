@@ -52,7 +52,8 @@ def diagnose(
         reference: The golden, a capture of mm2's own.
         target: The device run, isolated or chained.
         model: Folder or hub id of the checkpoint; of a hub's, the shards of the layers that are needed are fetched.
-        layers: Layers to diagnose, blamed or not; None for those that the comparison blames.
+        layers: Layers to diagnose, blamed or not; None for those that the comparison blames. Sites outside the layers
+            are diagnosed unless some of the run's layers are left out here.
         mistakes: Names of the mistakes to try; empty for the whole catalogue.
         open_progress: Opens the progress that receives each diagnosed layer.
 

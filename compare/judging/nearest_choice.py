@@ -1,4 +1,6 @@
-"""NearestChoice: the experts of a port that shows neither its choice nor its router, found from its experts' output.
+"""The experts of a port that hides its choice, found from its experts' output, for tokens that its router leaves open.
+
+A port may show no router at all, or logits that are too coarse for some tokens.
 
 If BF16 noise may turn two scores round, a right port may have chosen either expert. So the output of every choice
 within reach of noise is computed, and the port is judged by the one nearest to it. A token with too many choices stays
@@ -27,7 +29,7 @@ from minimax_tools.reference.upcast import upcast_experts
 
 # A token whose ρ is at most this has the golden's experts.
 _PLAINLY_ALIKE = 1.2
-# A token with so many choices stays open.
+# A token with more choices stays open.
 _MOST_CHOICES = 24
 # Tokens whose choices are computed. A right port has few above the ρ; a wrong one shows in these.
 _MOST_TOKENS = 256
@@ -38,15 +40,16 @@ def find_nearest_choice(
 ) -> DerivedChoice | None:
     """Find the choice nearest to each token of a port, among those that noise may have made.
 
-    The layer's input is the golden's. The site is `moe_delta` or `output`; its rows, the judged tokens of both sides,
+    The layer's input is the golden's. The site is `moe_delta` or `output`; its rows, all real tokens of both sides,
     have a floor and are finite. `noise` is the margin and noise of the golden's choice. None if the weights are not
-    known, or the golden does not hold its experts' input.
+    known, or the golden does not hold its experts' input or, for the output, the residual stream.
 
     Raises:
         IncomparableError: The weights are another model's.
         CheckpointError: They cannot be read.
     """
-    # All are [T,…]. The exact values are the float32 twin's, and the stream is what the experts' sum is added to.
+    # All are [T,…]. The exact values are the float32 twin's, or the golden's own if it kept no
+    # twin. The stream is what the experts' sum is added to.
     golden = sides.read_golden(layer, Site.ROUTER_EXPERTS)
     states, logits = sides.read_exact(layer, Site.POST_NORM), sides.read_exact(layer, Site.ROUTER_LOGITS)
     stream = None if site is Site.MOE_DELTA else sides.read_stream(layer, is_exact=True)

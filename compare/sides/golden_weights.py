@@ -27,7 +27,7 @@ from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenWeights:
-    """Weights of one layer, in the dtype that the golden computed in."""
+    """Weights of one layer, in the dtype that the golden computed in; router gate and correction bias in float32."""
 
     spec: ModelSpec
     tensors: LayerTensors  # by the hub's names within a layer; each access, from any thread, reads from the checkpoint

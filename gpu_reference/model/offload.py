@@ -8,7 +8,10 @@ import torch
 
 
 def weight_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return the weight that a module computes with, in the dtype that it computes in; fetch it if it is offloaded."""
+    """Return the weight that a module computes with, in the dtype that it computes in; fetch it if it is offloaded.
+
+    It lies on its own device or, fetched, where accelerate keeps it, and may share memory with the model.
+    """
     weight: torch.Tensor = getattr(module, name)
     if not weight.is_meta:
         return weight.detach()

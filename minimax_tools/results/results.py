@@ -197,7 +197,9 @@ class Comparison:
     target: str  # the port's directory
     criteria: str  # `noise`, `classic`, or the file that the limits came from
     verdict: Verdict
-    sites: tuple[SiteResult, ...]  # every site of every layer in the run's span, in natural order
+    # Each site that the run declares to compute (`Run.computed_sites`) of each compared layer, layers ascending; then
+    # those outside the layers.
+    sites: tuple[SiteResult, ...]
     blame: tuple[Blame, ...] = ()  # sites to blame, earliest layer first
     blame_groups: tuple[BlameGroup, ...] = ()  # the sites to blame, with layers of the same sites together
     curve: Curve | None = None  # growth of a chained run's error; None for isolated runs
@@ -210,7 +212,7 @@ class Comparison:
 
     @property
     def shows_outputs_only(self) -> bool:
-        """True if only the outputs of the layers were judged, though they have other sites."""
+        """True if only the outputs of the layers were judged, though the run declares other sites."""
         judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
         declared = {site.site for site in self.sites if site.layer is not None}
         outputs = {str(Site.OUTPUT)}
@@ -223,7 +225,7 @@ class Comparison:
 
     @property
     def of(self) -> int:
-        """Number of sites, counted in each layer, within the run's declared span."""
+        """Number of sites, counted in each layer, judged or not."""
         return len(self.sites)
 
     @property

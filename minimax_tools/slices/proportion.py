@@ -21,7 +21,7 @@ def recount(slice_: Slice, cost: ModelCost) -> PartCost:
 
 
 def find_disproportions(plan: PartitionPlan, costs: Sequence[PartCost], cost: ModelCost) -> list[str]:
-    """Describe each node that has too many layers for its memory, while another has too few and room for one.
+    """Describe each node of a plan by memory that has too many layers, while another has too few and room for one.
 
     A node has too many if it is more than 1.5 layers above its share of the memory. It is no fault if the planner, run
     again, gives the node as many: a large embedding, or one layer for each node, can force that. `costs` are those of

@@ -36,7 +36,7 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """A component as transformers' model. Parameters and buffers are on the meta device until `take`."""
+    """A component as transformers' model. Parameters and persistent buffers are on the meta device until `take`."""
 
     model: PreTrainedModel
     names: ModuleNames  # tensor names of the whole model
@@ -51,7 +51,7 @@ class ModelPart:
         }
 
     def take(self, tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> ModelPart:
-        """Give the model its tensors, one for every slot, and compute other buffers on `device`; return this part."""
+        """Set the model's tensors, one for every slot, and compute non-persistent buffers on `device`; return self."""
         for name, tensor in tensors.items():
             module, leaf = _parent(self.model, name)
             setattr(module, leaf, tensor if leaf in module._buffers else nn.Parameter(tensor))
@@ -72,8 +72,9 @@ def build_part(config: PreTrainedConfig, part: Part, implementation: Implementat
     model = _build_whole(config, implementation)
     _keep_float32(model, implementation.dtype)
     anatomy = Anatomy.of(model)
+    # Names of the whole model: the next call puts stand-ins everywhere, and leaves them there.
     names = _module_names(model, anatomy.stack)
-    # Stand-ins are everywhere now; `before` and `after` name the modules called before and after the layers.
+    # `before` and `after` name the modules that are called before and after the layers.
     before, after = anatomy.prove_divisible(implementation.dtype)
     own_modules = (before if part.has_embedding else ()) + (after if part.has_head else ())
     anatomy.put_back(part.layers, own_modules)

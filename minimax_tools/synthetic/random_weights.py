@@ -57,7 +57,9 @@ _BIAS_CENTRES = (8.4, 9.1)  # bounds of a layer's mean bias
 _BIAS_STD = 0.10  # within a layer
 _OFFSET_OF_BIAS = 8.0  # logits per unit of bias: the inverse of the sigmoid's slope near a score of 0.85
 _LOGIT_STD = 2.5  # of the model's logits
-_ELEMENTS_AT_ONCE = 1 << 22  # of embedding and lm_head, made in blocks: 16 MB in float32
+_ELEMENTS_AT_ONCE = (
+    1 << 22
+)  # of embedding and lm_head, made in blocks: 16 MB in float32; another number gives other values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

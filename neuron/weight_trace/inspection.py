@@ -1,7 +1,8 @@
 """Inspection: a port's weights are traced, tried and loaded, and a verdict is given.
 
 1. The trace shows where every element of generated tensors lands in the port. What looks wrong is a *suspect*.
-2. The trial runs the port on generated weights beside the reference layer. It clears the suspects or proves them wrong.
+2. The trial runs the port on generated weights beside the reference layer. It clears the suspects, proves them
+   wrong, or leaves them where it cannot tell.
    A repair undoes a known mistake in the port's input: if the output is right then, the mistake is proved.
 3. The checkpoint's own layer is loaded, and compared with the checkpoint.
 """
@@ -159,7 +160,8 @@ def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
             text = f"{suspect.text}: quantised, and right on weights that quantisation keeps"
             return replace(suspect, text=text)
         return suspect.cleared("on purpose: the port's output is right on weights that quantisation keeps")
-    is_wrong = trial.error is not None or suspect.contradicts_names
+    # The port ran, and nothing else explains its error. If it could not run, the names alone prove a mistake.
+    is_wrong = trial.has_run or suspect.contradicts_names
     return replace(suspect, severity=Severity.WRONG) if is_wrong else suspect
 
 

@@ -78,6 +78,11 @@ class TrialOutcome:
     failure: str | None = None  # reason why the port could not run; None if it ran
 
     @property
+    def has_run(self) -> bool:
+        """True if the port could run."""
+        return self.error is not None
+
+    @property
     def is_right(self) -> bool:
         """True if the port's output agrees as it is."""
         return self.error is not None and self.error <= self.limit

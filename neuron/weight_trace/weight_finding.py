@@ -43,7 +43,7 @@ class WeightFinding:
     kinds: tuple[str, ...]  # kinds of the source tensors concerned: `q_proj`, `w1`
     text: str
     port_tensors: tuple[str, ...] = ()  # names of the port's tensors concerned
-    # True if the name of the port's tensor claims another weight than lies there: then it is wrong without a trial.
+    # True if the name of the port's tensor claims another weight than lies there: wrong, unless the trial is right.
     contradicts_names: bool = False
 
     def cleared(self, reason: str) -> WeightFinding:

@@ -16,7 +16,10 @@ MODEL_CATALOGUE: Mapping[str, ModelMistake] = MappingProxyType(
 
 
 def find_model_mistakes(names: tuple[str, ...]) -> tuple[ModelMistake, ...]:
-    """Return the mistakes of these names that lie outside the layers; all of them if no name is given."""
+    """Return the mistakes of these names that lie outside the layers; all of them if no name is given.
+
+    Other names are passed over: `find_mistakes` has refused unknown ones.
+    """
     if not names:
         return tuple(MODEL_CATALOGUE.values())
     return tuple(MODEL_CATALOGUE[name] for name in names if name in MODEL_CATALOGUE)

@@ -22,8 +22,9 @@ ModelCandidates = Callable[[ModelInputs], tuple[Parameters, ...]]
 class ModelMistake:
     """A known mistake of the embedding, the final norm or the head.
 
-    `predict` gets the inputs, the correct values of the site [T,F], and the parameters, by name. It returns the values
-    of a port with the mistake, float32 [T,F]; None if an input is not held.
+    `predict` gets the port's own inputs, the correct values on them [T,F], and the parameters, by name. It returns the
+    values of a port with the mistake, float32 [T,F], NaN at tokens that it cannot predict; None if an input is
+    not held.
     """
 
     name: str  # name in reports
