@@ -25,8 +25,11 @@ class TokenRows:
     padding: str  # side on which rows are padded: `right` or `left`
     # Whether the prompts' tokens lie one after another; None if a tensor's shape must tell.
     is_packed: bool | None
-    mask: torch.Tensor | None = None  # bool [B,S'], True on real tokens, used in place of lengths and padding
-    stretches: tuple[tuple[Stretch, ...], ...] = ()  # each prompt's rows in the passes; empty if not recorded
+    # bool [B,S'] of the first pass, True on real tokens; in place of lengths and padding where rows are padded.
+    mask: torch.Tensor | None = None
+    # Each prompt's rows in the passes; empty if not recorded. If given, callers take them by `take_stretch`, and call
+    # none of the methods below.
+    stretches: tuple[tuple[Stretch, ...], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -55,8 +58,8 @@ class TokenRows:
     def in_passes(self, counts: Sequence[int]) -> tuple[TokenRows, ...]:
         """Divide the rows among passes that follow each other; `counts` are the rows of each pass's tensors.
 
-        Passes whose rows add up to a single prompt are its chunks. Else the first pass is a prefill, and each of the
-        others decodes one row of each prompt.
+        Passes whose rows add up to a single prompt are its chunks. Else the first pass is a prefill, which may be
+        padded, and each of the others decodes one row of each prompt.
         """
         if len(counts) == 1:
             return (self,)
@@ -76,6 +79,8 @@ class TokenRows:
         """Decide whether the prompts' tokens in [rows,F] lie one after another, not as [B·S',F]."""
         if self.is_packed is not None:
             return self.is_packed
+        if self.mask is not None and tensor.shape[0] == self.mask.numel():
+            return False
         if len(self.lengths) == 1 or tensor.shape[0] == self.num_tokens:
             return True
         raise _unreadable(tensor, self.lengths, what=what)

@@ -43,6 +43,14 @@ def test_flat_rows_of_several_prompts_must_be_declared() -> None:
         rows().take(RIGHT.flatten(0, 1), what="output")
 
 
+def test_mask_counts_for_flat_rows_too() -> None:
+    mask = torch.tensor([[False, False, True, True, True]])
+    rows = TokenRows(lengths=(3,), padding="right", is_packed=None, mask=mask)
+    values = torch.arange(5.0)[:, None]
+    assert rows.take(values, what="router_logits")[:, 0].tolist() == [2, 3, 4]
+    assert rows.take(values[None], what="output")[:, 0].tolist() == [2, 3, 4]
+
+
 def test_one_prompt_needs_no_word() -> None:
     one = TokenRows(lengths=(3,), padding="right", is_packed=None)
     assert one.take(torch.tensor([1, 2, 3, 9])[:, None], what="output").flatten().tolist() == [1, 2, 3]
