@@ -1,4 +1,4 @@
-"""Blame: a site is to blame if it fails and everything it is computed from passes.
+"""Blame: a site is to blame if it fails and nothing that it is computed from does.
 
 - A failing site behind another failure is excused: its error may come from there. If it fails again when it is
   recomputed from the port's own values, it is to blame all the same.
@@ -52,7 +52,7 @@ def blame_layer(
     is_chained: bool,
     recomputed: Mapping[Site, SiteResult] = MappingProxyType({}),
 ) -> tuple[Blame, ...]:
-    """Return the sites of one layer to blame, in execution order.
+    """Return the sites of one layer to blame, in execution order, as `results` are.
 
     `given` are sites whose values were given to the layer, which are right by construction. A chained layer inherits
     errors, so its blame shows only where errors begin. `recomputed` are results of excused sites, judged on the port's
@@ -70,12 +70,12 @@ def blame_layer(
 
 
 def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Return the failing sites behind another failure, which their error may come from."""
+    """Return the failing sites behind another failure, which their error may come from, in execution order."""
     return _sort_failures(results, given)[1]
 
 
 def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
-    """Group the blame of all layers, ascending, by the sites that it names.
+    """Group blame by the sites that it names; `blame` is that of all layers, ascending.
 
     `grounds` are the results of all sites, which tell the worst layer; of a site judged again, the later one counts.
     """
@@ -95,8 +95,9 @@ def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
     broken = result.nearest
     if broken is None or not broken.excess > 1.0:
         return False
-    # Squared errors of independent origin add up.
+    # The inputs' errors come from one failure, so the worst of them counts, not their sum.
     carried = max((_carried(source, broken) for source in inputs), default=0.0)
+    # What the site adds is independent of it, so the squares add up.
     return broken.value**2 <= broken.limit**2 + carried
 
 
@@ -105,6 +106,7 @@ def _sort_failures(
 ) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
     """Sort failing sites into those to blame, with their ancestry, and those that a failure before them excuses.
 
+    `results` are in execution order: a site that is left out is known when those behind it are sorted.
     Left out are sites whose error is merely inherited through sites that pass.
     """
     culprits: dict[Site, _Ancestry] = {}
@@ -174,7 +176,11 @@ def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
 
 
 def _fails(results: Mapping[Site, SiteResult], site: Site) -> bool:
-    return site in results and results[site].status is SiteStatus.FAIL
+    return _has_status(results, site, SiteStatus.FAIL)
+
+
+def _has_status(results: Mapping[Site, SiteResult], site: Site, status: SiteStatus) -> bool:
+    return site in results and results[site].status is status
 
 
 def _build_blame(
@@ -185,9 +191,12 @@ def _build_blame(
     reason = results[site].reason if len(suspects) == 1 else f"{site}: {results[site].reason}"
     # The errors of failing sites among the known ones are merely inherited, else they would excuse this site.
     inheriting = _in_order({known for known in ancestry.known if _fails(results, known)})
-    right = _in_order(ancestry.known - set(inheriting))
+    warned = _in_order({known for known in ancestry.known if _has_status(results, known, SiteStatus.WARN)})
+    right = _in_order(ancestry.known - {*inheriting, *warned})
     if right:
         reason += f"; {_join(right)} {'is' if len(right) == 1 else 'are'} right"
+    if warned:
+        reason += f"; {_join(warned)} {'is' if len(warned) == 1 else 'are'} a little beyond the limit"
     if inheriting:
         verb = "fails" if len(inheriting) == 1 else "fail"
         reason += f"; {_join(inheriting)} {verb} by too little to account for it"

@@ -62,6 +62,10 @@ class TestFirstFailure:
     def test_warning_upstream_does_not_take_the_blame(self) -> None:
         assert names(blame(Site.MOE_DELTA, warning=(Site.POST_NORM,))) == [("moe_delta",)]
 
+    def test_input_that_warns_is_not_called_right(self) -> None:
+        (one,) = blame(Site.ROUTER_LOGITS, warning=(Site.POST_NORM,))
+        assert one.reason == "error 9×; post_norm is a little beyond the limit"
+
 
 class TestIndependentCulprits:
     def test_both_are_named_in_execution_order(self) -> None:
