@@ -1,7 +1,11 @@
 """The search: the hypotheses of one layer, screened on some tokens, fitted, and judged on all of them.
 
 A hypothesis is one or two mistakes with parameters; its name has the mistakes alone. Of its score, `misfit` is the mean
-ρ² that it leaves, `likeness` the squared correlation of its predicted error with the port's, and `z` its certainty.
+ρ² that it leaves, `leaves` the largest ρ, `explains` the share of the error that it takes away, `likeness` the squared
+correlation of its predicted error with the port's, and `z` its certainty.
+
+Of all parameters of a mistake, `best_first` keeps the best alone, once for all tokens and once for decoded ones. The
+numbers below count these. A later value replaces an earlier one only if it is clearly better.
 """
 
 from __future__ import annotations
@@ -43,8 +47,10 @@ class SearchOutcome:
 
     null: Score  # score of the null hypothesis: the layer without a mistake
     named: tuple[Score, ...] = ()  # scores that explain the layer, best first: the later resemble the first
-    nearest: tuple[Score, ...] = ()  # the best scores, best first, if nothing explains the layer
-    num_tried: int = 0  # number of hypotheses that were tried
+    nearest: tuple[
+        Score, ...
+    ] = ()  # the best scores of single mistakes, best first, if nothing explains the layer
+    num_tried: int = 0  # number of hypotheses that were tried, without fitted values
 
 
 def search_layer(
@@ -138,10 +144,9 @@ def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> li
     names = {score.hypothesis.name for score in ranked[:_MOST_SURVIVORS]}
     names |= {score.hypothesis.name for score in ranked if score.misfit <= null}
     names |= {score.hypothesis.name for score in _most_alike(_with_fitted_parameter(ranked))}
-    # In all tokens and in decoded tokens it is one hypothesis, which is judged once.
-    survivors = {id(score.hypothesis): score.hypothesis for score in ranked if score.hypothesis.name in names}
+    survivors = _hypotheses_of([score for score in ranked if score.hypothesis.name in names])
     logger.info("Trying the best %d on %d tokens.", len(survivors), len(screen.base.tokens))
-    return screen.judge(list(survivors.values()))
+    return screen.judge(survivors)
 
 
 def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
@@ -163,7 +168,7 @@ def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> li
         return finalists
     logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
     # `judge` scores each hypothesis in all rows and in decoded ones; only the finalists of both count.
-    judged = trial.judge([score.hypothesis for score in finalists])
+    judged = trial.judge(_hypotheses_of(finalists))
     wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
     return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
 
@@ -177,7 +182,12 @@ def _judge_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) 
     screened = best_first(screen.judge_faint(unique))
     best = sorted(screened, key=lambda score: score.z, reverse=True)[:_MOST_FINALISTS]
     chosen = list(dict.fromkeys([*best, *_most_alike(screened)]))
-    return chosen if screen is trial else trial.judge_faint([score.hypothesis for score in chosen])
+    return chosen if screen is trial else trial.judge_faint(_hypotheses_of(chosen))
+
+
+def _hypotheses_of(scores: Sequence[Score]) -> list[Hypothesis]:
+    """Return the hypotheses of scores, each once though it may have a score of decoded tokens too."""
+    return list({id(score.hypothesis): score.hypothesis for score in scores}.values())
 
 
 def _most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
