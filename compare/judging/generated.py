@@ -112,7 +112,7 @@ def _compare_row(
         num_compared=num_compared,
         num_alike=num_alike,
         status=SiteStatus.NOT_JUDGED if is_drawn or not num_compared else SiteStatus.PASS,
-        reason="the golden drew its tokens" if is_drawn else "",
+        reason="the golden drew its tokens" if is_drawn else "" if num_compared else "no token was compared",
     )
     if num_alike == num_compared:
         return alike

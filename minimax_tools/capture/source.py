@@ -37,9 +37,10 @@ class CaptureSource(ABC):
     observed_dtypes: Mapping[str, str] = MappingProxyType({})
     notes: tuple[str, ...] = ()  # sentences on how the files were read, for the reader of a comparison
     digest_note: str = _NO_DIGESTS  # what was read without a digest to check it; empty if everything has one
-    # Whether the token ids were found equal to those of a comparison's other side.
+    # Whether `laid_out_as` found the token ids equal to those of a comparison's other side.
     has_checked_tokens: bool = False
-    # Whether modules that compute a layer's input may be missing from the capture.
+    # Whether a layer may be held without what computes its input (the layer before), as in dumps of chosen modules. A
+    # failure there may be inherited, so the judge leaves it undecided.
     may_omit_inputs: bool = False
 
     @property

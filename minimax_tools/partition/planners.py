@@ -12,7 +12,8 @@ Rules of all planners:
 - No node gets more than its memory holds, counting embedding, head and activations.
 - A division is found if there is one, except perhaps for over 10 nodes if layers differ. `manual` searches for none.
 - `memory` and `compute` give each node at least one layer if enough layers fit.
-- If there are more nodes than layers, the last nodes stay idle.
+- If there are more nodes than layers, the last nodes stay idle, but for one that may hold the embedding or the head
+  alone.
 - The order in which nodes are given does not matter.
 
 A node's run is its consecutive layers. The ends are the embedding, on the first node, and the head, on the last.

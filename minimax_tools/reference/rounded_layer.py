@@ -139,6 +139,7 @@ class _Pass:
         return torch.tensor(self.layer.kinds).repeat_interleave(self.inputs.batch_size)
 
     def _round(self, values: torch.Tensor) -> torch.Tensor:
+        """Round values [R,…] in place, each row by its kind, and return them: nothing else may use the tensor."""
         return Rounding(seed=self.layer.seed).apply(values, self._row_kinds(), draw=next(self.draws))
 
     def _norm(self, states: torch.Tensor, weight: str) -> torch.Tensor:

@@ -50,7 +50,8 @@ def run_variants(
         layer: The layer's number, which is the seed of the random steps.
 
     Returns:
-        For each variant by name, every site but the input, float32 on the same device.
+        For each variant by name, every site but the input, float32 on the same device; `router_experts`, int64, is the
+            variant's own choice, not the replayed one.
     """
     kinds = tuple(RoundingKind.NEAREST if name == _NEAREST else RoundingKind.RANDOM for name in names)
     computed = RoundedLayer(spec, tensors, kinds=kinds, seed=layer).run(

@@ -25,18 +25,20 @@ class Verdict(TextEnum):
 
 
 class SiteStatus(TextEnum):
-    """Status of one site; only the first three were compared."""
+    """Status of one site; only the first three are judgements."""
 
     PASS = "pass"
     WARN = "warn"
     FAIL = "fail"
     NOT_EXPOSED = "not exposed"  # by the port
     NOT_CAPTURED = "not captured"  # by the golden
-    NOT_JUDGED = "not judged"  # the run stopped before it, no token was left, or the criteria leave it out
+    # The run stopped before it, no token was left, the criteria leave it out, or it failed with inputs that are not
+    # known. Its figures may be there.
+    NOT_JUDGED = "not judged"
 
     @property
     def is_compared(self) -> bool:
-        """True if both sides were there and were judged."""
+        """True if the site was judged: pass, warn or fail."""
         return self in (SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL)
 
 
@@ -97,9 +99,10 @@ class GeneratedRow:
     row: int  # the prompt
     num_compared: int  # number of tokens that both sides generated
     num_alike: int  # number of tokens before the first that differs
-    # `fail` if noise does not explain the first difference; `not judged` if the golden does not tell.
+    # `fail` if noise does not explain the first difference; `not judged` if the golden does not tell, drew its tokens,
+    # or no token was compared.
     status: SiteStatus
-    reason: str  # sentence that explains the status
+    reason: str  # sentence that explains the status; empty for a plain pass
     reference: int | None = None  # the golden's token where they first differ
     target: int | None = None  # the port's token there
     # The golden's logit of its own token minus its logit of the port's token. A lower bound if the golden did not
@@ -116,7 +119,7 @@ class SiteResult:
     site: str
     status: SiteStatus
     reason: str = ""  # sentence that explains the status; empty for a plain pass
-    # Classic metrics, such as cosine similarity; None if nothing was compared.
+    # Classic metrics, such as cosine similarity, also of sites that are not judged; None if they were not measured.
     metrics: PairMetrics | None = None
     noise: NoiseRatio | None = None  # ρ; None without a floor
     routing: RoutingResult | None = None  # comparison of the chosen experts; only at `router_experts`

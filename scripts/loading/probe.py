@@ -1,9 +1,10 @@
-"""The main function of a probe: a measurement in a process of its own, started by `bench_loading.py`.
+"""The main function of a probe: a measurement in a process of its own, started by `loading/bench.py`.
 
     python -m loading.probe MODULE:FUNCTION ARGUMENTS REPORT
 
 MODULE imports everything that the function needs; the memory held after that is the baseline. The function is called
-with ARGUMENTS, a JSON object. The file REPORT gets time, memory and result as JSON.
+with ARGUMENTS, a JSON object. The file REPORT gets time, I/O and result as JSON, and what the process held before the
+call: `bench.py` samples the peaks from outside, and subtracts that.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> None:
     gc.collect()
     import_s = time.perf_counter() - began_s
     baseline = Path("/proc/self/status").read_text(encoding="utf-8")
-    # Importing torch leaves a temporary file until the process ends.
+    # Importing torch leaves a temporary file until the process ends: it is no disk space of the function's.
     temporary_bytes = tree_bytes(Path(tempfile.gettempdir()))
     io_before, imported = _read_io(), set(sys.modules)
     began_s = time.perf_counter()
@@ -41,7 +42,7 @@ def main() -> None:
         "baseline_resident_bytes": memory_bytes(baseline, RESIDENT),
         "temporary_bytes": temporary_bytes,
         "io": {name: count - io_before[name] for name, count in _read_io().items()},
-        "late_imports": sorted(set(sys.modules) - imported),
+        "late_imports": sorted(set(sys.modules) - imported),  # should be none: their time was measured
         "values": values,
     }
     Path(report).write_text(json.dumps(record), encoding="utf-8")
