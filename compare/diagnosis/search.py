@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 # Some 365 hypotheses are screened on few tokens: a mistake of attention changes the experts' input, and costs a run of
 # all experts. With these numbers a layer of true size takes 185 s of processor time (BENCHMARKS.md).
 _FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
-# Hypotheses that go from the first tokens to the screening ones: three times the finalists by misfit, and a few by
-# likeness, which stays high where a parameter is far off (DECISIONS.md).
+# Hypotheses that go from the first tokens to the screening ones: three times the finalists by misfit, all that are
+# no worse than no mistake, and a few by likeness, which stays high where a parameter is far off (DECISIONS.md).
 _MOST_SURVIVORS = 30
 _MOST_ALIKE = 3
 # Fitting tries 5 values in 4 to 7 rounds: 6 hypotheses are 120 to 210 trials beside the 365.
@@ -49,7 +49,7 @@ class SearchOutcome:
     named: tuple[Score, ...] = ()  # scores that explain the layer, best first: the later resemble the first
     nearest: tuple[
         Score, ...
-    ] = ()  # the best scores of single mistakes, best first, if nothing explains the layer
+    ] = ()  # the best scores of turns 1 to 3, best first, if nothing explains the layer
     num_tried: int = 0  # number of hypotheses that were tried, without fitted values
 
 
@@ -88,7 +88,11 @@ def search_layer(
         # A mistake of another layer must be proved here, as others of this layer have not been tried yet.
         if named and (not is_expected or is_proof(named[0])):
             return SearchOutcome(null=null, named=named, num_tried=num_tried)
-    named = name_mistakes(_judge_faint(trial, screen, [score.hypothesis for score in (*on_screen, *finals)]))
+    # Still there only if nothing but expected mistakes was tried: then no proof is needed.
+    named = name_mistakes(finals)
+    if not named:
+        hypotheses = [score.hypothesis for score in (*on_screen, *finals)]
+        named = name_mistakes(_judge_faint(trial, screen, hypotheses))
     # If the error is not clear, a pair cannot be told from a single mistake.
     pairs = [] if named or null.leaves < CLEAR_RHO else _pair_up(on_first)
     if pairs:

@@ -105,6 +105,21 @@ def test_pair_that_explained_a_layer_is_tried_first_on_the_next(
     assert (first > 250, second) == (True, 1)
 
 
+def test_mistake_that_alone_is_tried_needs_no_proof_in_later_layers(
+    toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    target = f"{PORTS / 'planted.py'}:AttentionScale"
+    arguments = ("sweep", "--layers", "1:3", "--model", toy, "--golden", golden, "--target", target)
+    command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    options = ("--mistake", "attention_scale", "--json", "--quiet")
+    record = json.loads(command(mm2_diagnose, *paths, *options).stdout)
+    assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [
+        (1, "attention_scale"),
+        (2, "attention_scale"),
+    ]
+
+
 def test_mistake_of_decoded_rows_alone_says_so(diagnose: Diagnose) -> None:
     _, record = diagnose("SwappedWhereDecoded", ports="diagnosed.py", decode=12)
     first = record["diagnosis"][0]
