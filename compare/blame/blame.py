@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -54,9 +55,9 @@ def blame_layer(
 ) -> tuple[Blame, ...]:
     """Return the sites of one layer to blame, in execution order, as `results` are.
 
-    `given` are sites whose values were given to the layer, which are right by construction. A chained layer inherits
-    errors, so its blame shows only where errors begin. `recomputed` are results of excused sites, judged on the port's
-    own values of their inputs.
+    `given` are sites whose values were given to the layer, which are right by construction. If the
+    layer inherits errors (`is_chained`), its blame shows only where errors begin. `recomputed` are results of excused
+    sites, judged on the port's own values of their inputs.
     """
     culprits, excused = _sort_failures(results, given)
     blame = {
@@ -223,7 +224,7 @@ def _build_group(members: list[Blame], by_site: Mapping[tuple[int | None, str], 
         return [by_site[blame.layer, site] for site in blame.sites if (blame.layer, site) in by_site]
 
     def badness(blame: Blame) -> float:
-        return max((result.nearest.excess for result in results_of(blame) if result.nearest), default=0.0)
+        return max(map(_badness, results_of(blame)), default=0.0)
 
     worst = max(members, key=badness)
     return BlameGroup(
@@ -233,6 +234,13 @@ def _build_group(members: list[Blame], by_site: Mapping[tuple[int | None, str], 
         reason=worst.reason,
         where=tuple(sentence for result in results_of(worst) for sentence in result.where),
     )
+
+
+def _badness(result: SiteResult) -> float:
+    """Return how far a failing site is beyond its limit; infinite for NaN and other failures without a figure."""
+    if result.status is not SiteStatus.FAIL:
+        return 0.0
+    return math.inf if result.nearest is None else result.nearest.excess
 
 
 def _carried(source: SiteResult, broken: NearestLimit) -> float:

@@ -47,6 +47,16 @@ def test_set_of_suspects_is_not_the_site_among_them() -> None:
     assert len(found) == 2
 
 
+def test_layer_that_fails_without_a_figure_is_the_worst() -> None:
+    """NaN has no excess over a limit."""
+    nan = SiteResult(layer=3, site="moe_delta", status=SiteStatus.FAIL, reason="256 NaN or Inf")
+    (group,) = group_blame(
+        [blame(layer, "moe_delta") for layer in (2, 3, 5)],
+        [result(2, "moe_delta", 2.0), nan, result(5, "moe_delta", 9.0)],
+    )
+    assert (group.worst_layer, group.reason) == (3, "error of layer 3")
+
+
 def test_no_blame_no_group() -> None:
     assert group_blame([], [result(0, "q_norm", 0.5)]) == ()
 
