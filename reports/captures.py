@@ -179,7 +179,7 @@ def _word_certificate(source: CaptureSource, inspection: CaptureInspection | Non
 
 def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -> str:
     """Return the result of an inspection in words, such as `96 tensors match`."""
-    older = "" if not source.digest_note else "; twins and floors have none, made by an older mm2"
+    older = f"; {source.digest_note}" if source.digest_note else ""
     if inspection is None:
         return f"not verified here: mm2-test show verifies them{older}"
     if inspection.faults:

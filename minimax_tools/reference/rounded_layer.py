@@ -1,8 +1,9 @@
 """RoundedLayer: copies of a decoder layer computed side by side in float32, each with its own kind of rounding.
 
-An exact copy, not rounded, is the layer's true value. The others, rounded to the nearest BF16 number or by random
-steps, are samples of the noise that BF16 adds to a correct layer.
-They round wherever any correct implementation does, including attention's scores and the experts' partial sums.
+An exact copy, not rounded, is the layer's true value. The others are samples of the noise that BF16 adds to a correct
+layer: one kind is rounded to the nearest BF16 number, the other moved at random by up to half a BF16 step, so that it
+does not hold BF16 numbers. They round wherever any correct implementation does, including attention's scores and the
+experts' partial sums; the router is float32 in every correct implementation, and never rounded.
 Weights are read and upcast once for all copies.
 B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, k experts per token.
 The end of a name such as `hidden_rsh` gives its dims: [R,S,H].

@@ -37,7 +37,7 @@ class Rounding:
         """Round float32 values [R,…] in place, and return them.
 
         Args:
-            values: Contiguous values.
+            values: The values; nothing else uses them.
             kinds: int64 [R], the `RoundingKind` of each row, ascending.
             draw: Number of this rounding. Roundings with different numbers have different random steps.
         """

@@ -123,7 +123,7 @@ class TestShow:
         make_old(golden)
         outcome = captures.show(golden)
         assert outcome.exit_code == 0
-        assert "twins and floors have none, made by an older mm2" in outcome.text
+        assert "digests of twins and floors: none, made by an older mm2" in outcome.text
 
 
 @pytest.mark.slow
