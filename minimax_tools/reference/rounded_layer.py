@@ -25,7 +25,8 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounding import Rounding, RoundingKind
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 
-# Attention scores of one row that are held at a time, 16 MB in float32. It trades memory for speed.
+# Attention scores of one row that are held at a time, 16 MB in float32, but at least one head. Another number gives
+# other random steps too (see `_Pass`).
 _MOST_SCORES = 2**22
 
 
