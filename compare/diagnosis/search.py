@@ -47,9 +47,8 @@ class SearchOutcome:
 
     null: Score  # score of the null hypothesis: the layer without a mistake
     named: tuple[Score, ...] = ()  # scores that explain the layer, best first: the later resemble the first
-    nearest: tuple[
-        Score, ...
-    ] = ()  # the best scores of turns 1 to 3, best first, if nothing explains the layer
+    # The best scores of turns 1 to 3, best first, if nothing explains the layer.
+    nearest: tuple[Score, ...] = ()
     num_tried: int = 0  # number of hypotheses that were tried, without fitted values
 
 
@@ -91,8 +90,7 @@ def search_layer(
     # Still there only if nothing but expected mistakes was tried: then no proof is needed.
     named = name_mistakes(finals)
     if not named:
-        hypotheses = [score.hypothesis for score in (*on_screen, *finals)]
-        named = name_mistakes(_judge_faint(trial, screen, hypotheses))
+        named = name_mistakes(_judge_faint(trial, screen, _hypotheses_of([*on_screen, *finals])))
     # If the error is not clear, a pair cannot be told from a single mistake.
     pairs = [] if named or null.leaves < CLEAR_RHO else _pair_up(on_first)
     if pairs:
@@ -181,9 +179,8 @@ def _judge_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) 
     """Score mistakes that the noise may cover (see `Trial.judge_faint`); none if the error is far above the noise."""
     if trial.null().leaves > FAINT_RHO:
         return []
-    unique = list(dict.fromkeys(hypotheses))
-    logger.info("Trying %d hypotheses as filters.", len(unique))
-    screened = best_first(screen.judge_faint(unique))
+    logger.info("Trying %d hypotheses as filters.", len(hypotheses))
+    screened = best_first(screen.judge_faint(hypotheses))
     best = sorted(screened, key=lambda score: score.z, reverse=True)[:_MOST_FINALISTS]
     chosen = list(dict.fromkeys([*best, *_most_alike(screened)]))
     return chosen if screen is trial else trial.judge_faint(_hypotheses_of(chosen))

@@ -107,12 +107,17 @@ def _compare_row(
 ) -> GeneratedRow:
     """Judge the first token that differs by its distance in the golden; if the golden drew, nothing is judged."""
     num_compared = min(len(golden.generated_ids), len(port.generated_ids))
+    unjudged = ""
+    if is_drawn:
+        unjudged = "the golden drew its tokens"
+    elif not num_compared:
+        unjudged = "no token was compared"
     alike = GeneratedRow(
         row=row,
         num_compared=num_compared,
         num_alike=num_alike,
-        status=SiteStatus.NOT_JUDGED if is_drawn or not num_compared else SiteStatus.PASS,
-        reason="the golden drew its tokens" if is_drawn else "" if num_compared else "no token was compared",
+        status=SiteStatus.NOT_JUDGED if unjudged else SiteStatus.PASS,
+        reason=unjudged,
     )
     if num_alike == num_compared:
         return alike

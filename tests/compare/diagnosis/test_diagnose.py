@@ -47,11 +47,14 @@ BLACK_BOXES = {
 
 @pytest.fixture
 def diagnose(toy: Path, golden: Path, command: Command, tmp_path: Path) -> Diagnose:
-    """Runs a port on layer 2 of the golden, and diagnoses it."""
+    """Runs a port on the golden's input of layer 2, or of several `layers`, and diagnoses it."""
 
-    def run(name: str, *options: object, ports: str = "planted.py", decode: int = 0) -> tuple[int, Any]:
+    def run(
+        name: str, *options: object, ports: str = "planted.py", decode: int = 0, layers: str | None = None
+    ) -> tuple[int, Any]:
         target = name if name == "builtin" else f"{PORTS / ports}:{name}"
-        arguments = ["single-layer", "--layer", LAYER, "--model", toy, "--golden", golden, "--target", target]
+        chosen = ["single-layer", "--layer", LAYER] if layers is None else ["sweep", "--layers", layers]
+        arguments = [*chosen, "--model", toy, "--golden", golden, "--target", target]
         if decode:
             arguments += ["--decode", decode]
         command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
@@ -89,14 +92,8 @@ def test_two_mistakes_at_once_are_named_together(diagnose: Diagnose) -> None:
 
 
 @pytest.mark.slow
-def test_pair_that_explained_a_layer_is_tried_first_on_the_next(
-    toy: Path, golden: Path, command: Command, tmp_path: Path
-) -> None:
-    target = f"{PORTS / 'diagnosed.py'}:BlackBoxPair"
-    arguments = ("sweep", "--layers", "1:3", "--model", toy, "--golden", golden, "--target", target)
-    command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
-    record = json.loads(command(mm2_diagnose, *paths, "--json", "--quiet").stdout)
+def test_pair_that_explained_a_layer_is_tried_first_on_the_next(diagnose: Diagnose) -> None:
+    _, record = diagnose("BlackBoxPair", ports="diagnosed.py", layers="1:3")
     assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [
         (1, "qk_norm_per_rank + gate_up_swapped"),
         (2, "qk_norm_per_rank + gate_up_swapped"),
@@ -105,15 +102,8 @@ def test_pair_that_explained_a_layer_is_tried_first_on_the_next(
     assert (first > 250, second) == (True, 1)
 
 
-def test_mistake_that_alone_is_tried_needs_no_proof_in_later_layers(
-    toy: Path, golden: Path, command: Command, tmp_path: Path
-) -> None:
-    target = f"{PORTS / 'planted.py'}:AttentionScale"
-    arguments = ("sweep", "--layers", "1:3", "--model", toy, "--golden", golden, "--target", target)
-    command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
-    options = ("--mistake", "attention_scale", "--json", "--quiet")
-    record = json.loads(command(mm2_diagnose, *paths, *options).stdout)
+def test_mistake_that_alone_is_tried_needs_no_proof_in_later_layers(diagnose: Diagnose) -> None:
+    _, record = diagnose("AttentionScale", "--mistake", "attention_scale", layers="1:3")
     assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [
         (1, "attention_scale"),
         (2, "attention_scale"),
