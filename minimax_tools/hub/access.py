@@ -20,9 +20,8 @@ class HubAccess:
     is_offline: bool = False  # True if only the cache is used, and no request is sent
     timeout_s: float = 10.0  # longest silence of the hub
     num_attempts: int = 5  # failures in a row, with nothing received between them, that end a transfer
-    first_delay_s: float = (
-        1.0  # wait after the first failure; doubled after each further one, up to a limit (`faults`)
-    )
+    # Wait after the first failure; doubled after each further one, up to a limit (`faults`).
+    first_delay_s: float = 1.0
     num_workers: int = 4  # number of files that are fetched at once
 
     def __post_init__(self) -> None:

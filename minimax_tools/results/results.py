@@ -209,9 +209,8 @@ class Comparison:
     notes: tuple[str, ...] = ()  # what a reader must know beside the verdict
     router_dtypes: tuple[RouterDtype, ...] = ()  # parts of the router that the port holds in another dtype
     generated: tuple[GeneratedRow, ...] = ()  # what both sides generated, prompt by prompt
-    tokens: str = (
-        ""  # the real tokens and their position ids, such as `81 at positions 0-47`; empty if no side tells
-    )
+    # The real tokens and their position ids, such as `81 at positions 0-47`; empty if no side tells.
+    tokens: str = ""
 
     @property
     def shows_outputs_only(self) -> bool:

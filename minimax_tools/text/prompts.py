@@ -61,9 +61,8 @@ class InputRequest:
     seq_lens: tuple[int, ...] = ()  # lengths of random rows
     batch_size: int = 1  # number of random rows of each length, default rows included
     padding_side: str = "right"
-    pad_to: tuple[
-        int, ...
-    ] = ()  # rows are padded to the smallest of these that fits; empty: to the longest row
+    # Rows are padded to the smallest of these that fits; empty: to the longest row.
+    pad_to: tuple[int, ...] = ()
     max_length: int | None = None  # number of tokens that a row is cut to
     start_positions: tuple[int, ...] = ()  # position of each row's first token, or one for all; empty: 0
     seed: int = 0

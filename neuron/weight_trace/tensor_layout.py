@@ -23,9 +23,8 @@ class TensorLayout:
 
     origin: TensorOrigin
     matrices: tuple[Matrix, ...]  # segments of each matrix, in the order in which the tensor stacks them
-    experts: tuple[
-        int, ...
-    ]  # the expert of each matrix; empty unless each holds tensors of exactly one expert
+    # The expert of each matrix; empty unless each holds tensors of exactly one expert.
+    experts: tuple[int, ...]
     text: str  # the layout as text, such as `experts 0–11: w2 (down)`
 
     @property

@@ -47,9 +47,8 @@ class SiteCase:
     port: torch.Tensor  # the port's values, float32 [T,F]
     correct: torch.Tensor  # correct values on the same inputs, float32 [T,F]
     noise: SiteNoise
-    is_through_norm: bool = (
-        False  # whether logits are judged from the last layer's output: no final norm is held
-    )
+    # Whether logits are judged from the last layer's output: no final norm is held.
+    is_through_norm: bool = False
     notes: tuple[str, ...] = ()  # sentences on tokens that could not be judged
 
     def may_have(self, mistake: ModelMistake) -> bool:
