@@ -7,6 +7,7 @@ From the lowest floor up:
 - `builtin`: mm2's own decoder layer for a device
 - `ports`: a port, found, built, loaded, and its sites
 - `runs`: a run, from hidden states to the capture
+- `model_runs`: a run of a whole port, from token ids to logits
 - `weight_trace`: where every element of a port's weights comes from, and whether that is right
 - `check`: findings about a machine's devices, settings, memory and time
 - `report_text`: the report of a run as text

@@ -9,6 +9,7 @@ import click
 from minimax_tools.command_line.console import Mm2Group
 from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.check import check_command
+from neuron.commands.model import model_command
 from neuron.commands.run import (
     component_command,
     full_command,
@@ -35,6 +36,7 @@ for _command in (
     multi_layer_command,
     sweep_command,
     full_command,
+    model_command,
     component_command,
     bisect_command,
     weights_command,

@@ -23,7 +23,9 @@ from neuron.devices.distributed import refuse_launched
 from neuron.devices.ranks import Ranks, read_ranks
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.launch import launch_ranks
-from neuron.ports.targets import find_target
+from neuron.model_runs.model_executor import ModelAssignment, ModelExecutor
+from neuron.model_runs.model_request import ModelSetup
+from neuron.ports.targets import find_model_target, find_target
 from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import Assignment, LayerExecutor
 from neuron.weight_trace.shared_port import TraceAssignment, follow_trace
@@ -118,6 +120,9 @@ def _run_assignments(runtime: Runtime) -> None:
         if isinstance(assignment, TraceAssignment):
             follow_trace(assignment, runtime)
             continue
+        if isinstance(assignment, ModelAssignment):
+            _follow_model(assignment, runtime)
+            continue
         assert isinstance(assignment, Assignment), "an assignment comes before its requests"
         setup = PortSetup(
             target=find_target(assignment.target),
@@ -135,3 +140,17 @@ def _run_assignments(runtime: Runtime) -> None:
             LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
         ):
             executor.follow()
+
+
+def _follow_model(assignment: ModelAssignment, runtime: Runtime) -> None:
+    """Run this rank's part of a whole port, until the lead's run of it ends."""
+    setup = ModelSetup(
+        target=find_model_target(assignment.target),
+        spec=ModelSpec.from_folder(assignment.folder),
+        folder=assignment.folder,
+        dtype=assignment.dtype,
+        sites=assignment.sites,
+        budget=MemoryBudget(assignment.budget_bytes),
+    )
+    with CheckpointReader(assignment.folder) as reader:
+        ModelExecutor(setup, runtime=runtime, reader=reader).follow()

@@ -13,7 +13,7 @@ from compare.judging.layer_judge import LayerJudge
 from compare.noise.rows import Rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.inputs import decoded_columns
+from minimax_tools.model.inputs import decoded_tokens
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame, SiteResult
 
@@ -98,9 +98,8 @@ def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
     description, mask = sides.target.known_description, sides.reference.read_attention_mask()
     if description is None or not description.run.num_decoded or mask is None:
         return None
-    decoded = decoded_columns(mask, description.run.num_decoded)
-    # The decoded columns are the batch's last.
-    return rows.places[:, 1] >= decoded.start
+    is_decoded = decoded_tokens(mask, description.run.num_decoded, by_row=description.run.decodes_by_row)
+    return is_decoded[rows.places[:, 0], rows.places[:, 1]]
 
 
 def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
-from minimax_tools.model.inputs import decoded_columns
+from minimax_tools.model.inputs import decoded_columns, decoded_tokens
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 
@@ -60,6 +60,7 @@ class LayerCase:
         self.inputs = _read_inputs(reference, target, LayerWeights(weights.tensors), weights.spec)
         self._port = {site: self._batch.rows(target.read(layer, site), site).float() for site in self.sites}
         self._is_usable = torch.stack([rows.isfinite().all(-1) for rows in self._port.values()]).all(0)
+        self._is_usable &= ~self._find_decoded_by_row()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -74,7 +75,7 @@ class LayerCase:
             notes.append(
                 "the checkpoint stores no FP8 weights: mistakes of FP8 codes and scales were not tried"
             )
-        num_lost = int((~self._is_usable).sum())
+        num_lost = int((~self._is_usable & ~self._find_decoded_by_row()).sum())
         if num_lost:
             notes.append(
                 f"{num_lost} of {len(self.inputs.real_tokens)} tokens hold NaN or Inf and were left out: "
@@ -138,6 +139,13 @@ class LayerCase:
         golden = self._batch.rows(self._reference.read(self._layer, site), site).float()
         return golden if base is on_golden_input else golden - on_golden_input.rows(site) + base.rows(site)
 
+    def _find_decoded_by_row(self) -> torch.Tensor:
+        """Find tokens that a whole port decoded from its own cache, bool [T]: no hypothesis here knows that cache."""
+        mask, description = self.inputs.attention_mask, self._target.known_description
+        run = None if description is None else description.run
+        num_tokens = run.num_decoded if run is not None and run.decodes_by_row else 0
+        return self._batch.tokens(decoded_tokens(mask, num_tokens, by_row=True))
+
     @property
     def _batch(self) -> Batch:
         return Batch(self.inputs.attention_mask)
@@ -185,7 +193,9 @@ def _read_inputs(
     reference: CaptureSource, target: CaptureSource, weights: LayerWeights, spec: ModelSpec
 ) -> LayerInputs:
     tokens, description = reference.read_inputs(), target.known_description
-    num_decoded = description.run.num_decoded if description is not None else 0
+    # A whole port decodes from its own cache: its decoded tokens are not judged here.
+    is_by_column = description is not None and not description.run.decodes_by_row
+    num_decoded = description.run.num_decoded if description is not None and is_by_column else 0
     mask = tokens.attention_mask
     return LayerInputs(
         spec=spec,

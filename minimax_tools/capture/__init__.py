@@ -11,6 +11,7 @@
 - `digests`: sha256 of tensors and files, and their lists in a manifest
 - `certificate`: the checks that a golden went through
 - `generation`: the tokens generated after each prompt
+- `passes`: calls, cache and chosen tokens of a whole port's run
 - `read_record`: the tensors that a node read of a checkpoint
 - `source`: the interface of a readable capture, whichever tool wrote it
 - `listing`: the tensors of another tool's dump, listed

@@ -6,6 +6,7 @@ Tensors are read one at a time, and checked against their digests (see `proof`) 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,11 +15,12 @@ from safetensors import SafetensorError
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.open_files import OpenFiles
+from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
 from minimax_tools.capture.proof import Proof
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError, IncomparableError
-from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.inputs import Inputs, tail_tokens
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -160,6 +162,30 @@ class Capture(CaptureSource):
         path = self.directory / GENERATION_NAME
         self._proof.check_text(GENERATION_NAME, path.read_bytes() if path.exists() else None)
         return Generation.read(self.directory)
+
+    def read_passes(self) -> ModelPasses | None:
+        path = self.directory / PASSES_NAME
+        self._proof.check_text(PASSES_NAME, path.read_bytes() if path.exists() else None)
+        return ModelPasses.read(self.directory)
+
+    def read_cache(self, layer: int) -> CachePair | None:
+        keys, values = (
+            self._read_optional(cache_file(layer), name, place=f"the cached {name} of layer {layer}")
+            for name in ("keys", "values")
+        )
+        return None if keys is None or values is None else (keys, values)
+
+    def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
+        if site is not ModelSite.LOGITS or not self._has_last_logits:
+            return None
+        # The prefill's last token, and the decoded ones behind it.
+        return tail_tokens(self.read_attention_mask(), self.description.run.num_decoded + 1)
+
+    @cached_property
+    def _has_last_logits(self) -> bool:
+        """True if the port's prefill returned logits of each prompt's last token alone."""
+        passes = self.read_passes()
+        return passes is not None and passes.logits is LogitsForm.LAST
 
     def read_entry(self, entry: Entry) -> torch.Tensor:
         tensor = self._load(entry.file, entry.site)

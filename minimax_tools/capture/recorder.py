@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from minimax_tools.capture.taps import Tap
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import ModelSite, Site
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
+# Sites of a layer, or those around the layers.
+SiteKind = TypeVar("SiteKind", Site, ModelSite)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,7 +26,7 @@ def copy_on_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-class Recorder:
+class Recorder(Generic[SiteKind]):
     """Hooks on a module for the time of a `with` block.
 
     Args:
@@ -39,23 +41,23 @@ class Recorder:
     def __init__(
         self,
         module: torch.nn.Module,
-        taps: Mapping[Site, Tap],
+        taps: Mapping[SiteKind, Tap],
         *,
         keep: Keep,
-        feeds: Mapping[Site, torch.Tensor] | None = None,
+        feeds: Mapping[SiteKind, torch.Tensor] | None = None,
     ) -> None:
         self._module = module
-        self._taps = dict(taps)
+        self._taps: dict[SiteKind, Tap] = dict(taps)
         self._keep = keep
-        self._feeds = dict(feeds or {})
+        self._feeds: dict[SiteKind, torch.Tensor] = dict(feeds or {})
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.tensors: dict[Site, torch.Tensor] = {}
+        self.tensors: dict[SiteKind, torch.Tensor] = {}
 
-    def record(self, site: Site, tensor: torch.Tensor) -> None:
+    def record(self, site: SiteKind, tensor: torch.Tensor) -> None:
         """Keep a tensor that a hook cannot see."""
         self.tensors[site] = self._keep(tensor)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Recorder[SiteKind]:
         # Look up all submodules before the first hook: a missing one leaves no hooks behind.
         submodules = {site: self._module.get_submodule(tap.path) for site, tap in self._taps.items()}
         for site, tap in self._taps.items():
@@ -67,12 +69,14 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
-    def _hook(self, submodule: torch.nn.Module, site: Site, tap: Tap) -> torch.utils.hooks.RemovableHandle:
+    def _hook(
+        self, submodule: torch.nn.Module, site: SiteKind, tap: Tap
+    ) -> torch.utils.hooks.RemovableHandle:
         if tap.point == "input":
             return submodule.register_forward_pre_hook(self._pre_hook(site, tap), with_kwargs=True)
         return submodule.register_forward_hook(self._post_hook(site, tap))
 
-    def _pre_hook(self, site: Site, tap: Tap) -> Callable[..., Any]:
+    def _pre_hook(self, site: SiteKind, tap: Tap) -> Callable[..., Any]:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # A tap's index counts positional arguments first, and then keyword arguments, in one tuple.
             replaced = self._visit(site, tap, (*args, *kwargs.values()))
@@ -82,13 +86,13 @@ class Recorder:
 
         return hook
 
-    def _post_hook(self, site: Site, tap: Tap) -> Callable[..., Any]:
+    def _post_hook(self, site: SiteKind, tap: Tap) -> Callable[..., Any]:
         def hook(_: torch.nn.Module, __: Any, output: Any) -> Any:
             return self._visit(site, tap, output)
 
         return hook
 
-    def _visit(self, site: Site, tap: Tap, value: Any) -> Any:
+    def _visit(self, site: SiteKind, tap: Tap, value: Any) -> Any:
         """Record the tapped tensor of `value`, a module's inputs or outputs, or the tensor that replaces it.
 
         The result is `value` with the replacement; None, as PyTorch's hooks want it, if nothing is replaced.

@@ -14,6 +14,7 @@ from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.manifest import Description, Entry, Manifest
+from minimax_tools.capture.passes import CachePair, ModelPasses
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
@@ -166,6 +167,14 @@ class CaptureSource(ABC):
 
     def read_generation(self) -> Generation | None:
         """Read the tokens generated after the prompts; None if there are none."""
+        return None
+
+    def read_passes(self) -> ModelPasses | None:
+        """Read what a whole port's run shows beside its sites; None for other runs."""
+        return None
+
+    def read_cache(self, layer: int) -> CachePair | None:
+        """Read the keys and values in a whole port's cache, [B,K,S,D] each; None if they were not stored."""
         return None
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:

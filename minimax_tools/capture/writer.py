@@ -16,6 +16,7 @@ from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
 from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import add_part, remove_parts
+from minimax_tools.capture.passes import CachePair, cache_file
 from minimax_tools.capture.read_record import remove_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
@@ -60,6 +61,7 @@ class CaptureWriter:
         floor: Mapping[str, torch.Tensor] | None = None,
         not_exposed: tuple[Site, ...] = (),
         observed_dtypes: Mapping[str, str] | None = None,
+        cache: CachePair | None = None,
     ) -> None:
         """Store one whole layer; readers see nothing of it until all of it is written.
 
@@ -70,11 +72,14 @@ class CaptureWriter:
             floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
             not_exposed: Sites that the run wanted and the port does not expose.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
+            cache: Keys and values [B,K,S,D] in the cache of a whole port.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
         """
         entries, digests = self._write_group(f"layer_{layer}", layer, tensors, twin=twin, floor=floor)
+        if cache is not None:
+            digests.append(self._write(cache_file(layer), dict(zip(("keys", "values"), cache, strict=True))))
         self._update(
             self.manifest.with_layer(
                 layer,

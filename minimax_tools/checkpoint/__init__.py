@@ -8,7 +8,7 @@
 - `shard_files`: bytes of shards, through the page cache or past it
 - `reader`: tensors and weights, read exactly
 - `fp8`: dequantisation; `transpose`: copies as columns
-- `layer_tensors`: one decoder layer as a mapping
+- `layer_tensors`: one decoder layer as a mapping; `model_tensors`: a whole model
 - `filling`: the engine that fills storage from a checkpoint, for goldens and devices
 - `layer_storage`: memory for one layer of a golden, and the places of experts in grouped storage
 - `layer_loader`: a golden's layers, loaded one after the other

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.model_tensors import ModelTensors
 from minimax_tools.machine.core_pool import CorePool
 
 # Reads the tensor of a name into a place, and casts it to the place's dtype.
@@ -57,8 +58,8 @@ class Gathered:
             self.read(name, place)
 
 
-def unchanged(tensors: LayerTensors, name: str) -> torch.Tensor | Gathered:
-    """Return a tensor of the layer as a weight.
+def unchanged(tensors: LayerTensors | ModelTensors, name: str) -> torch.Tensor | Gathered:
+    """Return a tensor of a layer, or of a model, as a weight.
 
     A port's `convert_state_dict` may have set a value in its place. One that is no tensor is returned as it is.
     """

@@ -194,3 +194,31 @@ def decoded_columns(attention_mask: torch.Tensor, num_tokens: int) -> range:
     # `columns[0]` is a prompt's first token, which is not decoded. A prompt of one token sets no start.
     starts = [columns[max(len(columns) - num_tokens, 1)] for columns in real_columns if len(columns) > 1]
     return range(min(starts), max(columns[-1] for columns in real_columns) + 1)
+
+
+def tail_tokens(attention_mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Decide for each token of a batch whether it is among the last `num_tokens` of its prompt: bool [B,S].
+
+    `attention_mask` is [B,S] of 0/1.
+    """
+    is_real = attention_mask.bool()
+    # Number of real tokens from each one on to the prompt's end, itself included.
+    num_left = is_real.long().flip(1).cumsum(1).flip(1)
+    return is_real & (num_left <= num_tokens)
+
+
+def decoded_tokens(attention_mask: torch.Tensor, num_tokens: int, *, by_row: bool) -> torch.Tensor:
+    """Decide for each token of a batch whether a run decodes it: bool [B,S].
+
+    Args:
+        attention_mask: [B,S] of 0/1.
+        num_tokens: Number of tokens of each prompt to decode; 0 for none.
+        by_row: Whether each prompt decodes its own last tokens; else all decode the same columns.
+    """
+    if by_row or num_tokens == 0:
+        is_first = attention_mask.bool() & (attention_mask.cumsum(1) == 1)
+        # Nothing is cached before a prompt's first token, so that one is never decoded.
+        return tail_tokens(attention_mask, num_tokens) & ~is_first
+    columns = decoded_columns(attention_mask, num_tokens)
+    indices = torch.arange(attention_mask.shape[1])
+    return ((indices >= columns.start) & (indices < columns.stop)).expand(attention_mask.shape)

@@ -1,7 +1,7 @@
 """Run: the layers that are computed, their inputs and the sites that are kept; and the parts of a layer that run alone.
 
-Each command that runs layers (`full`, `single-layer`, `multi-layer`, `sweep`, `bisect`, `component`) has a function
-below that builds its `Run`.
+Each command that runs layers (`full`, `model`, `single-layer`, `multi-layer`, `sweep`, `bisect`, `component`) has a
+function below that builds its `Run`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class Run:
     # Number of tokens at each prompt's end that are decoded: computed one at a time, from cached keys and values. 0
     # computes all tokens at once.
     num_decoded: int = 0
+    # Whether each prompt decodes its own last tokens, as a server does. False: all prompts decode the same columns of
+    # the batch, chosen by `decoded_columns`.
+    decodes_by_row: bool = False
 
     def __post_init__(self) -> None:
         if self.num_decoded and self.component is not None:
@@ -130,6 +133,8 @@ class Run:
             "model_sites": encode(self.model_sites),
             "component": encode(self.component),
             "decode_rows": self.num_decoded,
+            # Absent if false: manifests of other runs stay as they were.
+            **({"decodes_by_row": True} if self.decodes_by_row else {}),
         }
 
     @classmethod
@@ -151,6 +156,19 @@ def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:
         mode=Mode.CHAINED,
         sites=SITE_LEVELS[sites_level],
         model_sites=tuple(ModelSite),
+    )
+
+
+def model_run(num_hidden_layers: int, *, sites_level: str, num_decoded: int) -> Run:
+    """Return a run of a whole port: prefill, then the last `num_decoded` tokens of each prompt one at a time."""
+    return Run(
+        name="whole_port",
+        span=Span(0, num_hidden_layers),
+        mode=Mode.CHAINED,
+        sites=SITE_LEVELS[sites_level],
+        model_sites=tuple(ModelSite),
+        num_decoded=num_decoded,
+        decodes_by_row=num_decoded > 0,
     )
 
 

@@ -2,6 +2,7 @@
 
 - `run`: single-layer, multi-layer, sweep, full and component
 - `device_run`: the run, verdict and output behind them
+- `model`: a whole port, run and judged
 - `bisect_layers`: the wrong layers of a range, found by running parts of it
 - `weights`: the place of every element of a layer's weights in a port
 - `trace`: one layer of a port compiled into a file

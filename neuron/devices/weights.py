@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -74,10 +74,39 @@ class WeightLoader:
         """
         parameters = dict(module.state_dict(keep_vars=True))
         _refuse_misfits(parameters, weights, what=what)
+        self._fill(module, parameters, weights, what=what)
+        self._finish(module, what=what)
+
+    def load_in_parts(
+        self, module: nn.Module, parts: Iterable[tuple[str, dict[str, Weight]]], *, what: str
+    ) -> None:
+        """Fill `module` as `load` does, from weights that come in parts, such as layer by layer.
+
+        A part is made when the parts before it are loaded and freed. It holds its name in words, and its weights.
+
+        Raises:
+            TargetError: As for `load`; or two parts give the same weight.
+        """
+        unfilled = dict(module.state_dict(keep_vars=True))
+        filled_by: dict[str, str] = {}
+        for part, weights in parts:
+            _refuse_repeated(weights, filled_by, part=part, what=what)
+            filled_by.update(dict.fromkeys(weights, part))
+            named = {name: unfilled.pop(name) for name in tuple(weights) if name in unfilled}
+            _refuse_misfits(named, weights, what=f"{what}, {part}")
+            self._fill(module, named, weights, what=f"{what}, {part}")
+        _refuse_misfits(unfilled, {}, what=what)
+        self._finish(module, what=what)
+
+    def _fill(
+        self, module: nn.Module, parameters: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
+    ) -> None:
         if self._device.type == "cpu":
             self._fill_in_place(module, parameters, weights, what=what)
         else:
             self._send(module, parameters, weights, what=what)
+
+    def _finish(self, module: nn.Module, *, what: str) -> None:
         _refuse_empty(module, what=what)
         module.to(self._device)
 
@@ -237,6 +266,20 @@ def _naming_weight(name: str, *, what: str) -> Iterator[None]:
             found=f"{type(error).__name__}: {error}",
             next_step="Check what convert_state_dict returns for it; see --debug for the traceback.",
         ) from error
+
+
+def _refuse_repeated(
+    weights: Mapping[str, Weight], filled_by: Mapping[str, str], *, part: str, what: str
+) -> None:
+    """Raise if an earlier part gave a weight already: one of the two is lost."""
+    repeated = [f"{name} ({filled_by[name]} and {part})" for name in weights if name in filled_by]
+    if repeated:
+        raise TargetError(
+            f"{what}: convert_state_dict gives the same weight twice",
+            expected="each name once",
+            found=list_names(repeated, most=_NUM_NAMES_SHOWN),
+            next_step="Use layer_idx in the names that it returns.",
+        )
 
 
 def _refuse_misfits(

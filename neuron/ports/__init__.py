@@ -8,5 +8,6 @@
 - `traced`: layers that were compiled into files; `tracing`: the compilation
 - `exposure`: the sites that a port shows, on one rank or several
 - `returned`: the output, keys and values that a port returned
+- `model_target`: a whole port, found, built, loaded; `model_exposure`: its sites; `model_returned`: its results
 - `port_errors`: translation of errors raised by a port's code
 """

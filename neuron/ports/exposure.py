@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
@@ -88,8 +89,10 @@ class Exposure:
             )
 
 
-def find_exposure(module: nn.Module, *, what: str) -> Exposure:
+def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] | None = None) -> Exposure:
     """Find the sites that `module` shows; `input` and `output` are always among them: the layer's own.
+
+    `declared` takes the place of the module's attribute `sites`, if it has none.
 
     Raises:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
@@ -99,7 +102,7 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
     with port_errors(
         f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
     ):
-        declared = getattr(module, "sites", None)
+        declared = getattr(module, "sites", None) or declared
     if declared is None:
         return Exposure(taps={**_find_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
     taps, layouts = _parse_sites(declared, what=what)
@@ -134,6 +137,17 @@ def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tup
         Site.ROUTER_WEIGHTS: spec.num_experts_per_tok,
     }
     return (batch, sequence, widths.get(site, spec.hidden_size))
+
+
+def router_dtypes(module: nn.Module) -> dict[str, str]:
+    """Return the dtypes of the router's gate and correction bias, found by their usual names."""
+    dtypes: dict[str, str] = {}
+    for name, tensor in module.state_dict().items():
+        if name.endswith("correction_bias"):
+            dtypes["correction_bias"] = dtype_name(tensor.dtype)
+        elif name.endswith(("gate.weight", "router.weight", "linear_router.weight")):
+            dtypes["router_gate"] = dtype_name(tensor.dtype)
+    return dtypes
 
 
 def _parse_sites(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Site, SiteLayout]]:

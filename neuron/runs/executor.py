@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.devices.runtime import Runtime
-from neuron.ports.exposure import Exposure, find_exposure
+from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
 from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
 from neuron.process.status import doing
@@ -151,7 +150,7 @@ class LayerExecutor:
             output=output,
             tensors=tensors,
             not_exposed=tuple(site for site in sites if site not in tensors),
-            router_dtypes=_router_dtypes(module),
+            router_dtypes=router_dtypes(module),
             key_values=key_values,
             times=stopwatch.times(),
         )
@@ -182,7 +181,7 @@ class LayerExecutor:
             return module(states, attention_mask, position_ids, **keywords)
 
     def _join_sites(
-        self, recorder: Recorder, assembly: RankAssembly, sites: tuple[Site, ...]
+        self, recorder: Recorder[Site], assembly: RankAssembly, sites: tuple[Site, ...]
     ) -> dict[Site, torch.Tensor]:
         """Return the recorded tensors that fit their sites, joined over all ranks, on the CPU, in execution order."""
         tensors, spec = {}, self.setup.spec
@@ -203,7 +202,7 @@ def _require_exposed(border: Mapping[Site, torch.Tensor], exposure: Exposure, *,
         )
 
 
-def _require_reached(border: Mapping[Site, torch.Tensor], recorder: Recorder, *, what: str) -> None:
+def _require_reached(border: Mapping[Site, torch.Tensor], recorder: Recorder[Site], *, what: str) -> None:
     """Refuse a run in which a golden value was not used: no tensor passed at its site, so none was replaced."""
     unused = [str(site) for site in border if site not in recorder.tensors]
     if unused:
@@ -212,14 +211,3 @@ def _require_reached(border: Mapping[Site, torch.Tensor], recorder: Recorder, *,
             next_step="Point the port's `sites` at submodules that it calls, or run the whole layer: "
             "mm2-test single-layer.",
         )
-
-
-def _router_dtypes(module: nn.Module) -> dict[str, str]:
-    """Return the dtypes of the router's gate and correction bias, found by their usual names."""
-    dtypes: dict[str, str] = {}
-    for name, tensor in module.state_dict().items():
-        if name.endswith("correction_bias"):
-            dtypes["correction_bias"] = dtype_name(tensor.dtype)
-        elif name.endswith(("gate.weight", "router.weight", "linear_router.weight")):
-            dtypes["router_gate"] = dtype_name(tensor.dtype)
-    return dtypes

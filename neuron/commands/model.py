@@ -1,0 +1,153 @@
+"""The command `mm2-test model`: runs a whole port from token ids to logits, and judges it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from compare.comparer import compare_captures
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.sides.golden_weights import CheckpointWeights
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import (
+    CaptureStore,
+    dtype_option,
+    grouped_as,
+    memory_budget_option,
+    model_option,
+    output_options,
+    stack_options,
+    store_options,
+)
+from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.model.run import model_run
+from minimax_tools.model.spec import ModelSpec
+from neuron.devices.ranks import Ranks
+from neuron.devices.runtime import open_runtime
+from neuron.model_runs.model_request import ModelRequest
+from neuron.model_runs.model_runner import ModelRun
+from neuron.options import backend_option
+from neuron.ports.targets import find_model_target
+from neuron.rank_options import rank_options
+from reports.captures import capture_record, render_capture
+from reports.data import comparison_record
+from reports.terminal import render_comparison
+
+# Steps to decode, if --decode does not say: the first reads the cache of the prefill, the later ones those of steps.
+_USUAL_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """The options of a whole port's run. Their help texts explain them."""
+
+    model: str
+    golden: Path
+    target: str
+    backend: str  # a `Backend` by name, or `auto`
+    ranks: Ranks
+    num_decoded: int | None  # None for `_USUAL_STEPS`, or fewer if prompts are short
+    max_new_tokens: int
+    memory_budget: int | None  # in bytes
+    dtype: torch.dtype
+    store: CaptureStore
+    as_json: bool
+
+
+@click.command(
+    "model",
+    cls=Mm2Command,
+    epilog="\b\nExample: mm2-test model --model DIR --golden GOLDEN --target port.py:Model",
+)
+@stack_options(
+    model_option,
+    click.option(
+        "--golden",
+        type=click.Path(path_type=Path),
+        required=True,
+        help="Golden capture of the whole model: gives the prompts and their continuation, and judges the run.",
+    ),
+    click.option(
+        "--target",
+        required=True,
+        metavar="PATH.py:NAME|package.module:NAME",
+        help="Whole port to run: NAME(config) returns its module. Its code is executed.",
+    ),
+    backend_option,
+    rank_options,
+    click.option(
+        "--decode",
+        "num_decoded",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Decode the last N tokens of each prompt one at a time, from the port's own cache. Default: 4, or fewer "
+        "if a prompt is shorter.",
+    ),
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=0),
+        default=1,
+        show_default=True,
+        help="Tokens to generate freely after each prompt.",
+    ),
+    memory_budget_option,
+    dtype_option,
+    store_options,
+    output_options,
+    grouped_as("options", ModelOptions),
+)
+def model_command(options: ModelOptions) -> None:
+    """Run a whole port: prefill, decoding of the golden's own tokens, free generation; judge all of it."""
+    spec = ModelSpec.from_folder(resolve_config(options.model))
+    golden = Capture.open(options.golden)
+    inputs = golden.read_inputs()
+    num_decoded = options.num_decoded
+    if num_decoded is None:
+        num_decoded = min(_USUAL_STEPS, min(inputs.lengths) - 1)
+    run = model_run(spec.num_hidden_layers, sites_level="all", num_decoded=num_decoded)
+    directory = options.store.directory(DEVICE_SIDE, run.name)
+    folder = resolve_model(options.model)
+    with output_set_aside():
+        request = ModelRequest(
+            target=find_model_target(options.target),
+            spec=spec,
+            folder=folder,
+            dtype=options.dtype,
+            sites=run.sites,
+            budget=MemoryBudget(options.memory_budget),
+            run=run,
+            model_source=options.model,
+            inputs=inputs,
+            golden=golden,
+            max_new_tokens=options.max_new_tokens,
+        )
+        with (
+            open_runtime(options.backend, ranks=options.ranks) as runtime,
+            CheckpointReader(folder) as reader,
+            LayerProgress(num_decoded + 1, label="Passes") as progress,
+            ModelRun(request, runtime=runtime, reader=reader, progress=progress) as model,
+        ):
+            model.capture(directory)
+    capture = Capture.open(directory)
+    comparison = compare_captures(
+        golden,
+        capture,
+        criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+        layer_pattern="layer_*",
+        weights=CheckpointWeights(model=options.model),
+    )
+    if options.as_json:
+        print_json({**capture_record(capture), **comparison_record(comparison)})
+    else:
+        click.echo(render_capture(capture))
+        click.echo(render_comparison(comparison, shows_metrics=False))
+    end_command(comparison.verdict.exit_code)

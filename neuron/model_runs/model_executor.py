@@ -1,0 +1,333 @@
+"""ModelExecutor: runs passes of a whole port on a device, and records its sites.
+
+Each of several ranks has an executor. The lead's sends its passes to the others, which `follow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.capture.passes import CachePair
+from minimax_tools.capture.recorder import Recorder, copy_on_device
+from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import TargetError
+from minimax_tools.model.site_layouts import Replicated, are_equal_bits
+from minimax_tools.model.sites import ModelSite, Site, parse_site
+from neuron.devices.runtime import Runtime
+from neuron.devices.weights import WeightLoader
+from neuron.model_runs.model_request import ModelSetup
+from neuron.model_runs.passes import Pass
+from neuron.ports.exposure import router_dtypes
+from neuron.ports.model_exposure import ModelExposure, find_model_exposure
+from neuron.ports.model_returned import (
+    PAST,
+    ModelResult,
+    parse_result,
+    read_cache,
+    require_decoding,
+    takes_past,
+)
+from neuron.ports.model_target import eager_module
+from neuron.ports.port_errors import port_errors
+from neuron.process.status import doing
+from neuron.runs.rank_assembly import RankAssembly
+
+_RUN_STEP = (
+    "It is called as module(input_ids, attention_mask, position_ids, …); see --debug for the traceback."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelAssignment:
+    """The setup of a whole port, as the lead sends it to the other ranks before any pass."""
+
+    folder: Path  # the checkpoint
+    target: str  # the port as the user named it
+    dtype: torch.dtype
+    sites: tuple[Site, ...]
+    budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassRequest:
+    """A request to run one pass."""
+
+    model_pass: Pass
+    is_first: bool  # whether a new batch begins: no past is given
+    records: bool = True  # whether to keep the sites and the cache
+    # Layer whose input is replaced by a tensor, [B,s,H]; None to replace nothing.
+    fed: tuple[int, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassResult:
+    """The result of one pass, on the CPU."""
+
+    logits: torch.Tensor  # [B,s,vocab] or [B,1,vocab]
+    tokens: torch.Tensor | None  # tokens that the port chose, [B]; None if it chooses none
+    # Sites by layer and outside the layers, as far as they are shown
+    layers: Mapping[int, Mapping[Site, torch.Tensor]] = field(default_factory=dict)
+    model: Mapping[ModelSite, torch.Tensor] = field(default_factory=dict)
+    cache: Sequence[CachePair] | None = None  # by layer; None if it cannot be read
+    layer_calls: tuple[int, ...] = ()  # layers in the order in which they were called
+
+
+class ModelExecutor:
+    """A whole port in memory. A context manager, whose threads and hooks end with the block."""
+
+    def __init__(self, setup: ModelSetup, *, runtime: Runtime, reader: CheckpointReader) -> None:
+        self.setup = setup
+        self.runtime = runtime
+        self._reader = reader
+        self._what = f"target {setup.target.name}"
+        self._stack = ExitStack()
+        self._calls: list[int] = []
+        self._past: object = None
+
+    def __enter__(self) -> ModelExecutor:
+        self._send(
+            ModelAssignment(
+                folder=self.setup.folder,
+                target=self.setup.target.name,
+                dtype=self.setup.dtype,
+                sites=self.setup.sites,
+                budget_bytes=self.setup.budget.limit_bytes,
+            )
+        )
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # After an error the others may be in the middle of a pass, and receive nothing.
+        if kind is None:
+            self._send(None)
+        self._stack.close()
+
+    def _open(self) -> None:
+        """Build the port, load its weights, and hook its sites, once: a compiled graph keeps its first hooks."""
+        setup, runtime = self.setup, self.runtime
+        self.module = setup.target.build(setup.spec, dtype=setup.dtype, ranks=runtime.ranks)
+        pool = ReadingPool(torch.get_num_threads())
+        self._stack.callback(pool.close)
+        loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)
+        setup.target.load(
+            self.module, self._reader, setup.spec, dtype=setup.dtype, loader=loader, ranks=runtime.ranks
+        )
+        loader.release()
+        eager = eager_module(self.module)
+        self.exposure: ModelExposure = find_model_exposure(
+            eager, num_layers=setup.spec.num_hidden_layers, what=self._what
+        )
+        self.router_dtypes = router_dtypes(eager)
+        # Recorders know `Site`; the sites outside the layers are recorded the same way.
+        self._model_recorder = self._stack.enter_context(
+            Recorder(eager, self.exposure.taps, keep=copy_on_device)
+        )
+        self._recorders = []
+        for index, layer in enumerate(self.exposure.layers):
+            taps = {
+                site: tap for site, tap in self.exposure.exposures[index].taps.items() if site in setup.sites
+            }
+            self._recorders.append(self._stack.enter_context(Recorder(layer, taps, keep=copy_on_device)))
+            handle = layer.register_forward_pre_hook(self._call_hook(index))
+            self._stack.callback(handle.remove)
+
+    def _call_hook(self, index: int) -> Any:
+        def note_call(_: nn.Module, __: Any) -> None:
+            self._calls.append(index)
+
+        return note_call
+
+    def run(self, request: PassRequest) -> PassResult:
+        """Run one pass on all ranks.
+
+        Raises:
+            TargetError: The port raised, returned no logits, or cannot decode.
+        """
+        self._send(request)
+        result = self._run_part(request)
+        assert result is not None, "the lead assembles the parts of all ranks"
+        return result
+
+    def follow(self) -> None:
+        """Run this rank's part of every pass that the lead runs, until the lead's block ends."""
+        self._open()
+        try:
+            while (request := self.runtime.messages.receive()) is not None:
+                self._run_part(request)
+        finally:
+            self._stack.close()
+
+    def _send(self, message: object) -> None:
+        if self.runtime.ranks.is_lead:
+            self.runtime.messages.send(message)
+
+    def _run_part(self, request: PassRequest) -> PassResult | None:
+        with doing(f"at work on target {self.setup.target.name}", is_in_port=False):
+            return self._forward_and_join(request)
+
+    def _forward_and_join(self, request: PassRequest) -> PassResult | None:
+        model_pass = request.model_pass
+        if model_pass.number:
+            require_decoding(eager_module(self.module), what=self._what)
+        self._model_recorder.tensors = {}
+        for recorder in self._recorders:
+            recorder.tensors = {}
+        self._calls.clear()
+        with torch.no_grad(), self._feeding(request):
+            result = self._forward(request)
+        self.runtime.synchronise()
+        logits = self._join_logits(result.logits)
+        tokens = None if result.tokens is None else result.tokens.to("cpu")
+        if not request.records:
+            return None if logits is None else PassResult(logits=logits, tokens=tokens)
+        layers, model = self._join_sites(result, model_pass.batch_shape)
+        cache = self._join_cache()
+        if logits is None:
+            # Only the lead gets the joined tensors.
+            return None
+        return PassResult(
+            logits=logits,
+            tokens=tokens,
+            layers=layers,
+            model=model,
+            cache=cache,
+            layer_calls=tuple(self._calls),
+        )
+
+    def _feeding(self, request: PassRequest) -> Any:
+        """Replace one layer's input while a pass runs."""
+        if request.fed is None:
+            return ExitStack()
+        layer, states = request.fed
+        tap = self.exposure.exposures[layer].taps[Site.INPUT]
+        return Recorder(
+            self.exposure.layers[layer], {Site.INPUT: tap}, keep=copy_on_device, feeds={Site.INPUT: states}
+        )
+
+    def _forward(self, request: PassRequest) -> ModelResult:
+        """Call the port, and keep what it returns as past."""
+        model_pass, device = request.model_pass, self.runtime.device
+        eager = eager_module(self.module)
+        inputs: dict[str, Any] = {
+            "input_ids": model_pass.input_ids.to(device, copy=True),
+            "attention_mask": model_pass.attention_mask.to(device, copy=True),
+            "position_ids": model_pass.position_ids.to(device, copy=True),
+        }
+        if request.is_first:
+            self._past = None
+        elif takes_past(eager) and self._past is not None:
+            inputs[PAST] = self._past
+        elif not getattr(eager, "keeps_cache", False):
+            raise TargetError(
+                f"{self._what} cannot decode: it returned no {PAST}",
+                expected=f"(logits, {PAST}), or keeps_cache = True on a port that keeps its cache",
+                found="none",
+                next_step="Return them from the prefill on, or give --decode 0.",
+            )
+        shape = list(model_pass.input_ids.shape)
+        activity = f"running target {self.setup.target.name} on token ids {shape}"
+        with port_errors(f"{self._what} failed while it ran", activity=activity, next_step=_RUN_STEP):
+            returned = self.module(**inputs)
+        result = parse_result(returned, model_pass.batch_shape, what=self._what)
+        self._past = result.past
+        return result
+
+    def _join_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Return the lead's logits, on the CPU; None on other ranks, whose own may be a part or nothing."""
+        return logits.to("cpu") if self.runtime.ranks.is_lead else None
+
+    def _join_sites(
+        self, result: ModelResult, batch_shape: tuple[int, int]
+    ) -> tuple[dict[int, dict[Site, torch.Tensor]], dict[ModelSite, torch.Tensor]]:
+        """Return the recorded and returned sites of all ranks, on the CPU of the lead."""
+        layers: dict[int, dict[Site, torch.Tensor]] = {}
+        spec = self.setup.spec
+        for index, recorder in enumerate(self._recorders):
+            exposure = self.exposure.exposures[index]
+            what = f"{self._what}, layer {index}"
+            assembly = RankAssembly(
+                runtime=self.runtime, exposure=exposure, batch_shape=batch_shape, what=what
+            )
+            for site in self.setup.sites:
+                piece = recorder.tensors.get(site)
+                tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
+                if tensor is not None and exposure.accepts(site, tensor, spec, batch_shape):
+                    layers.setdefault(index, {})[site] = tensor
+        model: dict[ModelSite, torch.Tensor] = {}
+        for model_site in self.exposure.taps:
+            recorded = self._model_recorder.tensors.get(model_site)
+            pieces = self.runtime.messages.gather(None if recorded is None else recorded.to("cpu"))
+            if pieces and pieces[0] is not None:
+                model[model_site] = pieces[0].reshape(*batch_shape, -1)
+        for name, tensor in result.sites.items():
+            _add_returned(name, tensor.to("cpu"), layers, model, sites=self.setup.sites)
+        return layers, model
+
+    def _join_cache(self) -> list[CachePair] | None:
+        """Return keys and values of all kv heads by layer, on the CPU of the lead; None if they cannot be read."""
+        eager = eager_module(self.module)
+        cache = read_cache(eager, self._past, num_layers=self.setup.spec.num_hidden_layers)
+        own: list[CachePair] | None = None
+        if cache is not None:
+            own = [(keys.to("cpu", copy=True), values.to("cpu", copy=True)) for keys, values in cache]
+        of_ranks = [pairs for pairs in self.runtime.messages.gather(own) if pairs is not None]
+        if len(of_ranks) < self.runtime.ranks.degree:
+            return None
+        return [
+            (
+                self._join_heads([pairs[layer][0] for pairs in of_ranks], layer=layer),
+                self._join_heads([pairs[layer][1] for pairs in of_ranks], layer=layer),
+            )
+            for layer in range(self.setup.spec.num_hidden_layers)
+        ]
+
+    def _join_heads(self, pieces: list[torch.Tensor], *, layer: int) -> torch.Tensor:
+        layout = self.exposure.cache_layout
+        if layout is None and self.exposure.exposures:
+            # Cached keys are divided as the keys are.
+            layout = self.exposure.exposures[layer].layouts.get(Site.K_ROPE)
+        if len(pieces) == 1:
+            return pieces[0]
+        if layout is None:
+            if all(are_equal_bits(pieces[0], piece) for piece in pieces[1:]):
+                return pieces[0]
+            raise TargetError(
+                f"{self._what}: which kv heads of the cache a rank holds cannot be told",
+                expected="a layout, such as sites = {'cache': '@shard(1)'}",
+                next_step="Name it in the port's `sites`.",
+            )
+        return (layout or Replicated()).assemble(pieces, what=f"{self._what}, cache of layer {layer}")
+
+
+def _add_returned(
+    name: str,
+    tensor: torch.Tensor,
+    layers: dict[int, dict[Site, torch.Tensor]],
+    model: dict[ModelSite, torch.Tensor],
+    *,
+    sites: Sequence[Site],
+) -> None:
+    """Add a site that a compiled port returned: `layer_3.output`, or `final_norm`."""
+    prefix, _, short = name.partition(".")
+    if short and prefix.startswith("layer_") and prefix.removeprefix("layer_").isdecimal():
+        site = parse_site(short)
+        if site in sites:
+            layers.setdefault(int(prefix.removeprefix("layer_")), {})[site] = tensor
+        return
+    try:
+        model[ModelSite(name)] = tensor
+    except ValueError:
+        raise TargetError(
+            f"the port returned the site {name!r}, which mm2 does not know",
+            expected="layer_N.SITE, embedding or final_norm",
+            next_step="Rename it in what the port returns as `sites`.",
+        ) from None

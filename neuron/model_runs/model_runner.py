@@ -1,0 +1,335 @@
+"""ModelRun: carries out a run of a whole port, from its first pass to the capture.
+
+The passes are a prefill and decoding steps that are fed the golden's own tokens. Then the same prompts run once more in
+other rows of the batch, as prefill and free generation: a cache that keeps something of earlier prompts shows there.
+B prompts, S columns of the golden's batch.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from minimax_tools.capture.generation import GENERATION_NAME, Generation
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.passes import PASSES_NAME, Choice, LogitsForm, ModelPasses, Repetition, pass_name
+from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.capture.writer import CaptureWriter, open_capture
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.progress import NoProgress, Progress
+from minimax_tools.errors import IncomparableError
+from minimax_tools.json_codec import encode
+from minimax_tools.model.run import single_layer_run
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.text.tokenizer import read_end_tokens
+from neuron.devices.runtime import Runtime
+from neuron.model_runs.assembly import assemble_logits, assemble_site, last_logits
+from neuron.model_runs.cache_record import CacheRecord
+from neuron.model_runs.model_executor import ModelExecutor, PassRequest, PassResult
+from neuron.model_runs.model_request import ModelRequest
+from neuron.model_runs.passes import Pass, next_pass, plan_passes
+
+# Least norm to divide by.
+_TINY = 1e-30
+
+
+class ModelRun:
+    """A run of a whole port; a context manager, in which the port is in memory. `progress` shows every pass.
+
+    Raises:
+        UsageError: A prompt is too short to decode so many of its tokens.
+        IncomparableError: The golden is of another model.
+    """
+
+    def __init__(
+        self,
+        request: ModelRequest,
+        *,
+        runtime: Runtime,
+        reader: CheckpointReader,
+        progress: Progress | None = None,
+    ) -> None:
+        self._request = request
+        self._runtime = runtime
+        self._reader = reader
+        self._progress = progress or NoProgress()
+        self._passes = plan_passes(request.inputs, request.run.num_decoded)
+        self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
+        self._refuse_other_golden()
+        self._executor = ModelExecutor(request, runtime=runtime, reader=reader)
+
+    def __enter__(self) -> ModelRun:
+        self._executor.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._executor.__exit__(kind, *error)
+
+    def capture(self, directory: Path) -> None:
+        """Run all passes and write the capture.
+
+        Raises:
+            CaptureError: The directory is in use, holds something else, or the disk is full.
+            TargetError: The port could not be run.
+        """
+        results = []
+        for model_pass in self._passes:
+            request = PassRequest(model_pass=model_pass, is_first=model_pass.number == 0)
+            results.append(self._executor.run(request))
+            self._progress.advance(model_pass.number, num_bytes=0)
+        repetitions, generated = self._run_again(results)
+        with open_capture(directory, self._describe(), inputs=self._request.inputs) as writer:
+            self._write(writer, results, repetitions)
+            if generated is not None:
+                sampling = {"do_sample": False, "max_new_tokens": self._request.max_new_tokens}
+                generation = Generation.of(
+                    self._request.inputs, generated, sampling=sampling, folder=self._request.folder
+                )
+                writer.write_json(GENERATION_NAME, encode(generation))
+            writer.finish()
+
+    def capture_layer(self, layer: int, directory: Path) -> None:
+        """Run the prefill with the golden's input of one layer in place of the port's, and write that layer alone.
+
+        So the layer runs isolated, inside the port as it is. All tokens are prefilled.
+
+        Raises:
+            CaptureError: The golden lacks the input, or the capture cannot be written.
+            TargetError: The port does not show this layer, or it never ran.
+        """
+        request = self._request
+        assert request.golden is not None, "a layer runs isolated on a golden's input"
+        (prefill,) = plan_passes(request.inputs, 0)
+        layer_input = request.golden.read(layer, Site.INPUT)
+        result = self._executor.run(PassRequest(model_pass=prefill, is_first=True, fed=(layer, layer_input)))
+        sites = dict(result.layers.get(layer, {}))
+        sites[Site.INPUT] = layer_input
+        run = single_layer_run(layer, sites_level="all")
+        description = Description(
+            side=DEVICE_SIDE,
+            run=run,
+            provenance=request.provenance(self._runtime, model=self._model, options={}),
+            inputs_digest=request.inputs.digest(),
+            input_source=f"golden {request.golden.description.run.name}",
+        )
+        with open_capture(directory, description, inputs=request.inputs) as writer:
+            if layer not in writer.complete_layers:
+                self._write_layer(writer, layer, [(prefill, sites)])
+            writer.finish()
+
+    def _refuse_other_golden(self) -> None:
+        golden = self._request.golden
+        if golden is None:
+            return
+        golden.refuse_void_certificate()
+        differences = golden.description.provenance.model.differences(self._model)
+        if differences:
+            raise IncomparableError(
+                f"the golden {golden.directory} is of another model than this run",
+                found="; ".join(differences),
+                next_step="Give --model the checkpoint that the golden was captured from, or a copy of it.",
+            )
+
+    def _run_again(self, results: list[PassResult]) -> tuple[tuple[Repetition, ...], list[list[int]] | None]:
+        """Run the prompts again, each in the row of the next; return how their logits differ, and the tokens generated.
+
+        First comes the prefill as before, then that of the whole prompts, after which the port generates freely.
+        """
+        rows = torch.arange(self._request.inputs.batch_size).roll(1)
+        first = self._passes[0]
+        repeated = first.in_rows(rows)
+        again = self._executor.run(PassRequest(model_pass=repeated, is_first=True, records=False))
+        repetitions = _compare_logits(
+            rows, last_logits(first, results[0].logits)[rows], last_logits(repeated, again.logits)
+        )
+        return repetitions, self._generate(rows) if self._request.max_new_tokens else None
+
+    def _generate(self, rows: torch.Tensor) -> list[list[int]]:
+        """Generate after each whole prompt, in the order of the request; row b of the batch holds prompt `rows[b]`.
+
+        The tokens are those that the port chooses, or else the likeliest.
+        """
+        spec, end_tokens = self._request.spec, read_end_tokens(self._request.folder)
+        (whole,) = plan_passes(self._request.inputs, 0)
+        model_pass, tokens = whole.in_rows(rows), list[torch.Tensor]()
+        while True:
+            is_first = not tokens
+            result = self._executor.run(PassRequest(model_pass=model_pass, is_first=is_first, records=False))
+            logits = last_logits(model_pass, result.logits)[:, : spec.vocab_size]
+            chosen = logits.nan_to_num(nan=-torch.inf).argmax(-1) if result.tokens is None else result.tokens
+            tokens.append(chosen[:, None])
+            if len(tokens) == self._request.max_new_tokens:
+                in_order = torch.cat(tokens, dim=1)[rows.argsort()]
+                return [_until_end(row, end_tokens) for row in in_order.tolist()]
+            model_pass = next_pass(model_pass, tokens[-1], last_position=spec.max_position_embeddings - 1)
+
+    def _write(
+        self, writer: CaptureWriter, results: list[PassResult], repetitions: tuple[Repetition, ...]
+    ) -> None:
+        cache = self._follow_cache(results)
+        layers = range(self._request.spec.num_hidden_layers)
+        for layer in layers:
+            if layer in writer.complete_layers:
+                continue
+            shown = [
+                (model_pass, dict(result.layers.get(layer, {})))
+                for model_pass, result in zip(self._passes, results, strict=True)
+            ]
+            self._write_layer(writer, layer, shown, cache=cache)
+        passes = list(zip(self._passes, results, strict=True))
+        num_columns, vocab_size = self._request.inputs.sequence_length, self._request.spec.vocab_size
+        model: dict[ModelSite, torch.Tensor] = {
+            site: assemble_site(
+                [(model_pass, result.model[site]) for model_pass, result in passes],
+                site,
+                num_columns=num_columns,
+            )
+            for site in results[0].model
+            if site is not ModelSite.LOGITS and all(site in result.model for result in results)
+        }
+        model[ModelSite.LOGITS] = assemble_logits(
+            [(model_pass, result.logits) for model_pass, result in passes],
+            num_columns=num_columns,
+            vocab_size=vocab_size,
+        )
+        writer.write_model({site: model[site] for site in ModelSite if site in model})
+        above = [
+            float((result.logits[..., vocab_size:].amax(-1) - result.logits[..., :vocab_size].amax(-1)).max())
+            for result in results
+            if result.logits.shape[-1] > vocab_size
+        ]
+        writer.write_json(
+            PASSES_NAME,
+            encode(
+                ModelPasses(
+                    num_passes=len(passes),
+                    logits=self._logits_form(results[0]),
+                    layer_calls=tuple(result.layer_calls for result in results),
+                    cached_layers=() if cache is None else tuple(layers),
+                    cache_form="" if cache is None else str(cache.form),
+                    cache_changes=() if cache is None else cache.changes(),
+                    choices=self._choices(results),
+                    num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
+                    padded_logits_above=max(above) if above else None,
+                    repetitions=repetitions,
+                )
+            ),
+        )
+
+    def _write_layer(
+        self,
+        writer: CaptureWriter,
+        layer: int,
+        shown: list[tuple[Pass, dict[Site, torch.Tensor]]],
+        *,
+        cache: CacheRecord | None = None,
+    ) -> None:
+        """Store a layer's sites of all passes; one that a pass lacks is left out."""
+        num_columns = self._request.inputs.sequence_length
+        tensors = {
+            site: assemble_site(
+                [(model_pass, sites[site]) for model_pass, sites in shown], site, num_columns=num_columns
+            )
+            for site in self._request.sites
+            if all(site in sites for _, sites in shown)
+        }
+        # The executor knows the port's submodules; a layer that never ran exposes its sites, and stores none.
+        exposures = self._executor.exposure.exposures
+        has_run = bool(tensors)
+        not_exposed = tuple(
+            site
+            for site in self._request.sites
+            if site not in tensors and (has_run or not exposures) and site is not Site.INPUT
+        )
+        writer.write_layer(
+            layer,
+            tensors,
+            not_exposed=not_exposed,
+            observed_dtypes=self._executor.router_dtypes,
+            cache=None if cache is None else cache.layer(layer),
+        )
+
+    def _follow_cache(self, results: list[PassResult]) -> CacheRecord | None:
+        record = CacheRecord(num_columns=self._request.inputs.sequence_length)
+        for model_pass, result in zip(self._passes, results, strict=True):
+            if result.cache is None:
+                return None
+            record.add(model_pass, result.cache)
+        return record
+
+    def _logits_form(self, prefill: PassResult) -> LogitsForm:
+        num_columns = self._passes[0].columns.shape[1]
+        return LogitsForm.LAST if prefill.logits.shape[1] == 1 < num_columns else LogitsForm.ALL
+
+    def _choices(self, results: list[PassResult]) -> tuple[Choice, ...]:
+        """List what the port chose after each pass, beside its own likeliest token."""
+        choices = []
+        for model_pass, result in zip(self._passes, results, strict=True):
+            if result.tokens is None:
+                continue
+            logits = last_logits(model_pass, result.logits).float()
+            likeliest = logits.argmax(-1)
+            for row, chosen in enumerate(result.tokens.tolist()):
+                best = int(likeliest[row])
+                is_token = 0 <= chosen < logits.shape[-1]
+                behind = float(logits[row, best] - logits[row, chosen]) if is_token else float("inf")
+                choices.append(
+                    Choice(
+                        number=model_pass.number,
+                        row=row,
+                        chosen=chosen,
+                        likeliest=best,
+                        # JSON has no infinity and no NaN.
+                        behind=behind if math.isfinite(behind) else None,
+                        column=_column_of_choice(result.logits[row], chosen),
+                    )
+                )
+        return tuple(choices)
+
+    def _describe(self) -> Description:
+        request, golden = self._request, self._request.golden
+        source = f"tokens: {request.inputs.source}"
+        if golden is not None:
+            source = f"tokens of the golden {golden.description.run.name}"
+        return Description(
+            side=DEVICE_SIDE,
+            run=request.run,
+            provenance=request.provenance(
+                self._runtime,
+                model=self._model,
+                options={"passes": [pass_name(p.number) for p in self._passes]},
+            ),
+            inputs_digest=request.inputs.digest(),
+            input_source=source,
+        )
+
+
+def _compare_logits(rows: torch.Tensor, before: torch.Tensor, again: torch.Tensor) -> tuple[Repetition, ...]:
+    """Compare the logits [B,·] of two prefills of the same prompts, `rows` [B] by number."""
+    repetitions = []
+    for index, row in enumerate(rows.tolist()):
+        earlier, later = before[index].double(), again[index].double()
+        difference = float((later - earlier).norm() / earlier.norm().clamp(min=_TINY))
+        is_finite = math.isfinite(difference)
+        # JSON has no NaN.
+        repetitions.append(
+            Repetition(row=row, difference=difference if is_finite else 0.0, is_finite=is_finite)
+        )
+    return tuple(repetitions)
+
+
+def _column_of_choice(logits: torch.Tensor, chosen: int) -> int | None:
+    """Return the last column of a row's logits [s,·] whose likeliest token was chosen; None if there is none."""
+    columns = (logits.float().argmax(-1) == chosen).nonzero().flatten().tolist()
+    return columns[-1] if columns and len(logits) > 1 else None
+
+
+def _until_end(row: list[int], end_tokens: frozenset[int]) -> list[int]:
+    """Cut a row after the first token that ends the text."""
+    for index, token in enumerate(row):
+        if token in end_tokens:
+            return row[: index + 1]
+    return row

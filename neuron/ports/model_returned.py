@@ -1,0 +1,149 @@
+"""ModelResult: what a whole port returns of a pass: logits, its cache, the tokens that it chose, its sites.
+
+B batch, S columns of the pass, P columns of the cache, K kv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.capture.passes import CachePair
+from minimax_tools.errors import TargetError
+
+# Name of the argument that a port takes its past by, and of what it returns.
+PAST = "past_key_values"
+# Attribute of a port that keeps the keys and values of earlier passes itself.
+KEEPS_CACHE = "keeps_cache"
+# Method of a port that returns its cache.
+READ_CACHE = "read_cache"
+
+_RETURN_STEP = f"Return logits, or (logits, {PAST}), as scripts/examples/model_port.py does."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelResult:
+    """The result of a whole port's pass, on the device."""
+
+    logits: torch.Tensor  # [B,S,vocab], or [B,1,vocab] of each row's last token
+    past: object = None  # what the port takes as past in the next pass; None if it keeps the cache itself
+    tokens: torch.Tensor | None = None  # tokens that the port chose, [B]; None if it chooses none
+    # Sites that a compiled port returns, by `layer_3.output` or `final_norm`.
+    sites: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def parse_result(result: object, batch_shape: tuple[int, int], *, what: str) -> ModelResult:
+    """Read what a port returned of a pass over [B,S] tokens; `what` names the port in errors.
+
+    Raises:
+        TargetError: There are no logits, or of another shape; or the chosen tokens are no [B] or [B,1].
+    """
+    if isinstance(result, torch.Tensor):
+        fields: dict[str, Any] = {"logits": result}
+    elif isinstance(result, Mapping):
+        fields = dict(result)
+    elif hasattr(result, "logits"):
+        fields = {name: getattr(result, name, None) for name in ("logits", PAST, "tokens", "sites")}
+    elif isinstance(result, (tuple, list)) and result:
+        fields = dict(zip(("logits", PAST, "tokens"), result, strict=False))
+    else:
+        fields = {}
+    return ModelResult(
+        logits=_check_logits(fields.get("logits"), batch_shape, what=what),
+        past=fields.get(PAST),
+        tokens=_check_tokens(fields.get("tokens"), batch_shape[0], what=what),
+        sites=dict(fields.get("sites") or {}),
+    )
+
+
+def _check_logits(found: object, batch_shape: tuple[int, int], *, what: str) -> torch.Tensor:
+    batch_size, num_columns = batch_shape
+    if not isinstance(found, torch.Tensor):
+        raise TargetError(
+            f"{what} returned no logits",
+            expected="logits [B,S,vocab], or [B,1,vocab] of each row's last token",
+            found=type(found).__name__,
+            next_step=_RETURN_STEP,
+        )
+    logits: torch.Tensor = found
+    if logits.ndim == 2 and logits.shape[0] == batch_size * num_columns:
+        logits = logits.unflatten(0, batch_shape)
+    elif logits.ndim == 2 and logits.shape[0] == batch_size:
+        logits = logits[:, None]
+    if logits.ndim != 3 or tuple(logits.shape[:2]) not in (batch_shape, (batch_size, 1)):
+        raise TargetError(
+            f"{what} returned logits of another shape",
+            expected=f"[{batch_size},{num_columns},vocab] or [{batch_size},1,vocab]",
+            found=str(list(logits.shape)),
+            next_step=_RETURN_STEP,
+        )
+    return logits
+
+
+def _check_tokens(tokens: object, batch_size: int, *, what: str) -> torch.Tensor | None:
+    if not isinstance(tokens, torch.Tensor) or tokens.numel() == 0:
+        return None
+    if tokens.numel() != batch_size or tokens.is_floating_point():
+        raise TargetError(
+            f"{what} returned chosen tokens that do not fit the batch",
+            expected=f"token ids [{batch_size}]",
+            found=f"{tokens.dtype} {list(tokens.shape)}",
+            next_step="Return the next token of each row as `tokens`, or none.",
+        )
+    return tokens.reshape(batch_size)
+
+
+def takes_past(module: nn.Module) -> bool:
+    """Decide whether a port's forward accepts the keys and values of earlier passes."""
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return PAST in parameters or takes_any
+
+
+def require_decoding(module: nn.Module, *, what: str) -> None:
+    """Raise TargetError unless a port can decode: it takes its past, or says that it keeps the cache itself."""
+    if takes_past(module) or getattr(module, KEEPS_CACHE, False):
+        return
+    parameters = inspect.signature(module.forward).parameters
+    raise TargetError(
+        f"{what} cannot decode: its forward does not accept {PAST}",
+        expected=f"forward(input_ids, attention_mask, position_ids, {PAST}=None), or {KEEPS_CACHE} = True",
+        found=f"forward({', '.join(parameters)})",
+        next_step=f"Set {KEEPS_CACHE} = True on a port that keeps its cache, or give --decode 0.",
+    )
+
+
+def read_cache(module: nn.Module, past: object, *, num_layers: int) -> list[CachePair] | None:
+    """Return keys and values [B,K,P,D] of every layer; None if they cannot be read.
+
+    They come from the port's `read_cache(past)`, or from `past`: transformers' Cache, or a pair for each layer.
+    """
+    own = getattr(module, READ_CACHE, None)
+    pairs: Any = own(past) if callable(own) else _pairs_of(past)
+    if not isinstance(pairs, Sequence) or len(pairs) != num_layers:
+        return None
+    read = [_pair(pair) for pair in pairs]
+    return None if any(pair is None for pair in read) else [pair for pair in read if pair is not None]
+
+
+def _pairs_of(past: object) -> object:
+    layers = getattr(past, "layers", None)  # transformers 5
+    if isinstance(layers, Sequence):
+        return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+    keys, values = getattr(past, "key_cache", None), getattr(past, "value_cache", None)  # transformers 4
+    if isinstance(keys, Sequence) and isinstance(values, Sequence):
+        return list(zip(keys, values, strict=True))
+    return past
+
+
+def _pair(pair: object) -> CachePair | None:
+    if not isinstance(pair, Sequence) or len(pair) < 2:
+        return None
+    keys, values = pair[0], pair[1]
+    are_cached = all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in (keys, values))
+    return (keys, values) if are_cached else None
