@@ -1,0 +1,28 @@
+"""ModelFinding: something wrong in a whole port's run, with the pass and the layer at which it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFinding:
+    """A finding in a whole port's run."""
+
+    # The pass: 0 for the prefill, t for the t-th decoding step; None if no pass is known
+    number: int | None
+    layer: int | None  # None outside the layers
+    # Sites, or `cache`, `layer_order`, `chosen_token`, `repeated_prefill`, `padded_logits`, `generated_tokens`
+    sites: tuple[str, ...]
+    reason: str  # what differs, with figures
+    mistake: str | None = None  # name of the known mistake that explains it; None if none does
+    what: str = ""  # the mistake in a sentence
+    look_at: str = ""  # the part of the port to look at
+    parameters: Mapping[str, int | float | str] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: what came first in the run."""
+        last = 1 << 30
+        return last if self.number is None else self.number, last if self.layer is None else self.layer
