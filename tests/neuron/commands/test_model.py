@@ -1,4 +1,4 @@
-"""`mm2-test model`: a whole port, judged from its embedding to its tokens, and what is wrong first, placed and named."""
+"""`mm2-test model`: a whole port, judged from its embedding to its tokens; what is wrong first, placed and named."""
 
 from __future__ import annotations
 
