@@ -11,5 +11,7 @@
 - `options`: options of every command that judges
 - `comparer`: the comparison of a whole run, with its evidence
 - `parts`: one layer, the embedding or the head, judged
+- `model_runs/`: a whole port's run: passes, order of layers, chosen tokens
+- `model_faults`: all that is wrong in such a run, what came first at the front
 - `notes`: sentences beside the verdict
 """

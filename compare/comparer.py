@@ -15,6 +15,8 @@ from compare.judging.model_judge import ModelJudge
 from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
+from compare.model_faults import find_model_faults
+from compare.model_runs.passes import split_passes
 from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
 from compare.sides.batch import Batch
@@ -26,6 +28,7 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Blame, Comparison, GeneratedRow, RouterDtype, SiteStatus, Verdict
 
 # Name in the place of a site, in the blame of generated tokens.
@@ -91,15 +94,31 @@ def judge_run(
             criteria=replace(criteria, num_figures=num_sites * len(NOISE_FIGURES)),
             weights=source,
         )
-        judged = [judge_layer(sides, layer) for layer in layers]
-        embedding = judge_outside(sides, tuple(site for site in model_sites if site is ModelSite.EMBEDDING))
-        head = judge_outside(sides, tuple(site for site in model_sites if site is not ModelSite.EMBEDDING))
+        split = split_passes(sides) if source is not None and not sides.is_classic else None
+        if split is not None:
+            # Each figure is judged for all tokens, for the prefill and for the decoded ones.
+            sides = replace(
+                sides, criteria=replace(sides.criteria, num_figures=3 * sides.criteria.num_figures)
+            )
+        judged = [judge_layer(sides, layer, split=split) for layer in layers]
+        embedding = judge_outside(
+            sides, tuple(site for site in model_sites if site is ModelSite.EMBEDDING), split=split
+        )
+        head = judge_outside(
+            sides, tuple(site for site in model_sites if site is not ModelSite.EMBEDDING), split=split
+        )
         generated: tuple[GeneratedRow, ...] = ()
         if ModelSite.LOGITS in model_sites:
             generated = ModelJudge(sides, last_layer=max(layers)).judge_generated()
         return JudgedRun(
             comparison=_conclude(
-                sides, embedding, judged, head, generated=generated, pairing_notes=pairing_notes
+                sides,
+                embedding,
+                judged,
+                head,
+                generated=generated,
+                findings=find_model_faults(sides, embedding, judged, head),
+                pairing_notes=pairing_notes,
             ),
             # `source` closes with this block; a diagnosis opens layers again.
             sides=replace(sides, weights=weights),
@@ -118,12 +137,15 @@ def _conclude(
     head: ComparedPart,
     *,
     generated: tuple[GeneratedRow, ...],
+    findings: tuple[ModelFinding, ...],
     pairing_notes: tuple[str, ...],
 ) -> Comparison:
     """Put the parts together: results, blame, verdict and notes."""
     reference, target = sides.reference, sides.target
     sites = tuple(result for part in (*layers, embedding, head) for result in part.results)
-    blame = _gather_blame([embedding, *layers, head, _generated_part(generated, sides.criteria)])
+    blame = _gather_blame(
+        [embedding, *layers, head, _findings_part(findings), _generated_part(generated, sides.criteria)]
+    )
     if sides.is_classic and _is_chained(target, layers):
         # The classic limits cannot tell a layer's mistake from one before it.
         blame = ()
@@ -164,6 +186,7 @@ def _conclude(
         ),
         router_dtypes=router_dtypes,
         generated=generated,
+        findings=findings,
         tokens=word_tokens(reference, target),
     )
 
@@ -171,6 +194,17 @@ def _conclude(
 def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:
     description = target.known_description
     return description.run.model_sites if description is not None else target.model_sites()
+
+
+def _findings_part(findings: Sequence[ModelFinding]) -> ComparedPart:
+    """Return what is wrong in a whole port's run beside its sites, with a blame for each finding."""
+    return ComparedPart(
+        blame=tuple(
+            Blame(layer=finding.layer, sites=finding.sites, reason=finding.reason)
+            for finding in findings
+            if not finding.is_of_sites
+        )
+    )
 
 
 def _generated_part(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> ComparedPart:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
+from types import MappingProxyType
 
 from compare.blame.blame import blame_layer, excused_sites
 from compare.blame.location import locate_blamed
@@ -13,11 +15,13 @@ from compare.chains.curve import measure_point
 from compare.judging.coverage import is_proved, leave_undecided
 from compare.judging.layer_judge import LayerJudge
 from compare.judging.model_judge import ModelJudge
+from compare.model_runs.passes import PassFault, PassSplit, find_pass_fault
 from compare.sides.captured_input import CapturedInput, read_captured_input
 from compare.sides.pairing import declared_layers
 from compare.sides.port_head import on_port_output
 from compare.sides.port_input import on_port_input
 from compare.sides.sides import Sides
+from minimax_tools.capture.passes import pass_name
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame, CurvePoint, SiteResult, SiteStatus
@@ -36,6 +40,7 @@ class ComparedPart:
     captured_input: CapturedInput | None = None  # None outside the layers, and of a layer that did not run
     # Whether the input carries errors of earlier parts: the part is then blamed only if no earlier part is
     is_inherited: bool = False
+    fault: PassFault | None = None  # the first wrong pass of a whole port's run; None if no pass is wrong
     is_stopped: bool = False  # whether the run stopped before this part
     num_undecided: int = 0  # number of sites that differ, perhaps through an input that was not captured
     point: CurvePoint | None = None  # point on a chained run's error curve; None if its output was not judged
@@ -52,8 +57,8 @@ class ComparedPart:
         return self.captured_input is None or (not self.is_inherited and is_proved(self.results))
 
 
-def judge_layer(sides: Sides, layer: int) -> ComparedPart:
-    """Judge one layer of the run.
+def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> ComparedPart:
+    """Judge one layer of the run; with a `split`, also its tokens pass by pass.
 
     Raises:
         IncomparableError: The layer's input is neither the golden's nor another layer's output, or weights do not fit.
@@ -87,14 +92,24 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
         recomputed=second_results,
     )
     located: Mapping[Site, SiteResult] = results
+    fault = None
+    if split is not None and not layer_input.is_inherited:
+        fault = find_pass_fault(
+            split,
+            lambda batch: _blame_batch(
+                replace(sides, batch=batch), layer=layer, sites=sites, layer_input=layer_input
+            ),
+        )
+        blame = blame or (() if fault is None else fault.blame)
     if layer_input.is_inherited:
         blame = _blame_nonfinite(blame, results)
     else:
         located = locate_blamed(results, blame, judge=judge, recomputed=recomputed, sides=sides)
     return ComparedPart(
         layer=layer,
-        results=tuple(located.values()),
+        results=_with_fault(tuple(located.values()), fault),
         blame=blame,
+        fault=fault,
         recomputed=tuple(
             replace(result, where=located[site].where) for site, result in second_results.items()
         ),
@@ -107,8 +122,12 @@ def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     )
 
 
-def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> ComparedPart:
+def judge_outside(
+    sides: Sides, sites: tuple[ModelSite, ...], *, split: PassSplit | None = None
+) -> ComparedPart:
     """Judge the embedding, or the sites behind the last layer (the head); the first that fails is to blame.
+
+    With a `split`, their tokens are judged pass by pass too.
 
     `sites` are those that the run declared: the embedding alone, those of the head, or none.
     """
@@ -122,12 +141,53 @@ def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> ComparedPart:
     judged = {site: judge.judge(site) for site in sites}
     is_input_unknown = is_head and Site.OUTPUT not in sides.target.sites(last_layer)
     results = leave_undecided(judged, sides.target) if is_input_unknown else judged
-    failing = [result for result in results.values() if result.status is SiteStatus.FAIL]
+    blame = _blame_first(results.values())
+    fault = None
+    if split is not None and (port_sides is not None or not is_head):
+        fault = find_pass_fault(
+            split,
+            lambda batch: _blame_first(
+                ModelJudge(replace(port_sides or sides, batch=batch), last_layer=last_layer).judge(site)
+                for site in sites
+            ),
+        )
+        blame = blame or (() if fault is None else fault.blame)
     return ComparedPart(
-        results=tuple(results.values()),
-        blame=tuple(Blame(layer=None, sites=(first.site,), reason=first.reason) for first in failing[:1]),
+        results=_with_fault(tuple(results.values()), fault),
+        blame=blame,
+        fault=fault,
         is_inherited=is_head and port_sides is None,
         num_undecided=sum(results[site] is not judged[site] for site in results),
+    )
+
+
+def _blame_first(results: Iterable[SiteResult]) -> tuple[Blame, ...]:
+    """Blame the first site outside the layers that fails."""
+    failing = (result for result in results if result.status is SiteStatus.FAIL)
+    return tuple(Blame(layer=None, sites=(first.site,), reason=first.reason) for first in islice(failing, 1))
+
+
+def _blame_batch(
+    sides: Sides, *, layer: int, sites: tuple[Site, ...], layer_input: CapturedInput
+) -> tuple[Blame, ...]:
+    """Blame sites of a layer by the tokens of the sides' batch alone."""
+    judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
+    results = {site: judge.judge(site) for site in sites}
+    return blame_layer(
+        results, layer=layer, given=layer_input.known, is_chained=False, recomputed=MappingProxyType({})
+    )
+
+
+def _with_fault(results: tuple[SiteResult, ...], fault: PassFault | None) -> tuple[SiteResult, ...]:
+    """Let the sites fail that are wrong in one pass, and that the tokens of all passes together let pass."""
+    if fault is None:
+        return results
+    reasons = {blame.sites[-1]: blame.reason for blame in fault.blame}
+    return tuple(
+        replace(result, status=SiteStatus.FAIL, reason=f"{pass_name(fault.number)}: {reasons[result.site]}")
+        if result.site in reasons and result.status in (SiteStatus.PASS, SiteStatus.WARN)
+        else result
+        for result in results
     )
 
 

@@ -1,6 +1,7 @@
 """Reports: results as text, JSON and CSV; the commands print them.
 
 - `terminal`: a comparison as text
+- `model_findings`: what is wrong in a whole port's run, as text
 - `layer_tables`: its tables of layers and sites
 - `curves`: its table of a chained run's error
 - `data`: a comparison as JSON and CSV, and the three files of a report

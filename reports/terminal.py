@@ -17,6 +17,7 @@ from minimax_tools.results.results import (
 from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
+from reports.model_findings import draw_findings, word_first
 from reports.wording import (
     word_figure,
     word_layer,
@@ -67,6 +68,7 @@ def render_comparison(
             *([("tokens", comparison.tokens)] if comparison.tokens else []),
         ]
     )
+    draw_findings(canvas, comparison.findings)
     _draw_blame(canvas, comparison)
     draw_overview(canvas, comparison, shows_metrics=shows_metrics or comparison.criteria == "classic")
     draw_curve(canvas, comparison.curve)
@@ -82,6 +84,8 @@ def render_comparison(
 
 def _headline(comparison: Comparison) -> str:
     verdict = str(comparison.verdict).upper()
+    if comparison.findings:
+        return f"{verdict}: {word_first(comparison.findings)}"
     groups = _groups(comparison)
     if groups:
         first, *others = groups

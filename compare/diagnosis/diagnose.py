@@ -79,9 +79,36 @@ def diagnose(
         layer_pattern=f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*",
         weights=weights,
     )
-    comparison = run.comparison
     # Whoever asks for some of the layers does not ask for the sites outside them.
     includes_outside = layers is None or set(declared_layers(target)) <= set(layers)
+    return diagnose_run(
+        run,
+        weights=weights,
+        layers=layers,
+        includes_outside=includes_outside,
+        mistakes=mistakes,
+        entries=entries,
+        open_progress=open_progress,
+    )
+
+
+def diagnose_run(
+    run: JudgedRun,
+    *,
+    weights: WeightSource,
+    layers: tuple[int, ...] | None = None,
+    includes_outside: bool = True,
+    mistakes: tuple[str, ...] = (),
+    entries: Sequence[Mistake] | None = None,
+    open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
+) -> Diagnosis:
+    """Name the known mistakes that explain a run that was judged, as `diagnose` does.
+
+    `includes_outside` is whether to diagnose the sites outside the layers, `entries` the mistakes of layers by these
+    names, if they were found already.
+    """
+    comparison, reference, target = run.comparison, run.sides.reference, run.sides.target
+    entries = find_mistakes(mistakes, also=MODEL_CATALOGUE) if entries is None else entries
     sites, site_notes = (
         _diagnose_outside(run, reference, weights, find_model_mistakes(mistakes))
         if includes_outside

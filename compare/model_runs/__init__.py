@@ -1,1 +1,6 @@
-"""A whole port's run, judged beyond the sites of its layers: passes, cache, order of layers, chosen tokens."""
+"""A whole port's run, judged beyond the sites of its layers.
+
+- `passes`: the tokens of the prefill and of each decoding step, and the first pass that is wrong
+- `layer_order`: the order of the layers, and the stream between them
+- `choices`: tokens that the port chose, padded logits, and prompts that were run twice
+"""

@@ -58,10 +58,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """A second prefill in the same process, its prompts in other rows of the batch, compared with the first."""
+    """A pass repeated in the same process, its prompts in other rows of the batch, compared with the first time."""
 
-    row: int  # the prompt, by its row in the first prefill
-    # Norm of the difference of its last logits, over the norm of those of the first prefill.
+    number: int  # the pass
+    row: int  # the prompt, by its row the first time
+    # Norm of the difference of its last token's logits, over the norm of those of the first time
     difference: float
     is_finite: bool = True
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from minimax_tools.model.sites import ModelSite
+
+_EMBEDDING = str(ModelSite.EMBEDDING)
+# Behind every pass and every layer.
+_LAST = 1 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFinding:
@@ -21,8 +27,11 @@ class ModelFinding:
     look_at: str = ""  # the part of the port to look at
     parameters: Mapping[str, int | float | str] = field(default_factory=dict)
 
+    is_of_sites: bool = False  # whether sites of the comparison show it, which are blamed anyway
+
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: what came first in the run."""
-        last = 1 << 30
-        return last if self.number is None else self.number, last if self.layer is None else self.layer
+        """Sort key: what came first in the run. The embedding is before the layers, all else behind them."""
+        outside = -1 if _EMBEDDING in self.sites else _LAST
+        place = outside if self.layer is None else self.layer
+        return _LAST if self.number is None else self.number, place

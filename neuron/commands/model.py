@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 
-from compare.comparer import compare_captures
+from compare.comparer import judge_run
+from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
@@ -35,15 +37,18 @@ from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.model_runner import ModelRun
+from neuron.model_runs.naming import NamedRun, name_first
 from neuron.options import backend_option
 from neuron.ports.targets import find_model_target
 from neuron.rank_options import rank_options
-from reports.captures import capture_record, render_capture
+from reports.captures import capture_record
 from reports.data import comparison_record
 from reports.terminal import render_comparison
 
 # Steps to decode, if --decode does not say: the first reads the cache of the prefill, the later ones those of steps.
 _USUAL_STEPS = 4
+# Folder in the run's capture, with the capture of the suspect layer alone.
+_ISOLATED_FOLDER = "isolated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +138,39 @@ def model_command(options: ModelOptions) -> None:
         with (
             open_runtime(options.backend, ranks=options.ranks) as runtime,
             CheckpointReader(folder) as reader,
-            LayerProgress(num_decoded + 1, label="Passes") as progress,
+            LayerProgress(num_decoded + 1, label="Port", unit="pass") as progress,
             ModelRun(request, runtime=runtime, reader=reader, progress=progress) as model,
         ):
             model.capture(directory)
-    capture = Capture.open(directory)
-    comparison = compare_captures(
-        golden,
-        capture,
-        criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
-        layer_pattern="layer_*",
-        weights=CheckpointWeights(model=options.model),
-    )
+            capture = Capture.open(directory)
+            weights = CheckpointWeights(model=options.model)
+            criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
+            judged = judge_run(golden, capture, criteria=criteria, layer_pattern="layer_*", weights=weights)
+            named = name_first(
+                judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
+            )
     if options.as_json:
-        print_json({**capture_record(capture), **comparison_record(comparison)})
+        print_json(_record(capture, named))
     else:
-        click.echo(render_capture(capture))
-        click.echo(render_comparison(comparison, shows_metrics=False))
-    end_command(comparison.verdict.exit_code)
+        _print_text(named)
+    end_command(named.comparison.verdict.exit_code)
+
+
+def _record(capture: Capture, named: NamedRun) -> dict[str, Any]:
+    return {
+        **capture_record(capture),
+        **comparison_record(named.comparison),
+        "isolated": None if named.isolated is None else comparison_record(named.isolated),
+        **(diagnosis_record(named.diagnosis) if named.diagnosis is not None else {"diagnosis": []}),
+    }
+
+
+def _print_text(named: NamedRun) -> None:
+    click.echo(render_comparison(named.comparison, shows_metrics=False))
+    if named.note:
+        click.echo(f"\nThe suspect layer did not run alone: {named.note}")
+    if named.isolated is not None:
+        layer = named.isolated.layers[0]
+        click.echo(f"\nLayer {layer} alone, on the golden's input: {str(named.isolated.verdict).upper()}")
+    if named.diagnosis is not None and named.diagnosis.exit_code:
+        click.echo(render_diagnosis(named.diagnosis))

@@ -6,4 +6,5 @@
 - `cache_record`: keys and values of a port's cache, followed from pass to pass
 - `assembly`: values of all passes in the golden's layout
 - `model_runner`: the run, from the first pass to the capture
+- `naming`: the name of what is wrong first
 """

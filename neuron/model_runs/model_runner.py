@@ -34,6 +34,8 @@ from neuron.model_runs.passes import Pass, next_pass, plan_passes
 
 # Least norm to divide by.
 _TINY = 1e-30
+# Bound of numbers in JSON, which has no infinity.
+_HUGE = 1e30
 
 
 class ModelRun:
@@ -136,16 +138,18 @@ class ModelRun:
     def _run_again(self, results: list[PassResult]) -> tuple[tuple[Repetition, ...], list[list[int]] | None]:
         """Run the prompts again, each in the row of the next; return how their logits differ, and the tokens generated.
 
-        First comes the prefill as before, then that of the whole prompts, after which the port generates freely.
+        First come the same passes, then a prefill of the whole prompts, after which the port generates freely.
         """
         rows = torch.arange(self._request.inputs.batch_size).roll(1)
-        first = self._passes[0]
-        repeated = first.in_rows(rows)
-        again = self._executor.run(PassRequest(model_pass=repeated, is_first=True, records=False))
-        repetitions = _compare_logits(
-            rows, last_logits(first, results[0].logits)[rows], last_logits(repeated, again.logits)
-        )
-        return repetitions, self._generate(rows) if self._request.max_new_tokens else None
+        repetitions: list[Repetition] = []
+        for model_pass, result in zip(self._passes, results, strict=True):
+            repeated = model_pass.in_rows(rows)
+            is_first = model_pass.number == 0
+            again = self._executor.run(PassRequest(model_pass=repeated, is_first=is_first, records=False))
+            before = last_logits(model_pass, result.logits)[rows]
+            later = last_logits(repeated, again.logits)
+            repetitions += _compare_logits(model_pass.number, rows, before, later)
+        return tuple(repetitions), self._generate(rows) if self._request.max_new_tokens else None
 
     def _generate(self, rows: torch.Tensor) -> list[list[int]]:
         """Generate after each whole prompt, in the order of the request; row b of the batch holds prompt `rows[b]`.
@@ -172,8 +176,6 @@ class ModelRun:
         cache = self._follow_cache(results)
         layers = range(self._request.spec.num_hidden_layers)
         for layer in layers:
-            if layer in writer.complete_layers:
-                continue
             shown = [
                 (model_pass, dict(result.layers.get(layer, {})))
                 for model_pass, result in zip(self._passes, results, strict=True)
@@ -213,7 +215,7 @@ class ModelRun:
                     cache_changes=() if cache is None else cache.changes(),
                     choices=self._choices(results),
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
-                    padded_logits_above=max(above) if above else None,
+                    padded_logits_above=_clipped(max(above)) if above else None,
                     repetitions=repetitions,
                 )
             ),
@@ -307,8 +309,10 @@ class ModelRun:
         )
 
 
-def _compare_logits(rows: torch.Tensor, before: torch.Tensor, again: torch.Tensor) -> tuple[Repetition, ...]:
-    """Compare the logits [B,·] of two prefills of the same prompts, `rows` [B] by number."""
+def _compare_logits(
+    number: int, rows: torch.Tensor, before: torch.Tensor, again: torch.Tensor
+) -> list[Repetition]:
+    """Compare the logits [B,·] that a pass gave for the same prompts twice; `rows` [B] are the prompts by number."""
     repetitions = []
     for index, row in enumerate(rows.tolist()):
         earlier, later = before[index].double(), again[index].double()
@@ -316,15 +320,22 @@ def _compare_logits(rows: torch.Tensor, before: torch.Tensor, again: torch.Tenso
         is_finite = math.isfinite(difference)
         # JSON has no NaN.
         repetitions.append(
-            Repetition(row=row, difference=difference if is_finite else 0.0, is_finite=is_finite)
+            Repetition(
+                number=number, row=row, difference=difference if is_finite else 0.0, is_finite=is_finite
+            )
         )
-    return tuple(repetitions)
+    return repetitions
 
 
 def _column_of_choice(logits: torch.Tensor, chosen: int) -> int | None:
     """Return the last column of a row's logits [s,·] whose likeliest token was chosen; None if there is none."""
     columns = (logits.float().argmax(-1) == chosen).nonzero().flatten().tolist()
     return columns[-1] if columns and len(logits) > 1 else None
+
+
+def _clipped(value: float) -> float:
+    """Return a finite number for JSON: infinities become huge, and NaN is taken for the largest."""
+    return _HUGE if math.isnan(value) else min(max(value, -_HUGE), _HUGE)
 
 
 def _until_end(row: list[int], end_tokens: frozenset[int]) -> list[int]:

@@ -1,0 +1,79 @@
+"""The passes of a whole port's run: the tokens of the prefill and of each step, and the first pass that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from compare.sides.batch import Batch
+from compare.sides.sides import Sides
+from minimax_tools.model.inputs import decoded_tokens, tail_tokens
+from minimax_tools.results.results import Blame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassSplit:
+    """The tokens of a batch, divided by the pass that computed them."""
+
+    prefill: Batch
+    decoded: Batch | None  # tokens of all steps; None if none was decoded
+    steps: tuple[Batch, ...]  # tokens of each step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassFault:
+    """The first pass in which a layer, or the model around them, is wrong."""
+
+    number: int  # 0 for the prefill, t for the t-th step
+    blame: tuple[Blame, ...]  # sites to blame in that pass
+
+
+# Blame of the tokens of a batch.
+JudgeBatch = Callable[[Batch], tuple[Blame, ...]]
+
+
+def split_passes(sides: Sides) -> PassSplit | None:
+    """Divide the tokens of a whole port's run by passes; None for other runs."""
+    description = sides.target.known_description
+    mask = sides.reference.read_attention_mask()
+    if description is None or mask is None or sides.target.read_passes() is None:
+        return None
+    num_decoded = description.run.num_decoded
+    is_decoded = decoded_tokens(mask, num_decoded, by_row=True)
+    # A step is the token with so many more tokens behind it.
+    steps = [
+        tail_tokens(mask, num_decoded - step) & ~tail_tokens(mask, num_decoded - step - 1)
+        for step in range(num_decoded)
+    ]
+    return PassSplit(
+        prefill=Batch(mask.bool() & ~is_decoded),
+        decoded=Batch(is_decoded) if num_decoded else None,
+        steps=tuple(Batch(step) for step in steps),
+    )
+
+
+def find_pass_fault(split: PassSplit, judge: JudgeBatch) -> PassFault | None:
+    """Find the first pass whose tokens are wrong; None if none is.
+
+    Steps are judged together, which shows fainter errors than a step alone; then each, for the first that is wrong. If
+    none is wrong alone, the first step counts.
+    """
+    blame = judge(split.prefill)
+    if blame:
+        return PassFault(number=0, blame=blame)
+    together = judge(split.decoded) if split.decoded is not None else ()
+    if not together:
+        return None
+    for number, step in enumerate(split.steps, start=1):
+        alone = judge(step)
+        if alone:
+            return PassFault(number=number, blame=alone)
+    return PassFault(number=1, blame=together)
+
+
+def real_tokens(sides: Sides) -> torch.Tensor | None:
+    """Return the mask of real tokens, bool [B,S]; None if neither side keeps it."""
+    mask = sides.reference.read_attention_mask()
+    return None if mask is None else mask.bool()

@@ -1,0 +1,90 @@
+"""Naming: what is wrong first in a whole port's run gets its name, from the suspect part alone.
+
+A layer that is wrong in the prefill runs isolated, on the golden's input, inside the port as it is. The mistake is
+named from that run. A site outside the layers is named from the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from compare.comparer import JudgedRun, judge_run
+from compare.diagnosis.diagnose import diagnose_run
+from compare.diagnosis.finding import Diagnosis, MistakeFinding
+from compare.limits.criteria import Criteria
+from compare.sides.golden_weights import WeightSource
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import TargetError
+from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.results import Comparison
+from neuron.model_runs.model_runner import ModelRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedRun:
+    """A whole port's run, judged, with the suspect layer's isolated run and the names that were found."""
+
+    comparison: Comparison  # its findings have the names
+    isolated: Comparison | None = None  # the suspect layer alone; None if no layer is suspect
+    diagnosis: Diagnosis | None = None  # of the suspect layer, or of the sites outside the layers
+    note: str = ""  # why the suspect layer did not run isolated
+
+
+def name_first(
+    run: JudgedRun, model: ModelRun, *, weights: WeightSource, criteria: Criteria, directory: Path
+) -> NamedRun:
+    """Name what is wrong first in a run, where its finding has no name yet.
+
+    Args:
+        run: The run, judged.
+        model: The port, still in memory.
+        weights: The golden's weights.
+        criteria: Limits of the isolated run.
+        directory: Folder of the isolated run's capture.
+
+    Raises:
+        IncomparableError, CheckpointError: As for `judge_run`.
+    """
+    comparison = run.comparison
+    first = next(iter(comparison.findings), None)
+    if first is None or first.mistake is not None or not first.is_of_sites:
+        return NamedRun(comparison=comparison)
+    if first.layer is None:
+        diagnosis = diagnose_run(run, weights=weights, layers=())
+        return NamedRun(comparison=_with_name(comparison, first, diagnosis.findings), diagnosis=diagnosis)
+    try:
+        model.capture_layer(first.layer, directory)
+    except TargetError as error:
+        return NamedRun(comparison=comparison, note=str(error))
+    isolated = judge_run(
+        run.sides.reference,
+        Capture.open(directory),
+        criteria=criteria,
+        layer_pattern=f"layer_{first.layer}",
+        weights=weights,
+    )
+    diagnosis = diagnose_run(isolated, weights=weights, includes_outside=False)
+    return NamedRun(
+        comparison=_with_name(comparison, first, diagnosis.findings),
+        isolated=isolated.comparison,
+        diagnosis=diagnosis,
+    )
+
+
+def _with_name(comparison: Comparison, first: ModelFinding, named: Sequence[MistakeFinding]) -> Comparison:
+    """Give the first finding the name of the best mistake found at its layer; without one nothing changes."""
+    best = next((mistake for mistake in named if mistake.layer == first.layer), None)
+    if best is None:
+        return comparison
+    finding = replace(
+        first,
+        mistake=best.mistake,
+        what=best.what,
+        look_at=best.look_at,
+        parameters={
+            name: value for name, value in best.parameters.items() if isinstance(value, (int, float, str))
+        },
+    )
+    return replace(comparison, findings=(finding, *comparison.findings[1:]))
