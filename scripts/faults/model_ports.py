@@ -138,7 +138,7 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         name="cache_stale",
         port="caches.py:CacheStale",
         first=FirstPass.REPEATED,
-        sites=("repeated_prefill",),
+        sites=("repeated_run",),
         names=("cache_stale",),
     ),
     _decode(
