@@ -115,5 +115,6 @@ def _describe_other_kinds(kinds: list[object], full: object) -> str:
         if kind != full:
             layers.setdefault(repr(kind), []).append(str(layer))
     return "; ".join(
-        f"{kind} in layers {list_names(numbers, most=_NUM_LAYERS_SHOWN)}" for kind, numbers in layers.items()
+        f"{kind} in {'layer' if len(numbers) == 1 else 'layers'} {list_names(numbers, most=_NUM_LAYERS_SHOWN)}"
+        for kind, numbers in layers.items()
     )

@@ -43,9 +43,9 @@ def find_other_format(config: Mapping[str, Any]) -> ConfigFault | None:
     """Find the key of any model's config.json that names another quantisation than FP8; None if there is none."""
     for key, format_name in _OTHER_KEYS.items():
         if config.get(key):
-            return _other_format(key, f"{format_name}'s format{_describe(config[key])}")
+            return _other_format(key, f"the format of {format_name}{_describe(config[key])}")
     stored = config.get(_KEY)
-    if not stored:
+    if stored is None:
         return None
     if not isinstance(stored, Mapping):
         return _other_format(_KEY, repr(stored))
