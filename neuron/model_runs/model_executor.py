@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from neuron.ports.exposure import router_dtypes
 from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
     PAST,
+    PREFILLS_BY_ROW,
     ModelResult,
     parse_result,
     read_cache,
@@ -172,7 +174,23 @@ class ModelExecutor:
 
     def _run_part(self, request: PassRequest) -> PassResult | None:
         with doing(f"at work on target {self.setup.target.name}", is_in_port=False):
+            is_prefill = request.model_pass.number == 0
+            if is_prefill and getattr(eager_module(self.module), PREFILLS_BY_ROW, False):
+                return self._prefill_rows(request)
             return self._forward_and_join(request)
+
+    def _prefill_rows(self, request: PassRequest) -> PassResult | None:
+        """Run a prefill row by row."""
+        results = []
+        for row in range(request.model_pass.batch_shape[0]):
+            fed = request.fed and (request.fed[0], request.fed[1][row : row + 1])
+            row_pass = request.model_pass.in_rows(torch.tensor([row]))
+            is_first = request.is_first and row == 0
+            results.append(
+                self._forward_and_join(replace(request, model_pass=row_pass, is_first=is_first, fed=fed))
+            )
+        of_lead = [result for result in results if result is not None]
+        return _join_rows(of_lead) if of_lead else None
 
     def _forward_and_join(self, request: PassRequest) -> PassResult | None:
         model_pass = request.model_pass
@@ -321,6 +339,35 @@ class ModelExecutor:
                 next_step="Name it in the port's `sites`.",
             )
         return (layout or Replicated()).assemble(pieces, what=f"{self._what}, cache of layer {layer}")
+
+
+def _join_rows(results: Sequence[PassResult]) -> PassResult:
+    """Join the results of a prefill's rows; the last one's cache holds all of them."""
+    first = results[0]
+    tokens = [result.tokens for result in results if result.tokens is not None]
+    calls = {result.layer_calls for result in results}
+    return PassResult(
+        logits=torch.cat([result.logits for result in results]),
+        tokens=torch.cat(tokens) if len(tokens) == len(results) else None,
+        layers={
+            layer: {
+                site: torch.cat([result.layers[layer][site] for result in results])
+                for site in sites
+                if all(site in result.layers.get(layer, {}) for result in results)
+            }
+            for layer, sites in first.layers.items()
+        },
+        model={
+            site: torch.cat([result.model[site] for result in results])
+            for site in first.model
+            if all(site in result.model for result in results)
+        },
+        cache=results[-1].cache,
+        # Rows that call other layers are shown whole: no order of layers is right then.
+        layer_calls=calls.pop()
+        if len(calls) == 1
+        else tuple(chain.from_iterable(r.layer_calls for r in results)),
+    )
 
 
 def _first_columns(tensor: torch.Tensor, num_columns: int, site: Site | ModelSite) -> torch.Tensor:

@@ -20,6 +20,9 @@ from minimax_tools.errors import TargetError
 PAST = "past_key_values"
 # Attribute of a port that keeps the keys and values of earlier passes itself.
 KEEPS_CACHE = "keeps_cache"
+# Attribute of a port whose prefill takes one row of a batch: the rows come one after the other, each with the past that
+# the one before returned.
+PREFILLS_BY_ROW = "prefills_by_row"
 # Method of a port that returns its cache.
 READ_CACHE = "read_cache"
 
