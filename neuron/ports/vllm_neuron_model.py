@@ -33,11 +33,13 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.ports.block_cache import BlockCache, CachedLayer
+from neuron.ports.model_exposure import find_model_exposure
 from neuron.ports.model_returned import PAST
 from neuron.ports.model_target import ModelTarget
 from neuron.ports.packed_request import PackedRequest, pack_prompt, pack_step
 from neuron.ports.plain_checkpoint import plain_checkpoint
 from neuron.ports.port_errors import port_errors
+from neuron.ports.residual_stream import find_stream_sites, passes_summands, show_stream
 from neuron.ports.sources import import_callable
 
 PREFIX = "vllm-neuron:"
@@ -64,13 +66,14 @@ class VllmNeuronModel(nn.Module):
     # A prefill takes one prompt, so the rows of a batch come one after the other, each with what the last one returned.
     prefills_by_row = True
 
-    def __init__(self, model: nn.Module, *, vllm_config: Any, is_cpu_mode: bool) -> None:
+    def __init__(self, model: nn.Module, *, num_layers: int, vllm_config: Any, is_cpu_mode: bool) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
-        self.sites = getattr(model, "sites", None)
         # In a tuple, because a second path to the same submodules would hide their own names.
         self._models = (model,)
+        self.sites = getattr(model, "sites", None)
+        self._show_streams(num_layers)
         self._run: Callable[..., Any] = model
         self._vllm_config = vllm_config
         self._is_cpu_mode = is_cpu_mode
@@ -130,6 +133,15 @@ class VllmNeuronModel(nn.Module):
     def read_cache(self, past: BlockCache) -> list[CachePair]:
         """Return keys and values [B,K,P,D] of each layer; an entry is a token's position."""
         return past.read()
+
+    def _show_streams(self, num_layers: int) -> None:
+        """Show the residual stream of layers that pass it on as two summands."""
+        layers = find_model_exposure(self, num_layers=num_layers, what=type(self._models[0]).__name__).layers
+        summing = [layer for layer in layers if passes_summands(layer)]
+        for layer in summing:
+            show_stream(layer)
+        if summing and self.sites is None:
+            self.sites = find_stream_sites(summing[0])
 
     def _begin(self, device: torch.device) -> BlockCache:
         if self._cache is None:
@@ -227,7 +239,12 @@ class VllmNeuronModelTarget(ModelTarget):
         missing = [f"{name}()" for name in _METHODS if not callable(getattr(model, name, None))]
         if missing:
             raise self._lacks(missing)
-        return VllmNeuronModel(model, vllm_config=vllm_config, is_cpu_mode=bool(envs.VLLM_NEURON_CPU_MODE))
+        return VllmNeuronModel(
+            model,
+            num_layers=config.num_hidden_layers,
+            vllm_config=vllm_config,
+            is_cpu_mode=bool(envs.VLLM_NEURON_CPU_MODE),
+        )
 
     def load(
         self,
@@ -264,7 +281,8 @@ class VllmNeuronModelTarget(ModelTarget):
                 expected="--tp-degree 1",
                 found=f"--tp-degree {ranks.degree}",
                 next_step="The plugin divides the tokens of a prefill among ranks, and mm2 cannot put a layer's "
-                "output together from them. Run it on one rank, with fewer layers if need be.",
+                "output together from them. Run it on one rank, on a model of fewer or smaller layers."
+                " `mm2-split synthesize` makes one.",
             )
 
     def _lacks(self, missing: list[str]) -> TargetError:

@@ -206,6 +206,9 @@ class Backbone(nn.Module):
         dims = torch.arange(0, self.config.rotary_dim, 2, dtype=torch.float32, device=input_ids.device)
         angles = positions[:, None].float() / self.config.rope_theta ** (dims / self.config.rotary_dim)
         embeddings = (angles.cos().to(hidden_states.dtype), angles.sin().to(hidden_states.dtype))
+        return self.run_layers(hidden_states, positions, embeddings, attn_metadata)
+
+    def run_layers(self, hidden_states, positions, embeddings, attn_metadata):
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
@@ -349,3 +352,53 @@ class Unloaded(MiniMaxM2ForCausalLM):
 
     def mappings(self):
         return {**super().mappings(), "model.norm.weight": "norm.weight"}
+
+
+class _AddingNorm(Norm):
+    """RMSNorm that adds the residual stream's summands first."""
+
+    def forward(self, states, residual=None):
+        residual = states if residual is None else states + residual
+        return super().forward(residual), residual
+
+
+class _SummandLayer(DecoderLayer):
+    """A layer that passes the residual stream on as two summands, as vLLM's own models do."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        width, eps, dtype = config.hidden_size, config.rms_norm_eps, config.torch_dtype
+        self.input_layernorm = _AddingNorm(width, eps, dtype)
+        self.post_attention_layernorm = _AddingNorm(width, eps, dtype)
+
+    def forward(self, positions, hidden_states, residual, embeddings, attn_metadata):
+        normed, residual = self.input_layernorm(hidden_states, residual)
+        delta = self.self_attn(normed, positions, embeddings, attn_metadata)
+        normed, residual = self.post_attention_layernorm(delta, residual)
+        return self.mlp(normed, is_prefill=len(positions) > 1), residual
+
+
+class _SummandBackbone(Backbone):
+    layer_class = _SummandLayer
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = _AddingNorm(config.hidden_size, config.rms_norm_eps, config.torch_dtype)
+
+    def run_layers(self, hidden_states, positions, embeddings, attn_metadata):
+        residual = None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual, embeddings, attn_metadata)
+        return self.norm(hidden_states, residual)[0]
+
+
+class Summands(MiniMaxM2ForCausalLM):
+    """The right model with layers in vLLM's own style."""
+
+    backbone_class = _SummandBackbone
+
+
+class SwappedSummands(Swapped):
+    """The same with gate and up exchanged in layer 2."""
+
+    backbone_class = _SummandBackbone
