@@ -5,10 +5,9 @@ Each of several ranks has an executor. The lead's sends its passes to the others
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from minimax_tools.model.sites import ModelSite, Site, parse_site
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
 from neuron.model_runs.model_request import ModelSetup
+from neuron.model_runs.pass_result import PassResult, join_rows
 from neuron.model_runs.passes import Pass
 from neuron.ports.exposure import router_dtypes
 from neuron.ports.model_exposure import ModelExposure, find_model_exposure
@@ -67,19 +67,6 @@ class PassRequest:
     records: bool = True  # whether to keep the sites and the cache
     # Layer whose input is replaced by a tensor, [B,s,H]; None to replace nothing.
     fed: tuple[int, torch.Tensor] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PassResult:
-    """The result of one pass, on the CPU."""
-
-    logits: torch.Tensor  # [B,s,vocab] or [B,1,vocab]
-    tokens: torch.Tensor | None  # tokens that the port chose, [B]; None if it chooses none
-    # Sites by layer and outside the layers, as far as they are shown
-    layers: Mapping[int, Mapping[Site, torch.Tensor]] = field(default_factory=dict)
-    model: Mapping[ModelSite, torch.Tensor] = field(default_factory=dict)
-    cache: Sequence[CachePair] | None = None  # by layer; None if it cannot be read
-    layer_calls: tuple[int, ...] = ()  # layers in the order in which they were called
 
 
 class ModelExecutor:
@@ -190,7 +177,7 @@ class ModelExecutor:
                 self._forward_and_join(replace(request, model_pass=row_pass, is_first=is_first, fed=fed))
             )
         of_lead = [result for result in results if result is not None]
-        return _join_rows(of_lead) if of_lead else None
+        return join_rows(of_lead) if of_lead else None
 
     def _forward_and_join(self, request: PassRequest) -> PassResult | None:
         model_pass = request.model_pass
@@ -339,35 +326,6 @@ class ModelExecutor:
                 next_step="Name it in the port's `sites`.",
             )
         return (layout or Replicated()).assemble(pieces, what=f"{self._what}, cache of layer {layer}")
-
-
-def _join_rows(results: Sequence[PassResult]) -> PassResult:
-    """Join the results of a prefill's rows; the last one's cache holds all of them."""
-    first = results[0]
-    tokens = [result.tokens for result in results if result.tokens is not None]
-    calls = {result.layer_calls for result in results}
-    return PassResult(
-        logits=torch.cat([result.logits for result in results]),
-        tokens=torch.cat(tokens) if len(tokens) == len(results) else None,
-        layers={
-            layer: {
-                site: torch.cat([result.layers[layer][site] for result in results])
-                for site in sites
-                if all(site in result.layers.get(layer, {}) for result in results)
-            }
-            for layer, sites in first.layers.items()
-        },
-        model={
-            site: torch.cat([result.model[site] for result in results])
-            for site in first.model
-            if all(site in result.model for result in results)
-        },
-        cache=results[-1].cache,
-        # Rows that call other layers are shown whole: no order of layers is right then.
-        layer_calls=calls.pop()
-        if len(calls) == 1
-        else tuple(chain.from_iterable(r.layer_calls for r in results)),
-    )
 
 
 def _first_columns(tensor: torch.Tensor, num_columns: int, site: Site | ModelSite) -> torch.Tensor:

@@ -225,7 +225,7 @@ class VllmNeuronModelTarget(ModelTarget):
         self._refuse_ranks(config.ranks)
         build = getattr(self.factory, _FACTORY, None)
         if build is None:
-            raise self._lacks([f"the class method {_FACTORY}(hf_config, neuron_config)"])
+            raise self._lacks([f"{_FACTORY}(hf_config, neuron_config)"])
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm_neuron import envs
         from vllm_neuron.model.neuron_config import NeuronConfig
@@ -288,7 +288,7 @@ class VllmNeuronModelTarget(ModelTarget):
     def _lacks(self, missing: list[str]) -> TargetError:
         return TargetError(
             f"target {self.name} is no model for vLLM Neuron",
-            expected=f"{_FACTORY}, {', '.join(_METHODS)}",
+            expected=f"a class with the class method {_FACTORY}, and with {', '.join(_METHODS)}",
             found=f"no {', no '.join(missing)}",
             next_step=_INTERFACE_STEP,
         )

@@ -1,1 +1,0 @@
-"""Stand-in for the plugin's loading of weights."""
