@@ -138,7 +138,7 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         name="cache_stale",
         port="caches.py:CacheStale",
         first=FirstPass.REPEATED,
-        sites=("repeated_prefill",),
+        sites=("repeated_run",),
         names=("cache_stale",),
     ),
     _decode(
@@ -173,19 +173,19 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         name="wrong_row_sampled",
         port="passes.py:WrongRowSampled",
         sites=("chosen_token",),
-        names=("padding_sampled",),
+        names=("wrong_row_sampled",),
     ),
     _prefill(
         name="row_before_sampled",
         port="passes.py:RowBeforeSampled",
         sites=("chosen_token",),
-        names=("earlier_row_sampled",),
+        names=("wrong_row_sampled",),
     ),
     _prefill(
         name="wrong_row_returned",
         port="passes.py:WrongRowReturned",
         sites=("logits",),
-        names=("padding_sampled",),
+        names=("wrong_row_sampled",),
     ),
     _prefill(
         name="layer_skipped",
