@@ -173,19 +173,19 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         name="wrong_row_sampled",
         port="passes.py:WrongRowSampled",
         sites=("chosen_token",),
-        names=("wrong_row_sampled",),
+        names=("padding_sampled",),
     ),
     _prefill(
         name="row_before_sampled",
         port="passes.py:RowBeforeSampled",
         sites=("chosen_token",),
-        names=("wrong_row_sampled",),
+        names=("earlier_row_sampled",),
     ),
     _prefill(
         name="wrong_row_returned",
         port="passes.py:WrongRowReturned",
         sites=("logits",),
-        names=("wrong_row_sampled",),
+        names=("padding_sampled",),
     ),
     _prefill(
         name="layer_skipped",

@@ -1,4 +1,4 @@
-"""`mm2-test model`: a whole port, judged from its embedding to its tokens, and what is wrong first, placed and named."""
+"""`mm2-test model`: a whole port, judged from its embedding to its tokens; what is wrong first, placed and named."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_token_chosen_at_padding_is_named(run_model: Any) -> None:
     result, record = run_model(WRONG_ROW)
     assert result.exit_code == 1
     (finding,) = record["findings"]
-    assert (finding["number"], finding["mistake"]) == (0, "wrong_row_sampled")
+    assert (finding["number"], finding["mistake"]) == (0, "padding_sampled")
 
 
 def test_live_padding_of_the_vocabulary_is_named(run_model: Any) -> None:

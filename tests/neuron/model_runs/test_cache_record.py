@@ -20,14 +20,14 @@ IDS = [[5, 6, 7, 8, 9], [1, 2, 3, 0, 0]]
 
 
 def entries(one: Pass, *, past: int, form: CacheForm) -> torch.Tensor:
-    """Where a port of this form writes the tokens of a pass, [B,s]."""
+    """Return the entries to which a port of this form writes the tokens of a pass, [B,s]."""
     if form is CacheForm.POSITIONS:
         return one.position_ids
     return (past + torch.arange(one.batch_shape[1])).expand(one.batch_shape)
 
 
 def snapshots(form: CacheForm, *, size: int | None = None, shift: int = 0) -> list[Sequence[CachePair]]:
-    """The cache after each pass of a port that writes token ids as keys, one layer, [B,2,P,4]."""
+    """Return the cache after each pass of a port that writes token ids as keys, one layer, [B,2,P,4]."""
     taken: list[Sequence[CachePair]] = []
     past, cache = 0, torch.zeros(2, 2, size or 0, 4)
     for one in PASSES:
