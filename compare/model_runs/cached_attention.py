@@ -23,7 +23,8 @@ class DecodedInputs(LayerInputs):
 
     is_decoded: torch.Tensor  # bool [B,S]
     caches: dict[int, CachePair]  # right keys and values of other layers by number, float32 [B,K,S,D]
-    padding: dict[str, torch.Tensor]  # inputs of the layer that padding may have, float32 [H], by name
+    # Inputs of the layer that padding may have, float32 [H], by name; the batch's own first. Empty if not known
+    padding: dict[str, torch.Tensor]
 
     @property
     def num_decoded(self) -> int:
@@ -34,6 +35,14 @@ class DecodedInputs(LayerInputs):
     def prefill_width(self) -> int:
         """Number of columns of the prefill."""
         return int(self.attention_mask.shape[1]) - self.num_decoded
+
+    @property
+    def batch_padding(self) -> str:
+        """Padding that mm2 gave the port in shorter prompts, by its token and position."""
+        if not self.padding:
+            return "zeros"
+        is_on_the_left = bool((self.attention_mask[:, 0] == 0).any())
+        return f"{next(iter(self.padding))} at {'0' if is_on_the_left else 'the last'}"
 
     def steps(self) -> torch.Tensor:
         """Return the number of the step that decodes a token, from 1 on; 0 for the prefill's: int64 [B,S]."""

@@ -88,8 +88,8 @@ def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights) -> DecodedInp
     if layer == 0:
         # The input of padding is known in front of the first layer alone: behind it, it depends on the port.
         table = weights.tensors.reader
-        ids = {0, *tokens.input_ids[tokens.attention_mask == 0].tolist()}
-        for token in sorted(ids)[:2]:
+        # The batch's own padding first, then the 0 that a port pads a bucket with.
+        for token in dict.fromkeys([*tokens.input_ids[tokens.attention_mask == 0].tolist()[:1], 0]):
             row = torch.empty(1, weights.spec.hidden_size, dtype=weights.tensors.dtype)
             table.read_weight_into(EMBEDDING, row, rows=range(token, token + 1))
             padding[f"token {token}"] = row[0].float()

@@ -197,14 +197,18 @@ def _keys_rotated(times: int) -> Change:
     return _reading(view)
 
 
-def _padding_visible(width: int, only: str, content: str) -> Change:
-    """Show the padding of a prefill that was padded to `width` columns."""
+def _padding_visible(width: int, of: str, content: str) -> Change:
+    """Show the padding of the batch, and that of a bucket of `width` columns, or the bucket's only."""
 
     def view(layer: Evaluation) -> CacheView:
         inputs, (rows, _) = decoded_inputs(layer), token_places(layer)
-        begin = inputs.prefilled()[rows] if only == "all" else torch.full_like(rows, inputs.prefill_width)
-        key, value = _padding_pair(layer, content)
-        return right_view(layer).with_entry(key, value, (width - begin).clamp(min=0))
+        num_in_bucket = torch.full_like(rows, width - inputs.prefill_width)
+        shown = right_view(layer).with_entry(*_padding_pair(layer, content), num_in_bucket)
+        if of == "bucket":
+            return shown
+        # The batch's own padding is what mm2 gave the port.
+        of_batch = _padding_pair(layer, inputs.batch_padding if content != "zeros" else content)
+        return shown.with_entry(*of_batch, inputs.prefill_width - inputs.prefilled()[rows])
 
     return _reading(view)
 
@@ -231,15 +235,16 @@ def _padding_pair(layer: Evaluation, content: str) -> tuple[torch.Tensor, torch.
 def _paddings(inputs: LayerInputs) -> tuple[Parameters, ...]:
     if not isinstance(inputs, DecodedInputs):
         return ()
-    width, lengths = inputs.prefill_width, inputs.prefilled()
+    width = inputs.prefill_width
     widths = sorted({width, *(-(-width // size) * size for size in _BUCKETS)})
     contents = ["zeros", *(f"{name} at {place}" for name in inputs.padding for place in ("0", "the last"))]
+    parts = ["bucket", *(["batch and bucket"] if bool((inputs.prefilled() < width).any()) else [])]
     return tuple(
-        {"width": padded, "only": only, "content": content}
+        {"width": padded, "of": part, "content": content}
+        for part in parts
         for padded in widths
-        for only in ("all", "bucket")
-        if (padded > int(lengths.min()) if only == "all" else padded > width)
         for content in contents
+        if padded > width or part != "bucket"
     )
 
 
