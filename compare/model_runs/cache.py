@@ -87,9 +87,9 @@ def judge_cache(
     cached = pair[0].float(), pair[1].float()
     own = _own_pair(sides.target, layer, right)
     mask = golden.read_inputs().attention_mask.bool()
-    changes = _judge_changes(sides.target, layer) + _judge_shift(
-        sides.target, layer, is_decoding_wrong=is_decoding_wrong
-    )
+    shift = _judge_shift(sides.target, layer, is_decoding_wrong=is_decoding_wrong)
+    # Steps that write beside their entries overwrite others: no second finding.
+    changes = shift or _judge_changes(sides.target, layer)
     if own is not None and _is_cast(pair, own, mask):
         # The port's own keys and values are judged as sites.
         return CacheJudgement(findings=changes)

@@ -7,17 +7,18 @@ B prompts, S columns of the batch, T decoded tokens, H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
-from compare.diagnosis.evaluation import Evaluation, with_given
+from compare.diagnosis.evaluation import Evaluation, replace_stage, with_given
 from compare.diagnosis.layer_weights import LayerWeights
-from compare.diagnosis.mistake import Value
+from compare.diagnosis.mistake import Hypothesis, Value
 from compare.diagnosis.naming import RIGHT_RHO, name_mistakes
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
-from compare.model_runs.cached_attention import DecodedInputs
+from compare.model_runs.cached_attention import DecodedInputs, attend_view, right_view
 from compare.model_runs.decoding_mistakes import DECODING_MISTAKES
 from compare.sides.batch import Batch
 from compare.sides.golden_weights import GoldenWeights
@@ -38,7 +39,7 @@ _OWN = (Site.Q_ROPE, Site.K_ROPE, Site.V_PROJ)
 
 
 def diagnose_decoding(
-    sides: Sides, layer: int, *, number: int, blamed: Iterable[Site] = ()
+    sides: Sides, layer: int, *, number: int, blamed: Iterable[Site] = (), port_sides: Sides | None = None
 ) -> tuple[ModelFinding, ...]:
     """Name the mistakes of decoding that explain a layer whose prefill is right; () if none does.
 
@@ -48,12 +49,13 @@ def diagnose_decoding(
         number: The first step that is wrong.
         blamed: Sites of the layer to blame there. Unless queries, keys or values are among them, the port's own are
             taken as they are, and only what it reads of the cache is in question.
+        port_sides: Sides whose golden has this layer on the port's own input; None to compute them here.
 
     Raises:
         IncomparableError: The weights are another model's.
         CheckpointError: The weights cannot be read.
     """
-    port_sides = on_port_input(sides, layer)
+    port_sides = port_sides or on_port_input(sides, layer)
     site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
     if port_sides is None or site is None or sides.weights is None:
         return ()
@@ -72,6 +74,34 @@ def diagnose_decoding(
         scores = trial.judge(hypotheses)
         named = name_mistakes(scores)
     return tuple(_finding(score, layer=layer, number=number, site=site) for score in named)
+
+
+def is_right_on_own_cache(sides: Sides, layer: int, *, port_sides: Sides | None = None) -> bool:
+    """Decide whether a layer's decoded tokens are right, if what the port's cache holds is taken as it is.
+
+    `port_sides` have the golden on the port's own input of the layer; None to compute it here.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: The weights cannot be read.
+    """
+    port_sides = port_sides or on_port_input(sides, layer)
+    site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
+    pair = sides.target.read_cache(layer)
+    if port_sides is None or site is None or pair is None or sides.weights is None:
+        return False
+    keys, values = pair[0].float(), pair[1].float()
+    with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
+        inputs = _read_inputs(sides, layer, weights)
+        trial = _open_trial(port_sides, layer, inputs, site=site, takes_own=True)
+        change = replace_stage(
+            Site.ATTN_CONTEXT,
+            lambda evaluation: attend_view(
+                evaluation, replace(right_view(evaluation), keys=keys, values=values)
+            ),
+        )
+        (score,) = trial.judge([Hypothesis(mistakes=(), parameters=(), change=change)])
+    return score.leaves <= RIGHT_RHO
 
 
 def _is_common(sides: Sides, layer: int, site: Site) -> bool:

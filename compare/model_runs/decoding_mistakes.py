@@ -7,6 +7,7 @@ B prompts, S columns of the batch, P entries that may be read, K kv heads, D hea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -106,9 +107,7 @@ def _one_row_off(by: int, reads: str) -> Change:
         # Entries that are read and were never written hold zeros.
         num_empty = _num_empty(by, steps, is_own_read=is_own_read)
         empty = torch.zeros(seen.keys.shape[1], seen.keys.shape[3])
-        return CacheView(keys=seen.keys, values=seen.values, shown=seen.shown, shows_own=own).with_entry(
-            empty, empty, num_empty
-        )
+        return replace(seen, shows_own=own).with_entry(empty, empty, num_empty)
 
     return _reading(view)
 
@@ -127,12 +126,7 @@ def _newest_hidden(entry: str) -> Change:
         own = ordinal.gather(1, columns[:, None])
         right = right_view(layer)
         if entry == "the token's own":
-            return CacheView(
-                keys=right.keys,
-                values=right.values,
-                shown=right.shown,
-                shows_own=torch.zeros_like(right.shows_own),
-            )
+            return replace(right, shows_own=torch.zeros_like(right.shows_own))
         return right.hide(ordinal == (own - 1 if entry == "the newest" else 0))
 
     return _reading(view)
@@ -152,7 +146,7 @@ def _of_layer(layer_idx: int) -> Change:
     def view(layer: Evaluation) -> CacheView:
         right = right_view(layer)
         keys, values = decoded_inputs(layer).caches[layer_idx]
-        return CacheView(keys=keys, values=values, shown=right.shown, shows_own=right.shows_own)
+        return replace(right, keys=keys, values=values)
 
     return _reading(view)
 
@@ -170,7 +164,7 @@ def _edited(
             keys, values = (
                 torch.where(is_decoded, new, old) for new, old in ((keys, right.keys), (values, right.values))
             )
-        return CacheView(keys=keys, values=values, shown=right.shown, shows_own=right.shows_own)
+        return replace(right, keys=keys, values=values)
 
     return _reading(view)
 
@@ -192,7 +186,7 @@ def _keys_rotated(times: int) -> Change:
         else:
             angles = layer.position_ids.float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
             keys = rotate_halves(right.keys, angles)
-        return CacheView(keys=keys, values=right.values, shown=right.shown, shows_own=right.shows_own)
+        return replace(right, keys=keys)
 
     return _reading(view)
 
