@@ -25,7 +25,7 @@ from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from compare.sides.port_input import on_port_input
 from compare.sides.sides import Sides
-from minimax_tools.capture.passes import CachePair, pass_name
+from minimax_tools.capture.passes import CachePair
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.inputs import decoded_tokens
 from minimax_tools.model.sites import Site
@@ -185,8 +185,8 @@ def _finding(score: Score, *, layer: int, number: int, site: Site) -> ModelFindi
         number=number,
         layer=layer,
         sites=(str(site),),
-        reason=f"from {pass_name(number)} on: with this mistake in float32, ρ of {site} falls from "
-        f"{score.unexplained:.3g} to {score.leaves:.3g}",
+        reason=f"with this mistake in the float32 layer, ρ of {site} falls from {score.unexplained:.3g} to "
+        f"{score.leaves:.3g}",
         mistake=mistake.name,
         what=mistake.what,
         look_at=mistake.look_at,
