@@ -30,6 +30,7 @@ from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Blame, Comparison, GeneratedRow, RouterDtype, SiteStatus, Verdict
+from reports.wording import word_layers
 
 # Name in the place of a site, in the blame of generated tokens.
 GENERATED_TOKENS = "generated_tokens"
@@ -183,12 +184,22 @@ def _conclude(
             unproved=unproved,
             router_dtypes=router_dtypes,
             outputs_missing=outputs_missing,
-        ),
+        )
+        + _cache_notes(layers),
         router_dtypes=router_dtypes,
         generated=generated,
         findings=findings,
         tokens=word_tokens(reference, target),
     )
+
+
+def _cache_notes(layers: Sequence[ComparedPart]) -> tuple[str, ...]:
+    """Say of which layers the cache is not what mm2 knows, and was not judged or is right in another form."""
+    by_note: dict[str, list[int]] = {}
+    for part in layers:
+        if part.layer is not None and part.cache.note:
+            by_note.setdefault(part.cache.note, []).append(part.layer)
+    return tuple(f"the cache of {word_layers(numbers)}: {note}" for note, numbers in by_note.items())
 
 
 def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:

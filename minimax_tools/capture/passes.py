@@ -78,6 +78,8 @@ class ModelPasses:
     layer_calls: tuple[tuple[int, ...], ...] = ()
     cached_layers: tuple[int, ...] = ()  # layers whose cache was read and stored
     cache_form: str = ""  # how the cache was read, in words; empty if it was not
+    # Entries by which steps write behind their tokens' own: 0, the padding of a bucket, or a mistake
+    cache_shift: int = 0
     cache_changes: tuple[CacheChange, ...] = ()
     choices: tuple[Choice, ...] = ()  # empty if the port chooses no tokens itself
     # Columns of the logits beyond the vocabulary, and the largest logit there minus the largest within; None if none

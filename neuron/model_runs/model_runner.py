@@ -212,6 +212,7 @@ class ModelRun:
                     layer_calls=tuple(result.layer_calls for result in results),
                     cached_layers=() if cache is None else tuple(layers),
                     cache_form="" if cache is None else str(cache.form),
+                    cache_shift=0 if cache is None else cache.shift,
                     cache_changes=() if cache is None else cache.changes(),
                     choices=self._choices(results),
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
