@@ -101,9 +101,14 @@ def _foreseen_divergence(rows: Rows, noise: torch.Tensor) -> torch.Tensor:
     foreseen = noise.square()
     if rows.twin is None:
         return foreseen
-    measured = torch.cat([divergence for divergence, *_ in _blocks(rows.twin, rows.reference)])
+    measured = divergences(rows.twin, rows.reference)
     growth = 2.0 * float(measured.mean()) / max(float(foreseen.mean()), TINY)
     return foreseen * max(growth, 1.0)
+
+
+def divergences(golden: torch.Tensor, port: torch.Tensor) -> torch.Tensor:
+    """Return the Kullback-Leibler divergence of the port's distribution from the golden's, in nats: float64 [T]."""
+    return torch.cat([divergence for divergence, *_ in _blocks(golden, port)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
