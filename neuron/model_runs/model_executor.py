@@ -30,6 +30,8 @@ from neuron.model_runs.passes import Pass
 from neuron.ports.exposure import router_dtypes
 from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
+    CUT_TOKENS,
+    JOIN_TOKENS,
     PAST,
     PREFILLS_BY_ROW,
     ModelResult,
@@ -206,6 +208,7 @@ class ModelExecutor:
         tokens = None if result.tokens is None else result.tokens.to("cpu")
         if not request.records:
             return None if logits is None else PassResult(logits=logits, tokens=tokens)
+        self._join_tokens()
         layers, model = self._join_sites(result, model_pass.batch_shape)
         cache = self._join_cache()
         if logits is None:
@@ -225,6 +228,9 @@ class ModelExecutor:
         if request.fed is None:
             return ExitStack()
         layer, states = request.fed
+        cut_tokens = getattr(eager_module(self.module), CUT_TOKENS, None)
+        if cut_tokens is not None:
+            states = cut_tokens(states)
         tap = self.exposure.exposures[layer].taps[Site.INPUT]
         return Recorder(
             self.exposure.layers[layer], {Site.INPUT: tap}, keep=copy_on_device, feeds={Site.INPUT: states}
@@ -257,6 +263,18 @@ class ModelExecutor:
         result = parse_result(returned, model_pass.batch_shape, what=self._what)
         self._past = result.past
         return result
+
+    def _join_tokens(self) -> None:
+        """Join recorded sites of a port that divides the tokens of a pass among ranks."""
+        join_tokens = getattr(eager_module(self.module), JOIN_TOKENS, None)
+        if join_tokens is None:
+            return
+        recorders: list[Recorder[Any]] = [self._model_recorder, *self._recorders]
+        for recorder in recorders:
+            recorder.tensors = {
+                site: tensor if site.has_heads_dim else join_tokens(tensor)
+                for site, tensor in recorder.tensors.items()
+            }
 
     def _join_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Return the lead's logits, on the CPU; None on other ranks, whose own may be a part or nothing."""

@@ -15,7 +15,7 @@ from minimax_tools.errors import TargetError
 from neuron.ports.block_cache import BLOCK_SIZE, NULL_BLOCK, BlockCache
 
 # The plugin's smallest bucket of a prefill; the next ones are twice as large each.
-_SMALLEST_BUCKET = 128
+SMALLEST_BUCKET = 128
 # Most tokens of a request in a pass that is a decoding step.
 _DECODE_TOKENS = 1
 
@@ -32,6 +32,11 @@ class PackedRequest:
     last_tokens: torch.Tensor  # of these, the last token of each request, int64 [requests]
     tokens_of_request: int  # tokens of the longest request in this pass
     num_cached: int  # tokens that the longest request has in the cache before this pass
+
+    @property
+    def is_prefill(self) -> bool:
+        """False for a decoding step."""
+        return self.tokens_of_request > _DECODE_TOKENS
 
     def metadata(self, device: torch.device) -> dict[str, Any]:
         """Return the attention metadata of one layer, the same for all of them."""
@@ -68,7 +73,7 @@ def pack_prompt(
     tokens = input_ids[0, :num_tokens].cpu()
     positions = position_ids[0, :num_tokens].cpu()
     slots = cache.slots(request := cache.add_request(), positions)
-    num_padding = _bucket(num_columns) - num_tokens
+    num_padding = bucket_of(num_columns) - num_tokens
     return PackedRequest(
         input_ids=torch.cat((tokens.int(), torch.zeros(num_padding, dtype=torch.int32))),
         positions=torch.cat((positions, positions[-1:].expand(num_padding))),
@@ -76,7 +81,7 @@ def pack_prompt(
         tables=cache.tables([request]),
         sampled=torch.arange(num_columns),
         last_tokens=torch.tensor([num_tokens - 1]),
-        tokens_of_request=_bucket(num_columns),
+        tokens_of_request=bucket_of(num_columns),
         num_cached=0,
     )
 
@@ -98,9 +103,9 @@ def pack_step(cache: BlockCache, input_ids: torch.Tensor, position_ids: torch.Te
     )
 
 
-def _bucket(num_tokens: int) -> int:
+def bucket_of(num_tokens: int) -> int:
     """Return the smallest bucket that holds so many tokens."""
-    bucket = _SMALLEST_BUCKET
+    bucket = SMALLEST_BUCKET
     while bucket < num_tokens:
         bucket *= 2
     return bucket

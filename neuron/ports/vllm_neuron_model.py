@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,8 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.ports.block_cache import BlockCache, CachedLayer
-from neuron.ports.model_exposure import find_model_exposure
+from neuron.ports.divided_tokens import DividedTokens, new_host_group, refuse_uneven
+from neuron.ports.model_exposure import CACHE, find_model_exposure
 from neuron.ports.model_returned import PAST
 from neuron.ports.model_target import ModelTarget
 from neuron.ports.packed_request import PackedRequest, pack_prompt, pack_step
@@ -66,14 +68,19 @@ class VllmNeuronModel(nn.Module):
     # A prefill takes one prompt, so the rows of a batch come one after the other, each with what the last one returned.
     prefills_by_row = True
 
-    def __init__(self, model: nn.Module, *, num_layers: int, vllm_config: Any, is_cpu_mode: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, spec: ModelSpec, ranks: Ranks, vllm_config: Any, is_cpu_mode: bool
+    ) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
         # In a tuple, because a second path to the same submodules would hide their own names.
         self._models = (model,)
         self.sites = getattr(model, "sites", None)
-        self._show_streams(num_layers)
+        self._show_streams(spec.num_hidden_layers)
+        self._tokens = DividedTokens(ranks)
+        if ranks.are_several:
+            self.sites = {CACHE: _cache_layout(model, spec, ranks), **(self.sites or {})}
         self._run: Callable[..., Any] = model
         self._vllm_config = vllm_config
         self._is_cpu_mode = is_cpu_mode
@@ -124,11 +131,20 @@ class VllmNeuronModel(nn.Module):
             request = pack_prompt(cache, input_ids, attention_mask, position_ids)
         else:
             request = pack_step(cache, input_ids, position_ids)
+        self._tokens.begin(request)
         returned = self._call(cache, request, device=input_ids.device)
         logits, tokens = _parse_returned(returned, what=type(self._models[0]).__name__)
         if tokens is not None:
             tokens = tokens.long()[request.last_tokens.to(tokens.device)]
         return {"logits": logits.unflatten(0, tuple(input_ids.shape)), PAST: cache, "tokens": tokens}
+
+    def join_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a site's tensor of all tokens of the pass, if each rank has some of them; any other as it is."""
+        return self._tokens.join(tensor)
+
+    def cut_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of a layer's input [1,S,H] in a prefill."""
+        return self._tokens.cut(states)
 
     def read_cache(self, past: BlockCache) -> list[CachePair]:
         """Return keys and values [B,K,P,D] of each layer; an entry is a token's position."""
@@ -178,7 +194,7 @@ class VllmNeuronModel(nn.Module):
                 sampling_params=None,
                 spec_decode_metadata=None,
                 logit_mask=None,
-                rank=torch.tensor(0, dtype=torch.int32, device=device),
+                rank=torch.tensor(self._tokens.ranks.rank, dtype=torch.int32, device=device),
             )
 
     def _refuse_other_device(self, device: torch.device) -> None:
@@ -193,7 +209,7 @@ class VllmNeuronModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class VllmNeuronModelTarget(ModelTarget):
-    """A model for the vLLM Neuron plugin, on one rank."""
+    """A model for the vLLM Neuron plugin; all ranks are one tensor-parallel group."""
 
     forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
 
@@ -220,9 +236,9 @@ class VllmNeuronModelTarget(ModelTarget):
         """Build the model as the plugin's runner does: from two configs, without memory for its weights.
 
         Raises:
-            TargetError: There are several ranks, or the class lacks a method that the runner calls.
+            TargetError: The ranks do not divide a prefill, or the class lacks a method that the runner calls.
         """
-        self._refuse_ranks(config.ranks)
+        refuse_uneven(config.ranks)
         build = getattr(self.factory, _FACTORY, None)
         if build is None:
             raise self._lacks([f"{_FACTORY}(hf_config, neuron_config)"])
@@ -230,7 +246,7 @@ class VllmNeuronModelTarget(ModelTarget):
         from vllm_neuron import envs
         from vllm_neuron.model.neuron_config import NeuronConfig
 
-        _open_parallel_state()
+        _open_parallel_state(config.ranks)
         # The logits are what mm2 judges: by default they are returned, and no token is sampled on the device.
         options = {"on_device_sampling_config": None, **getattr(self.factory, OPTIONS, {})}
         vllm_config = VllmConfig()
@@ -241,7 +257,8 @@ class VllmNeuronModelTarget(ModelTarget):
             raise self._lacks(missing)
         return VllmNeuronModel(
             model,
-            num_layers=config.num_hidden_layers,
+            spec=ModelSpec.from_config(vars(config)),
+            ranks=config.ranks,
             vllm_config=vllm_config,
             is_cpu_mode=bool(envs.VLLM_NEURON_CPU_MODE),
         )
@@ -269,21 +286,10 @@ class VllmNeuronModelTarget(ModelTarget):
                 module.load_folder(reader.folder, loader.device)
             return
         with (
-            plain_checkpoint(reader, spec, dtype=dtype) as folder,
+            _shared_folder(reader, spec, dtype=dtype, ranks=ranks or Ranks()) as folder,
             port_errors(what, activity=activity, next_step=_LOAD_STEP),
         ):
             module.load_folder(folder, loader.device)
-
-    def _refuse_ranks(self, ranks: Ranks) -> None:
-        if ranks.are_several:
-            raise TargetError(
-                f"target {self.name} runs on one rank only",
-                expected="--tp-degree 1",
-                found=f"--tp-degree {ranks.degree}",
-                next_step="The plugin divides the tokens of a prefill among ranks, and mm2 cannot put a layer's "
-                "output together from them. Run it on one rank, on a model of fewer or smaller layers."
-                " `mm2-split synthesize` makes one.",
-            )
 
     def _lacks(self, missing: list[str]) -> TargetError:
         return TargetError(
@@ -309,12 +315,42 @@ def require_plugin() -> None:
         ) from error
 
 
-def _open_parallel_state() -> None:
+@contextmanager
+def _shared_folder(
+    reader: CheckpointReader, spec: ModelSpec, *, dtype: torch.dtype, ranks: Ranks
+) -> Iterator[Path]:
+    """Open the folder of `plain_checkpoint` on all ranks; the lead makes it, and ends it when all have read."""
+    if not ranks.are_several:
+        with plain_checkpoint(reader, spec, dtype=dtype) as folder:
+            yield folder
+        return
+    group = new_host_group()
+    with ExitStack() as stack:
+        folders = [
+            stack.enter_context(plain_checkpoint(reader, spec, dtype=dtype)) if ranks.is_lead else None
+        ]
+        torch.distributed.broadcast_object_list(folders, src=0, group=group)
+        (shared,) = folders
+        assert shared is not None, "the lead has sent it"
+        yield shared
+        torch.distributed.barrier(group=group)
+
+
+def _cache_layout(model: nn.Module, spec: ModelSpec, ranks: Ranks) -> str:
+    """Return the layout of the cache over ranks: a kv head is on several of them if there are more ranks than heads."""
+    held = model.get_kv_spec().layers[0].num_kv_heads * ranks.degree  # type: ignore[operator]
+    if held <= spec.num_key_value_heads:
+        return "@shard(1)"
+    heads = [rank * spec.num_key_value_heads // ranks.degree for rank in range(ranks.degree)]
+    return f"@shard(1; {','.join(map(str, heads))})"
+
+
+def _open_parallel_state(ranks: Ranks) -> None:
     """Open vLLM's and the plugin's groups on the run's process group, as the plugin's own tests do."""
     from vllm_neuron.parallel.neuron_parallel_state import initialize_neuron_parallel_state, is_initialized
 
     if not is_initialized():
-        initialize_neuron_parallel_state(tp_global_ranks=[0], local_rank=0)
+        initialize_neuron_parallel_state(tp_global_ranks=list(range(ranks.degree)), local_rank=ranks.rank)
 
 
 def _hub_config(config: SimpleNamespace) -> SimpleNamespace:

@@ -1,6 +1,7 @@
 """MiniMax-M2 for the vLLM Neuron plugin, on its building blocks, for the test of `--target vllm-neuron:`.
 
-Its methods are those that the plugin's runner calls. T tokens of a pass, B requests, N heads, K kv heads, D head_dim,
+Its methods are those that the plugin's runner calls. Attention is divided among ranks by heads, all else by tokens.
+T tokens of a pass, B requests, N heads, K kv heads, D head_dim,
 n blocks of b tokens, P entries that a block table names.
 """
 
@@ -19,14 +20,34 @@ from vllm_neuron.utils.checkpoints import SafetensorsCheckpoint
 from vllm_neuron.utils.weight_loader import SafetensorsWeightLoader, set_weight_loader
 
 
-def transposed(*, joined=True):
-    """Return a loader that transposes checkpoint matrices, and joins or stacks several."""
+def part_of(values, rank, dim):
+    """Return a rank's part of values along a dim."""
+    return values.chunk(get_tp_group().world_size, dim=dim)[rank]
 
-    def transform(slices, rank):
-        matrices = [one[:].T for one in slices]
-        return torch.cat(matrices, dim=1) if joined else torch.stack(matrices)
 
-    return SafetensorsWeightLoader(transform=transform)
+def fused_qkv(slices, rank):
+    """Join the rank's rows of q, k and v, to [H,out]."""
+    return torch.cat([part_of(one[:], rank, 0).T for one in slices], dim=1)
+
+
+def output_projection(slices, rank):
+    """Return the rank's columns, [in,H]."""
+    return part_of(slices[0][:], rank, 1).T
+
+
+def norm_weight(slices, rank):
+    """Return the rank's part of a norm's weight."""
+    return part_of(slices[0][:], rank, 0)
+
+
+def downs(slices, rank):
+    """Stack the down matrices, to [E,I,H]."""
+    return torch.stack([one[:].T for one in slices])
+
+
+def load_by(parameter, transform):
+    """Attach a loader to a parameter."""
+    set_weight_loader(parameter, SafetensorsWeightLoader(transform=transform))
 
 
 def gates_and_ups(slices, rank):
@@ -45,8 +66,24 @@ class Norm(nn.Module):
 
     def forward(self, states):
         exact = states.float()
-        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
+        exact = exact * torch.rsqrt(self.mean_square(exact) + self.eps)
         return self.weight * exact.to(states.dtype)
+
+    def mean_square(self, exact):
+        return exact.pow(2).mean(-1, keepdim=True)
+
+
+class DividedNorm(Norm):
+    """RMSNorm over the widths of all ranks."""
+
+    def __init__(self, width, eps, dtype):
+        super().__init__(width, eps, dtype)
+        load_by(self.weight, norm_weight)
+
+    def mean_square(self, exact):
+        group = get_tp_group()
+        total = super().mean_square(exact)
+        return group.all_reduce(total) / group.world_size
 
 
 class Attention(nn.Module):
@@ -55,28 +92,32 @@ class Attention(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         assert get_current_vllm_config().cache_config.cache_dtype == "auto"
-        assert get_tp_group().world_size == 1
+        self.group = get_tp_group()
         self.config, self.name = config, f"layers.{layer_idx}.self_attn"
         self.widths = [
-            heads * config.head_dim
+            heads // self.group.world_size * config.head_dim
             for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         ]
         dtype = config.torch_dtype
         self.qkv_proj_weight = nn.Parameter(torch.empty(config.hidden_size, sum(self.widths), dtype=dtype))
         self.o_proj_weight = nn.Parameter(torch.empty(self.widths[0], config.hidden_size, dtype=dtype))
-        set_weight_loader(self.qkv_proj_weight, transposed())
-        set_weight_loader(self.o_proj_weight, transposed())
-        self.q_norm = Norm(self.widths[0], config.rms_norm_eps, dtype)
-        self.k_norm = Norm(self.widths[1], config.rms_norm_eps, dtype)
+        load_by(self.qkv_proj_weight, fused_qkv)
+        load_by(self.o_proj_weight, output_projection)
+        self.q_norm = DividedNorm(self.widths[0], config.rms_norm_eps, dtype)
+        self.k_norm = DividedNorm(self.widths[1], config.rms_norm_eps, dtype)
         self.k_cache = self.v_cache = None
 
     def forward(self, hidden_states, positions, position_embeddings, attn_metadata):
         metadata = attn_metadata[self.name]
+        is_prefill = metadata["max_query_len"] > metadata["decode_token_threshold"]
+        if is_prefill:
+            # Between attentions each rank has some of the tokens.
+            hidden_states = self.group.all_gather(hidden_states, dim=0)
         q, k, v = (hidden_states @ self.qkv_proj_weight).split(self.widths, dim=-1)
         q, k, v = self.heads(self.q_norm(q)), self.heads(self.k_norm(k)), self.heads(v)
         q, k = (self.rotate(heads, position_embeddings) for heads in (q, k))
         self.write(k, v, metadata["slot_mapping"], metadata["block_size"])
-        if metadata["max_query_len"] <= metadata["decode_token_threshold"]:
+        if not is_prefill:
             context = self.decode(q, positions, metadata)
         else:
             k, v = (heads.repeat_interleave(len(q) // len(k), dim=0) for heads in (k, v))
@@ -85,7 +126,9 @@ class Attention(nn.Module):
                 q.transpose(1, 2), k.transpose(1, 2), v, scale=scale, tp_q=False, tp_out=True
             )
             context = context.permute(2, 0, 1)
-        return context.flatten(1) @ self.o_proj_weight
+        partial = (context.flatten(1) @ self.o_proj_weight).float()
+        summed = self.group.reduce_scatter(partial, dim=0) if is_prefill else self.group.all_reduce(partial)
+        return summed.to(hidden_states.dtype)
 
     def heads(self, flat):
         """Reshape [T,heads·D] to [heads,T,D]."""
@@ -148,8 +191,8 @@ class Experts(nn.Module):
         self.gate = Gate(config)
         self.gate_up_proj_weight = nn.Parameter(torch.empty(num, hidden, 2 * inner, dtype=config.torch_dtype))
         self.down_proj_weight = nn.Parameter(torch.empty(num, inner, hidden, dtype=config.torch_dtype))
-        set_weight_loader(self.gate_up_proj_weight, SafetensorsWeightLoader(transform=gates_and_ups))
-        set_weight_loader(self.down_proj_weight, transposed(joined=False))
+        load_by(self.gate_up_proj_weight, gates_and_ups)
+        load_by(self.down_proj_weight, downs)
 
     def forward(self, hidden_states, is_prefill):
         _, weights, experts = self.gate(hidden_states)
@@ -202,11 +245,14 @@ class Backbone(nn.Module):
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, config.torch_dtype)
 
     def forward(self, input_ids, positions, attn_metadata, rank):
-        hidden_states = self.embed_tokens(input_ids, scatter_tokens=False, rank=rank)
+        metadata = next(iter(attn_metadata.values()))
+        is_prefill = metadata["max_query_len"] > metadata["decode_token_threshold"]
+        hidden_states = self.embed_tokens(input_ids, scatter_tokens=is_prefill, rank=rank)
         dims = torch.arange(0, self.config.rotary_dim, 2, dtype=torch.float32, device=input_ids.device)
         angles = positions[:, None].float() / self.config.rope_theta ** (dims / self.config.rotary_dim)
         embeddings = (angles.cos().to(hidden_states.dtype), angles.sin().to(hidden_states.dtype))
-        return self.run_layers(hidden_states, positions, embeddings, attn_metadata)
+        hidden_states = self.run_layers(hidden_states, positions, embeddings, attn_metadata)
+        return get_tp_group().all_gather(hidden_states, dim=0) if is_prefill else hidden_states
 
     def run_layers(self, hidden_states, positions, embeddings, attn_metadata):
         for layer in self.layers:
@@ -269,7 +315,7 @@ class MiniMaxM2ForCausalLM(nn.Module):
             layers=[
                 LayerSpec(
                     name=attention.name,
-                    num_kv_heads=self.config.num_key_value_heads,
+                    num_kv_heads=self.config.num_key_value_heads // get_tp_group().world_size,
                     head_size=self.config.head_dim,
                     dtype=self.config.torch_dtype,
                 )
@@ -283,7 +329,10 @@ class MiniMaxM2ForCausalLM(nn.Module):
 
     def load_weights(self, checkpoint_path, device, cache_dir):
         checkpoint = SafetensorsCheckpoint(checkpoint_path, cache_dir)
-        result = checkpoint.load_sharded(0, 1, self, self.mappings(), device, strict=False)
+        group = get_tp_group()
+        result = checkpoint.load_sharded(
+            group.rank_in_group, group.world_size, self, self.mappings(), device, strict=False
+        )
         self.load_state_dict(result.state_dict, strict=False, assign=True)
 
     def mappings(self):
@@ -402,3 +451,18 @@ class SwappedSummands(Swapped):
     """The same with gate and up exchanged in layer 2."""
 
     backbone_class = _SummandBackbone
+
+
+class _NormOfRank(DividedNorm):
+    """The mean square of the rank's own width."""
+
+    mean_square = Norm.mean_square
+
+
+class NormPerRank(MiniMaxM2ForCausalLM):
+    """In layer 1, queries normed on each rank for itself."""
+
+    def __init__(self, config, neuron_config):
+        super().__init__(config, neuron_config)
+        attention = self.model.layers[1].self_attn
+        attention.q_norm = _NormOfRank(attention.widths[0], config.rms_norm_eps, config.torch_dtype)

@@ -116,17 +116,44 @@ def test_a_model_that_takes_fp8_gets_the_checkpoint_as_it_is(
     assert f"loaded from {toy}" in " ".join(result.stderr.split())
 
 
-def test_several_ranks_are_refused(process: Any, toy: Path, golden: Path) -> None:
-    given = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--tp-degree", 2)
-    done: subprocess.CompletedProcess[str] = process(
-        *given,
-        "--target",
-        f"vllm-neuron:{PORT}:MiniMaxM2ForCausalLM",
-        PYTHONPATH=f"{Path(__file__).parents[3]}:{STAND_IN}",
-        VLLM_NEURON_CPU_MODE="1",
-    )
-    assert done.returncode == 3
-    assert "runs on one rank only: expected --tp-degree 1, found --tp-degree 2" in done.stderr
+@pytest.fixture
+def run_ranks(process: Any, toy: Path, golden: Path) -> Any:
+    """Runs one of the test's models on two ranks of the CPU: the process, and its JSON."""
+
+    def run_model(name: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+        given = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--tp-degree", 2, "--json")
+        done: subprocess.CompletedProcess[str] = process(
+            *given,
+            "--target",
+            f"vllm-neuron:{PORT}:{name}",
+            PYTHONPATH=f"{Path(__file__).parents[3]}:{STAND_IN}",
+            VLLM_NEURON_CPU_MODE="1",
+        )
+        return done, json.loads(done.stdout) if done.stdout else {}
+
+    return run_model
+
+
+def test_a_right_model_passes_on_two_ranks_that_divide_the_tokens(run_ranks: Any) -> None:
+    done, record = run_ranks("MiniMaxM2ForCausalLM")
+    assert (done.returncode, record["verdict"]) == (0, "pass"), done.stderr
+    # Queries and keys are divided by heads, and the port does not say how: they are not compared.
+    assert (record["compared"], record["of"]) == (31, 71)
+
+
+def test_a_mistake_is_named_on_two_ranks_too(run_ranks: Any) -> None:
+    done, record = run_ranks("Swapped")
+    assert (done.returncode, record["verdict"]) == (1, "fail"), done.stderr
+    first = record["findings"][0]
+    assert (first["number"], first["layer"], first["mistake"]) == (0, 2, "gate_up_swapped")
+
+
+def test_a_norm_for_each_rank_is_placed(run_ranks: Any) -> None:
+    done, record = run_ranks("NormPerRank")
+    assert (done.returncode, record["verdict"]) == (1, "fail"), done.stderr
+    first = record["findings"][0]
+    assert (first["number"], first["layer"]) == (0, 1)
+    assert "attn_delta" in first["sites"]
 
 
 def test_cpu_that_the_plugin_was_not_told_of_is_refused(
