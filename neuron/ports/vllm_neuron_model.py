@@ -75,7 +75,7 @@ class VllmNeuronModel(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         # In a tuple, because a second path to the same submodules would hide their own names.
-        self._models = (model,)
+        self._models = (model.eval(),)
         self.sites = getattr(model, "sites", None)
         self._show_streams(spec.num_hidden_layers)
         self._tokens = DividedTokens(ranks)
