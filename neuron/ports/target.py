@@ -86,6 +86,11 @@ class Target(ABC):
         """True if weights are known to be read straight into the module, with no second layer in memory."""
         return False
 
+    @property
+    def conversion(self) -> str | None:
+        """Whose conversion fills the layer, in words; None if the kind of target says it."""
+        return None
+
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int | None:
