@@ -29,12 +29,12 @@ from neuron.ports.nxdi_conversion import (
     Conversion,
     LayerConversion,
     TableConversion,
-    word_conversion,
+    find_origin,
 )
 from neuron.ports.nxdi_layer import NxdiLayer
 from neuron.ports.nxdi_layout import NxdiLayout
 from neuron.ports.sources import import_callable
-from neuron.ports.target import Target
+from neuron.ports.target import ConversionOrigin, Target
 
 PREFIX = "nxdi:"
 _LOG_LEVEL_VARIABLE = "NXD_LOG_LEVEL"
@@ -93,9 +93,9 @@ class NxdiTarget(Target):
         return self.application is None and not self._converts_itself
 
     @property
-    def conversion(self) -> str:
-        """Whose conversion fills the layer."""
-        return word_conversion(self.layer_class, self.module, self.application)
+    def conversion(self) -> ConversionOrigin:
+        """The origin of the conversion that fills the layer."""
+        return find_origin(self.layer_class, self.module, self.application)
 
     @property
     def _converts_itself(self) -> bool:

@@ -90,7 +90,7 @@ class PortApplication:
     def _cast(self, converted: dict[str, torch.Tensor], config: Any) -> Any:
         """Let NxDI cast the weights: its loader reads a state dict, here the converted one, and casts it."""
         # Without its constructor, which plans the whole model.
-        application: Any = self._class.__new__(self._class)
+        application: Any = object.__new__(self._class)
         nn.Module.__init__(application)
         application.config, application.neuron_config = config, config.neuron_config
         application.fused_spec_config, application.model_path = None, ""
@@ -120,7 +120,7 @@ def find_application(layer_class: Callable[..., Any], module: ModuleType) -> Por
     for place in _modules_of(layer_class, module):
         candidates = _applications_in(place)
         if len(candidates) > 1:
-            candidates = [found for found in candidates if _builds(found, layer_class)] or candidates
+            candidates = _builders_of(layer_class, candidates) or candidates
         if len(candidates) > 1:
             names = ", ".join(found.__name__ for found in candidates)
             raise TargetError(
@@ -172,15 +172,22 @@ def _applications_in(module: ModuleType) -> list[type[Any]]:
     return sorted(own or found, key=lambda value: value.__name__)
 
 
-def _builds(application: type[Any], layer_class: Callable[..., Any]) -> bool:
-    """Decide whether the code that builds the application's model names `layer_class` or a class it derives from."""
-    model_class = getattr(application, "_model_cls", None)
+def _builders_of(layer_class: Callable[..., Any], candidates: list[type[Any]]) -> list[type[Any]]:
+    """List the applications whose model is built of `layer_class`; if none is, of the nearest class it derives from."""
     bases = getattr(layer_class, "__mro__", (layer_class,))
-    classes = [base for base in bases if base not in (nn.Module, object)]
+    for layer in bases[: bases.index(nn.Module)] if nn.Module in bases else bases:
+        if builders := [found for found in candidates if _builds(found, layer)]:
+            return builders
+    return []
+
+
+def _builds(application: type[Any], layer_class: Callable[..., Any]) -> bool:
+    """Decide whether the code that builds the application's model names `layer_class`."""
+    model_class = getattr(application, "_model_cls", None)
     for name in ("init_model", "__init__"):
-        function = inspect.unwrap(getattr(model_class, name, None) or (lambda: None))
+        function = getattr(model_class, name, None)
         code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-        if code is not None and any(names.get(used) in classes for used in _names_in(code)):
+        if code is not None and any(names.get(used) is layer_class for used in _names_in(code)):
             return True
     return False
 

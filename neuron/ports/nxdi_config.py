@@ -1,7 +1,7 @@
 """NxDI's config of a model, built for one layer of a port.
 
-NxDI's config of a model (InferenceConfig) holds its config of the device (NeuronConfig). Both are of the classes that the
-port's module names.
+NxDI's config of a model (InferenceConfig) holds its config of the device (NeuronConfig). Both are of the classes that
+the port's module names.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ def _find_config_class(layer_class: Callable[..., Any], module: ModuleType) -> A
             next_step="Annotate the constructor's config.",
         )
     # The module has none: NxDI's own, for a device that runs a mixture of experts.
-    return type(
-        "Mm2InferenceConfig", (InferenceConfig,), {"get_neuron_config_cls": lambda: MoENeuronConfig}
-    )
+    return type("Mm2InferenceConfig", (InferenceConfig,), {"get_neuron_config_cls": lambda: MoENeuronConfig})
 
 
 def _annotation_of_config(layer_class: Callable[..., Any]) -> str | None:

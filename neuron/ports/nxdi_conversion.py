@@ -25,10 +25,9 @@ from neuron.devices.weights import Weight
 from neuron.ports.nxdi_application import CHOICE, PortApplication
 from neuron.ports.nxdi_layout import NxdiLayout
 from neuron.ports.nxdi_sites import LAYER
+from neuron.ports.target import ConversionOrigin
 
 logger = logging.getLogger(__name__)
-
-TABLE = "mm2's table of NxDI's names"
 
 
 class Conversion(ABC):
@@ -101,17 +100,19 @@ class TableConversion(Conversion):
         return self.layout.weights(places, tensors)
 
 
-def word_conversion(
+def find_origin(
     layer_class: Callable[..., Any], module: ModuleType, application: PortApplication | None
-) -> str:
-    """Return in words whose conversion fills a layer's weights."""
+) -> ConversionOrigin:
+    """Return whose conversion fills a layer of `layer_class`, which `module` defines."""
     if hasattr(layer_class, "convert_state_dict"):
-        return f"{layer_class.__name__}.convert_state_dict"
+        return ConversionOrigin(words=f"{layer_class.__name__}.convert_state_dict", is_of_port=True)
     if application is not None:
-        return str(application)
+        return ConversionOrigin(words=str(application), is_of_port=True)
     is_chosen = hasattr(layer_class, CHOICE) or hasattr(module, CHOICE)
-    reason = f"{CHOICE} = None" if is_chosen else "the port has no subclass of NeuronBaseForCausalLM that converts"
-    return f"{TABLE}, not the port: {reason}"
+    reason = (
+        f"{CHOICE} = None" if is_chosen else "the port has no subclass of NeuronBaseForCausalLM that converts"
+    )
+    return ConversionOrigin(words=f"mm2's table of NxDI's names, not the port: {reason}", is_of_port=False)
 
 
 def _as_built(place: torch.Tensor) -> torch.Tensor:

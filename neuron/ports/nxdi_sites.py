@@ -6,7 +6,8 @@
 | `q_norm`, `k_norm` by `q_layernorm`, `k_layernorm` | one norm for each head | `ShownHeads` |
 
 Such a module is called by a hook on one of the layer's, with the value in mm2's form. A value that replaces it there is
-brought back to NxD's form. B batch, S tokens, T tokens of all rows, N heads, D head_dim, E experts, k experts per token.
+brought back to NxD's form.
+B batch, S tokens, T tokens of all rows, N heads, D head_dim, E experts, k experts per token.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class PortSetup:
     ) -> Provenance:
         """Describe what decides the numbers of a run: the port, the device, the layers of `model`, and `options`."""
         conversion = self.target.conversion
-        converted = {} if conversion is None else {"conversion": conversion}
+        converted = {} if conversion is None else conversion.as_options()
         return Provenance(
             model=model,
             model_source=self.model_source,
