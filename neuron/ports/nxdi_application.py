@@ -12,7 +12,7 @@ import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import TargetError, list_faults
 from neuron.ports.port_errors import port_errors
 
 # Attribute of the port's layer or module: its application, or None for mm2's table of names.
@@ -81,11 +81,26 @@ class PortApplication:
                 model = nn.Module()
                 model.layers = nn.ModuleList([layer])
                 get_sharded_checkpoint(converted, model, rank, tp_degree)
-        return {
+        weights = {
             name.removeprefix(_PREFIX): tensor
             for name, tensor in converted.items()
             if name.startswith(_PREFIX)
         }
+        self._refuse_misfits(weights, layer)
+        return weights
+
+    def _refuse_misfits(self, weights: Mapping[str, torch.Tensor], layer: nn.Module) -> None:
+        misfits = [
+            f"{name} (expected {list(place.shape)}, found {list(weights[name].shape)})"
+            for name, place in layer.state_dict(keep_vars=True).items()
+            if name in weights and weights[name].shape != place.shape
+        ]
+        if misfits:
+            raise TargetError(
+                f"{self._class.__name__}.{CONVERT} gives weights that do not fit the layer",
+                found=list_faults(misfits),
+                next_step=f"Correct it: NxDI would refuse them too. Or: {_FALL_BACK}.",
+            )
 
     def _cast(self, converted: dict[str, torch.Tensor], config: Any) -> Any:
         """Let NxDI cast the weights: its loader reads a state dict, here the converted one, and casts it."""

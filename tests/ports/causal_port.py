@@ -262,6 +262,11 @@ def _swap_gate_up(converted):
     converted[name] = torch.cat(converted[name].chunk(2, dim=-1)[::-1], dim=-1)
 
 
+def _transpose_down(converted):
+    name = f"{_MOE}expert_mlps.mlp_op.down_proj.weight"
+    converted[name] = converted[name].mT
+
+
 def _lose_bias(converted):
     converted[f"{_MOE}e_score_correction_bias"] = converted.pop(f"{_MOE}router.e_score_correction_bias")
 
@@ -288,6 +293,12 @@ class LostOutput(AsDeclared):
     """The layer of an application that renames o_proj twice."""
 
     mm2_causal_lm = _application("RenamingForCausalLM", _lose_output)
+
+
+class Misfit(AsDeclared):
+    """The layer of an application that does not transpose w2, as a matrix that is not square shows."""
+
+    mm2_causal_lm = _application("UntransposingForCausalLM", _transpose_down)
 
 
 class Failing(AsDeclared):

@@ -28,7 +28,7 @@ SWEPT = (
     "Failing",
 )
 TRACED = ("DecoderLayer", "AsDeclared", "ByTable", "SwappedGateUp", "LostBias", "LostOutput")
-OTHER = ("NotNormalised", "AveragedNorms", "NoApplication")
+OTHER = ("Misfit", "NotNormalised", "AveragedNorms", "NoApplication")
 SEVERAL = f"""
 import sys
 sys.path.insert(0, {str(PORT.parent)!r})
@@ -187,6 +187,15 @@ class TestSweep:
         assert result["exit_code"] == 3
         assert "FailingForCausalLM.convert_hf_to_neuron_state_dict failed" in result["stderr"]
         assert "KeyError: 'layers.7.nothing'" in result["stderr"]
+        assert "mm2_causal_lm = None" in result["stderr"]
+
+    def test_conversion_whose_weights_do_not_fit_is_named_with_the_way_out(
+        self, results: dict[str, Any]
+    ) -> None:
+        result = results["sweep Misfit"]
+        assert result["exit_code"] == 3
+        assert "UntransposingForCausalLM.convert_hf_to_neuron_state_dict gives weights" in result["stderr"]
+        assert "down_proj.weight (expected [32, 128, 256], found [32, 256, 128])" in result["stderr"]
         assert "mm2_causal_lm = None" in result["stderr"]
 
     def test_print_of_a_port_does_not_reach_standard_output(self, results: dict[str, Any]) -> None:
