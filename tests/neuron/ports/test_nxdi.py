@@ -22,6 +22,7 @@ from neuron.ports.nxdi_layer import NxdiLayer
 from neuron.ports.nxdi_layout import NxdiLayout
 
 PORT = Path(__file__).parents[2] / "ports" / "nxdi_port.py"
+CAUSAL_PORT = PORT.with_name("causal_port.py")
 
 
 @pytest.fixture(scope="session")
@@ -165,18 +166,31 @@ def test_port_without_a_place_for_the_bias_is_told_and_blamed(
     }
 
 
-def _sweep(process: Any, name: str, toy: Path, golden: Path, *arguments: object) -> dict[str, Any]:
-    done = _run(process, name, toy, golden, *arguments)
+def test_applications_conversion_and_nxdis_cast_are_run(
+    needs_nxdi: None, process: Any, toy: Path, golden: Path
+) -> None:
+    record = _sweep(process, "AsDeclared", toy, golden, port=CAUSAL_PORT)
+    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 30, 34)
+    done = _run(process, "DecoderLayer", toy, golden, port=CAUSAL_PORT)
+    record = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert record["observed_dtypes"] == {"correction_bias": "bfloat16", "router_gate": "bfloat16"}
+
+
+def _sweep(
+    process: Any, name: str, toy: Path, golden: Path, *arguments: object, port: Path = PORT
+) -> dict[str, Any]:
+    done = _run(process, name, toy, golden, *arguments, port=port)
     assert done.returncode == 0, done.stderr
     record: dict[str, Any] = json.loads(done.stdout)
     return record
 
 
 def _run(
-    process: Any, name: str, toy: Path, golden: Path, *arguments: object
+    process: Any, name: str, toy: Path, golden: Path, *arguments: object, port: Path = PORT
 ) -> subprocess.CompletedProcess[str]:
     given = ("sweep", "--layers", "0:2", "--model", toy, "--golden", golden, "--backend", "cpu", "--json")
     done: subprocess.CompletedProcess[str] = process(
-        *given, "--target", f"nxdi:{PORT}:{name}", *arguments, NXD_CPU_MODE="1"
+        *given, "--target", f"nxdi:{port}:{name}", *arguments, NXD_CPU_MODE="1"
     )
     return done
