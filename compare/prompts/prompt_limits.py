@@ -1,0 +1,34 @@
+"""PromptLimits: limits on the next-token distributions of right ports, in units of their noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimits:
+    """Limits fitted on right ports of some models and tried on others (BENCHMARKS.md has the figures).
+
+    Args:
+        excess: Limit on a token's divergence, in units of its noise.
+        choice: Limit on the margin between the golden's likeliest token and the port's, in units of the noise of their
+            distance.
+        pooled: Share of the pooled divergence that is added to a token's own noise: a flip that no variant shows.
+        pooled_distance: Least noise of a distance, as a share of the pooled one.
+        usual_share: Share of tokens at which a right port is farther from the golden than every variant; a right port
+            that rounds as much as they do has this share or less.
+        share_deviations: Deviations of that share that are allowed, for the number of tokens.
+    """
+
+    excess: float = 8.0
+    choice: float = 3.0
+    pooled: float = 0.1
+    pooled_distance: float = 0.3
+    usual_share: float = 0.25
+    share_deviations: float = 5.0
+
+    def share_of(self, num_tokens: int) -> float:
+        """Return the limit on the share of tokens that are farther than every variant; above 1, none can break it."""
+        deviation = math.sqrt(self.usual_share * (1 - self.usual_share) / max(num_tokens, 1))
+        return self.usual_share + self.share_deviations * deviation
