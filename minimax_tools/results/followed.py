@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,6 +13,6 @@ class Followed:
 
     commands: tuple[str, ...]  # as typed in a shell
     exit_code: int | None  # of the last command; None if none ran, because the golden cannot be made here
-    text: str = ""  # its report as text, or
-    record: Mapping[str, object] | None = None  # as JSON
-    errors: str = ""  # what it wrote to stderr, if it could not judge
+    record: Mapping[str, Any] | None = None  # the report of `mm2-test model` as JSON; None if it gave none
+    report_file: str = ""  # the file that keeps it
+    errors: str = ""  # what the command wrote to stderr, if it could not judge

@@ -358,7 +358,7 @@ def _print_and_follow(
             padding_side=options.padding_side,
             golden=options.golden,
         )
-        followed = follower.follow([run.prompts[number] for number in numbers], as_json=options.as_json)
+        followed = follower.follow([run.prompts[number] for number in numbers])
     if options.as_json:
         print_json(prompts_record(ranking, target=options.target, followed=followed))
     elif followed is not None:

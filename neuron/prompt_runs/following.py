@@ -15,14 +15,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.results.followed import Followed
+from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 
 _GOLDEN_PACKAGES = ("transformers", "accelerate")
-_ROWS_FILE = "rows.json"
+_ROWS_FILE, _REPORT_FILE = "rows.json", "report.json"
+# Characters at the end of a failed command's output that an error quotes.
+_MOST_ERRORS = 600
 # Variables by which torchrun tells a process its place.
 _RANK_VARIABLES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -39,7 +43,7 @@ class Follower:
     padding_side: str
     golden: Path | None = None  # a golden that was given; None to make one of the prompts
 
-    def follow(self, prompts: Sequence[AnsweredPrompt], *, as_json: bool) -> Followed:
+    def follow(self, prompts: Sequence[AnsweredPrompt]) -> Followed:
         """Make the golden of some prompts, the first of which differs, and judge the port's passes and layers with it.
 
         Raises:
@@ -58,28 +62,22 @@ class Follower:
             if completed.returncode != 0:
                 raise CannotRunError(
                     "the golden of the worst prompt could not be made",
-                    found=(completed.stderr or completed.stdout).strip()[-400:],
+                    found=(completed.stderr or completed.stdout).strip()[-_MOST_ERRORS:],
                     next_step=f"Run it by hand: {command.line}",
                 )
-        completed = commands[-1].run(as_json=as_json)
+        completed = commands[-1].run("--json")
+        self._write(_REPORT_FILE, completed.stdout)
+        could_judge = completed.returncode in (Verdict.PASS.exit_code, Verdict.FAIL.exit_code)
         return Followed(
             commands=lines,
             exit_code=completed.returncode,
-            text="" if as_json else completed.stdout,
-            record=_read_record(completed.stdout) if as_json else None,
-            errors=completed.stderr.strip()[-2000:] if completed.returncode not in (0, 1) else "",
+            record=_read_record(completed.stdout),
+            report_file=str(self.directory / _REPORT_FILE),
+            errors="" if could_judge else completed.stderr.strip()[-_MOST_ERRORS:],
         )
 
     def _golden_command(self, prompts: Sequence[AnsweredPrompt]) -> _Command:
-        rows = self.directory / _ROWS_FILE
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with whole_file(rows) as file:
-                json.dump([list(prompt.row) for prompt in prompts], file)
-        except OSError as error:
-            raise CaptureError(
-                f"{rows} cannot be written", found=str(error), next_step="Choose another --output-dir."
-            ) from error
+        rows = self._write(_ROWS_FILE, json.dumps([list(prompt.row) for prompt in prompts]))
         arguments = ["full", "--model", self.model, "--input-ids", str(rows), "--max-new-tokens", "1"]
         arguments += ["--padding-side", self.padding_side, "--output-dir", str(self.directory / "golden")]
         return _Command(program="mm2-gpu", module="gpu_reference", arguments=tuple(arguments))
@@ -89,6 +87,18 @@ class Follower:
         arguments = ["model", "--model", self.model, "--golden", str(golden), *self.port_options]
         arguments += ["--decode", str(num_decoded), "--output-dir", str(self.directory / "port")]
         return _Command(program="mm2-test", module="neuron", arguments=tuple(arguments))
+
+    def _write(self, name: str, text: str) -> Path:
+        path = self.directory / name
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as file:
+                file.write(text)
+        except OSError as error:
+            raise CaptureError(
+                f"{path} cannot be written", found=str(error), next_step="Choose another --output-dir."
+            ) from error
+        return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +114,13 @@ class _Command:
         """The command as typed in a shell."""
         return shlex.join((self.program, *self.arguments))
 
-    def run(self, *, as_json: bool = False) -> subprocess.CompletedProcess[str]:
+    def run(self, *options: str) -> subprocess.CompletedProcess[str]:
         """Run it in a process of its own, in which mm2 is found as in this one."""
         # Of several ranks this is the lead; the command launches its own.
         alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         return subprocess.run(
-            [sys.executable, "-m", self.module, *self.arguments, *(["--json"] if as_json else []), "--quiet"],
+            [sys.executable, "-m", self.module, *self.arguments, *options, "--quiet"],
             capture_output=True,
             text=True,
             check=False,
@@ -118,7 +128,7 @@ class _Command:
         )
 
 
-def _read_record(text: str) -> dict[str, object] | None:
+def _read_record(text: str) -> dict[str, Any] | None:
     try:
         record = json.loads(text)
     except ValueError:
