@@ -95,10 +95,8 @@ class PromptJudge:
         last = torch.full_like(port.choices, golden.candidates.shape[1] - 1)
         places = torch.where(is_candidate.any(dim=-1), is_candidate.long().argmax(dim=-1), last)
         margins = logit_distance(golden.exact.candidates, places)
-        noises = distance_noise(golden, places).clamp(
-            min=self.limits.pooled_distance * self.level.distance + _TINY
-        )
-        reaches = self.limits.choice * noises
+        pooled = self.limits.pooled_distance * self.level.distance
+        reaches = self.limits.choice * (distance_noise(golden, places) + pooled)
         differs = (golden.candidates[:, 0] != port.choices) & ((margins > reaches) | (port.choices < 0))
         return [
             DifferingChoice(

@@ -15,7 +15,7 @@ class PromptLimits:
         choice: Limit on the margin between the golden's likeliest token and the port's, in units of the noise of their
             distance.
         pooled: Share of the pooled divergence that is added to a token's own noise: a flip that no variant shows.
-        pooled_distance: Least noise of a distance, as a share of the pooled one.
+        pooled_distance: Share of the pooled noise of distances that is added to a distance's own.
         usual_share: Share of tokens at which a right port is farther from the golden than every variant; a right port
             that rounds as much as they do has this share or less.
         share_deviations: Deviations of that share that are allowed, for the number of tokens.
@@ -23,10 +23,10 @@ class PromptLimits:
 
     excess: float = 8.0
     choice: float = 3.0
-    pooled: float = 0.1
-    pooled_distance: float = 0.3
+    pooled: float = 0.2
+    pooled_distance: float = 1.0
     usual_share: float = 0.25
-    share_deviations: float = 5.0
+    share_deviations: float = 4.0
 
     def share_of(self, num_tokens: int) -> float:
         """Return the limit on the share of tokens that are farther than every variant; above 1, none can break it."""
