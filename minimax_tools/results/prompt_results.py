@@ -43,7 +43,7 @@ class PhaseResult:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether the phase differs beyond noise."""
+        """True if the phase differs beyond noise."""
         return bool(self.beyond) or self.num_choices > 0 or self.share_outside > self.share_limit
 
     @property
@@ -101,7 +101,7 @@ class PromptResult:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether the prompt differs beyond noise."""
+        """True if the prompt differs beyond noise."""
         return any(phase.is_beyond for phase in self.phases)
 
     @property
@@ -122,7 +122,7 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRanking:
-    """All prompts, the worst first; those that differ beyond noise come before all others."""
+    """A ranking of prompts, the worst first; those that differ beyond noise come before all others."""
 
     results: tuple[PromptResult, ...]
     num_known: int  # rows of tokens whose golden logits were kept from earlier runs
@@ -138,7 +138,7 @@ class PromptRanking:
 
     @property
     def is_of_batch(self) -> bool:
-        """Whether the worst prompt is right alone: its mistake needs the other prompts of its batch."""
+        """True if the worst prompt is right alone: its mistake needs the other prompts of its batch."""
         return self.alone is not None and not self.alone.is_beyond
 
     @property

@@ -34,7 +34,7 @@ class AnsweredPrompt:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """All tokens, the prompt's first."""
+        """Tokens of the prompt and of its answer."""
         return (*self.prompt_ids, *self.answer_ids)
 
 

@@ -96,7 +96,7 @@ def test_nan_is_beyond_every_limit(judge: Callable[..., PromptResult]) -> None:
 def test_small_error_of_every_token_is_beyond_noise_in_their_number(
     judge: Callable[..., PromptResult],
 ) -> None:
-    """Each token alone would pass."""
+    """A single such token would pass."""
     result = judge(EXACT + draw(11, 2.5 * SIGMA))
     assert not result.prefill.beyond
     assert result.prefill.share_outside > 0.8
