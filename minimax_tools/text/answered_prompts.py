@@ -46,7 +46,7 @@ class LengthLimits:
     max_length: int  # most tokens of a prompt with its answer; what is beyond is cut from the prompt's front
 
     def cut(self, prompt: AnsweredPrompt) -> AnsweredPrompt:
-        """Return the prompt with an answer of at least one token's end left to prefill."""
+        """Return a prompt within the limits; one without an answer gets its own end as the answer."""
         prompt_ids, answer_ids = prompt.prompt_ids, prompt.answer_ids
         if not answer_ids:
             num_decoded = min(_USUAL_STEPS, self.num_decoded, len(prompt_ids) - 1)

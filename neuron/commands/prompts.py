@@ -20,6 +20,7 @@ from minimax_tools.command_line.options import (
     memory_budget_option,
     model_option,
     output_options,
+    parse_lengths,
     stack_options,
     store_options,
 )
@@ -82,6 +83,7 @@ class PromptOptions:
     max_length: int | None
     batch_size: int
     padding_side: str
+    pad_to: tuple[int, ...]
     golden_logits: Path | None
     follows: bool
     backend: str
@@ -155,6 +157,12 @@ class PromptOptions:
         help="Side on which shorter prompts are padded.",
     ),
     click.option(
+        "--pad-to",
+        callback=parse_lengths,
+        metavar="128,512",
+        help="Bucket lengths in tokens; prompts are padded to the smallest that fits. Default: the batch's longest.",
+    ),
+    click.option(
         "--golden-logits",
         type=click.Path(path_type=Path, file_okay=False),
         help="Folder that keeps golden logits from run to run. Default: golden_logits under --captures.",
@@ -190,6 +198,7 @@ def prompts_command(options: PromptOptions) -> None:
             spec=spec,
             store=store,
             padding_side=options.padding_side,
+            buckets=options.pad_to,
             batch_size=options.batch_size,
         )
         if options.target is None:
@@ -240,7 +249,11 @@ def _run_port(
             dtypes={"weights": str(options.dtype)},
             target=target.name,
             target_digest=target.source_digest,
-            options={"padding_side": options.padding_side, **target.sharing(runtime)},
+            options={
+                "padding_side": options.padding_side,
+                "pad_to": list(options.pad_to),
+                **target.sharing(runtime),
+            },
         ),
     )
     batches = run.batches()
@@ -356,6 +369,7 @@ def _print_and_follow(
             model=options.model,
             port_options=_port_options(options),
             padding_side=options.padding_side,
+            buckets=options.pad_to,
             golden=options.golden,
         )
         followed = follower.follow([run.prompts[number] for number in numbers])

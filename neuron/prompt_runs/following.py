@@ -41,6 +41,7 @@ class Follower:
     model: str
     port_options: tuple[str, ...]  # options of `mm2-test model` that name the port and its device
     padding_side: str
+    buckets: tuple[int, ...] = ()  # lengths that rows are padded to
     golden: Path | None = None  # a golden that was given; None to make one of the prompts
 
     def follow(self, prompts: Sequence[AnsweredPrompt]) -> Followed:
@@ -80,6 +81,10 @@ class Follower:
         rows = self._write(_ROWS_FILE, json.dumps([list(prompt.row) for prompt in prompts]))
         arguments = ["full", "--model", self.model, "--input-ids", str(rows), "--max-new-tokens", "1"]
         arguments += ["--padding-side", self.padding_side, "--output-dir", str(self.directory / "golden")]
+        longest = max(len(prompt.row) for prompt in prompts)
+        fitting = [bucket for bucket in self.buckets if bucket >= longest]
+        if fitting:
+            arguments += ["--pad-to", str(min(fitting))]
         return _Command(program="mm2-gpu", module="gpu_reference", arguments=tuple(arguments))
 
     def _model_command(self, num_decoded: int) -> _Command:

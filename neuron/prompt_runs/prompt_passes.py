@@ -17,10 +17,21 @@ from neuron.model_runs.passes import Pass
 
 
 def plan_prompt_passes(
-    prompts: Sequence[AnsweredPrompt], *, padding_side: str, pad_token_id: int, last_position: int
+    prompts: Sequence[AnsweredPrompt],
+    *,
+    padding_side: str,
+    buckets: tuple[int, ...] = (),
+    pad_token_id: int,
+    last_position: int,
 ) -> list[Pass]:
-    """Plan the passes; the `columns` of a pass are the indices of its tokens in each prompt's row, -1 for others."""
-    prefill = _plan_prefill(prompts, padding_side=padding_side, pad_token_id=pad_token_id)
+    """Plan the passes; the prefill is padded to the longest prompt, or to the smallest of `buckets` that holds it.
+
+    The `columns` of a pass are the indices of its tokens in each prompt's row, -1 for others.
+
+    Raises:
+        UsageError: A prompt is longer than every bucket.
+    """
+    prefill = _plan_prefill(prompts, padding_side=padding_side, buckets=buckets, pad_token_id=pad_token_id)
     passes = [prefill]
     lengths = torch.tensor([len(prompt.prompt_ids) for prompt in prompts])
     for number in range(1, max(len(prompt.answer_ids) for prompt in prompts) + 1):
@@ -40,11 +51,13 @@ def plan_prompt_passes(
     return passes
 
 
-def _plan_prefill(prompts: Sequence[AnsweredPrompt], *, padding_side: str, pad_token_id: int) -> Pass:
+def _plan_prefill(
+    prompts: Sequence[AnsweredPrompt], *, padding_side: str, buckets: tuple[int, ...], pad_token_id: int
+) -> Pass:
     inputs = pad_rows(
         [list(prompt.prompt_ids) for prompt in prompts],
         padding_side=padding_side,
-        buckets=(),
+        buckets=buckets,
         pad_token_id=pad_token_id,
         source="prompts",
     )

@@ -36,6 +36,7 @@ class PromptRun:
     spec: ModelSpec
     store: LogitsStore
     padding_side: str
+    buckets: tuple[int, ...]  # lengths that prompts are padded to; empty: to the longest of a batch
     batch_size: int
 
     def batches(self) -> list[list[int]]:
@@ -76,6 +77,7 @@ class PromptRun:
         passes = plan_prompt_passes(
             batch,
             padding_side=self.padding_side,
+            buckets=self.buckets,
             pad_token_id=pad_token_id(self.spec),
             last_position=self.spec.max_position_embeddings - 1,
         )

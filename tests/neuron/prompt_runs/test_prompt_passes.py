@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from minimax_tools.errors import UsageError
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 from neuron.model_runs.passes import Pass
 from neuron.prompt_runs.prompt_passes import plan_prompt_passes
@@ -30,6 +31,16 @@ def test_left_padding_keeps_positions_and_columns() -> None:
     prefill = plan("left")[0]
     assert prefill.input_ids.tolist() == [[1, 2, 3], [0, 0, 6], [0, 8, 9]]
     assert prefill.columns.tolist() == [[0, 1, 2], [-1, -1, 0], [-1, 0, 1]]
+
+
+def test_bucket_pads_the_prefill_and_no_step() -> None:
+    passes = plan_prompt_passes(
+        PROMPTS, padding_side="right", buckets=(2, 8), pad_token_id=0, last_position=100
+    )
+    assert [one.batch_shape for one in passes] == [(3, 8), (3, 1), (3, 1)]
+    assert passes[1].attention_mask.shape == (3, 9)
+    with pytest.raises(UsageError, match="the longest row has 3 tokens"):
+        plan_prompt_passes(PROMPTS, padding_side="right", buckets=(2,), pad_token_id=0, last_position=100)
 
 
 def test_steps_feed_the_answers_own_tokens_at_their_positions() -> None:
