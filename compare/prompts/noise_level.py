@@ -19,7 +19,9 @@ from minimax_tools.golden_logits.token_logits import divergence
 class NoiseLevel:
     """Usual noise of a right port."""
 
-    divergence: float  # mean over tokens of the farthest variant's divergence from the exact model, in nats
+    num_tokens: int  # pooled tokens
+    # 95th percentile over tokens of the farthest variant's divergence from the exact model, in nats
+    divergence: float
     # Mean over tokens of the variants' largest error in the distance of the two likeliest tokens' logits
     distance: float
 
@@ -31,8 +33,11 @@ class NoiseLevel:
             divergences.append(token_noise(golden))
             second = torch.full((golden.num_tokens,), min(1, golden.candidates.shape[1] - 1))
             distances.append(distance_noise(golden, second))
+        pooled = torch.cat(divergences)
         return cls(
-            divergence=float(torch.cat(divergences).mean()), distance=float(torch.cat(distances).mean())
+            num_tokens=len(pooled),
+            divergence=float(pooled.quantile(0.95)),
+            distance=float(torch.cat(distances).mean()),
         )
 
 

@@ -63,6 +63,10 @@ class PromptJudge:
             recorded_log_likelihood=prompt.log_likelihood,
         )
 
+    @property
+    def _widening(self) -> float:
+        return self.limits.widening(self.level.num_tokens)
+
     def _judge_phase(self, golden: GoldenLogits, port: PortLogits, chosen: torch.Tensor) -> PhaseResult:
         """Judge the tokens of a phase, chosen by a bool [t] out of the port's."""
         tokens = port.tokens[chosen]
@@ -72,7 +76,7 @@ class PromptJudge:
         noises = token_noise(part)
         excesses = divergences / (noises + self.limits.pooled * self.level.divergence + _TINY)
         # NaN breaks every limit.
-        is_beyond = ~(excesses <= self.limits.excess)
+        is_beyond = ~(excesses <= self.limits.excess * self._widening)
         choices = self._differing_choices(part, logits, tokens)
         return PhaseResult(
             tokens=tuple(tokens.tolist()),
@@ -96,7 +100,7 @@ class PromptJudge:
         places = torch.where(is_candidate.any(dim=-1), is_candidate.long().argmax(dim=-1), last)
         margins = logit_distance(golden.exact.candidates, places)
         pooled = self.limits.pooled_distance * self.level.distance
-        reaches = self.limits.choice * (distance_noise(golden, places) + pooled)
+        reaches = self.limits.choice * self._widening * (distance_noise(golden, places) + pooled)
         differs = (golden.candidates[:, 0] != port.choices) & ((margins > reaches) | (port.choices < 0))
         return [
             DifferingChoice(

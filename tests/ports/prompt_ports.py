@@ -7,10 +7,47 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
 
 from model_port import Model
+from port import Moe
+
+
+class Halved(nn.Linear):
+    """Multiplies in halves that are rounded before they are added, as two ranks do."""
+
+    def forward(self, states):
+        width = states.shape[-1] // 2
+        first = functional.linear(states[..., :width], self.weight[:, :width])
+        return first + functional.linear(states[..., width:], self.weight[:, width:])
+
+
+class Reordered(Model):
+    """Right: sums o_proj in halves, and the experts one by one from the last on, each sum in BF16."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.o_proj.__class__ = Halved
+            layer.moe.__class__ = ReversedMoe
+
+
+class ReversedMoe(Moe):
+    """Experts one by one, the last first, added in BF16."""
+
+    def forward(self, states):
+        tokens = states.flatten(0, 1)
+        _, weights, experts = self.router(tokens)
+        total = torch.zeros_like(tokens)
+        for expert in reversed(range(len(self.down_proj))):
+            chosen, places = torch.where(experts == expert)
+            gate, up = (tokens[chosen] @ self.gate_up_proj[expert].T).chunk(2, dim=-1)
+            output = self.activate(gate, up) @ self.down_proj[expert].T
+            total[chosen] += output * weights[chosen, places, None].to(output.dtype)
+        return total.unflatten(0, states.shape[:2])
 
 
 class LatePositions(Model):

@@ -97,7 +97,7 @@ def test_small_error_of_every_token_is_beyond_noise_in_their_number(
     judge: Callable[..., PromptResult],
 ) -> None:
     """A single such token would pass."""
-    result = judge(EXACT + draw(11, 2.5 * SIGMA))
+    result = judge(EXACT + draw(11, 2.0 * SIGMA))
     assert not result.prefill.beyond
     assert result.prefill.share_outside > 0.8
     assert result.prefill.is_beyond
@@ -114,6 +114,12 @@ def test_few_tokens_cannot_break_the_limit_on_their_share() -> None:
     limits = PromptLimits()
     assert limits.share_of(4) > 1
     assert limits.share_of(1000) < 0.32
+
+
+def test_limits_grow_with_the_tokens_of_a_list() -> None:
+    limits = PromptLimits()
+    assert limits.widening(10) == limits.widening(5000) == 1
+    assert limits.widening(80_000) == pytest.approx(2)
 
 
 def test_worst_prompt_is_ranked_first(judge: Callable[..., PromptResult]) -> None:

@@ -70,7 +70,7 @@ def loads(result: click.testing.Result) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("target", [f"{RIGHT}:Model", f"{PORTS}:LastToken"])
+@pytest.mark.parametrize("target", [f"{RIGHT}:Model", f"{PORTS}:LastToken", f"{PORTS}:Reordered"])
 @pytest.mark.parametrize("options", [("--batch-size", 1), ("--padding-side", "left", "--pad-to", "64"), ()])
 def test_right_port_passes(target: str, options: tuple[object, ...], prompts: Command) -> None:
     result = prompts(target, *texts(), *options, "--json")
