@@ -16,6 +16,7 @@ from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
 from compare.model_faults import find_model_faults
+from compare.model_runs.next_tokens import compare_passes
 from compare.model_runs.passes import split_passes
 from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
@@ -28,6 +29,7 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.results.choices import PassLogits
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Blame, Comparison, GeneratedRow, RouterDtype, SiteStatus, Verdict
 from reports.wording import word_layers
@@ -118,6 +120,7 @@ def judge_run(
                 judged,
                 head,
                 generated=generated,
+                pass_logits=compare_passes(sides, split),
                 findings=find_model_faults(sides, embedding, judged, head),
                 pairing_notes=pairing_notes,
             ),
@@ -138,6 +141,7 @@ def _conclude(
     head: ComparedPart,
     *,
     generated: tuple[GeneratedRow, ...],
+    pass_logits: tuple[PassLogits, ...],
     findings: tuple[ModelFinding, ...],
     pairing_notes: tuple[str, ...],
 ) -> Comparison:
@@ -189,6 +193,7 @@ def _conclude(
         router_dtypes=router_dtypes,
         generated=generated,
         findings=findings,
+        pass_logits=pass_logits,
         tokens=word_tokens(reference, target),
     )
 

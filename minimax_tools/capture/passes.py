@@ -58,6 +58,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MisplacedLogits:
+    """Logits that a port returned for a prompt's last token, and that are those of another column of the prefill."""
+
+    row: int
+    column: int
+    is_padding: bool  # whether that column is padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
     """A pass repeated in the same process, its prompts in other rows of the batch, compared with the first time."""
 
@@ -82,6 +91,7 @@ class ModelPasses:
     cache_shift: int = 0
     cache_changes: tuple[CacheChange, ...] = ()
     choices: tuple[Choice, ...] = ()  # empty if the port chooses no tokens itself
+    misplaced: tuple[MisplacedLogits, ...] = ()  # logits of other tokens than each prompt's last
     # Columns of the logits beyond the vocabulary, and the largest logit there minus the largest within; None if none
     num_padded_logits: int = 0
     padded_logits_above: float | None = None
