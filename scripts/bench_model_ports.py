@@ -1,7 +1,7 @@
 """Whole ports with planted mistakes, and right ones, through `mm2-test model`: a table of what it finds.
 
     python scripts/bench_model_ports.py                        two toy models, both backends of a CPU
-    python scripts/bench_model_ports.py --backends cpu head_tied bucket_mask
+    python scripts/bench_model_ports.py --backends cpu --only head_tied bucket_mask
 
 A mistake is *detected* if the verdict is `fail`; *placed* if the first finding is at its pass, layer and site; *named*
 if the first finding has its name. A right port with the verdict `fail` is a false alarm.
@@ -34,7 +34,7 @@ _BACKENDS = ("cpu", "xla-cpu")
 def main() -> int:
     """Run all chosen ports and print the table; 1 if a mistake was missed or a right port failed."""
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("ports", nargs="*", metavar="PORT", help="names of ports (default: all)")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PORT", help="names of ports (default: all)")
     parser.add_argument("--backends", nargs="+", choices=_BACKENDS, default=_BACKENDS)
     parser.add_argument(
         "--models", nargs="+", choices=("synthetic", "trained"), default=("synthetic", "trained")
@@ -46,7 +46,7 @@ def main() -> int:
         for name in arguments.models:
             ground = make_ground(name, Path(scratch), lengths=arguments.lengths)
             for backend in arguments.backends:
-                for plant in choose_model_ports(arguments.ports):
+                for plant in choose_model_ports(arguments.only):
                     if backend not in plant.backends:
                         continue
                     directory = Path(scratch) / name / backend / plant.name
