@@ -110,7 +110,7 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         cache = judge_cache(sides, layer, split=split, is_decoding_wrong=is_decoding_wrong, port_sides=sides)
         if (
             cache.holds_fewer_bits
-            and _is_of_cache(fault, blame_of_all)
+            and _is_of_cache(fault, blame_of_all, layer=layer, judge=judge, sides=sides)
             and is_right_on_own_cache(sides, layer, port_sides=sides)
         ):
             blame, fault, is_excused = (), None, True
@@ -138,16 +138,26 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
     )
 
 
-def _is_of_cache(fault: PassFault | None, blame_of_all: tuple[Blame, ...]) -> bool:
+def _is_of_cache(
+    fault: PassFault | None,
+    blame_of_all: tuple[Blame, ...],
+    *,
+    layer: int,
+    judge: LayerJudge,
+    sides: Sides,
+) -> bool:
     """Decide whether attention of decoded tokens is to blame, which reads the cache, and nothing else.
 
-    `blame_of_all` is the blame of all tokens together: there, sites behind attention are recomputed.
+    Sites behind it that are blamed too, in one pass or in all, must be right on the port's own values of their inputs.
     """
-    attention = {str(Site.ATTN_CONTEXT)}
     if fault is None or fault.number == 0:
         return False
-    in_pass = {site for blame in fault.blame for site in blame.sites}
-    return attention <= in_pass and {site for blame in blame_of_all for site in blame.sites} <= attention
+    blamed = frozenset(Site(site) for blame in (*fault.blame, *blame_of_all) for site in blame.sites)
+    others = tuple(site for site in Site if site in blamed and site is not Site.ATTN_CONTEXT)
+    if Site.ATTN_CONTEXT not in blamed or any(site.order < Site.ATTN_CONTEXT.order for site in others):
+        return False
+    again = judge_recomputed(others, layer=layer, failing=blamed, judge=judge, sides=sides)
+    return all(site in again and again[site].result.status is not SiteStatus.FAIL for site in others)
 
 
 def _excuse_cache(result: SiteResult, cache: CacheJudgement) -> SiteResult:
