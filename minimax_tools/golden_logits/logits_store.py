@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # Another number for another computation of golden logits: those of earlier versions are computed anew.
 _VERSION = 1
 MODEL_FILE = "model.json"
+# Usual name of the folder, beneath that of all captures.
+LOGITS_FOLDER = "golden_logits"
 _FIELDS = ("candidates", "others", "following", "choices")
 _DIGEST_KEY = "sha256"
 

@@ -26,7 +26,7 @@ from minimax_tools.command_line.options import (
 )
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError, format_count
-from minimax_tools.golden_logits.logits_store import LogitsStore
+from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER, LogitsStore
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
@@ -58,8 +58,6 @@ from neuron.prompt_runs.prompt_run import PromptRun
 from neuron.rank_options import rank_options
 from reports.prompts import prompts_record, render_followed, render_prompts
 
-# Folder of the golden logits beneath --captures.
-_LOGITS_FOLDER = "golden_logits"
 # Tokens of an answer that are decoded, and of a golden's rows, if --decode does not say.
 _MOST_DECODED = 32
 _GOLDEN_DECODED = 4
@@ -328,7 +326,7 @@ def _read_samples(options: PromptOptions, folder: Path) -> list[AnsweredPrompt]:
 
 
 def _logits_folder(options: PromptOptions) -> Path:
-    return options.golden_logits or options.store.captures / _LOGITS_FOLDER
+    return options.golden_logits or options.store.captures / LOGITS_FOLDER
 
 
 def _words(folder: Path, ranking: PromptRanking) -> dict[int, str]:
