@@ -46,6 +46,7 @@ def gather_notes(
         *_floor_notes(sides.reference),
         *_generation_notes(sides),
         *_backend_notes(sides),
+        *_conversion_notes(sides.target),
         *_router_notes(router_dtypes),
         *_flip_notes(sites, sides),
         *_classic_notes(sides, outputs_missing),
@@ -208,6 +209,17 @@ def _backend_notes(sides: Sides) -> tuple[str, ...]:
     return (
         f"the limits were measured on {measured}, not on {backend}: up to {limits.slack:g} times a limit warns "
         f"(scripts/calibrate.py --backends {backend} measures them there)",
+    )
+
+
+def _conversion_notes(target: CaptureSource) -> tuple[str, ...]:
+    """Warn if mm2 itself converted the weights of a port that may do so too."""
+    description = target.known_description
+    options = {} if description is None else description.provenance.options
+    if options.get("converted_by") != "mm2":
+        return ()
+    return (
+        f"the weights were converted by {options['conversion']}; a mistake in the port's own conversion does not show",
     )
 
 
