@@ -104,9 +104,19 @@ class Recorder(Generic[SiteKind]):
         if replacement is None:
             self.record(site, tapped)
             return None
-        replacement = replacement.to(device=tapped.device, dtype=tapped.dtype).reshape(tapped.shape)
+        replacement = _fit(replacement.to(device=tapped.device, dtype=tapped.dtype), tapped)
         self.record(site, replacement)
         return tap.put(value, replacement)
+
+
+def _fit(replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
+    """Return a replacement [B,S,…] in the shape of a tapped tensor, whose columns may be padded on the right."""
+    if replacement.numel() == tapped.numel():
+        return replacement.reshape(tapped.shape)
+    num_rows, num_columns, *rest = replacement.shape
+    padded = tapped.reshape(num_rows, -1, *rest).clone()
+    padded[:, :num_columns] = replacement
+    return padded.reshape(tapped.shape)
 
 
 def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
