@@ -7,6 +7,7 @@ t judged tokens, K candidates.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from compare.prompts.noise_level import NoiseLevel, distance_noise, logit_distan
 from compare.prompts.prompt_limits import PromptLimits
 from minimax_tools.golden_logits.golden_logits import GoldenLogits
 from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
-from minimax_tools.results.prompt_results import DifferingChoice, PhaseResult, PromptResult
+from minimax_tools.results.prompt_results import DifferingChoice, PhaseResult, PhaseShare, PromptResult
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 
 # Least noise to divide by.
@@ -66,6 +67,26 @@ class PromptJudge:
     @property
     def _widening(self) -> float:
         return self.limits.widening(self.level.num_tokens)
+
+    def judge_together(self, results: Sequence[PromptResult]) -> tuple[PhaseShare, ...]:
+        """Judge each phase over all prompts: by the share of its tokens that are farther than every variant."""
+        prefills = [result.prefill for result in results]
+        decodes = [result.decode for result in results if result.decode is not None]
+        shares = []
+        for name, phases in (("prefill", prefills), ("decode", decodes)):
+            num_tokens = sum(len(phase.tokens) for phase in phases)
+            if num_tokens:
+                num_outside = sum(phase.share_outside * len(phase.tokens) for phase in phases)
+                shares.append(
+                    PhaseShare(
+                        phase=name,
+                        num_tokens=num_tokens,
+                        share=num_outside / num_tokens,
+                        # Tokens of one prompt vary together: a phase counts as few tokens per prompt.
+                        limit=self.limits.share_of(min(num_tokens, self.limits.tokens_apart * len(phases))),
+                    )
+                )
+        return tuple(shares)
 
     def _judge_phase(self, golden: GoldenLogits, port: PortLogits, chosen: torch.Tensor) -> PhaseResult:
         """Judge the tokens of a phase, chosen by a bool [t] out of the port's."""

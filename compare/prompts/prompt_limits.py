@@ -21,6 +21,7 @@ class PromptLimits:
         usual_share: Share of tokens at which a right port is farther from the golden than every variant; a right port
             that rounds as much as they do has this share or less.
         share_deviations: Deviations of that share that are allowed, for the number of tokens.
+        tokens_apart: Number of a prompt's tokens that vary apart, where all prompts of a list are judged together.
     """
 
     excess: float = 3.0
@@ -30,10 +31,11 @@ class PromptLimits:
     usual_tokens: int = 5000
     usual_share: float = 0.25
     share_deviations: float = 4.0
+    tokens_apart: int = 4
 
     def widening(self, num_tokens: int) -> float:
         """Return the factor on the limits of single tokens, for a list of so many."""
-        return max(num_tokens / self.usual_tokens, 1.0) ** 0.25
+        return math.sqrt(math.sqrt(max(num_tokens / self.usual_tokens, 1.0)))
 
     def share_of(self, num_tokens: int) -> float:
         """Return the limit on the share of tokens that are farther than every variant; above 1, none can break it."""

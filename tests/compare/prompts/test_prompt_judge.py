@@ -116,6 +116,21 @@ def test_few_tokens_cannot_break_the_limit_on_their_share() -> None:
     assert limits.share_of(1000) < 0.32
 
 
+def test_small_error_of_few_tokens_shows_in_many_prompts(
+    golden: GoldenLogits, judge: Callable[..., PromptResult]
+) -> None:
+    """A decode phase of six tokens proves nothing alone."""
+    together = PromptJudge(level=NoiseLevel.of([golden])).judge_together
+    right = [judge(EXACT + draw(seed, SIGMA)) for seed in range(10, 22)]
+    wrong = [judge(EXACT + draw(seed, 1.7 * SIGMA)) for seed in range(10, 22)]
+    assert not any(result.is_beyond for result in right)
+    assert not any(share.is_beyond for share in together(right))
+    prefill, decode = together(wrong)
+    assert prefill.is_beyond
+    assert decode.is_beyond
+    assert decode.num_tokens == 12 * NUM_DECODED
+
+
 def test_limits_grow_with_the_tokens_of_a_list() -> None:
     limits = PromptLimits()
     assert limits.widening(10) == limits.widening(5000) == 1
