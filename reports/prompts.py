@@ -62,7 +62,7 @@ def render_prompts(
         if share.is_beyond:
             canvas.line(
                 f"{share.phase} of all prompts: {100 * share.share:.0f} % of {share.num_tokens} tokens are farther "
-                f"than every right variant, limit {100 * share.limit:.0f} %",
+                f"than right models that round, limit {100 * share.limit:.0f} %",
                 style=style,
             )
     canvas.line(_extent(ranking))

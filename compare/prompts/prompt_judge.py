@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compare.prompts.noise_level import NoiseLevel, distance_noise, logit_distance, token_noise
+from compare.prompts.noise_level import (
+    NoiseLevel,
+    distance_noise,
+    logit_distance,
+    rounding_noise,
+    token_noise,
+)
 from compare.prompts.prompt_limits import PromptLimits
 from minimax_tools.golden_logits.golden_logits import GoldenLogits
 from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
@@ -82,8 +88,7 @@ class PromptJudge:
                         phase=name,
                         num_tokens=num_tokens,
                         share=num_outside / num_tokens,
-                        # Tokens of one prompt vary together: a phase counts as few tokens per prompt.
-                        limit=self.limits.share_of(min(num_tokens, self.limits.tokens_apart * len(phases))),
+                        limit=self.limits.share_together(num_tokens, num_prompts=len(phases)),
                     )
                 )
         return tuple(shares)
@@ -105,7 +110,7 @@ class PromptJudge:
             noises=tuple(noises.tolist()),
             excesses=tuple(map(_finite, excesses.tolist())),
             beyond=tuple(tokens[is_beyond].tolist()),
-            share_outside=float((~(divergences <= noises)).double().mean()),
+            share_outside=float((~(divergences <= rounding_noise(part))).double().mean()),
             share_limit=self.limits.share_of(len(tokens)),
             first_choice=choices[0] if choices else None,
             num_choices=len(choices),

@@ -35,7 +35,8 @@ class PhaseResult:
     noises: tuple[float, ...]
     excesses: tuple[float | None, ...]
     beyond: tuple[int, ...]  # tokens whose error is beyond noise by itself
-    # Share of the tokens that are farther from the golden than every variant, and the limit on it; above 1: no limit
+    # Share of the tokens that are farther from the golden than the variants that only round, and the limit on it;
+    # above 1: no limit
     share_outside: float
     share_limit: float
     first_choice: DifferingChoice | None  # first token whose likeliest next token differs beyond noise
@@ -122,7 +123,7 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseShare:
-    """The share of a phase's tokens, over all prompts, that are farther from the golden than every variant."""
+    """The share of a phase's tokens, over all prompts, that are farther from the golden than variants that round."""
 
     phase: str  # `prefill` or `decode`
     num_tokens: int
