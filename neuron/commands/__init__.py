@@ -2,6 +2,7 @@
 
 - `run`: single-layer, multi-layer, sweep, full and component
 - `device_run`: the run, verdict and output behind them
+- `undo`: a proof that a mistake is what is wrong in a layer, by undoing it
 - `bisect_layers`: the wrong layers of a range, found by running parts of it
 - `weights`: the place of every element of a layer's weights in a port
 - `trace`: one layer of a port compiled into a file

@@ -86,6 +86,11 @@ class Target(ABC):
         """True if weights are known to be read straight into the module, with no second layer in memory."""
         return False
 
+    @property
+    def may_convert(self) -> bool:
+        """False if the port is known to have no convert_state_dict."""
+        return True
+
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int | None:
