@@ -24,7 +24,6 @@ from neuron.devices.runtime import open_runtime
 from neuron.options import DeviceOptions
 from neuron.runs.proving import PortProver
 
-
 undo_option = click.option(
     "--undo",
     "mistakes",

@@ -18,14 +18,13 @@ from compare.diagnosis.proof.proof import (
     Proof,
     ProofOutcome,
     ProofWay,
-    RemainingMistake,
     SiteProof,
     StageProof,
     not_provable,
 )
 from compare.diagnosis.proof.right_stages import RightStages
 from compare.diagnosis.proof.stage_cut import cut_behind, readers_of, sites_behind
-from compare.diagnosis.proof.undo import Undo, join_hypotheses
+from compare.diagnosis.proof.undo import Undo, join_hypotheses, undo_finding
 from compare.diagnosis.repair import lines_for_layers
 from compare.diagnosis.score import Score
 from compare.limits.criteria import Criteria
@@ -287,6 +286,7 @@ class PortProver:
             )
             if edit
             else (),
+            num_layers=self._request.spec.num_hidden_layers,
             has_conversion=has_conversion,
             stage=_stage(score),
         )
@@ -302,10 +302,11 @@ class PortProver:
         first, second = before.rho(Site.OUTPUT), after.rho(Site.OUTPUT)
         return first is not None and second is not None and second < _LESS * first
 
-    def _name_rest(self, after: _Judged) -> tuple[RemainingMistake, ...]:
+    def _name_rest(self, after: _Judged) -> tuple[str, ...]:
+        """Name the mistakes that explain what is left, each as --undo takes it; of two together `a + b`."""
         found = diagnose(self._golden, after.capture, model=self._request.model_source, layers=(self._layer,))
         return tuple(
-            RemainingMistake(mistake=finding.mistake, parameters=finding.parameters)
+            " + ".join(map(str, undo_finding(finding.mistake, finding.parameters)))
             for finding in found.findings
         )
 

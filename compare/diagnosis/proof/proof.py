@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compare.diagnosis.mistake import Value
 from minimax_tools.results.results import Verdict
 from minimax_tools.text_enum import TextEnum
 
@@ -52,14 +50,6 @@ class StageProof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemainingMistake:
-    """A mistake that explains what is still wrong once the first is undone."""
-
-    mistake: str
-    parameters: Mapping[str, Value]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """Outcome of undoing a mistake in one layer."""
 
@@ -73,8 +63,9 @@ class Proof:
     stage: StageProof | None = None  # None if the mistake was undone in the weights alone
     edit: tuple[str, ...] = ()  # lines that change this layer's tensors, if it was undone in the weights
     lines: tuple[str, ...] = ()  # the same as `convert_state_dict` needs them, for this layer alone
+    num_layers: int = 0  # number of the model's layers, for which `lines` may be the same; 0 without lines
     has_conversion: bool = True  # whether the port has a convert_state_dict
-    remaining: tuple[RemainingMistake, ...] = ()  # what explains the rest, best first
+    remaining: tuple[str, ...] = ()  # mistakes that explain what is left, as --undo takes them, best first
     target_digest: str = ""  # digest of the port's source that ran; empty if none did
 
     @property

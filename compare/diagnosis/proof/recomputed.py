@@ -26,7 +26,7 @@ from compare.diagnosis.proof.undo import Undo, join_hypotheses
 from compare.sides.golden_weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import SITE_INPUTS, Site
-from minimax_tools.results.results import Comparison, SiteStatus
+from minimax_tools.results.results import Comparison
 
 _RUN_PORT = "Run the port on this golden with mm2-test, and prove it there."
 

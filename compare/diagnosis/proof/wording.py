@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from compare.diagnosis.proof.proof import Proof, ProofOutcome, ProofWay, SiteProof
+from compare.diagnosis.repair import lines_for_layers
 from reports.canvas import Canvas
-from reports.wording import word_figure
+from reports.wording import word_figure, word_layers
 
-_IN_WEIGHTS = (ProofWay.WEIGHTS, ProofWay.WEIGHTS_AND_STAGE)
+_MOST_EDITS = 3  # lines that differ by a number from layer to layer are told for so many layers
+
+
+class Provable(Protocol):
+    """A finding that may have a proof."""
+
+    @property
+    def layer(self) -> int | None:
+        """The layer; None outside the layers."""
+
+    @property
+    def proof(self) -> Proof | None:
+        """The proof; None if none was asked for."""
 
 
 def render_proof(proof: Proof, *, layer: int, undone: str) -> str:
@@ -20,6 +34,30 @@ def render_proof(proof: Proof, *, layer: int, undone: str) -> str:
     if proof.is_proved:
         draw_lines(canvas, proof.lines, has_conversion=proof.has_conversion)
     return canvas.text
+
+
+def draw_proofs(canvas: Canvas, findings: Sequence[Provable]) -> None:
+    """Draw the proofs of one mistake, a finding for each layer; nothing if there are none.
+
+    Layers of one outcome are told together, by the first of them. Lines for several layers are told once.
+    """
+    proofs = [(finding.layer, finding.proof) for finding in findings if finding.proof is not None]
+    for outcome in ProofOutcome:
+        alike = [(layer, proof) for layer, proof in proofs if proof.outcome is outcome]
+        if not alike:
+            continue
+        where = "" if len(proofs) == 1 else f"{_in_layers(alike)}: "
+        first, *others = word_proof(alike[0][1])
+        canvas.paragraph(where + first)
+        for sentence in others:
+            canvas.paragraph(sentence)
+    _draw_lines_by_layer(canvas, [(layer, proof) for layer, proof in proofs if proof.is_proved])
+
+
+def word_outcomes(findings: Sequence[Provable]) -> str:
+    """Word the outcomes of the proofs of a mistake's findings; an empty text without proofs."""
+    outcomes = dict.fromkeys(str(finding.proof.outcome) for finding in findings if finding.proof is not None)
+    return f" ({', '.join(outcomes)})" if outcomes else ""
 
 
 def word_proof(proof: Proof) -> Iterator[str]:
@@ -43,9 +81,7 @@ def word_proof(proof: Proof) -> Iterator[str]:
         return
     yield f"{is_proved}: {where}, {proof.reason}{figures}."
     if proof.remaining:
-        first = proof.remaining[0]
-        parameters = ", ".join(f"{name} {value}" for name, value in first.parameters.items())
-        yield f"What is left matches {first.mistake}{f' ({parameters})' if parameters else ''}."
+        yield f"What is left matches {proof.remaining[0]}."
 
 
 def draw_lines(canvas: Canvas, lines: tuple[str, ...], *, has_conversion: bool) -> None:
@@ -56,6 +92,26 @@ def draw_lines(canvas: Canvas, lines: tuple[str, ...], *, has_conversion: bool) 
     canvas.paragraph(f"Lines that undo it, {place}:")
     for line in lines:
         canvas.line(f"      {line}")
+
+
+def _draw_lines_by_layer(canvas: Canvas, proofs: Sequence[tuple[int | None, Proof]]) -> None:
+    layers_by_edit: dict[tuple[str, ...], list[int]] = {}
+    for layer, proof in proofs:
+        if proof.edit and layer is not None:
+            layers_by_edit.setdefault(proof.edit, []).append(layer)
+    for edit, layers in list(layers_by_edit.items())[:_MOST_EDITS]:
+        proof = next(proof for _, proof in proofs if proof.edit == edit)
+        lines = lines_for_layers(
+            edit, tuple(layers), num_layers=proof.num_layers, has_conversion=proof.has_conversion
+        )
+        draw_lines(canvas, lines, has_conversion=proof.has_conversion)
+    if len(layers_by_edit) > _MOST_EDITS:
+        canvas.paragraph(f"{len(layers_by_edit) - _MOST_EDITS} more, with other numbers: see --json.")
+
+
+def _in_layers(proofs: Sequence[tuple[int | None, Proof]]) -> str:
+    words = word_layers(layer for layer, _ in proofs)
+    return words[0].upper() + words[1:]
 
 
 def _word_replaced(proof: Proof) -> str:
