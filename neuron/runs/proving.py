@@ -235,13 +235,9 @@ class PortProver:
         return before.capture.read(self._layer, site).equal(after.capture.read(self._layer, site))
 
     def _shows_too_little(self, before: _Judged, missing: Collection[Site]) -> Proof:
-        readers = {reader for site in missing for reader in readers_of(site)} - {Site.OUTPUT}
-        shown = before.capture.sites(self._layer)
-        names = _word(
-            sorted((site for site in {*missing, *readers} if site not in shown), key=lambda site: site.order)
-        )
+        names = _word(sorted(missing, key=lambda site: site.order))
         return not_provable(
-            f"the port does not show {names}: nothing of it would follow what is replaced",
+            f"the port does not show {names}, nor all that is computed from it before the output",
             "Name the sites in the port's `sites`.",
             before=before.comparison.verdict,
         )
@@ -260,7 +256,7 @@ class PortProver:
         way = way or (ProofWay.WEIGHTS if in_weights else ProofWay.STAGE)
         edit = tuple(line for undo in in_weights for line in undo.lines)
         has_conversion = self._request.target.may_convert
-        wrong = sorted(after.blamed or after.failing, key=lambda site: site.order)
+        wrong = [site for site in after.failing if site in after.blamed] or after.failing
         proof = Proof(
             outcome=ProofOutcome.PROVED if after.is_right else ProofOutcome.NOT_PROVED,
             way=way,
