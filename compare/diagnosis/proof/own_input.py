@@ -8,6 +8,7 @@ from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.proof.stage_cut import sites_behind
 from compare.diagnosis.score import Score
+from compare.diagnosis.trial import Trial
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.source import CaptureSource
@@ -42,17 +43,40 @@ def score_on_own_input(
     The golden (`reference`) and the run hold the layer's input and output.
     """
     comparable = comparable_sites(reference, target, layer)
-    own = comparable - hypothesis.sites - sites_behind(hypothesis.sites)
     behind_choice = Site.MOE_DELTA if Site.MOE_DELTA in comparable else Site.OUTPUT
     judging = dict.fromkeys(behind_choice if site in _CHOICES else site for site in cut)
+    own = comparable - hypothesis.sites - sites_behind(hypothesis.sites)
     with torch.no_grad():
-        case = LayerCase(
-            reference,
-            target,
-            weights=weights,
-            layer=layer,
-            suspects=frozenset(),
-            judging=tuple(judging),
-            own=own | {Site.INPUT},
-        )
-        return case.open_trial().judge([hypothesis])[0]
+        trial = _open_trial(reference, target, weights, layer, judging=tuple(judging), own=own)
+        return trial.judge([hypothesis])[0]
+
+
+def rho_on_own_input(
+    reference: CaptureSource, target: CaptureSource, *, weights: GoldenWeights, layer: int, site: Site
+) -> float:
+    """Return ρ of a site against the right layer, computed from what the port shows before it."""
+    own = comparable_sites(reference, target, layer) - {site} - sites_behind([site])
+    with torch.no_grad():
+        trial = _open_trial(reference, target, weights, layer, judging=(site,), own=own)
+        return trial.null().unexplained
+
+
+def _open_trial(
+    reference: CaptureSource,
+    target: CaptureSource,
+    weights: GoldenWeights,
+    layer: int,
+    *,
+    judging: tuple[Site, ...],
+    own: frozenset[Site],
+) -> Trial:
+    case = LayerCase(
+        reference,
+        target,
+        weights=weights,
+        layer=layer,
+        suspects=frozenset(),
+        judging=judging,
+        own=own | {Site.INPUT},
+    )
+    return case.open_trial()

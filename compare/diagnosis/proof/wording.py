@@ -73,11 +73,12 @@ def word_proof(proof: Proof) -> Iterator[str]:
         ProofWay.WEIGHTS: "with the weights changed before the port converts them",
         ProofWay.STAGE: f"with the right values at {_word_replaced(proof)}",
         ProofWay.WEIGHTS_AND_STAGE: f"with the weights changed, and the right values at {_word_replaced(proof)}",
-        ProofWay.RECOMPUTED: "computed from the values that the dump shows",
+        ProofWay.RECOMPUTED: "recomputed from the run's own values",
     }[proof.way]
     figures = _word_figures(proof)
     if proof.is_proved:
-        yield f"{is_proved}: {where}, the port's layer is right{figures}{_word_stage(proof)}."
+        subject = "all else" if proof.way is ProofWay.RECOMPUTED else "the port's layer"
+        yield f"{is_proved}: {where}, {subject} is right{figures}{_word_stage(proof)}."
         return
     yield f"{is_proved}: {where}, {proof.reason}{figures}."
     if proof.remaining:
