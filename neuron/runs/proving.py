@@ -12,8 +12,7 @@ from pathlib import Path
 
 from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
-from compare.diagnosis.naming import is_explanation
-from compare.diagnosis.proof.own_input import comparable_sites, score_on_own_input
+from compare.diagnosis.proof.own_input import comparable_sites, fit_on_own_input
 from compare.diagnosis.proof.proof import (
     Proof,
     ProofOutcome,
@@ -157,7 +156,7 @@ class PortProver:
         is_last = Site.OUTPUT in hypothesis.sites and set(SITE_INPUTS[Site.OUTPUT]) <= known
         if Site.OUTPUT in cut and not is_last:
             return self._shows_too_little(before, hypothesis.sites - replaceable)
-        score = score_on_own_input(
+        fit = fit_on_own_input(
             self._golden,
             before.capture,
             weights=weights,
@@ -165,17 +164,21 @@ class PortProver:
             hypothesis=join_hypotheses((*in_weights, *at_stages)),
             cut=cut,
         )
-        if not is_explanation(score):
+        if not fit.is_explained:
             return Proof(
                 outcome=ProofOutcome.NOT_PROVED,
                 reason=f"what the port gives at {_word(cut)} is not what the mistake gives on the port's own inputs",
                 before=before.comparison.verdict,
-                stage=_stage(score),
+                stage=_stage(fit.score),
             )
         while True:
             feeds = StageFeeds(sites=cut, known=known, right=right)
+            # Before the replaced sites the mistake still shows.
+            mistaken = hypothesis.sites | sites_behind(hypothesis.sites)
+            hidden = mistaken - set(cut) - sites_behind(cut)
             after = self._run(
-                _folder((*in_weights, *at_stages)), replace(self._undone(in_weights), stage_feeds=feeds)
+                _folder((*in_weights, *at_stages)),
+                replace(self._undone(in_weights, hidden=hidden), stage_feeds=feeds),
             )
             passed_over = self._passed_over(before, after, cut)
             if not passed_over:
@@ -188,15 +191,17 @@ class PortProver:
                 "Point the port's `sites` at a submodule whose output it computes with.",
                 before=before.comparison.verdict,
             )
-        return self._conclude(before, after, in_weights, replaced=cut, score=score)
+        return self._conclude(before, after, in_weights, replaced=cut, score=fit.score)
 
-    def _undone(self, in_weights: tuple[Undo, ...]) -> DeviceRequest:
-        """Return the run with mistakes undone in the weights; sites that the change reorders are not recorded."""
+    def _undone(
+        self, in_weights: tuple[Undo, ...], *, hidden: frozenset[Site] = frozenset()
+    ) -> DeviceRequest:
+        """Return the run with mistakes undone in the weights, without `hidden` sites, and those that this reorders."""
         reordered = {
             site for undo in in_weights if undo.mistake.repair for site in undo.mistake.repair.reorders
         }
         run = self._request.run
-        sites = tuple(site for site in run.sites if site not in reordered)
+        sites = tuple(site for site in run.sites if site not in reordered | hidden)
         return replace(self._request, undone=in_weights, run=replace(run, sites=sites))
 
     def _run(self, name: str, request: DeviceRequest) -> _Judged:

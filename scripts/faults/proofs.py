@@ -46,7 +46,9 @@ class ProofCase:
     def __str__(self) -> str:
         shown = ", black box" if self.is_black_box else ""
         way = f" by {self.proof.way}" if self.proof.way else ""
-        return f"{self.baseline}: {self.plant}{shown}, {self.kind} {self.undone}: {self.proof.outcome}{way}"
+        stage = self.proof.stage
+        fit = f", the stage leaves ρ {stage.leaves} of {stage.unexplained}" if stage else ""
+        return f"{self.baseline}: {self.plant}{shown}, {self.kind} {self.undone}: {self.proof.outcome}{way}{fit}"
 
 
 class Proofs:

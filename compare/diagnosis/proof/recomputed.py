@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from compare.diagnosis.naming import is_explanation, most_left
-from compare.diagnosis.proof.own_input import comparable_sites, rho_on_own_input, score_on_own_input
+from compare.diagnosis.naming import most_left
+from compare.diagnosis.proof.own_input import comparable_sites, fit_on_own_input, rho_on_own_input
 from compare.diagnosis.proof.proof import (
     Proof,
     ProofOutcome,
@@ -53,11 +53,11 @@ class RecomputedProofs:
                 _RUN_PORT,
             )
         with self.weights.open_layer(layer, self.golden) as weights:
-            score = score_on_own_input(
+            fit = fit_on_own_input(
                 self.golden, self.dump, weights=weights, layer=layer, hypothesis=hypothesis, cut=cut
             )
-            stage = StageProof(leaves=_finite(score.leaves), unexplained=_finite(score.unexplained))
-            if not is_explanation(score):
+            stage = StageProof(leaves=_finite(fit.score.leaves), unexplained=_finite(fit.score.unexplained))
+            if not fit.is_explained:
                 return Proof(
                     outcome=ProofOutcome.NOT_PROVED,
                     reason=f"what the dump gives at {_word(cut)} is not what the mistake gives on its own inputs",
@@ -66,7 +66,7 @@ class RecomputedProofs:
                 )
             mistaken = {*hypothesis.sites, *cut}
             sites = tuple(
-                self._judge_site(result, layer, weights, score)
+                self._judge_site(result, layer, weights, fit.score)
                 for result in self.comparison.of_layer(layer)
                 if Site(result.site) not in mistaken and result.status.is_compared
             )
