@@ -142,6 +142,7 @@ def test_wrong_name_that_is_forced_gets_no_proof(run: Callable[..., Path], prove
     assert all(found["proof"] is None for found in record["layers"][0]["nearest"])
 
 
+@pytest.mark.slow
 def test_port_of_several_ranks_is_run_on_as_many(run: Callable[..., Path], prove: Prove) -> None:
     port = f"{REPOSITORY / 'scripts' / 'examples' / 'swapped_device_layer.py'}:SwappedDeviceLayer"
     directory = run("single-layer", port, "--layer", 1)
@@ -155,33 +156,26 @@ def test_port_of_several_ranks_is_run_on_as_many(run: Callable[..., Path], prove
     assert record["diagnosis"][0]["proof"]["outcome"] == "proved"
 
 
-def test_port_that_has_changed_since_the_run_is_noted(
+@pytest.mark.slow
+def test_port_that_lies_elsewhere_and_has_changed_is_named_and_noted(
     run: Callable[..., Path], prove: Prove, tmp_path: Path
 ) -> None:
-    target = write_port(tmp_path / "port.py", [])
-    directory = run("single-layer", target, "--layer", 1)
-    write_port(tmp_path / "port.py", ["# mended"])
-    record = prove(directory, "--mistake", "k_v_swapped")
-    assert record["diagnosis"][0]["proof"]["outcome"] == "proved"
-    assert any("has changed since the run" in note for note in record["notes"])
-
-
-def test_port_that_lies_elsewhere_is_named(run: Callable[..., Path], prove: Prove, tmp_path: Path) -> None:
     directory = run("single-layer", write_port(tmp_path / "port.py", []), "--layer", 1)
-    (tmp_path / "port.py").rename(tmp_path / "moved.py")
+    (tmp_path / "port.py").unlink()
     (found,) = prove(directory, "--mistake", "k_v_swapped")["diagnosis"]
     assert found["proof"]["outcome"] == "not provable"
     assert "the port did not run" in found["proof"]["reason"]
     assert "port.py" in found["proof"]["reason"]
-    (found,) = prove(directory, "--mistake", "k_v_swapped", "--target", f"{tmp_path / 'moved.py'}:Port")[
-        "diagnosis"
-    ]
-    assert found["proof"]["outcome"] == "proved"
+
+    moved = write_port(tmp_path / "moved.py", ["# mended"])
+    record = prove(directory, "--mistake", "k_v_swapped", "--target", moved)
+    assert record["diagnosis"][0]["proof"]["outcome"] == "proved"
+    assert any("has changed since the run" in note for note in record["notes"])
 
 
 def test_decoded_tokens_alone_are_not_provable(run: Callable[..., Path], prove: Prove) -> None:
     options = ("--layer", 1, "--decode", 4)
-    directory = run("single-layer", f"{PORTS / 'diagnosed.py'}:DecodeSwapsGateUp", *options)
+    directory = run("single-layer", f"{PORTS / 'diagnosed.py'}:SwappedWhereDecoded", *options)
     (found,) = prove(directory, "--mistake", "gate_up_swapped")["diagnosis"]
     assert found["parameters"] == {"rows": "decode"}
     assert found["proof"]["outcome"] == "not provable"
@@ -208,13 +202,14 @@ class TestDump:
     def test_what_the_dump_does_not_show_is_said(
         self, run: Callable[..., Path], prove: Prove, dumps: Any, tmp_path: Path
     ) -> None:
-        target = f"{PORTS / 'one_wrong_layer.py'}:SwappedGateUp_at_1_outputs"
-        directory = run("full", target, "--sites", "all")
-        record = prove(directory, "--mistake", "gate_up_swapped")
-        assert record["diagnosis"][0]["proof"]["outcome"] == "proved"
-        proof = prove_dump(dumps, directory, prove, tmp_path)
+        directory = run("full", f"{PORTS / 'one_wrong_layer.py'}:SwappedGateUp_at_1", "--sites", "all")
+        dumps.write_nxdi(tmp_path / "dump", Capture.open(directory))
+        for file in (tmp_path / "dump").glob("*layers.1.mlp_output*"):
+            file.unlink()
+        (found,) = prove(tmp_path / "dump", "--mistake", "gate_up_swapped")["diagnosis"]
+        proof = found["proof"]
         assert proof["outcome"] == "not provable"
-        assert "there is no port to run" in proof["reason"]
+        assert "there is no port to run, and the dump does not show moe_delta" in proof["reason"]
         assert "mm2-test" in proof["next_step"]
 
     def test_second_mistake_is_not_hidden(
@@ -229,13 +224,6 @@ class TestDump:
             proof: Proof = proofs.prove(1, (alone,))
             assert proof.outcome == "not proved"
             assert "is wrong too" in proof.reason
-
-
-def prove_dump(dumps: Any, directory: Path, prove: Prove, folder: Path) -> dict[str, Any]:
-    dumps.write_nxdi(folder / "dump", Capture.open(directory))
-    (found,) = prove(folder / "dump", "--mistake", "gate_up_swapped")["diagnosis"]
-    proof: dict[str, Any] = found["proof"]
-    return proof
 
 
 def open_proofs(toy: Path, golden: Path, dump: Path) -> RecomputedProofs:
