@@ -1,4 +1,4 @@
-"""Repair: a change of a layer's tensors, before a port converts them, that undoes a mistake; and its lines of code.
+"""WeightRepair: a change of a layer's tensors, before a port converts them, that undoes a mistake; and its lines.
 
 The lines that a report prints are the source of the function that was run. So they were executed as they are read.
 """
@@ -21,7 +21,7 @@ _INDENT = " " * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Repair:
+class WeightRepair:
     """A change of a layer's tensors that makes a port with a mistake right.
 
     `edit(tensors, config, **parameters)` changes the tensors in place. Its body may use nothing but these names and

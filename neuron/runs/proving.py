@@ -14,7 +14,7 @@ from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.proof.own_input import comparable_sites, fit_on_own_input
 from compare.diagnosis.proof.proof import (
-    Proof,
+    MistakeProof,
     ProofOutcome,
     ProofWay,
     SiteProof,
@@ -104,7 +104,7 @@ class PortProver:
         self._criteria = criteria
         self._directory = directory
 
-    def prove(self, undone: tuple[Undo, ...]) -> Proof:
+    def prove(self, undone: tuple[Undo, ...]) -> MistakeProof:
         """Undo these mistakes together, and judge the layer again.
 
         They are undone in the weights, as far as a change of the tensors undoes them; if the layer is not right then,
@@ -116,7 +116,7 @@ class PortProver:
         """
         return replace(self._prove(undone), target_digest=self._request.target.source_digest)
 
-    def _prove(self, undone: tuple[Undo, ...]) -> Proof:
+    def _prove(self, undone: tuple[Undo, ...]) -> MistakeProof:
         with self._weights.open_layer(self._layer, self._golden) as weights:
             right = RightStages.of(weights, self._golden.read_inputs())
             hidden = [str(undo) for undo in undone if not undo.may_show(right.inputs)]
@@ -144,7 +144,7 @@ class PortProver:
         right: RightStages,
         in_weights: tuple[Undo, ...],
         at_stages: tuple[Undo, ...],
-    ) -> Proof:
+    ) -> MistakeProof:
         """Undo some mistakes in the weights, and others at their stages."""
         if not at_stages:
             after = self._run(_folder(in_weights), self._undone(in_weights))
@@ -165,7 +165,7 @@ class PortProver:
             cut=cut,
         )
         if not fit.is_explained:
-            return Proof(
+            return MistakeProof(
                 outcome=ProofOutcome.NOT_PROVED,
                 reason=f"what the port gives at {_word(cut)} is not what the mistake gives on the port's own inputs",
                 before=before.comparison.verdict,
@@ -239,7 +239,7 @@ class PortProver:
     def _is_same(self, before: _Judged, after: _Judged, site: Site) -> bool:
         return before.capture.read(self._layer, site).equal(after.capture.read(self._layer, site))
 
-    def _shows_too_little(self, before: _Judged, missing: Collection[Site]) -> Proof:
+    def _shows_too_little(self, before: _Judged, missing: Collection[Site]) -> MistakeProof:
         names = _word(sorted(missing, key=lambda site: site.order))
         return not_provable(
             f"the port does not show {names}, nor all that is computed from it before the output",
@@ -255,14 +255,14 @@ class PortProver:
         *,
         replaced: tuple[Site, ...] = (),
         score: Score | None = None,
-    ) -> Proof:
+    ) -> MistakeProof:
         """Compare the layer before and after; if it is still wrong, name what explains the rest."""
         way = ProofWay.WEIGHTS_AND_STAGE if in_weights and replaced else None
         way = way or (ProofWay.WEIGHTS if in_weights else ProofWay.STAGE)
         edit = tuple(line for undo in in_weights for line in undo.lines)
         has_conversion = self._request.target.may_convert
         wrong = [site for site in after.failing if site in after.blamed] or after.failing
-        proof = Proof(
+        proof = MistakeProof(
             outcome=ProofOutcome.PROVED if after.is_right else ProofOutcome.NOT_PROVED,
             way=way,
             before=before.comparison.verdict,

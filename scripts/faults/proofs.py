@@ -14,7 +14,7 @@ import port_runs
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.evaluation import LayerInputs
-from compare.diagnosis.proof.proof import Proof
+from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.proof.right_stages import RightStages
 from compare.diagnosis.proof.undo import Undo, undo_finding
 from compare.sides.golden_weights import CheckpointWeights
@@ -41,14 +41,16 @@ class ProofCase:
     undone: str  # the mistake that was undone, as --undo takes it
     kind: str  # `named`: by the diagnosis; `wrong`: another name; `half`: one of two planted mistakes
     is_black_box: bool  # whether the port shows nothing but its output
-    proof: Proof
+    proof: MistakeProof
 
     def __str__(self) -> str:
         shown = ", black box" if self.is_black_box else ""
         way = f" by {self.proof.way}" if self.proof.way else ""
         stage = self.proof.stage
         fit = f", the stage leaves ρ {stage.leaves} of {stage.unexplained}" if stage else ""
-        return f"{self.baseline}: {self.plant}{shown}, {self.kind} {self.undone}: {self.proof.outcome}{way}{fit}"
+        return (
+            f"{self.baseline}: {self.plant}{shown}, {self.kind} {self.undone}: {self.proof.outcome}{way}{fit}"
+        )
 
 
 class Proofs:

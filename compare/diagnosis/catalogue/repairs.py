@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compare.diagnosis.repair import Repair, Tensors
+from compare.diagnosis.repair import Tensors, WeightRepair
 from minimax_tools.model.sites import Site
 
 # Sites whose heads hold their dims in another order once the rows of q_proj and k_proj do.
@@ -145,21 +145,21 @@ def _negate_correction_bias(tensors: Tensors, config: Any) -> None:
     tensors[name] = -tensors[name]
 
 
-GATE_AND_UP_EXCHANGED = Repair(edit=_exchange_gate_and_up)
-GATE_AND_UP_INTERLEAVED = Repair(edit=_interleave_gate_and_up)
-GATE_AND_UP_PARTED = Repair(edit=_part_gate_and_up)
-EXPERTS_SHIFTED = Repair(edit=_shift_experts)
-EXPERTS_IN_NUMBER_ORDER = Repair(edit=_undo_text_order)
-DOWN_DIVIDED = Repair(edit=_divide_down)
-OUTPUT_PROJECTION_DIVIDED = Repair(edit=_divide_output_projection)
-PROJECTION_DIVIDED = Repair(edit=_divide_projection)
-QUERY_NORM_DIVIDED = Repair(edit=_divide_query_norm)
-KEY_NORM_DIVIDED = Repair(edit=_divide_key_norm)
-INPUT_NORM_MINUS_ONE = Repair(edit=_subtract_one_from_input_norm)
-POST_NORM_MINUS_ONE = Repair(edit=_subtract_one_from_post_norm)
-KEYS_AND_VALUES_EXCHANGED = Repair(edit=_exchange_keys_and_values)
-QUERY_HEADS_REORDERED = Repair(edit=_reorder_query_heads)
-ROWS_SPREAD_OVER_GROUPS = Repair(edit=_spread_over_groups)
-ROTATED_DIMS_INTERLEAVED = Repair(edit=_interleave_rotated_dims, reorders=_QUERIES_AND_KEYS)
-ROTATED_DIMS_BEHIND = Repair(edit=_move_rotated_dims_behind, reorders=_QUERIES_AND_KEYS)
-CORRECTION_BIAS_NEGATED = Repair(edit=_negate_correction_bias)
+GATE_AND_UP_EXCHANGED = WeightRepair(edit=_exchange_gate_and_up)
+GATE_AND_UP_INTERLEAVED = WeightRepair(edit=_interleave_gate_and_up)
+GATE_AND_UP_PARTED = WeightRepair(edit=_part_gate_and_up)
+EXPERTS_SHIFTED = WeightRepair(edit=_shift_experts)
+EXPERTS_IN_NUMBER_ORDER = WeightRepair(edit=_undo_text_order)
+DOWN_DIVIDED = WeightRepair(edit=_divide_down)
+OUTPUT_PROJECTION_DIVIDED = WeightRepair(edit=_divide_output_projection)
+PROJECTION_DIVIDED = WeightRepair(edit=_divide_projection)
+QUERY_NORM_DIVIDED = WeightRepair(edit=_divide_query_norm)
+KEY_NORM_DIVIDED = WeightRepair(edit=_divide_key_norm)
+INPUT_NORM_MINUS_ONE = WeightRepair(edit=_subtract_one_from_input_norm)
+POST_NORM_MINUS_ONE = WeightRepair(edit=_subtract_one_from_post_norm)
+KEYS_AND_VALUES_EXCHANGED = WeightRepair(edit=_exchange_keys_and_values)
+QUERY_HEADS_REORDERED = WeightRepair(edit=_reorder_query_heads)
+ROWS_SPREAD_OVER_GROUPS = WeightRepair(edit=_spread_over_groups)
+ROTATED_DIMS_INTERLEAVED = WeightRepair(edit=_interleave_rotated_dims, reorders=_QUERIES_AND_KEYS)
+ROTATED_DIMS_BEHIND = WeightRepair(edit=_move_rotated_dims_behind, reorders=_QUERIES_AND_KEYS)
+CORRECTION_BIAS_NEGATED = WeightRepair(edit=_negate_correction_bias)

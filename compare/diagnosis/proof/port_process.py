@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compare.diagnosis.proof.proof import Proof, not_provable
+from compare.diagnosis.proof.proof import MistakeProof, not_provable
 from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
@@ -48,7 +48,7 @@ class PortProcess:
             run=description,
         )
 
-    def prove(self, layer: int, undone: tuple[Undo, ...]) -> Proof:
+    def prove(self, layer: int, undone: tuple[Undo, ...]) -> MistakeProof:
         """Undo mistakes in a layer, and judge it again; a port that does not run proves nothing."""
         with tempfile.TemporaryDirectory(prefix="mm2-proof-") as folder:
             done = subprocess.run(
@@ -60,7 +60,7 @@ class PortProcess:
             )
         try:
             record = json.loads(done.stdout)
-            return decode(Proof, record["proof"])
+            return decode(MistakeProof, record["proof"])
         except (json.JSONDecodeError, DecodeError, KeyError):
             return not_provable(f"the port did not run: {_find_error(done)}", "Give its place with --target.")
 

@@ -1,4 +1,4 @@
-"""Proof: what became of a port when a named mistake was undone in it."""
+"""MistakeProof: what became of a port when a named mistake was undone in it."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class SiteProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProof:
-    """What a stage gave, on the port's own inputs of it; ρ is None where it is not finite."""
+    """Values that a stage gave, on the port's own inputs of it; ρ is None where it is not finite."""
 
     leaves: float | None  # ρ against the mistake
     unexplained: float | None  # ρ against the right stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class MistakeProof:
     """Outcome of undoing a mistake in one layer."""
 
     outcome: ProofOutcome
@@ -80,6 +80,6 @@ class Proof:
         return max(measured, key=lambda site: site.before or 0.0, default=None)
 
 
-def not_provable(reason: str, next_step: str = "", *, before: Verdict | None = None) -> Proof:
+def not_provable(reason: str, next_step: str = "", *, before: Verdict | None = None) -> MistakeProof:
     """Return the proof of a mistake that cannot be undone."""
-    return Proof(outcome=ProofOutcome.NOT_PROVABLE, reason=reason, next_step=next_step, before=before)
+    return MistakeProof(outcome=ProofOutcome.NOT_PROVABLE, reason=reason, next_step=next_step, before=before)

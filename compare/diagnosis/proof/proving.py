@@ -10,7 +10,7 @@ from typing import Protocol
 from compare.comparer import compare_captures
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.proof.port_process import PortProcess
-from compare.diagnosis.proof.proof import Proof, ProofOutcome, ProofWay, StageProof, not_provable
+from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome, ProofWay, StageProof, not_provable
 from compare.diagnosis.proof.recomputed import RecomputedProofs
 from compare.diagnosis.proof.undo import Undo, undo_finding
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
@@ -24,7 +24,7 @@ OpenProgress = Callable[[int], AbstractContextManager[Progress]]
 
 
 class _Prover(Protocol):
-    def prove(self, layer: int, undone: tuple[Undo, ...]) -> Proof:
+    def prove(self, layer: int, undone: tuple[Undo, ...]) -> MistakeProof:
         """Prove mistakes in a layer."""
 
 
@@ -88,7 +88,7 @@ def _find_prover(reference: CaptureSource, target: CaptureSource, *, model: str,
     return RecomputedProofs(golden=reference, dump=target, comparison=comparison, weights=weights)
 
 
-def _prove_finding(prover: _Prover, layer: LayerDiagnosis, finding: MistakeFinding) -> Proof:
+def _prove_finding(prover: _Prover, layer: LayerDiagnosis, finding: MistakeFinding) -> MistakeProof:
     parameters = dict(finding.parameters)
     if parameters.pop("rows", None) is not None:
         return not_provable(
@@ -98,7 +98,7 @@ def _prove_finding(prover: _Prover, layer: LayerDiagnosis, finding: MistakeFindi
     return prover.prove(layer.layer, undo_finding(finding.mistake, parameters))
 
 
-def _prove_outside(site: SiteDiagnosis, finding: MistakeFinding, diagnosis: Diagnosis) -> Proof:
+def _prove_outside(site: SiteDiagnosis, finding: MistakeFinding, diagnosis: Diagnosis) -> MistakeProof:
     """Prove a mistake outside the layers from the run's own values: there mm2 runs no code of a port."""
     behind = [
         other.site
@@ -107,8 +107,8 @@ def _prove_outside(site: SiteDiagnosis, finding: MistakeFinding, diagnosis: Diag
     ]
     stage = StageProof(leaves=finding.leaves, unexplained=site.unexplained)
     if behind:
-        return Proof(outcome=ProofOutcome.NOT_PROVED, reason=f"{behind[0]} is wrong too", stage=stage)
-    return Proof(outcome=ProofOutcome.PROVED, way=ProofWay.RECOMPUTED, stage=stage)
+        return MistakeProof(outcome=ProofOutcome.NOT_PROVED, reason=f"{behind[0]} is wrong too", stage=stage)
+    return MistakeProof(outcome=ProofOutcome.PROVED, way=ProofWay.RECOMPUTED, stage=stage)
 
 
 def _source_notes(diagnosis: Diagnosis, target: CaptureSource) -> tuple[str, ...]:

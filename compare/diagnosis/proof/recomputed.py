@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from compare.diagnosis.naming import most_left
 from compare.diagnosis.proof.own_input import comparable_sites, fit_on_own_input, rho_on_own_input
 from compare.diagnosis.proof.proof import (
-    Proof,
+    MistakeProof,
     ProofOutcome,
     ProofWay,
     SiteProof,
@@ -40,7 +40,7 @@ class RecomputedProofs:
     comparison: Comparison  # the judgement of the dump
     weights: WeightSource
 
-    def prove(self, layer: int, undone: tuple[Undo, ...]) -> Proof:
+    def prove(self, layer: int, undone: tuple[Undo, ...]) -> MistakeProof:
         """Prove mistakes in a layer from what the dump shows of it."""
         hypothesis = join_hypotheses(undone)
         shown = comparable_sites(self.golden, self.dump, layer)
@@ -58,7 +58,7 @@ class RecomputedProofs:
             )
             stage = StageProof(leaves=_finite(fit.score.leaves), unexplained=_finite(fit.score.unexplained))
             if not fit.is_explained:
-                return Proof(
+                return MistakeProof(
                     outcome=ProofOutcome.NOT_PROVED,
                     reason=f"what the dump gives at {_word(cut)} is not what the mistake gives on its own inputs",
                     before=self.comparison.verdict,
@@ -71,7 +71,7 @@ class RecomputedProofs:
                 if Site(result.site) not in mistaken and result.status.is_compared
             )
         wrong = [site.site for site in sites if not site.is_right]
-        return Proof(
+        return MistakeProof(
             outcome=ProofOutcome.NOT_PROVED if wrong else ProofOutcome.PROVED,
             reason=f"{_word(wrong)} is wrong too" if wrong else "",
             way=ProofWay.RECOMPUTED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from compare.diagnosis.proof.proof import Proof, ProofOutcome, ProofWay, SiteProof
+from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome, ProofWay, SiteProof
 from compare.diagnosis.repair import lines_for_layers
 from reports.canvas import Canvas
 from reports.wording import word_figure, word_layers
@@ -21,11 +21,11 @@ class Provable(Protocol):
         """The layer; None outside the layers."""
 
     @property
-    def proof(self) -> Proof | None:
+    def proof(self) -> MistakeProof | None:
         """The proof; None if none was asked for."""
 
 
-def render_proof(proof: Proof, *, layer: int, undone: str) -> str:
+def render_proof(proof: MistakeProof, *, layer: int, undone: str) -> str:
     """Render the proof of one layer as text; `undone` words the mistakes."""
     canvas = Canvas(width=None, is_terminal=None)
     canvas.line(f"Layer {layer} without {undone}: {proof.outcome}", style="bold")
@@ -60,7 +60,7 @@ def word_outcomes(findings: Sequence[Provable]) -> str:
     return f" ({', '.join(outcomes)})" if outcomes else ""
 
 
-def word_proof(proof: Proof) -> Iterator[str]:
+def word_proof(proof: MistakeProof) -> Iterator[str]:
     """Yield sentences on a proof."""
     if proof.outcome is ProofOutcome.NOT_PROVABLE:
         yield f"Not provable here: {proof.reason}. {proof.next_step}".rstrip()
@@ -95,7 +95,7 @@ def draw_lines(canvas: Canvas, lines: tuple[str, ...], *, has_conversion: bool) 
         canvas.line(f"      {line}")
 
 
-def _draw_lines_by_layer(canvas: Canvas, proofs: Sequence[tuple[int | None, Proof]]) -> None:
+def _draw_lines_by_layer(canvas: Canvas, proofs: Sequence[tuple[int | None, MistakeProof]]) -> None:
     layers_by_edit: dict[tuple[str, ...], list[int]] = {}
     for layer, proof in proofs:
         if proof.edit and layer is not None:
@@ -110,16 +110,16 @@ def _draw_lines_by_layer(canvas: Canvas, proofs: Sequence[tuple[int | None, Proo
         canvas.paragraph(f"{len(layers_by_edit) - _MOST_EDITS} more, with other numbers: see --json.")
 
 
-def _in_layers(proofs: Sequence[tuple[int | None, Proof]]) -> str:
+def _in_layers(proofs: Sequence[tuple[int | None, MistakeProof]]) -> str:
     words = word_layers(layer for layer, _ in proofs)
     return words[0].upper() + words[1:]
 
 
-def _word_replaced(proof: Proof) -> str:
+def _word_replaced(proof: MistakeProof) -> str:
     return ", ".join(site.site for site in proof.sites if site.is_replaced)
 
 
-def _word_figures(proof: Proof) -> str:
+def _word_figures(proof: MistakeProof) -> str:
     """Word ρ before and after, at the worst site and at the output, of those that hold the port's own values."""
     own = {site.site: site for site in proof.sites if not site.is_replaced}
     chosen = [proof.worst, own.get("output")]
@@ -133,7 +133,7 @@ def _word_site(site: SiteProof) -> str:
     return f"{site.site} ρ {word_figure(site.before)} → {word_figure(site.after)}"
 
 
-def _word_stage(proof: Proof) -> str:
+def _word_stage(proof: MistakeProof) -> str:
     if proof.stage is None:
         return ""
     leaves, before = word_figure(proof.stage.leaves), word_figure(proof.stage.unexplained)

@@ -17,7 +17,7 @@ import pytest
 
 from compare.comparer import compare_captures
 from compare.diagnosis.cli import main as mm2_diagnose
-from compare.diagnosis.proof.proof import Proof
+from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.proof.recomputed import RecomputedProofs
 from compare.diagnosis.proof.undo import Undo
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
@@ -221,7 +221,7 @@ class TestDump:
         norm, experts = Undo("qk_norm_per_rank", (("tp_degree", 2),)), Undo("gate_up_swapped")
         assert proofs.prove(1, (norm, experts)).is_proved
         for alone in (norm, experts):
-            proof: Proof = proofs.prove(1, (alone,))
+            proof: MistakeProof = proofs.prove(1, (alone,))
             assert proof.outcome == "not proved"
             assert "is wrong too" in proof.reason
 
