@@ -23,13 +23,16 @@ from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
+from neuron.model_runs.assembly import cut_columns
 from neuron.model_runs.model_request import ModelSetup
 from neuron.model_runs.passes import Pass
 from neuron.ports.exposure import router_dtypes
+from neuron.ports.model_batch import ModelBatch
 from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
     PAST,
     ModelResult,
+    num_columns_run,
     parse_result,
     read_cache,
     require_decoding,
@@ -53,6 +56,7 @@ class ModelAssignment:
     target: str  # the port as the user named it
     dtype: torch.dtype
     sites: tuple[Site, ...]
+    batch: ModelBatch
     budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
 
 
@@ -83,8 +87,11 @@ class PassResult:
 class ModelExecutor:
     """A whole port in memory. A context manager, whose threads and hooks end with the block."""
 
-    def __init__(self, setup: ModelSetup, *, runtime: Runtime, reader: CheckpointReader) -> None:
+    def __init__(
+        self, setup: ModelSetup, *, batch: ModelBatch, runtime: Runtime, reader: CheckpointReader
+    ) -> None:
         self.setup = setup
+        self._batch = batch
         self.runtime = runtime
         self._reader = reader
         self._what = f"target {setup.target.name}"
@@ -99,6 +106,7 @@ class ModelExecutor:
                 target=self.setup.target.name,
                 dtype=self.setup.dtype,
                 sites=self.setup.sites,
+                batch=self._batch,
                 budget_bytes=self.setup.budget.limit_bytes,
             )
         )
@@ -114,7 +122,9 @@ class ModelExecutor:
     def _open(self) -> None:
         """Build the port, load its weights, and hook its sites, once: a compiled graph keeps its first hooks."""
         setup, runtime = self.setup, self.runtime
-        self.module = setup.target.build(setup.spec, dtype=setup.dtype, ranks=runtime.ranks)
+        self.module = setup.target.build(
+            setup.spec, dtype=setup.dtype, batch=self._batch, ranks=runtime.ranks
+        )
         pool = ReadingPool(torch.get_num_threads())
         self._stack.callback(pool.close)
         loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)
@@ -209,6 +219,9 @@ class ModelExecutor:
             return ExitStack()
         layer, states = request.fed
         tap = self.exposure.exposures[layer].taps[Site.INPUT]
+        num_columns = states.shape[1]
+        num_padded = num_columns_run(eager_module(self.module), num_columns) - num_columns
+        states = nn.functional.pad(states, (0, 0, 0, num_padded))
         return Recorder(
             self.exposure.layers[layer], {Site.INPUT: tap}, keep=copy_on_device, feeds={Site.INPUT: states}
         )
@@ -251,23 +264,26 @@ class ModelExecutor:
         """Return the recorded and returned sites of all ranks, on the CPU of the lead."""
         layers: dict[int, dict[Site, torch.Tensor]] = {}
         spec = self.setup.spec
+        batch_size, num_columns = batch_shape
+        # A port may pad the pass to a bucket: its submodules then see more columns.
+        run_shape = (batch_size, num_columns_run(eager_module(self.module), num_columns))
         for index, recorder in enumerate(self._recorders):
             exposure = self.exposure.exposures[index]
             what = f"{self._what}, layer {index}"
             assembly = RankAssembly(
-                runtime=self.runtime, exposure=exposure, batch_shape=batch_shape, what=what
+                runtime=self.runtime, exposure=exposure, batch_shape=run_shape, what=what
             )
             for site in self.setup.sites:
                 piece = recorder.tensors.get(site)
                 tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
-                if tensor is not None and exposure.accepts(site, tensor, spec, batch_shape):
-                    layers.setdefault(index, {})[site] = tensor
+                if tensor is not None and exposure.accepts(site, tensor, spec, run_shape):
+                    layers.setdefault(index, {})[site] = cut_columns(tensor, site, num_columns=num_columns)
         model: dict[ModelSite, torch.Tensor] = {}
         for model_site in self.exposure.taps:
             recorded = self._model_recorder.tensors.get(model_site)
             pieces = self.runtime.messages.gather(None if recorded is None else recorded.to("cpu"))
             if pieces and pieces[0] is not None:
-                model[model_site] = pieces[0].reshape(*batch_shape, -1)
+                model[model_site] = pieces[0].reshape(*run_shape, -1)[:, :num_columns]
         for name, tensor in result.sites.items():
             _add_returned(name, tensor.to("cpu"), layers, model, sites=self.setup.sites)
         return layers, model

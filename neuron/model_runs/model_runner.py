@@ -31,6 +31,7 @@ from neuron.model_runs.cache_record import CacheRecord
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest, PassResult
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.passes import Pass, next_pass, plan_passes
+from neuron.ports.model_batch import ModelBatch
 
 # Least norm to divide by.
 _TINY = 1e-30
@@ -61,7 +62,10 @@ class ModelRun:
         self._passes = plan_passes(request.inputs, request.run.num_decoded)
         self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
         self._refuse_other_golden()
-        self._executor = ModelExecutor(request, runtime=runtime, reader=reader)
+        batch = ModelBatch.of(
+            request.inputs, num_decoded=request.run.num_decoded, max_new_tokens=request.max_new_tokens
+        )
+        self._executor = ModelExecutor(request, batch=batch, runtime=runtime, reader=reader)
 
     def __enter__(self) -> ModelRun:
         self._executor.__enter__()

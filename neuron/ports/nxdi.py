@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "nxdi:"
 # Attribute of the port's class or module that overrides mm2's choices for NxDI's MoENeuronConfig.
 OPTIONS = "mm2_neuron_config"
-_LOG_LEVEL_VARIABLE, _CPU_MODE_VARIABLE = "NXD_LOG_LEVEL", "NXD_CPU_MODE"
+_LOG_LEVEL_VARIABLE, CPU_MODE_VARIABLE = "NXD_LOG_LEVEL", "NXD_CPU_MODE"
 # Beginnings of the names of NxD's and NxDI's loggers.
 _LOGGER_PREFIXES = ("neuronx_distributed", "Neuron")
 # Second name under which NxD registers a weight.
@@ -48,16 +48,16 @@ _INSTALL_STEP = (
     "--extra-index-url https://pip.repos.neuron.amazonaws.com neuronx-distributed-inference."
 )
 # Keys that models on NxDI need and MiniMax-M2's config.json lacks.
-_ABSENT_KEYS: Mapping[str, object] = {
+ABSENT_KEYS: Mapping[str, object] = {
     "n_shared_experts": 0,
     "norm_topk_prob": True,
     "pad_token_id": 0,
     "rope_scaling": None,
     "tie_word_embeddings": False,
 }
-# Paths of submodules in an `NxdiLayer`, and the names that its mixture of experts may have.
-_ATTENTION, _QKV = "layer.self_attn", "layer.self_attn.qkv_proj"
-_INPUT_NORM, _POST_NORM = "layer.input_layernorm", "layer.post_attention_layernorm"
+# Paths of submodules in a layer, and the names that its mixture of experts may have.
+_ATTENTION, _QKV = "self_attn", "self_attn.qkv_proj"
+_INPUT_NORM, _POST_NORM = "input_layernorm", "post_attention_layernorm"
 _MOE_NAMES = ("block_sparse_moe", "mlp", "moe", "feed_forward")
 
 
@@ -72,7 +72,7 @@ class NxdiLayer(nn.Module):
         self._layout = layout  # of this rank's weights
         self._neuron_config = neuron_config  # of the device: the layer reads its stage there
         self._is_cpu_mode = is_cpu_mode  # whether NxD was set to compute on the CPU
-        self.sites = _find_sites(self, layout)
+        self.sites = {site: f"layer.{path}" for site, path in find_sites(layer, layout).items()}
 
     def forward(
         self,
@@ -108,9 +108,9 @@ class NxdiLayer(nn.Module):
         if (device.type == "cpu") != self._is_cpu_mode:
             raise TargetError(
                 f"the port computes on {device}, which NxD was not told",
-                expected=f"{_CPU_MODE_VARIABLE}={int(device.type == 'cpu')}",
-                found=f"{_CPU_MODE_VARIABLE}={int(self._is_cpu_mode)}",
-                next_step=f"Set {_CPU_MODE_VARIABLE}=1 for --backend cpu, and only there.",
+                expected=f"{CPU_MODE_VARIABLE}={int(device.type == 'cpu')}",
+                found=f"{CPU_MODE_VARIABLE}={int(self._is_cpu_mode)}",
+                next_step=f"Set {CPU_MODE_VARIABLE}=1 for --backend cpu, and only there.",
             )
 
     @read_in_place
@@ -177,14 +177,14 @@ class NxdiTarget(Target):
             TargetError: NxDI is not installed, or the module has several configs of NxDI.
         """
         require_nxdi()
-        _log_to_stderr()
-        degree, rank = _open_parallel_state()
+        log_to_stderr()
+        degree, rank = open_parallel_state()
         nxdi_config = self._config(config, tp_degree=degree)
         layer = _build_without_random_weights(self.layer_class, nxdi_config, layer_idx)
         layout = NxdiLayout(spec=ModelSpec.from_config(vars(config)), tp_degree=degree, rank=rank)
         wrapper = ConvertingNxdiLayer if hasattr(layer, "convert_state_dict") else NxdiLayer
         neuron_config = nxdi_config.neuron_config
-        return wrapper(layer, layout=layout, neuron_config=neuron_config, is_cpu_mode=_is_cpu_mode())
+        return wrapper(layer, layout=layout, neuron_config=neuron_config, is_cpu_mode=is_cpu_mode())
 
     def _config(self, config: Any, *, tp_degree: int) -> Any:
         """Build NxDI's config of the model, which holds its config of the device. The port's own options come last."""
@@ -202,7 +202,7 @@ class NxdiTarget(Target):
         neuron_config.is_prefill_stage = True
         # `ranks` is mm2's addition to config.json, not NxDI's.
         values = {name: value for name, value in vars(config).items() if name != "ranks"}
-        return config_class(neuron_config, **{**_ABSENT_KEYS, **values})
+        return config_class(neuron_config, **{**ABSENT_KEYS, **values})
 
     def _config_class(self) -> Any:
         """Find the subclass of InferenceConfig that the layer's constructor names, or the only one in its module."""
@@ -249,13 +249,13 @@ def require_nxdi() -> None:
         ) from error
 
 
-def _is_cpu_mode() -> bool:
+def is_cpu_mode() -> bool:
     from neuronx_distributed.utils import cpu_mode
 
     return bool(cpu_mode())
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     """Turn NxD's and NxDI's loggers away from standard output, where results belong."""
     for name in tuple(logging.root.manager.loggerDict):
         if name.startswith(_LOGGER_PREFIXES):
@@ -264,7 +264,7 @@ def _log_to_stderr() -> None:
                     handler.setStream(sys.stderr)
 
 
-def _open_parallel_state() -> tuple[int, int]:
+def open_parallel_state() -> tuple[int, int]:
     """Return the tensor-parallel degree and this rank; open NxD's groups if the run has not."""
     from neuronx_distributed.parallel_layers import parallel_state
 
@@ -310,18 +310,18 @@ def _annotation_of_config(layer_class: Callable[..., Any]) -> str | None:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None)
 
 
-def _find_sites(module: NxdiLayer, layout: NxdiLayout) -> dict[str, str]:
-    """Return the paths of the sites: the `sites` of the port's class, else submodules that layers on NxDI have.
+def find_sites(layer: nn.Module, layout: NxdiLayout) -> dict[str, str]:
+    """Return the paths of a layer's sites: its own `sites`, else submodules that layers on NxDI have.
 
     Rotated queries and keys, and the chosen experts' weights, are not shown: NxD's router gives affinities of all
     experts.
     """
-    declared = getattr(module.layer, "sites", None)
+    declared = getattr(layer, "sites", None)
     if declared is not None:
-        return {site: f"layer.{path}" for site, path in declared.items()}
-    present = {name for name, _ in module.named_modules()}
+        return dict(declared)
+    present = {name for name, _ in layer.named_modules()}
     # Without a mixture of experts of a known name, any name will do: sites below it are dropped at the end.
-    moe = next((name for name in _MOE_NAMES if f"layer.{name}" in present), _MOE_NAMES[0])
+    moe = next((name for name in _MOE_NAMES if name in present), _MOE_NAMES[0])
     queries = Sharded(dim=-1, blocks=layout.heads.all_query_heads())
     keys = Sharded(dim=-1, blocks=layout.heads.all_kv_heads())
     # A submodule's path, then perhaps `:` and a point, then perhaps a layout, which begins with `@`.
@@ -336,9 +336,9 @@ def _find_sites(module: NxdiLayer, layout: NxdiLayout) -> dict[str, str]:
         Site.ATTN_RESIDUAL: f"{_POST_NORM}:input",
         Site.POST_NORM: _POST_NORM,
         # NxD's router returns logits, affinities and the chosen experts.
-        Site.ROUTER_LOGITS: f"layer.{moe}.router:output[0]",
-        Site.ROUTER_EXPERTS: f"layer.{moe}.router:output[2]",
-        Site.MOE_DELTA: f"layer.{moe}",
+        Site.ROUTER_LOGITS: f"{moe}.router:output[0]",
+        Site.ROUTER_EXPERTS: f"{moe}.router:output[2]",
+        Site.MOE_DELTA: moe,
     }
     paths = {site: text.partition("@")[0].partition(":")[0] for site, text in candidates.items()}
     return {str(site): text for site, text in candidates.items() if paths[site] in present}

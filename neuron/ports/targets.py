@@ -6,13 +6,14 @@ from minimax_tools.errors import UsageError
 from neuron.ports.mm2_targets import BuiltinTarget, ReferenceTarget
 from neuron.ports.model_target import ModelTarget, PortModelTarget
 from neuron.ports.nxdi import NxdiTarget
+from neuron.ports.nxdi_model import NxdiModelTarget
 from neuron.ports.port_target import PortTarget
 from neuron.ports.target import Target
 from neuron.ports.traced import TracedTarget
 
 # In the order of the search: a prefix such as `nxdi:` would be a module of PortTarget.
 _KINDS: tuple[type[Target], ...] = (BuiltinTarget, ReferenceTarget, NxdiTarget, TracedTarget, PortTarget)
-_MODEL_KINDS: tuple[type[ModelTarget], ...] = (PortModelTarget,)
+_MODEL_KINDS: tuple[type[ModelTarget], ...] = (NxdiModelTarget, PortModelTarget)
 
 
 def find_target(name: str) -> Target:
