@@ -28,6 +28,7 @@ from neuron.model_runs.model_request import ModelSetup
 from neuron.model_runs.passes import Pass
 from neuron.ports.exposure import router_dtypes
 from neuron.ports.model_batch import ModelBatch
+from neuron.ports.model_classes import CLASSES, ModelClasses
 from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
     PAST,
@@ -156,6 +157,12 @@ class ModelExecutor:
 
         return note_call
 
+    @property
+    def classes(self) -> ModelClasses | None:
+        """Classes of the port's submodules; None if the port does not tell them."""
+        found = getattr(eager_module(self.module), CLASSES, None)
+        return found if isinstance(found, ModelClasses) else None
+
     def run(self, request: PassRequest) -> PassResult:
         """Run one pass on all ranks.
 
@@ -270,9 +277,7 @@ class ModelExecutor:
         for index, recorder in enumerate(self._recorders):
             exposure = self.exposure.exposures[index]
             what = f"{self._what}, layer {index}"
-            assembly = RankAssembly(
-                runtime=self.runtime, exposure=exposure, batch_shape=run_shape, what=what
-            )
+            assembly = RankAssembly(runtime=self.runtime, exposure=exposure, batch_shape=run_shape, what=what)
             for site in self.setup.sites:
                 piece = recorder.tensors.get(site)
                 tensor = assembly.join(site, None if piece is None else piece.to("cpu"))

@@ -207,6 +207,7 @@ class ModelRun:
             for result in results
             if result.logits.shape[-1] > vocab_size
         ]
+        classes = self._executor.classes
         writer.write_json(
             PASSES_NAME,
             encode(
@@ -221,6 +222,8 @@ class ModelRun:
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
                     padded_logits_above=_clipped(max(above)) if above else None,
                     repetitions=repetitions,
+                    classes=None if classes is None else classes.here,
+                    other_classes=None if classes is None else classes.other,
                 )
             ),
         )

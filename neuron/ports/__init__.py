@@ -9,8 +9,8 @@
 - `exposure`: the sites that a port shows, on one rank or several
 - `returned`: the output, keys and values that a port returned
 - `model_target`: a whole port, found, built, loaded; `model_exposure`: its sites; `model_returned`: its results
-- `model_batch`: the sizes of a whole port's batch
+- `model_batch`: the sizes of a whole port's batch; `model_classes`: classes of its submodules, here and elsewhere
 - `nxdi_model`: whole ports on neuronx-distributed-inference; `nxdi_application`: built, loaded and called
-- `nxdi_capture`: NxDI's tensor capture of a pass; `nxdi_classes`: modules whose class the device changes
+- `nxdi_capture`: NxDI's tensor capture of a pass, read as sites
 - `port_errors`: translation of errors raised by a port's code
 """

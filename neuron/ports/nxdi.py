@@ -250,6 +250,7 @@ def require_nxdi() -> None:
 
 
 def is_cpu_mode() -> bool:
+    """Decide whether NxD is set to compute on the CPU."""
     from neuronx_distributed.utils import cpu_mode
 
     return bool(cpu_mode())

@@ -8,11 +8,12 @@ B prompts, S columns of the pass, C columns of the bucket, K kv heads, P positio
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,8 @@ from neuron.devices.ranks import Ranks
 from neuron.ports.model_batch import ModelBatch
 from neuron.ports.nxdi import ABSENT_KEYS, CPU_MODE_VARIABLE, OPTIONS, is_cpu_mode, log_to_stderr
 from neuron.ports.nxdi_capture import captured_modules
+
+logger = logging.getLogger(__name__)
 
 # The cache's length is a multiple of this: NxDI's kernels take no other.
 _LENGTH_MULTIPLE = 128
@@ -129,9 +132,10 @@ class NxdiOutput:
 class NxdiApplication:
     """An application with its weights, on the CPU or on Neuron."""
 
-    def __init__(self, application: Any, *, settings: NxdiSettings) -> None:
+    def __init__(self, application: Any, *, settings: NxdiSettings, folder: Path) -> None:
         self._application = application
         self._settings = settings
+        self._folder = folder
         self._neuron_config = application.neuron_config
 
     @classmethod
@@ -151,7 +155,7 @@ class NxdiApplication:
         application = settings.application_class(str(folder), config)
         with _group_left_open():
             application.to_cpu()
-        opened = cls(application, settings=settings)
+        opened = cls(application, settings=settings, folder=folder)
         if opened.captures:
             opened._enable_capture()
         return opened
@@ -166,8 +170,12 @@ class NxdiApplication:
         _close_groups()
         if config.neuron_config.tensor_capture_config is None:
             # Names of modules are those of any number of layers; one layer is built fast.
-            small = settings.application_class(str(folder), settings.build_config(folder, num_hidden_layers=1))
-            present = [name for names in list_capturable_modules_in_application(small).values() for name in names]
+            small = settings.application_class(
+                str(folder), settings.build_config(folder, num_hidden_layers=1)
+            )
+            present = [
+                name for names in list_capturable_modules_in_application(small).values() for name in names
+            ]
             capture = {
                 "modules_to_capture": captured_modules(present, num_layers=config.num_hidden_layers),
                 "capture_inputs": True,
@@ -178,7 +186,7 @@ class NxdiApplication:
         with tempfile.TemporaryDirectory(prefix="mm2_nxdi_") as compiled:
             application.compile(compiled)
             application.load(compiled)
-        return cls(application, settings=settings)
+        return cls(application, settings=settings, folder=folder)
 
     @property
     def module(self) -> nn.Module | None:
@@ -187,6 +195,18 @@ class NxdiApplication:
             return None
         module: nn.Module = self._application.models[0].model
         return module
+
+    def build_for_device(self) -> nn.Module | None:
+        """Build the model's module, with one layer and no weights, as NxD does for Neuron; None if that fails here."""
+        module, settings = self.module, replace(self._settings, is_on_cpu=False)
+        assert module is not None, "an application on the CPU has a module"
+        try:
+            with _compiling():
+                built: nn.Module = type(module)(settings.build_config(self._folder, num_hidden_layers=1))
+        except Exception as error:  # the port's code, set up for a device that is not here
+            logger.info("The module for the device cannot be built here: %s", error)
+            return None
+        return built
 
     @property
     def captures(self) -> bool:
@@ -204,7 +224,12 @@ class NxdiApplication:
         return int(self._neuron_config.max_context_length) if is_prefill else num_columns
 
     def prefill(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, *, captured: Path
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        captured: Path,
     ) -> NxdiOutput:
         """Compute prompts [B,S], padded on the right; captured tensors are written into a folder."""
         self._application.reset()
@@ -251,8 +276,10 @@ class NxdiApplication:
             sampling_params=torch.ones(batch_size, 3),
             **keywords,
         )
-        # Without a sampler NxDI returns the logits a second time, as `tokens`.
-        is_sampled = self._neuron_config.on_device_sampling_config is not None
+        # Without a sampler NxDI returns the logits a second time, as `tokens`. On the CPU each rank samples from its own
+        # part of the vocabulary.
+        is_of_a_part = self._settings.is_on_cpu and self._settings.ranks.are_several
+        is_sampled = self._neuron_config.on_device_sampling_config is not None and not is_of_a_part
         return NxdiOutput(logits=result.logits, tokens=result.tokens if is_sampled else None)
 
     def _capture_hook(self, directory: Path) -> Any:
@@ -269,8 +296,10 @@ class NxdiApplication:
         from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
 
         config = self._neuron_config.tensor_capture_config
+        module = self.module
+        assert module is not None, "an application on the CPU has a module"
         enable_tensor_capture(
-            self.module,
+            module,
             modules_to_capture=config.modules_to_capture,
             max_tensors=config.max_intermediate_tensors,
             capture_inputs=config.capture_inputs,
@@ -281,7 +310,8 @@ class NxdiApplication:
         from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry
 
         config = self._neuron_config.tensor_capture_config
-        TensorRegistry.get_instance().configure(
+        registry: Any = TensorRegistry
+        registry.get_instance().configure(
             enabled=True,
             modules=config.modules_to_capture,
             max_tensors=config.max_intermediate_tensors,
@@ -320,6 +350,21 @@ def _group_left_open() -> Iterator[None]:
     finally:
         if hidden is not None:
             os.environ[_WORLD_SIZE] = hidden
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Let NxD build modules for the block as it does when it compiles for a device: without values of weights."""
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    before, mode = os.environ[CPU_MODE_VARIABLE], parallel_state.get_aot_mode()
+    os.environ[CPU_MODE_VARIABLE] = "0"
+    parallel_state.set_aot_mode(True)
+    try:
+        yield
+    finally:
+        os.environ[CPU_MODE_VARIABLE] = before
+        parallel_state.set_aot_mode(mode)
 
 
 def _close_groups() -> None:

@@ -27,13 +27,13 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.ports.model_batch import ModelBatch
+from neuron.ports.model_classes import ModelClasses
 from neuron.ports.model_exposure import CACHE, LAYERS
 from neuron.ports.model_returned import ModelResult
 from neuron.ports.model_target import ModelTarget
 from neuron.ports.nxdi import PREFIX, find_sites, require_nxdi
 from neuron.ports.nxdi_application import NxdiApplication, NxdiSettings
 from neuron.ports.nxdi_capture import read_captured
-from neuron.ports.nxdi_classes import ModelClasses, compare_classes
 from neuron.ports.nxdi_layout import NxdiLayout
 from neuron.ports.port_errors import port_errors
 from neuron.ports.sources import import_callable
@@ -63,7 +63,7 @@ class NxdiModel(nn.Module):
         module = self._application.module
         if module is None:
             return
-        self.classes = compare_classes(module, lambda: settings.build_config(folder, num_hidden_layers=1))
+        self.classes = ModelClasses.compare(module, self._application.build_for_device())
         if self._application.captures:
             # As on a device: the capture alone shows the sites.
             return
@@ -95,8 +95,10 @@ class NxdiModel(nn.Module):
                 output = application.decode(input_ids, position_ids, captured=captured)
             sites = {}
             if application.captures and self._settings.ranks.is_lead:
-                num_ranks = application.num_ranks
-                sites = read_captured(captured, batch_shape=tuple(input_ids.shape), num_ranks=num_ranks)
+                batch_size, num_columns = input_ids.shape
+                sites = read_captured(
+                    captured, batch_shape=(batch_size, num_columns), num_ranks=application.num_ranks
+                )
         return ModelResult(logits=output.logits, tokens=output.tokens, sites=sites)
 
     def num_columns_run(self, num_columns: int) -> int:
@@ -139,7 +141,10 @@ class NxdiModelTarget(ModelTarget):
         source, application_class = found
         _refuse_other_class(name, application_class)
         return cls(
-            name=name, application_class=application_class, module=source.module, source_digest=source.digest()
+            name=name,
+            application_class=application_class,
+            module=source.module,
+            source_digest=source.digest(),
         )
 
     def make(self, config: Any) -> NxdiModel:
