@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compare.model_runs.choices import judge_choices
-from compare.model_runs.layer_order import judge_layer_order
+from compare.model_runs.layer_order import LAYER_SKIPPED, judge_layer_order
 from compare.parts import ComparedPart
 from compare.sides.pairing import declared_layers
 from compare.sides.sides import Sides
@@ -18,9 +18,11 @@ def find_model_faults(
     """Gather the findings of a whole port's run: wrong sites by pass, order of layers, chosen tokens; () otherwise."""
     if sides.target.read_passes() is None:
         return ()
-    findings = [finding for part in (embedding, *layers, head) for finding in _of_sites(part)]
-    findings += judge_layer_order(sides, len(declared_layers(sides.target)))
-    findings += judge_choices(sides)
+    order = judge_layer_order(sides, len(declared_layers(sides.target)))
+    # A layer that never ran lacks all its sites: its own finding says why.
+    skipped = {finding.layer for finding in order if finding.mistake == LAYER_SKIPPED}
+    parts = [embedding, *(part for part in layers if part.layer not in skipped), head]
+    findings = [*order, *judge_choices(sides), *(finding for part in parts for finding in _of_sites(part))]
     return tuple(sorted(findings, key=lambda finding: finding.order))
 
 

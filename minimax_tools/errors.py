@@ -4,6 +4,7 @@
     ├── UsageError              the command or call was wrong                       exit 2
     └── CannotRunError          the request was fine, but it could not be done      exit 3
         ├── CheckpointError     a checkpoint is missing, damaged or not a MiniMax-M2
+        │   └── UnsupportedModelError  mm2 does not compute, or not read, what its config.json describes
         ├── CaptureError        a capture directory is missing, damaged or in use
         ├── IncomparableError   two captures must not be judged against each other
         ├── GoldenRefusedError  a golden fell into one of the known traps
@@ -78,6 +79,10 @@ class CannotRunError(Mm2Error):
 
 class CheckpointError(CannotRunError):
     """A checkpoint is missing, damaged, or not a MiniMax-M2."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A config.json describes a computation or a weight format that mm2 does not know."""
 
 
 class CaptureError(CannotRunError):

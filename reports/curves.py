@@ -30,7 +30,11 @@ def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
     if curve.onset is None:
         canvas.paragraph("No layer adds more than noise to its inherited error.")
         return
-    canvas.paragraph(f"Errors beyond noise begin at layer {curve.onset}. Run it alone to see its mistake:")
+    begin = f"Errors beyond noise begin at layer {curve.onset}."
+    if not curve.command:
+        canvas.paragraph(begin)
+        return
+    canvas.paragraph(f"{begin} Run it alone to see its mistake:")
     canvas.line(f"  {curve.command}")
 
 

@@ -8,30 +8,48 @@ from minimax_tools.capture.passes import pass_name
 from minimax_tools.errors import format_count
 from minimax_tools.results.model_findings import ModelFinding
 from reports.canvas import Canvas
-from reports.wording import word_layer, word_sites
+from reports.wording import word_layers, word_sites
 
 # More would push the verdict off the screen.
 _MOST_SHOWN = 6
 
 
 def draw_findings(canvas: Canvas, findings: Sequence[ModelFinding]) -> None:
-    """Draw the findings, the first in the run at the front."""
+    """Draw the findings, the first in the run at the front; layers with the same finding are one entry."""
     if not findings:
         return
     canvas.section("What came first")
-    for finding in findings[:_MOST_SHOWN]:
-        canvas.paragraph(f"{word_finding(finding)}: {finding.reason}")
-        if finding.mistake is not None:
-            parameters = ", ".join(f"{name} {value}" for name, value in finding.parameters.items())
-            canvas.paragraph(f"matches {finding.mistake}{f' ({parameters})' if parameters else ''}", indent=4)
-            canvas.paragraph(finding.what, indent=4)
-            canvas.paragraph(f"Look at {finding.look_at}.", indent=4)
-    if len(findings) > _MOST_SHOWN:
-        canvas.paragraph(f"{format_count(len(findings) - _MOST_SHOWN, 'more finding')}; --json has all.")
+    groups = _group(findings)
+    for group in groups[:_MOST_SHOWN]:
+        first = group[0]
+        canvas.paragraph(f"{_word_group(group)}: {first.reason}")
+        if first.mistake is not None:
+            parameters = ", ".join(f"{name} {value}" for name, value in first.parameters.items())
+            canvas.paragraph(f"matches {first.mistake}{f' ({parameters})' if parameters else ''}", indent=4)
+            canvas.paragraph(first.what, indent=4)
+            canvas.paragraph(f"Look at {first.look_at}.", indent=4)
+    if len(groups) > _MOST_SHOWN:
+        canvas.paragraph(f"{format_count(len(groups) - _MOST_SHOWN, 'more finding')}; --json has all.")
 
 
-def word_finding(finding: ModelFinding) -> str:
-    """Return the place of a finding: `decode step 2, layer 3, attn_context`."""
-    number = [] if finding.number is None else [pass_name(finding.number)]
-    layer = [] if finding.layer is None else [word_layer(finding.layer)]
-    return ", ".join([*number, *layer, *word_sites(finding.sites)])
+def word_first(findings: Sequence[ModelFinding]) -> str:
+    """Return the place of the first finding, and the number of others: `decode step 2, layers 3-5, attn_context`."""
+    first, *others = _group(findings)
+    more = f" (and {format_count(len(others), 'more finding')})" if others else ""
+    return f"{_word_group(first)}{more}"
+
+
+def _group(findings: Sequence[ModelFinding]) -> list[list[ModelFinding]]:
+    """Group findings of one pass and the same sites and name, over layers."""
+    groups: dict[tuple[int | None, tuple[str, ...], str | None, bool], list[ModelFinding]] = {}
+    for finding in findings:
+        key = (finding.number, finding.sites, finding.mistake, finding.layer is None)
+        groups.setdefault(key, []).append(finding)
+    return list(groups.values())
+
+
+def _word_group(group: Sequence[ModelFinding]) -> str:
+    first = group[0]
+    number = [] if first.number is None else [pass_name(first.number)]
+    layers = [finding.layer for finding in group if finding.layer is not None]
+    return ", ".join([*number, *([word_layers(layers)] if layers else []), *word_sites(first.sites)])

@@ -17,7 +17,7 @@ from minimax_tools.results.results import (
 from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
-from reports.model_findings import draw_findings, word_finding
+from reports.model_findings import draw_findings, word_first
 from reports.wording import (
     word_figure,
     word_layer,
@@ -85,9 +85,7 @@ def render_comparison(
 def _headline(comparison: Comparison) -> str:
     verdict = str(comparison.verdict).upper()
     if comparison.findings:
-        first_finding, *others_found = comparison.findings
-        more = f" (and {format_count(len(others_found), 'more finding')})" if others_found else ""
-        return f"{verdict}: {word_finding(first_finding)}{more}"
+        return f"{verdict}: {word_first(comparison.findings)}"
     groups = _groups(comparison)
     if groups:
         first, *others = groups

@@ -61,7 +61,9 @@ def trace_curve(
         return None
     failing = (result.layer for result in results if result.status is SiteStatus.FAIL)
     onset = next((layer for layer in failing if layer is not None), None)
-    command = "" if onset is None else _command(onset, description.provenance, golden)
+    # A whole port's target is no layer, and its own report goes on to the suspect layer.
+    has_command = target.read_passes() is None
+    command = "" if onset is None or not has_command else _command(onset, description.provenance, golden)
     return Curve(points=tuple(points), onset=onset, command=command)
 
 

@@ -13,6 +13,7 @@ from minimax_tools.command_line.options import optional_model_option, output_opt
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
+from minimax_tools.model.spec import ModelSpec
 
 
 @click.command(cls=Mm2Command)
@@ -56,7 +57,8 @@ def main(
         raise UsageError(
             "no checkpoint was named", next_step="Give --model the one that the golden was made of."
         )
-    resolve_config(model)  # an unknown model is refused before anything is judged
+    # A model that mm2 does not know is refused before anything is judged.
+    ModelSpec.from_folder(resolve_config(model))
     reference, target = sides.open()
     # None stands for the layers that the comparison blames; --layer comes as a pattern too.
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)

@@ -33,6 +33,10 @@ class ModelJudge:
         reference, target = self._sides.reference, self._sides.target
         result = SiteResult(layer=None, site=str(site), status=SiteStatus.FAIL)
         if site not in target.model_sites():
+            if target.read_passes() is not None:
+                # A whole port shows what it has.
+                reason = "the port does not expose it"
+                return replace(result, status=SiteStatus.NOT_EXPOSED, reason=reason)
             return replace(result, reason="missing: the run declared it and did not store it")
         if site not in reference.model_sites():
             reason = "the golden was captured without it"

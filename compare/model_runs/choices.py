@@ -47,15 +47,21 @@ def _judge_choice(passes: ModelPasses) -> ModelFinding | None:
             reason=f"{reason}; a port that draws its tokens at random must be set to the likeliest",
             look_at="the sampling, and the row and shard of the logits that it reads",
         )
+    other = elsewhere[0]
+    named = (
+        ("padding_sampled", "The next token is chosen from the logits of padding.")
+        if other.is_padding
+        else ("earlier_row_sampled", "The next token is chosen from the logits of an earlier token.")
+    )
     return ModelFinding(
         number=first.number,
         layer=None,
         sites=(CHOSEN_TOKEN,),
-        reason=f"{reason}. It is the likeliest at column {elsewhere[0].column} of the pass",
-        mistake="wrong_row_sampled",
-        what="The next token is chosen from the logits of another token of the prompt, such as padding.",
+        reason=f"{reason}. Prompt {other.row}'s is the likeliest at column {other.column} of the pass",
+        mistake=named[0],
+        what=named[1],
         look_at="the index of the last real token, by which the logits are gathered before the choice",
-        parameters={"column": elsewhere[0].column or 0},
+        parameters={"column": other.column or 0},
     )
 
 

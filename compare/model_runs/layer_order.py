@@ -17,7 +17,9 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.model_findings import ModelFinding
 
-SITE = "layer_order"
+_SITE = "layer_order"
+# Names of mistakes.
+LAYER_SKIPPED, _LAYER_TWICE, _OUT_OF_ORDER = "layer_skipped", "layer_twice", "layers_out_of_order"
 _LOOK_AT = "the loop over the layers in the model's forward, and the list that it runs over"
 # Layers that a finding names.
 _MOST_NAMED = 4
@@ -46,7 +48,7 @@ def _judge_calls(number: int, calls: Sequence[int], num_layers: int) -> ModelFin
         return _finding(
             number,
             skipped[0],
-            mistake="layer_skipped",
+            mistake=LAYER_SKIPPED,
             what="A layer never runs.",
             reason=f"{_name(skipped)} never ran {where}",
         )
@@ -54,7 +56,7 @@ def _judge_calls(number: int, calls: Sequence[int], num_layers: int) -> ModelFin
         return _finding(
             number,
             repeated[0],
-            mistake="layer_twice",
+            mistake=_LAYER_TWICE,
             what="A layer runs more than once in a pass.",
             reason=f"{_name(repeated)} ran {counts[repeated[0]]} times {where}",
         )
@@ -64,7 +66,7 @@ def _judge_calls(number: int, calls: Sequence[int], num_layers: int) -> ModelFin
         return _finding(
             number,
             misplaced[0],
-            mistake="layers_out_of_order",
+            mistake=_OUT_OF_ORDER,
             what="Layers run in another order.",
             reason=f"the layers ran in the order {order} {where}",
         )
@@ -99,7 +101,7 @@ def _judge_stream(sides: Sides, num_layers: int) -> tuple[ModelFinding, ...]:
                 layer=layer,
                 sites=(str(Site.INPUT),),
                 reason=f"its input is not what {expected} gave: {found}",
-                mistake=None if source is None else "layers_out_of_order",
+                mistake=None if source is None else _OUT_OF_ORDER,
                 what="" if source is None else "Layers run in another order.",
                 look_at=_LOOK_AT,
             ),
@@ -137,7 +139,7 @@ def _finding(number: int, layer: int, *, mistake: str, what: str, reason: str) -
     return ModelFinding(
         number=number,
         layer=layer,
-        sites=(SITE,),
+        sites=(_SITE,),
         reason=reason,
         mistake=mistake,
         what=what,

@@ -109,7 +109,7 @@ def _may_come_from_unseen_layers(target: CaptureSource, layer: int, input_error:
 def _refuse_unrecorded(sides: Sides, layer: int) -> None:
     """Refuse if both captures are mm2's own. A dump of another tool may lack a layer's input."""
     sources = (sides.reference, sides.target)
-    if any(source.known_description is None for source in sources):
+    if any(source.known_description is None or source.may_omit_inputs for source in sources):
         return
     lacking = next((source for source in sources if Site.INPUT not in source.sites(layer)), sides.target)
     raise IncomparableError(

@@ -20,7 +20,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.options import DTYPES
 from minimax_tools.errors import CheckpointError, IncomparableError
-from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.hub.checkpoint_folder import is_on_hub, resolve_config, resolve_model
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
@@ -67,13 +67,25 @@ class CheckpointWeights:
     model: str  # a folder, or a hub's id
     # Index of each folder that holds all shards
     _complete: dict[Path, TensorIndex] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Spec of the model, once it is read
+    _specs: dict[str, ModelSpec] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def read_spec(self) -> ModelSpec:
+        """Read config.json, once. No shard is fetched or opened.
+
+        Raises:
+            CheckpointError: There is no such model, or mm2 does not compute it.
+        """
+        if self.model not in self._specs:
+            self._specs[self.model] = ModelSpec.from_folder(resolve_config(self.model))
+        return self._specs[self.model]
 
     @contextmanager
     def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
         """Open a layer's weights (see `WeightSource`)."""
         layers = range(layer, layer + 1)
+        spec = self.read_spec()
         folder = resolve_model(self.model, layers=layers)
-        spec = ModelSpec.from_folder(folder)
         with self._open(folder, layers) as reader:
             tensors = LayerTensors.open(reader, spec, layer, _computed_dtype(reference))
             refuse_other_model(reference, ModelFingerprint.of(reader, spec, layers), self.model)
@@ -82,7 +94,7 @@ class CheckpointWeights:
     @contextmanager
     def open_head(self, reference: CaptureSource) -> Iterator[HeadWeights]:
         """Open the weights behind the last layer (see `WeightSource`)."""
-        spec = ModelSpec.from_folder(resolve_config(self.model))
+        spec = self.read_spec()
         last = spec.num_hidden_layers - 1
         layers = range(last, last + 1)
         folder = resolve_model(self.model, layers=layers)
@@ -149,9 +161,15 @@ def find_weights(
     """Find the weights of the checkpoint `model`; without a name, of the one that either capture was made from.
 
     None if none was named, and neither capture's own checkpoint is on this machine and still the golden's.
+
+    Raises:
+        CheckpointError: `model` is a folder without a model that mm2 computes. The hub is not asked before weights are.
     """
     if model is not None:
-        return CheckpointWeights(model=model)
+        named = CheckpointWeights(model=model)
+        if not is_on_hub(model):
+            named.read_spec()
+        return named
     for source in (reference, target):
         description = source.known_description
         if description is None or not (Path(description.provenance.model_source) / "config.json").is_file():

@@ -23,7 +23,7 @@ from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.console import show_warnings_only, shows_details, shows_pictures
 from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.errors import UsageError
-from minimax_tools.hub.checkpoint_folder import resolve_model
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.model.run import Run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -88,9 +88,11 @@ def _read_request(
     placement = read_placement(options)
     if slices_folder is not None:
         folder = slices_folder / slice_.node.name
+        spec = ModelSpec.from_folder(folder)
     else:
-        folder = resolve_model(options.model or plan.model, layers=slice_.stage.layers)
-    spec = ModelSpec.from_folder(folder)
+        model = options.model or plan.model
+        spec = ModelSpec.from_folder(resolve_config(model))
+        folder = resolve_model(model, layers=slice_.stage.layers)
     validate_plan(plan, folder, spec, slice_, is_slice=slices_folder is not None)
     request = make_request(
         options,

@@ -13,9 +13,9 @@ import torch
 
 from gpu_reference.model.offload import hold_weight
 from gpu_reference.model.placement import Placement, describe_placement, verify_device_map, watched_memory
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, MissingExtraError, UsageError
+from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.reference.modules import read_config, require_golden_extra
@@ -166,7 +166,7 @@ def _follow_quiet() -> None:
 
 def _quantization(spec: ModelSpec) -> dict[str, Any]:
     """Return arguments that dequantise FP8; a GPU of capability 8.9 or more would run FP8 matmuls otherwise."""
-    if "quantization_config" not in spec.raw:
+    if not spec.is_fp8:
         return {}
     from transformers import FineGrainedFP8Config
 

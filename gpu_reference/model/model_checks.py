@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from gpu_reference.model.offload import weight_of
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths
+from minimax_tools.checkpoint.fp8 import find_ragged_widths
 from minimax_tools.checkpoint.layer_storage import PackedMatrices
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import GoldenRefusedError, install_command
+from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     ATTENTION_AND_NORM_NAMES,
@@ -82,7 +83,7 @@ def refuse_ragged_blocks(spec: ModelSpec) -> None:
     Raises:
         GoldenRefusedError: A width is over 128 and no multiple of it.
     """
-    if "quantization_config" not in spec.raw:
+    if not spec.is_fp8:
         return
     ragged = find_ragged_widths(spec)
     if ragged:

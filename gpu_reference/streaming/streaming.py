@@ -304,7 +304,7 @@ def _refuse_unpackable(request: GoldenModelRequest, reader: CheckpointReader) ->
             found=request.experts_implementation,
             next_step="Add --experts-implementation eager.",
         )
-    if "quantization_config" not in request.spec.raw:
+    if not request.spec.is_fp8:
         raise UsageError(
             "packed experts need an FP8 checkpoint",
             found="one without a quantization_config",

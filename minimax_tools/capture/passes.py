@@ -54,6 +54,7 @@ class Choice:
     # Column of the pass whose likeliest token is the chosen one, if another than the last real one: padding, or an
     # earlier token. None if no column's is.
     column: int | None = None
+    is_padding: bool = False  # whether that column is padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

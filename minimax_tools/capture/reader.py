@@ -33,6 +33,8 @@ class Capture(CaptureSource):
         self.is_complete = manifest.is_complete
         self.certificate = manifest.certificate
         self.observed_dtypes = manifest.observed_dtypes
+        # A whole port may show some of its layers, or none.
+        self.may_omit_inputs = _is_of_whole_port(manifest)
         self.digest_note = _word_missing_digests(manifest)
         self._manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
@@ -251,3 +253,8 @@ def _word_missing_digests(manifest: Manifest) -> str:
     has_floor = manifest.description.noise_floor != "off"
     parts = "twins and floors" if is_golden and has_floor else "inputs and generated tokens"
     return f"digests of {parts}: none, made by an older mm2"
+
+
+def _is_of_whole_port(manifest: Manifest) -> bool:
+    """Decide whether a capture is a whole port's run, by the file of its passes."""
+    return manifest.digests is not None and PASSES_NAME in dict(manifest.digests.texts)

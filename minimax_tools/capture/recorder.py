@@ -33,6 +33,7 @@ class Recorder(Generic[SiteKind]):
         taps: Place of each site: a submodule of `module`, and which of its inputs or outputs.
         keep: `copy_to_host` or `copy_on_device`; copies a tensor when its hook fires.
         feeds: Tensors that replace the module's own at some sites, brought to the shape, dtype and device of those.
+            Columns that the module has beyond them, padding of a bucket, stay its own.
 
     Attributes:
         tensors: The copies by site, as far as the module has run.
@@ -104,9 +105,16 @@ class Recorder(Generic[SiteKind]):
         if replacement is None:
             self.record(site, tapped)
             return None
-        replacement = replacement.to(device=tapped.device, dtype=tapped.dtype).reshape(tapped.shape)
+        replacement = _fit(replacement.to(device=tapped.device, dtype=tapped.dtype), tapped)
         self.record(site, replacement)
         return tap.put(value, replacement)
+
+
+def _fit(replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
+    """Return a replacement in the shape of the tapped tensor, [B,S,H] of [B,C,H] with the tapped columns behind it."""
+    if tapped.numel() == replacement.numel():
+        return replacement.reshape(tapped.shape)
+    return torch.cat((replacement, tapped[:, replacement.shape[1] :]), dim=1)
 
 
 def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:

@@ -46,10 +46,9 @@ class TensorSize:
 
 def expected_tensors(spec: ModelSpec) -> Iterator[TensorSize]:
     """Yield the tensors of the spec's checkpoint, in the dtypes that config.json names, or BF16 if it names none."""
-    is_fp8 = (spec.raw.get("quantization_config") or {}).get("quant_method") == "fp8"
     dtype_name = str(spec.raw.get("dtype") or spec.raw.get("torch_dtype"))
     plain_dtype = _STORED_DTYPES.get(dtype_name, torch.bfloat16)
-    matrix_dtype = torch.float8_e4m3fn if is_fp8 else plain_dtype
+    matrix_dtype = torch.float8_e4m3fn if spec.is_fp8 else plain_dtype
     return model_tensors(spec, matrix_dtype=matrix_dtype, plain_dtype=plain_dtype)
 
 

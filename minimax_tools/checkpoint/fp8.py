@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from minimax_tools.machine.compiled import compiled
+from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
-
-BLOCK_SIZE = 128
 
 Codes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 Scales = np.ndarray[tuple[int, int], np.dtype[np.float32]]

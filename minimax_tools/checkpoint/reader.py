@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise, scale_shape
+from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.shard_files import ShardFiles
 from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.weight_names import scale_name
 
 # Stored dtypes of weights; other dtypes hold codes that mm2 cannot read.

@@ -1,6 +1,10 @@
 """The quantities, sites and runs of a MiniMax-M2, without any tensor of a checkpoint.
 
 - `config_file`: config.json and its like, read
+- `config_fault`: keys of config.json that mm2 refuses by name
+- `family`: the graph of M2, M2.1, M2.5 and M2.7, and keys that describe another
+- `rope`: the rotary embedding that config.json describes
+- `quantisation`: the quantisation that config.json names
 - `spec`: quantities of config.json, checked
 - `weight_names`: names, shapes and sizes of a layer's tensors
 - `architecture`: module paths of a model, for MiniMax-M2 and other families

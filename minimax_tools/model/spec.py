@@ -11,13 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.config_fault import refuse_faults
 from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
+from minimax_tools.model.family import MODEL_TYPE, ORIGINALS, find_graph_faults
+from minimax_tools.model.quantisation import find_quantisation_faults
+from minimax_tools.model.rope import find_rope_faults, read_rope_theta, read_rotary_dim
 
-# Settings that every MiniMax-M2 has; config.json may leave them out. Other values describe another computation.
-_FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
-    {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "hidden_act": "silu"}
-)
-_MODEL_TYPE = "minimax_m2"
 # Positive integers that are copied from config.json; the other fields are derived.
 _COPIED_FIELDS = (
     "hidden_size",
@@ -95,35 +94,47 @@ class ModelSpec:
                 found="no config.json" if folder.is_dir() else "no such folder",
                 next_step="Give --model a folder or a hub id, or make a small one: mm2-split synthesize.",
             )
-        return cls.from_config(read_config_file(path))
+        return cls.from_config(read_config_file(path), where=path)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """Build the spec from the keys of a config.json.
+    def from_config(cls, config: Mapping[str, Any], *, where: Path | str = CONFIG_FILE) -> ModelSpec:
+        """Build the spec from the keys of a config.json; errors name the file `where`.
 
         Raises:
+            UnsupportedModelError: A key describes another computation or weight format than mm2 knows.
             CheckpointError: A key is missing or has a value that no MiniMax-M2 has.
         """
-        _refuse_other_models(config)
+        _refuse_other_models(config, where)
         try:
             head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            faults = (
+                *find_graph_faults(config),
+                *find_rope_faults(config, head_dim=head_dim),
+                *find_quantisation_faults(config),
+            )
+            refuse_faults(faults, where=where)
             return cls(
                 **{name: config[name] for name in _COPIED_FIELDS},
                 head_dim=head_dim,
-                rotary_dim=_rotary_dim(config, head_dim),
-                rope_theta=_rope_theta(config),
+                rotary_dim=read_rotary_dim(config, head_dim=head_dim),
+                rope_theta=read_rope_theta(config),
                 rms_norm_eps=float(config["rms_norm_eps"]),
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
                 raw=MappingProxyType(dict(config)),
             )
         except KeyError as error:
             raise CheckpointError(
-                f"config.json has no {error.args[0]!r}", next_step="Fetch the file again."
+                f"{where} has no {error.args[0]!r}", next_step="Fetch the file again."
             ) from error
         except (TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                "config.json cannot be understood", found=str(error), next_step="Fetch the file again."
+                f"{where} cannot be understood", found=str(error), next_step="Fetch the file again."
             ) from error
+
+    @property
+    def is_fp8(self) -> bool:
+        """Decide whether config.json names a quantisation. It is FP8 in blocks: others are refused."""
+        return bool(self.raw.get("quantization_config"))
 
     @property
     def query_width(self) -> int:
@@ -144,32 +155,12 @@ class ModelSpec:
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "raw"}
 
 
-def _refuse_other_models(config: Mapping[str, Any]) -> None:
+def _refuse_other_models(config: Mapping[str, Any], where: Path | str) -> None:
     found = config.get("model_type")
-    if found != _MODEL_TYPE:
+    if found != MODEL_TYPE:
         raise CheckpointError(
-            "config.json describes another model", expected=f"model_type {_MODEL_TYPE!r}", found=repr(found)
+            f"{where} describes another model",
+            expected=f"model_type {MODEL_TYPE!r}",
+            found=repr(found),
+            next_step=f"mm2 knows MiniMax-M2's family only: {ORIGINALS}, and copies of them.",
         )
-    for name, value in _FIXED_VALUES.items():
-        if config.get(name, value) != value:
-            raise CheckpointError(
-                f"config.json sets {name}",
-                expected=repr(value),
-                found=repr(config[name]),
-                next_step="mm2 knows the MiniMax-M2 graph only.",
-            )
-
-
-def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
-    if "rotary_dim" in config:
-        return int(config["rotary_dim"])
-    parameters = config.get("rope_parameters") or {}
-    factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    return int(head_dim * factor)
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    if "rope_theta" in config:
-        return float(config["rope_theta"])
-    parameters = config.get("rope_parameters") or {}
-    return float(parameters["rope_theta"])

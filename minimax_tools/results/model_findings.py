@@ -19,7 +19,7 @@ class ModelFinding:
     # The pass: 0 for the prefill, t for the t-th decoding step; None if no pass is known
     number: int | None
     layer: int | None  # None outside the layers
-    # Sites, or `cache`, `layer_order`, `chosen_token`, `repeated_prefill`, `padded_logits`, `generated_tokens`
+    # Sites, or `cache`, `layer_order`, `chosen_token`, `repeated_run`, `padded_logits`, `generated_tokens`
     sites: tuple[str, ...]
     reason: str  # what differs, with figures
     mistake: str | None = None  # name of the known mistake that explains it; None if none does

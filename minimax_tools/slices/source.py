@@ -12,7 +12,7 @@ from typing import Any
 from minimax_tools.checkpoint.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.errors import CheckpointError, UnsupportedModelError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import is_on_hub, resolve_config, work_on_hub
 from minimax_tools.hub.headers import read_hub_headers
@@ -20,6 +20,7 @@ from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
 from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
+from minimax_tools.model.family import MODEL_TYPE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 # A hub id with a whole commit.
 _PINNED = re.compile(r"[^/@]+/[^/@]+@[0-9a-f]{40}")
-# The model type whose tensors follow from its config.json.
-_TOLD_BY_CONFIG = "minimax_m2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +79,13 @@ class SliceSource(StoredWeights):
         """Return all tensors of the checkpoint, or None if they are not known."""
         if self.entries is not None:
             return tuple(self.entries.values())
-        if self.config["model_type"] != _TOLD_BY_CONFIG:
+        if self.config["model_type"] != MODEL_TYPE:
             return None
-        return tuple(expected_tensors(ModelSpec.from_config(self.config)))
+        try:
+            return tuple(expected_tensors(ModelSpec.from_config(self.config)))
+        except UnsupportedModelError:
+            # Another format or graph has other tensors. Only headers tell them, and they are all that a plan needs.
+            return None
 
     @property
     def tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...]:
@@ -95,9 +98,11 @@ class SliceSource(StoredWeights):
         if tensors is None:
             files = sorted(set((self.weight_map or {}).values()))
             absent = [file for file in files if not (self.folder / file).is_file()]
-            model_type = self.config["model_type"]
+            kind = self.config["model_type"]
+            if kind == MODEL_TYPE:
+                kind += " in another format, or with another graph,"
             raise CheckpointError(
-                f"the tensors of {self.model} are not known: the config.json of a {model_type} lists none",
+                f"the tensors of {self.model} are not known: the config.json of a {kind} lists none",
                 expected="the headers of all its shards",
                 found=f"not here: {list_faults(absent)}" if absent else "no header",
                 next_step="Fetch what is missing, or give --model a hub id: its headers are read without the weights.",

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.config_fault import refuse_faults
+from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
+from minimax_tools.model.family import MODEL_TYPE, find_graph_faults
+from minimax_tools.model.quantisation import BLOCK_SIZE, find_other_format, find_quantisation_faults
 from minimax_tools.split.binding import unfit_checkpoint
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     # For annotations in modules that do not import transformers.
     CausalConfig: TypeAlias = PreTrainedConfig
 
+_QUANTISED_STEP = "Use a copy that is not quantised, or one in FP8."
 # Errors that transformers raises on damaged or unknown weights. A damaged config can raise any class.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
 
@@ -59,15 +63,22 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
             found=f"{type(error).__name__}: {error}",
             next_step="Check the path. Models that need code from their repository are not run.",
         ) from error
-    method = _quantization(config).get("quant_method", "fp8")
-    if method != "fp8":
-        raise CheckpointError(
-            f"the weights at {folder} are quantised",
-            expected="BF16, FP16, float32, or FP8 in blocks",
-            found=f"quant_method {method!r}",
-            next_step="Use a copy that is not quantised, or one in FP8.",
-        )
+    _refuse_unread(folder)
     return config
+
+
+def _refuse_unread(folder: Path) -> None:
+    """Raise UnsupportedModelError if a config.json names a format or a graph that would be read wrongly, unnoticed.
+
+    transformers computes every kind of RoPE, but ignores the keys of other graphs than MiniMax-M2's.
+    """
+    path = folder / CONFIG_FILE
+    values = read_config_file(path)
+    if values.get("model_type") == MODEL_TYPE:
+        refuse_faults([*find_graph_faults(values), *find_quantisation_faults(values)], where=path)
+    other = find_other_format(values)
+    if other is not None:
+        refuse_faults([replace(other, next_step=_QUANTISED_STEP)], where=path)
 
 
 def make_causal_config(values: Mapping[str, Any], *, where: Path) -> PreTrainedConfig:

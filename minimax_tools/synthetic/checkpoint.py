@@ -18,11 +18,12 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize, model_tensors
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths
+from minimax_tools.checkpoint.fp8 import find_ragged_widths
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from minimax_tools.synthetic.toy_model import SyntheticModel

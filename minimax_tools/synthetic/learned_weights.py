@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.model import weight_names
+from minimax_tools.model.quantisation import BLOCK_SIZE
 
 # Largest finite value of float8_e4m3fn.
 _LARGEST_CODE = 448.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 

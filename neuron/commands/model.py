@@ -138,7 +138,7 @@ def model_command(options: ModelOptions) -> None:
         with (
             open_runtime(options.backend, ranks=options.ranks) as runtime,
             CheckpointReader(folder) as reader,
-            LayerProgress(num_decoded + 1, label="Passes") as progress,
+            LayerProgress(num_decoded + 1, label="Port", unit="pass") as progress,
             ModelRun(request, runtime=runtime, reader=reader, progress=progress) as model,
         ):
             model.capture(directory)

@@ -48,17 +48,6 @@ def assemble_logits(
     return assembled
 
 
-def cut_columns(tensor: torch.Tensor, site: Site, *, num_columns: int) -> torch.Tensor:
-    """Return a site's first columns: [B,s,…] or [B,N,s,D] of a tensor that a port padded on the right."""
-    dim = 2 if site.has_heads_dim else 1
-    # Any other shape stays, for the comparison to judge.
-    return (
-        tensor.narrow(dim, 0, num_columns)
-        if tensor.ndim > dim and tensor.shape[dim] > num_columns
-        else tensor
-    )
-
-
 def last_logits(model_pass: Pass, logits: torch.Tensor) -> torch.Tensor:
     """Return the logits [B,·] of each row's last real token, from a pass's [B,s,·] or [B,1,·]."""
     if logits.shape[1] == 1:

@@ -23,7 +23,6 @@ from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
-from neuron.model_runs.assembly import cut_columns
 from neuron.model_runs.model_request import ModelSetup
 from neuron.model_runs.passes import Pass
 from neuron.ports.exposure import router_dtypes
@@ -33,7 +32,6 @@ from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
     PAST,
     ModelResult,
-    num_columns_run,
     parse_result,
     read_cache,
     require_decoding,
@@ -225,10 +223,12 @@ class ModelExecutor:
         if request.fed is None:
             return ExitStack()
         layer, states = request.fed
+        if not self.exposure.layers:
+            raise TargetError(
+                f"{self._what} does not show its layers: none can run alone",
+                next_step="Name the list of layers in the port's `sites`, as scripts/examples/model_port.py has it.",
+            )
         tap = self.exposure.exposures[layer].taps[Site.INPUT]
-        num_columns = states.shape[1]
-        num_padded = num_columns_run(eager_module(self.module), num_columns) - num_columns
-        states = nn.functional.pad(states, (0, 0, 0, num_padded))
         return Recorder(
             self.exposure.layers[layer], {Site.INPUT: tap}, keep=copy_on_device, feeds={Site.INPUT: states}
         )
@@ -270,28 +270,42 @@ class ModelExecutor:
     ) -> tuple[dict[int, dict[Site, torch.Tensor]], dict[ModelSite, torch.Tensor]]:
         """Return the recorded and returned sites of all ranks, on the CPU of the lead."""
         layers: dict[int, dict[Site, torch.Tensor]] = {}
-        spec = self.setup.spec
+        # A port may pad each pass to a bucket of its own, on the right.
         batch_size, num_columns = batch_shape
-        # A port may pad the pass to a bucket: its submodules then see more columns.
-        run_shape = (batch_size, num_columns_run(eager_module(self.module), num_columns))
+        padded_shape = (batch_size, self._count_columns(batch_shape))
+        spec = self.setup.spec
         for index, recorder in enumerate(self._recorders):
             exposure = self.exposure.exposures[index]
             what = f"{self._what}, layer {index}"
-            assembly = RankAssembly(runtime=self.runtime, exposure=exposure, batch_shape=run_shape, what=what)
+            assembly = RankAssembly(
+                runtime=self.runtime, exposure=exposure, batch_shape=padded_shape, what=what
+            )
             for site in self.setup.sites:
                 piece = recorder.tensors.get(site)
                 tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
-                if tensor is not None and exposure.accepts(site, tensor, spec, run_shape):
-                    layers.setdefault(index, {})[site] = cut_columns(tensor, site, num_columns=num_columns)
+                if tensor is not None and exposure.accepts(site, tensor, spec, padded_shape):
+                    layers.setdefault(index, {})[site] = _first_columns(tensor, num_columns, site)
         model: dict[ModelSite, torch.Tensor] = {}
         for model_site in self.exposure.taps:
             recorded = self._model_recorder.tensors.get(model_site)
             pieces = self.runtime.messages.gather(None if recorded is None else recorded.to("cpu"))
             if pieces and pieces[0] is not None:
-                model[model_site] = pieces[0].reshape(*run_shape, -1)[:, :num_columns]
+                whole = _unflattened(pieces[0], batch_size)
+                model[model_site] = _first_columns(whole, num_columns, model_site)
         for name, tensor in result.sites.items():
             _add_returned(name, tensor.to("cpu"), layers, model, sites=self.setup.sites)
         return layers, model
+
+    def _count_columns(self, batch_shape: tuple[int, int]) -> int:
+        """Return the number of columns that the port computes in a pass over [B,s]: s, or those of its bucket."""
+        batch_size, num_columns = batch_shape
+        hidden_size = self.setup.spec.hidden_size
+        for recorder in self._recorders:
+            for site in (Site.INPUT, Site.OUTPUT):
+                states = recorder.tensors.get(site)
+                if states is not None and states.shape[-1] == hidden_size:
+                    return max(states.numel() // (batch_size * hidden_size), num_columns)
+        return num_columns
 
     def _join_cache(self) -> list[CachePair] | None:
         """Return keys and values of all kv heads by layer, on the CPU of the lead; None if they cannot be read."""
@@ -327,6 +341,18 @@ class ModelExecutor:
                 next_step="Name it in the port's `sites`.",
             )
         return (layout or Replicated()).assemble(pieces, what=f"{self._what}, cache of layer {layer}")
+
+
+def _first_columns(tensor: torch.Tensor, num_columns: int, site: Site | ModelSite) -> torch.Tensor:
+    """Return the first columns of a site's tensor [B,columns,…] or [B,N,columns,D], and of another shape all of it."""
+    dim = 2 if site.has_heads_dim else 1
+    return tensor.narrow(dim, 0, min(num_columns, tensor.shape[dim])) if tensor.ndim > dim else tensor
+
+
+def _unflattened(tensor: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Return [B·s,H] as [B,s,H]; other shapes as they are."""
+    is_flat = tensor.ndim == 2 and tensor.shape[0] % batch_size == 0
+    return tensor.unflatten(0, (batch_size, -1)) if is_flat else tensor
 
 
 def _add_returned(

@@ -284,6 +284,7 @@ class ModelRun:
             for row, chosen in enumerate(result.tokens.tolist()):
                 best = int(likeliest[row])
                 is_token = 0 <= chosen < logits.shape[-1]
+                column = _column_of_choice(result.logits[row], chosen)
                 behind = float(logits[row, best] - logits[row, chosen]) if is_token else float("inf")
                 choices.append(
                     Choice(
@@ -293,7 +294,8 @@ class ModelRun:
                         likeliest=best,
                         # JSON has no infinity and no NaN.
                         behind=behind if math.isfinite(behind) else None,
-                        column=_column_of_choice(result.logits[row], chosen),
+                        column=column,
+                        is_padding=column is not None and int(model_pass.columns[row, column]) < 0,
                     )
                 )
         return tuple(choices)

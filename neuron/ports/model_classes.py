@@ -44,5 +44,6 @@ def _read(module: nn.Module) -> dict[str, str]:
     return {
         path: type(submodule).__name__
         for path, submodule in module.named_modules()
-        if path and (not path.startswith(_LAYERS) or path == _FIRST_LAYER or path.startswith(f"{_FIRST_LAYER}."))
+        if path
+        and (not path.startswith(_LAYERS) or path == _FIRST_LAYER or path.startswith(f"{_FIRST_LAYER}."))
     }

@@ -22,8 +22,6 @@ PAST = "past_key_values"
 KEEPS_CACHE = "keeps_cache"
 # Method of a port that returns its cache.
 READ_CACHE = "read_cache"
-# Method of a port that pads a pass on the right, to a bucket: from the pass's columns to those that it runs.
-NUM_COLUMNS_RUN = "num_columns_run"
 
 _RETURN_STEP = f"Return logits, or (logits, {PAST}), as scripts/examples/model_port.py does."
 
@@ -118,12 +116,6 @@ def require_decoding(module: nn.Module, *, what: str) -> None:
         found=f"forward({', '.join(parameters)})",
         next_step=f"Set {KEEPS_CACHE} = True on a port that keeps its cache, or give --decode 0.",
     )
-
-
-def num_columns_run(module: nn.Module, num_columns: int) -> int:
-    """Return the columns that a port runs for a pass of `num_columns`: more, if it pads the pass to a bucket."""
-    own = getattr(module, NUM_COLUMNS_RUN, None)
-    return int(own(num_columns)) if callable(own) else num_columns
 
 
 def read_cache(module: nn.Module, past: object, *, num_layers: int) -> list[CachePair] | None:

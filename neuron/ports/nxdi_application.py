@@ -218,11 +218,6 @@ class NxdiApplication:
         """Number of ranks that the heads are divided among."""
         return int(self._neuron_config.tp_degree)
 
-    def num_columns_run(self, num_columns: int) -> int:
-        """Return C: on the CPU, a prefill is padded to its largest bucket."""
-        is_prefill = num_columns > 1
-        return int(self._neuron_config.max_context_length) if is_prefill else num_columns
-
     def prefill(
         self,
         input_ids: torch.Tensor,
@@ -276,8 +271,8 @@ class NxdiApplication:
             sampling_params=torch.ones(batch_size, 3),
             **keywords,
         )
-        # Without a sampler NxDI returns the logits a second time, as `tokens`. On the CPU each rank samples from its own
-        # part of the vocabulary.
+        # Without a sampler NxDI returns the logits a second time, as `tokens`. On the CPU its sampler reads the rank's
+        # own part of the vocabulary, whatever the port.
         is_of_a_part = self._settings.is_on_cpu and self._settings.ranks.are_several
         is_sampled = self._neuron_config.on_device_sampling_config is not None and not is_of_a_part
         return NxdiOutput(logits=result.logits, tokens=result.tokens if is_sampled else None)

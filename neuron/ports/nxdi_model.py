@@ -101,10 +101,6 @@ class NxdiModel(nn.Module):
                 )
         return ModelResult(logits=output.logits, tokens=output.tokens, sites=sites)
 
-    def num_columns_run(self, num_columns: int) -> int:
-        """Return the columns of the bucket that a pass is padded to."""
-        return self._opened.num_columns_run(num_columns)
-
     def read_cache(self, _: object) -> list[CachePair] | None:
         """Return this rank's keys and values by layer; None on a device, where NxDI keeps them."""
         return self._opened.read_cache()

@@ -18,6 +18,7 @@ from torch import nn
 from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError
+from minimax_tools.model.family import FIXED_VALUES
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
@@ -25,14 +26,6 @@ from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader, reads_in_place
 from neuron.ports.port_errors import port_errors
 
-# Values that every MiniMax-M2 has; a config.json that transformers wrote may lack these keys.
-_FIXED_VALUES = {
-    "hidden_act": "silu",
-    "qk_norm_type": "per_layer",
-    "scoring_func": "sigmoid",
-    "use_qk_norm": True,
-    "use_routing_bias": True,
-}
 _BUILD_STEP = "It is called as NAME(config, layer_idx); see --debug for the traceback."
 _CONVERT_STEP = "It gets the hub's names relative to the layer; see --debug for the traceback."
 _LOAD_STEP = "Its state_dict() is filled, then to(device) called; see --debug for the traceback."
@@ -217,7 +210,14 @@ def target_config(spec: ModelSpec, *, ranks: Ranks | None = None) -> SimpleNames
 
     `config.ranks` holds this rank and the number of ranks.
     """
-    values = {**_FIXED_VALUES, **copy.deepcopy(dict(spec.raw)), **spec.quantities()}
+    # The originals set these keys; a copy that transformers wrote may lack them.
+    values = {
+        **FIXED_VALUES,
+        "attn_type_list": [1] * spec.num_hidden_layers,
+        "shared_intermediate_size": 0,
+        **copy.deepcopy(dict(spec.raw)),
+        **spec.quantities(),
+    }
     config = SimpleNamespace(**values)
     config.ranks = ranks or Ranks()
     config.num_experts = spec.num_local_experts

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
+from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.weight_names import ATTENTION_MATRICES, EXPERTS
 from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
 

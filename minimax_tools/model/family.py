@@ -1,0 +1,120 @@
+"""The family of MiniMax-M2: M2, M2.1, M2.5, M2.7 and copies of them, which all compute one graph.
+
+Keys of config.json that describe another graph are refused by name. They are keys of MiniMax's other models, and of
+models like them. Neutral values, which change nothing, pass. So do keys of heads that predict further tokens
+(`use_mtp`, `num_mtp_modules`): the originals set them and ship no such tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from minimax_tools.errors import list_names
+from minimax_tools.model.config_fault import ConfigFault
+
+MODEL_TYPE = "minimax_m2"
+ORIGINALS = "MiniMaxAI/MiniMax-M2, -M2.1, -M2.5 or -M2.7"
+# Settings that every MiniMax-M2 has; config.json may leave them out. Other values describe another computation.
+FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
+    {
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "hidden_act": "silu",
+    }
+)
+_ZERO = (0,)
+_ONE = (1,)
+# Values that leave MiniMax-M2's graph as it is; null does too.
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        # Experts that every token takes, and layers without routed experts.
+        "shared_intermediate_size": _ZERO,
+        "n_shared_experts": _ZERO,
+        "num_shared_experts": _ZERO,
+        "first_k_dense_replace": _ZERO,
+        "mlp_only_layers": ([],),
+        "decoder_sparse_step": _ONE,
+        # Attention to the nearest positions only.
+        "sliding_window": _ZERO,
+        "attn_window_size": (0, -1),
+        # Routing in groups of experts, and what is done to the routing weights.
+        "n_group": (0, 1),
+        "num_expert_group": (0, 1),
+        "topk_group": (0, 1),
+        "routed_scaling_factor": _ONE,
+        "norm_topk_prob": (True,),
+        # Factors of the residual stream and of what is added to it, under MiniMax's and transformers' names.
+        **{
+            f"layernorm_{part}_{factor}": _ONE
+            for part in ("full_attention", "linear_attention", "mlp")
+            for factor in ("alpha", "beta")
+        },
+        **{
+            f"{part}_{factor}_factor": _ONE
+            for part in ("full_attn", "linear_attn", "mlp")
+            for factor in ("alpha", "beta")
+        },
+        # Residuals taken behind the norm.
+        "postnorm": (False,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    }
+)
+# Lists with one kind of attention per layer, and their name of softmax attention over all earlier positions.
+_FULL_ATTENTION: Mapping[str, object] = MappingProxyType(
+    {"attn_type_list": 1, "decoder_attention_types": 1, "layer_types": "full_attention"}
+)
+_NUM_LAYERS_SHOWN = 6
+_NEXT_STEP = (
+    "mm2 knows the MiniMax-M2 graph only. If the model's code does not read this key, remove it from a copy of "
+    "config.json."
+)
+
+
+def find_graph_faults(config: Mapping[str, Any]) -> list[ConfigFault]:
+    """Find the keys of a `minimax_m2`'s config.json that describe another graph than MiniMax-M2's."""
+    return [
+        ConfigFault(key=key, expected=expected, found=found, next_step=_NEXT_STEP)
+        for key, expected, found in (*_find_other_values(config), *_find_other_attention(config))
+    ]
+
+
+def _find_other_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for key, value in FIXED_VALUES.items():
+        if config.get(key, value) != value:
+            yield key, repr(value), repr(config[key])
+    for key, neutral in _NEUTRAL_VALUES.items():
+        found = config.get(key)
+        if found is not None and found not in neutral:
+            yield key, " or ".join(map(repr, neutral)), repr(found)
+
+
+def _find_other_attention(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    num_layers = config.get("num_hidden_layers")
+    for key, full in _FULL_ATTENTION.items():
+        kinds = config.get(key)
+        if kinds is None:
+            continue
+        expected = f"{full!r} (softmax attention) for each of {num_layers} layers"
+        if not isinstance(kinds, list):
+            yield key, expected, repr(kinds)
+        elif len(kinds) != num_layers:
+            yield key, expected, f"{len(kinds)} entries"
+        elif others := _describe_other_kinds(kinds, full):
+            yield key, expected, others
+
+
+def _describe_other_kinds(kinds: list[object], full: object) -> str:
+    """Describe the entries that are not `full`, as "0 in layers 3, 7"; the empty text if there are none."""
+    layers: dict[str, list[str]] = {}
+    for layer, kind in enumerate(kinds):
+        if kind != full:
+            layers.setdefault(repr(kind), []).append(str(layer))
+    return "; ".join(
+        f"{kind} in {'layer' if len(numbers) == 1 else 'layers'} {list_names(numbers, most=_NUM_LAYERS_SHOWN)}"
+        for kind, numbers in layers.items()
+    )

@@ -1,0 +1,85 @@
+"""The quantisation that a config.json names: none, or FP8 in blocks with dynamic activations, as in the originals.
+
+Other formats are refused by name from config.json alone, before any shard is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from minimax_tools.model.config_fault import ConfigFault
+from minimax_tools.model.family import ORIGINALS
+
+BLOCK_SIZE = 128  # rows and columns of a weight that share a scale
+
+_KEY = "quantization_config"
+# Keys of formats that do not write `quantization_config`, or write it without a method beside their own key.
+_OTHER_KEYS = {"quantization": "MLX", "compression_config": "compressed-tensors"}
+# Keys that tell more of a format.
+_DETAILS = ("format", "quant_algo", "mode", "bits", "group_size")
+_DEFAULTS: Mapping[str, tuple[object, ...]] = {
+    "activation_scheme": ("dynamic",),
+    "fmt": ("float8_e4m3fn", "e4m3"),
+    "scale_fmt": ("float",),
+    "expert_dtype": ("fp8",),
+    "modules_to_convert": ([],),
+}
+_NEXT_STEP = f"Use the FP8 original ({ORIGINALS}), or a BF16 copy of it."
+
+
+def find_quantisation_faults(config: Mapping[str, Any]) -> list[ConfigFault]:
+    """Find the keys of a MiniMax-M2's config.json that name another quantisation than that of the originals."""
+    other = find_other_format(config)
+    if other is not None:
+        return [other]
+    return [
+        ConfigFault(key=f"{_KEY}.{name}", expected=expected, found=found, next_step=_NEXT_STEP)
+        for name, expected, found in _find_other_fp8(config.get(_KEY) or {})
+    ]
+
+
+def find_other_format(config: Mapping[str, Any]) -> ConfigFault | None:
+    """Find the key of any model's config.json that names another quantisation than FP8; None if there is none."""
+    for key, format_name in _OTHER_KEYS.items():
+        if config.get(key):
+            return _other_format(key, f"the format of {format_name}{_describe(config[key])}")
+    stored = config.get(_KEY)
+    if stored is None:
+        return None
+    if not isinstance(stored, Mapping):
+        return _other_format(_KEY, repr(stored))
+    method = stored.get("quant_method")
+    if method == "fp8":
+        return None
+    return _other_format(
+        _KEY, (f"quant_method {method!r}" if method else "no quant_method") + _describe(stored)
+    )
+
+
+def _find_other_fp8(stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    blocks = [BLOCK_SIZE, BLOCK_SIZE]
+    size = stored.get("weight_block_size", blocks)
+    if size != blocks:
+        yield "weight_block_size", repr(blocks), "null: no blocks" if size is None else repr(size)
+    for name, known in _DEFAULTS.items():
+        value = stored.get(name)
+        if value is not None and value not in known:
+            yield name, " or ".join(map(repr, known)), repr(value)
+
+
+def _other_format(key: str, found: str) -> ConfigFault:
+    return ConfigFault(
+        key=key,
+        expected=f"weights in BF16, FP16 or float32, or in FP8 with blocks of {BLOCK_SIZE} × {BLOCK_SIZE}",
+        found=found,
+        next_step=_NEXT_STEP,
+    )
+
+
+def _describe(stored: object) -> str:
+    """Return the details of a format, such as ", bits 4, group_size 64"."""
+    if not isinstance(stored, Mapping):
+        return ""
+    details = [(name, stored[name]) for name in _DETAILS if isinstance(stored.get(name), str | int)]
+    return "".join(f", {name} {value}" for name, value in details)

@@ -1,0 +1,45 @@
+"""ModelPlant: a whole port with one mistake, or a right one, and what mm2 should say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimax_tools.text_enum import TextEnum
+
+# The folder of the ports. They read as a user's file does: no annotations, and imports from the file beside it.
+PORTS = Path(__file__).parents[1] / "whole_ports"
+
+
+class FirstPass(TextEnum):
+    """The pass at which a mistake first shows."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"  # the prefill is right
+    REPEATED = "repeated"  # both are right, a second run of the same prompts is not
+    NONE = "none"  # no number of the run is wrong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlant:
+    """A whole port that `mm2-test model` judges."""
+
+    name: str  # the mistake, or the style of a right port
+    port: str  # its file in the folder of the ports, and its name there, as `ends.py:HeadTied`
+    first: FirstPass = FirstPass.NONE  # pass at which it first shows
+    layers: tuple[int, ...] = ()  # layers that may be blamed; empty outside the layers
+    sites: tuple[str, ...] = ()  # sites of which at least one must be blamed
+    names: tuple[str, ...] = ()  # names of mm2's catalogues that are right answers; empty for a right port
+    num_ranks: int = 1
+    # Backends on which it can run: what torch traced for the CPU runs there alone.
+    backends: tuple[str, ...] = ("cpu", "xla-cpu")
+
+    @property
+    def is_right(self) -> bool:
+        """True for a right port, which must never be flagged."""
+        return not self.names
+
+    @property
+    def target(self) -> str:
+        """The value of `--target`."""
+        return f"{PORTS / self.port}"

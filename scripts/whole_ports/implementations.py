@@ -1,0 +1,250 @@
+"""Right whole ports of other make: transformers' own model, compiled ones, a black box, and one of several ranks.
+
+B batch, S columns of a pass, P columns of the cache, K kv heads, D head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import cached_port
+import port
+import tensor_parallel_port
+from model_port import Model
+from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, StaticCache
+
+
+class TransformersSdpa(nn.Module):
+    """transformers' own model, with its DynamicCache."""
+
+    attn_implementation = "sdpa"
+    experts_implementation = "grouped_mm"
+
+    def __init__(self, config):
+        super().__init__()
+        known = {
+            name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__
+        }
+        self.config = MiniMaxM2Config(**known, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
+        self.config._attn_implementation = self.attn_implementation
+        self.config._experts_implementation = self.experts_implementation
+        self.whole = MiniMaxM2ForCausalLM(self.config)
+        for layer in self.whole.model.layers:
+            # The router is float32 throughout.
+            layer.mlp.gate.weight = nn.Parameter(layer.mlp.gate.weight.float())
+            layer.mlp.e_score_correction_bias = nn.Buffer(layer.mlp.e_score_correction_bias.float())
+        self.sites = {
+            "layers": "whole.model.layers",
+            "embedding": "whole.model.embed_tokens",
+            "final_norm": "whole.model.norm",
+            "input_norm": "input_layernorm",
+            "q_proj": "self_attn.q_proj",
+            "k_proj": "self_attn.k_proj",
+            "v_proj": "self_attn.v_proj",
+            "q_norm": "self_attn.q_norm",
+            "k_norm": "self_attn.k_norm",
+            "attn_context": "self_attn.o_proj:input",
+            "attn_delta": "self_attn.o_proj",
+            "attn_residual": "post_attention_layernorm:input",
+            "post_norm": "post_attention_layernorm",
+            "router_logits": "mlp.gate:output[0]",
+            "router_weights": "mlp.gate:output[1]",
+            "router_experts": "mlp.gate:output[2]",
+            "moe_delta": "mlp",
+        }
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """Return the tensors by transformers' names: `mlp` for `block_sparse_moe`, the experts stacked."""
+        if layer_idx is None:
+            return {f"whole.{name}": tensors[name] for name in tensors}
+        prefix = f"whole.model.layers.{layer_idx}."
+        state = {
+            prefix + name.replace("block_sparse_moe.", "mlp."): tensors[name]
+            for name in tensors
+            if ".experts." not in name
+        }
+        experts = [f"block_sparse_moe.experts.{expert}." for expert in range(config.num_local_experts)]
+        state[prefix + "mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat((tensors[name + "w1.weight"], tensors[name + "w3.weight"])) for name in experts]
+        )
+        state[prefix + "mlp.experts.down_proj"] = torch.stack(
+            [tensors[name + "w2.weight"] for name in experts]
+        )
+        return state
+
+    def new_cache(self):
+        """Return what a prefill is given as past; None for transformers' choice."""
+        return None  # noqa: RET501 - others return one
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        """Return transformers' output: logits [B,S,V] and the cache."""
+        past = self.new_cache() if past_key_values is None else past_key_values
+        return self.whole(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past,
+            use_cache=True,
+        )
+
+
+class TransformersEager(TransformersSdpa):
+    """transformers' own model with eager attention and eager experts."""
+
+    attn_implementation = "eager"
+    experts_implementation = "eager"
+
+
+class TransformersStaticCache(TransformersSdpa):
+    """transformers' own model with a cache of fixed length."""
+
+    def new_cache(self):
+        return StaticCache(config=self.config, max_cache_len=64)
+
+
+def compiled_eager(config):
+    """Build the example port behind torch.compile's graphs, run as they are."""
+    return torch.compile(Model(config), backend="eager")
+
+
+def compiled_aot_eager(config):
+    """Build the example port behind torch.compile's graphs, traced by AOTAutograd."""
+    return torch.compile(Model(config), backend="aot_eager")
+
+
+class _WithTuples(Model):
+    """The example port, whose cache is what torch can trace: tuples."""
+
+    def forward(self, *inputs):
+        logits, cache = super().forward(*inputs)
+        return logits, tuple(cache)
+
+
+class TracedBlackBox(nn.Module):
+    """A right port that torch traced, a graph for each shape: it returns logits and cache, and shows no submodule."""
+
+    def __init__(self, config):
+        super().__init__()
+        whole = _WithTuples(config)
+        # Its weights are this module's own, but not the module: so nothing of it can be hooked.
+        for name, parameter in whole.named_parameters():
+            self.register_parameter(name.replace(".", "__"), parameter)
+        for name, buffer in whole.named_buffers():
+            self.register_buffer(name.replace(".", "__"), buffer)
+        self.hidden, self.graphs = (whole,), {}
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """Convert as the port within does."""
+        converted = self.hidden[0].convert_state_dict(tensors, config, layer_idx)
+        return {name.replace(".", "__"): converted[name] for name in converted}
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        """Return logits [B,S,V] and the cache, a pair [B,K,P+S,D] for each layer."""
+        inputs = (input_ids, attention_mask, position_ids)
+        if past_key_values is not None:
+            inputs = (*inputs, tuple(map(tuple, past_key_values)))
+        shape = (*input_ids.shape, attention_mask.shape[1])
+        if shape not in self.graphs:
+            self.graphs[shape] = torch.jit.trace(
+                self.hidden[0].requires_grad_(False), inputs, check_trace=False
+            )
+        return self.graphs[shape](*inputs)
+
+
+class RankAttention(tensor_parallel_port.Attention):
+    """Attention with the rank's heads, and a cache of them."""
+
+    attend = cached_port.Attention.attend
+
+    def forward(self, states, attention_mask, position_ids, past_key_value=None):
+        """Return the output [B,S,H], the same on all ranks, and the rank's keys and values [B,K,P+S,D]."""
+        partial, pair = cached_port.Attention.forward(
+            self, states, attention_mask, position_ids, past_key_value
+        )
+        return tensor_parallel_port.sum_over_ranks(partial, states.dtype), pair
+
+
+class RankLayer(tensor_parallel_port.DecoderLayer):
+    """The layer's part of a rank, with a cache."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn = RankAttention(config)
+        self.sites = {**self.sites, "attn_delta": "self_attn:output[0]@replicate"}
+
+    forward = cached_port.DecoderLayer.forward
+
+
+class TensorParallel(nn.Module):
+    """A right port of several ranks: layers, embedding and head are divided among them."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.num_rows = config.vocab_size // self.num_ranks
+        self.embed_tokens = RankEmbedding(config)
+        self.layers = nn.ModuleList(RankLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = port.Norm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, self.num_rows, bias=False)
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """Cut the rank's part of each tensor."""
+        if layer_idx is not None:
+            converted = self.layers[layer_idx].convert_state_dict(tensors, config, layer_idx)
+            return {f"layers.{layer_idx}.{name}": tensor for name, tensor in converted.items()}
+        return {
+            "embed_tokens.weight": tensors["model.embed_tokens.weight"].chunk(self.num_ranks)[self.rank],
+            "norm.weight": tensors["model.norm.weight"],
+            "lm_head.weight": tensors["lm_head.weight"].chunk(self.num_ranks)[self.rank],
+        }
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        """Return logits [B,S,V], the same on all ranks, and the rank's cache."""
+        states = self.embed_tokens(input_ids)
+        cache = []
+        for index, layer in enumerate(self.layers):
+            past = None if past_key_values is None else past_key_values[index]
+            states, pair = layer(states, attention_mask, position_ids, past_key_value=past)
+            cache.append(pair)
+        return self.gather(self.lm_head(self.norm(states))), cache
+
+    def gather(self, logits):
+        """Join the ranks' logits [B,S,V/ranks] in the order of ranks."""
+        return torch.cat(self.parts(logits), dim=-1)
+
+    def parts(self, logits):
+        """Return the logits of each rank, in the order of ranks."""
+        parts = [torch.empty_like(logits) for _ in range(self.num_ranks)]
+        dist.all_gather(parts, logits.contiguous())
+        return parts
+
+
+class TensorParallelShardsExchanged(TensorParallel):
+    """The ranks' logits are joined in the reverse order."""
+
+    def gather(self, logits):
+        return torch.cat(self.parts(logits)[::-1], dim=-1)
+
+
+class RankEmbedding(nn.Module):
+    """The rank's rows of the embedding; tokens of other ranks are zero, and a sum over ranks fills them."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_rows = config.vocab_size // dist.get_world_size()
+        self.first = dist.get_rank() * self.num_rows
+        self.weight = nn.Parameter(torch.empty(self.num_rows, config.hidden_size))
+
+    def forward(self, input_ids):
+        """Map token ids [B,S] to [B,S,H], the same on all ranks."""
+        rows = input_ids - self.first
+        is_own = (rows >= 0) & (rows < self.num_rows)
+        states = self.weight[rows.clamp(0, self.num_rows - 1)] * is_own[..., None]
+        return tensor_parallel_port.sum_over_ranks(states, states.dtype)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minimax_tools.model.quantisation import find_other_format, find_quantisation_faults
+
+FP8: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "float8_e4m3fn",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+}
+MLX = {"group_size": 64, "bits": 4, "mode": "affine"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"quantization_config": None},
+        {"quantization_config": FP8},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {
+            "quantization_config": {
+                **FP8,
+                "scale_fmt": "float",
+                "ignored_layers": ["gate"],
+                "dequantize": True,
+            }
+        },
+    ],
+)
+def test_weights_as_in_the_originals_and_plain_ones_pass(config: dict[str, Any]) -> None:
+    assert find_quantisation_faults(config) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "found"),
+    [
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}},
+            "quantization_config",
+            "quant_method 'awq', bits 4, group_size 128",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 8, "desc_act": False}},
+            "quantization_config",
+            "quant_method 'gptq', bits 8",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+            "quantization_config",
+            "quant_method 'compressed-tensors', format pack-quantized",
+        ),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            "quantization_config",
+            "quant_method 'modelopt', quant_algo NVFP4",
+        ),
+        *(
+            ({"quantization_config": {"quant_method": name}}, "quantization_config", f"quant_method '{name}'")
+            for name in ("mxfp4", "bitsandbytes", "auto-round", "fbgemm_fp8", "torchao", "quark")
+        ),
+        ({"quantization_config": {}}, "quantization_config", "no quant_method"),
+        ({"quantization_config": "fp8"}, "quantization_config", "'fp8'"),
+        (
+            {"quantization_config": MLX},
+            "quantization_config",
+            "no quant_method, mode affine, bits 4, group_size 64",
+        ),
+        (
+            {"quantization": MLX, "quantization_config": MLX},
+            "quantization",
+            "the format of MLX, mode affine, bits 4, group_size 64",
+        ),
+        (
+            {"compression_config": {"format": "naive-quantized"}},
+            "compression_config",
+            "the format of compressed-tensors, format naive-quantized",
+        ),
+    ],
+)
+def test_another_format_is_named(config: dict[str, Any], key: str, found: str) -> None:
+    (fault,) = find_quantisation_faults(config)
+    assert (fault.key, fault.found) == (key, found)
+    assert "Use the FP8 original (MiniMaxAI/MiniMax-M2" in fault.next_step
+    assert find_other_format(config) == fault
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("weight_block_size", [64, 64], "[64, 64]"),
+        ("weight_block_size", [1, 128], "[1, 128]"),
+        ("weight_block_size", None, "null: no blocks"),
+        ("activation_scheme", "static", "'static'"),
+        ("fmt", "float8_e5m2", "'float8_e5m2'"),
+        ("scale_fmt", "ue8m0", "'ue8m0'"),
+        ("expert_dtype", "fp4", "'fp4'"),
+        ("modules_to_convert", ["embed_tokens"], "['embed_tokens']"),
+    ],
+)
+def test_another_fp8_is_named(name: str, value: object, found: str) -> None:
+    config = {"quantization_config": {**FP8, name: value}}
+    (fault,) = find_quantisation_faults(config)
+    assert (fault.key, fault.found) == (f"quantization_config.{name}", found)
+    # Other families may store FP8 in other blocks.
+    assert find_other_format(config) is None

@@ -1,0 +1,206 @@
+"""`mm2-test model`: a whole port, judged from its embedding to its tokens; what is wrong first, placed and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
+
+IMPORTS = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import torch
+from torch import nn
+from model_port import Model as Right
+"""
+
+SWAPPED = """
+class Model(Right):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx == 2:
+            tensors = tensors.copy()
+            for expert in range(config.num_local_experts):
+                gate, up = (f"block_sparse_moe.experts.{expert}.{name}.weight" for name in ("w1", "w3"))
+                tensors[gate], tensors[up] = tensors[up], tensors[gate]
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
+
+# The forward of the right port, with the layers in another order.
+ORDERED = """
+class Model(Right):
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        states = self.model.embed_tokens(input_ids)
+        cache = [None] * len(self.model.layers)
+        for index in {order}:
+            past = None if past_key_values is None else past_key_values[index]
+            states, cache[index] = self.model.layers[index](
+                states, attention_mask, position_ids, past_key_value=past
+            )
+        return self.lm_head(self.model.norm(states)), [kept or cache[0] for kept in cache]
+"""
+
+RESTARTED = """
+class Model(Right):
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        if past_key_values is not None:
+            position_ids = torch.zeros_like(position_ids)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+"""
+
+WRONG_ROW = """
+class Model(Right):
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return {"logits": logits, "past_key_values": cache, "tokens": logits[:, -1].argmax(-1)}
+"""
+
+LIVE_PADDING = """
+class Model(Right):
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return torch.cat((logits, torch.full_like(logits[..., :8], PADDING)), dim=-1), cache
+"""
+
+HEAD_ROWS = """
+class Model(Right):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx is None:
+            weight = tensors["lm_head.weight"].clone()
+            weight[[3, 7]] = weight[[7, 3]]
+            tensors["lm_head.weight"] = weight
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
+
+# Keeps its cache itself, and lets tokens of the prompts before stay visible.
+STALE = """
+class Model(Right):
+    keeps_cache = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.kept, self.mask = None, None
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        begins_anew = position_ids.shape[1] > 1
+        if self.kept is None or (begins_anew and RESETS):
+            self.kept, self.mask = None, torch.zeros_like(attention_mask[:, :0])
+        new = attention_mask[:, -input_ids.shape[1]:]
+        self.mask = torch.cat((self.mask, new), dim=1)
+        logits, self.kept = super().forward(input_ids, self.mask, position_ids, self.kept)
+        return logits
+
+    def read_cache(self, past):
+        return self.kept
+"""
+
+
+@pytest.fixture
+def run_model(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
+    """Runs a whole port on the toy: the result, and its JSON."""
+
+    def run_source(source: str, *options: object) -> tuple[Any, dict[str, Any]]:
+        path = tmp_path / "whole_port.py"
+        path.write_text(IMPORTS + source)
+        arguments = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
+        result = run(*arguments, "--target", f"{path}:Model", "--output-dir", tmp_path / "run", *options)
+        return result, json.loads(result.stdout) if result.stdout else {}
+
+    return run_source
+
+
+RIGHT_PORTS = {
+    "eager": "Model = Right",
+    "compiled": "def Model(config):\n    return torch.compile(Right(config), backend='eager')\n",
+    "sampling": WRONG_ROW.replace(
+        "logits[:, -1].argmax(-1)",
+        "logits[torch.arange(len(logits)), (attention_mask[:, -input_ids.shape[1]:].cumsum(1)).argmax(1)].argmax(-1)",
+    ),
+    "masked padding": LIVE_PADDING.replace("PADDING", "-1e9"),
+    "own cache": STALE.replace("RESETS", "True"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_PORTS)
+def test_right_ports_pass_whole(run_model: Any, name: str) -> None:
+    result, record = run_model(RIGHT_PORTS[name])
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
+    assert (record["compared"], record["of"]) == (71, 71)
+    assert "findings" not in record
+
+
+def test_the_suspect_layer_runs_alone_and_its_mistake_is_named(run_model: Any) -> None:
+    result, record = run_model(SWAPPED)
+    assert (result.exit_code, record["verdict"]) == (1, "fail")
+    first = record["findings"][0]
+    assert (first["number"], first["layer"], first["sites"]) == (0, 2, ["moe_delta"])
+    assert first["mistake"] == "gate_up_swapped"
+    assert record["isolated"]["verdict"] == "fail"
+    assert record["isolated"]["blame"][0]["layer"] == 2
+
+
+@pytest.mark.parametrize(
+    ("order", "layer", "mistake"),
+    [
+        ("(0, 1, 3)", 2, "layer_skipped"),
+        ("(0, 1, 1, 2, 3)", 1, "layer_twice"),
+        ("(0, 2, 1, 3)", 1, "layers_out_of_order"),
+    ],
+)
+def test_the_order_of_layers_is_judged(run_model: Any, order: str, layer: int, mistake: str) -> None:
+    result, record = run_model(ORDERED.format(order=order))
+    assert result.exit_code == 1
+    first = record["findings"][0]
+    assert (first["number"], first["layer"], first["mistake"]) == (0, layer, mistake)
+
+
+def test_a_mistake_of_decoding_is_placed_at_its_first_step(run_model: Any) -> None:
+    result, record = run_model(RESTARTED)
+    assert result.exit_code == 1
+    first = record["findings"][0]
+    assert (first["number"], first["layer"]) == (1, 0)
+    assert first["sites"] in (["q_rope"], ["k_rope"])
+    assert not any(finding["number"] == 0 for finding in record["findings"])
+
+
+def test_a_token_chosen_at_padding_is_named(run_model: Any) -> None:
+    result, record = run_model(WRONG_ROW)
+    assert result.exit_code == 1
+    (finding,) = record["findings"]
+    assert (finding["number"], finding["mistake"]) == (0, "padding_sampled")
+
+
+def test_live_padding_of_the_vocabulary_is_named(run_model: Any) -> None:
+    result, record = run_model(LIVE_PADDING.replace("PADDING", "0.0"))
+    assert result.exit_code == 1
+    assert record["findings"][0]["mistake"] == "padded_logits_live"
+
+
+def test_a_wrong_head_is_placed(run_model: Any) -> None:
+    result, record = run_model(HEAD_ROWS)
+    assert result.exit_code == 1
+    first = record["findings"][0]
+    assert (first["number"], first["layer"], first["sites"]) == (0, None, ["logits"])
+
+
+def test_what_remains_of_earlier_prompts_is_found(run_model: Any) -> None:
+    result, record = run_model(STALE.replace("RESETS", "False"))
+    assert result.exit_code == 1
+    (finding,) = record["findings"]
+    assert (finding["sites"], finding["mistake"]) == (["repeated_run"], "cache_stale")
+
+
+def test_a_port_without_a_past_says_what_decoding_needs(run_model: Any) -> None:
+    source = """
+class Model(Right):
+    def forward(self, input_ids, attention_mask, position_ids):
+        return super().forward(input_ids, attention_mask, position_ids)[0]
+"""
+    result, _ = run_model(source)
+    assert result.exit_code == 3
+    assert "cannot decode: its forward does not accept past_key_values" in result.stderr
+    result, record = run_model(source, "--decode", 0)
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
