@@ -41,6 +41,8 @@ _CONFIG_KEYS: Mapping[str, object] = {
     "output_hidden_states": False,
     "use_return_dict": True,
 }
+# mm2's additions to config.json.
+_ADDED_KEYS = ("batch", "ranks")
 # On the CPU the stages share a module of the largest bucket: NxDI's mask fits no other.
 _CPU_OPTIONS: Mapping[str, object] = {
     "on_cpu": True,
@@ -58,11 +60,21 @@ class NxdiSettings:
 
     application_class: Any  # a subclass of NeuronBaseForCausalLM
     module: ModuleType  # the module that defines it
-    config: Mapping[str, object]  # the keys of config.json, as attributes of NxDI's config
-    batch: ModelBatch
+    config: Any  # the keys of config.json as attributes, with the run's `batch` and `ranks`
     dtype: torch.dtype
-    ranks: Ranks
     is_on_cpu: bool
+
+    @property
+    def batch(self) -> ModelBatch:
+        """The sizes of the run's batch."""
+        batch: ModelBatch = self.config.batch
+        return batch
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the model."""
+        ranks: Ranks = self.config.ranks
+        return ranks
 
     def build_config(self, folder: Path, **overriding: object) -> Any:
         """Build NxDI's config of the model, with that of the device; the port's options override mm2's.
@@ -73,7 +85,8 @@ class NxdiSettings:
         config_class = self.application_class.get_config_cls()
         neuron_config = config_class.get_neuron_config_cls()(**self._options())
         self._check(neuron_config)
-        values = {**_CONFIG_KEYS, **self.config, "_name_or_path": str(folder), **overriding}
+        own = {name: value for name, value in vars(self.config).items() if name not in _ADDED_KEYS}
+        values = {**_CONFIG_KEYS, **own, "_name_or_path": str(folder), **overriding}
         return config_class(neuron_config, **values)
 
     def _options(self) -> dict[str, object]:
@@ -84,7 +97,7 @@ class NxdiSettings:
             "batch_size": self.batch.num_prompts,
             "seq_len": length,
             "torch_dtype": self.dtype,
-            "router_config": {"act_fn": self.config.get("scoring_func"), "dtype": torch.float32},
+            "router_config": {"act_fn": self.config.scoring_func, "dtype": torch.float32},
             "output_logits": True,
             # The likeliest token: what mm2 can judge.
             "on_device_sampling_config": {"do_sample": False, "top_k": 1},

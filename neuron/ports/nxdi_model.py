@@ -99,7 +99,14 @@ class NxdiModel(nn.Module):
                 sites = read_captured(
                     captured, batch_shape=(batch_size, num_columns), num_ranks=application.num_ranks
                 )
-        return ModelResult(logits=output.logits, tokens=output.tokens, sites=sites)
+        return ModelResult(logits=self._as_computed(output.logits), tokens=output.tokens, sites=sites)
+
+    def _as_computed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits in the run's dtype if it holds them: NxDI widens what the head computed to float32."""
+        narrow = logits.to(self._settings.dtype)
+        vocabulary = slice(self._settings.config.vocab_size)
+        is_exact = torch.equal(narrow[..., vocabulary].to(logits.dtype), logits[..., vocabulary])
+        return narrow if is_exact else logits
 
     def read_cache(self, _: object) -> list[CachePair] | None:
         """Return this rank's keys and values by layer; None on a device, where NxDI keeps them."""
@@ -149,18 +156,13 @@ class NxdiModelTarget(ModelTarget):
         Raises:
             TargetError: NxDI cannot run prompts such as these.
         """
-        batch: ModelBatch = config.batch
-        _refuse_batch(batch)
-        # `ranks` and `batch` are mm2's additions to config.json.
-        values = {name: value for name, value in vars(config).items() if name not in ("ranks", "batch")}
+        _refuse_batch(config.batch)
         return NxdiModel(
             NxdiSettings(
                 application_class=self.application_class,
                 module=self.module,
-                config=values,
-                batch=batch,
+                config=config,
                 dtype=torch.get_default_dtype(),  # `build` sets it to the run's dtype
-                ranks=config.ranks,
                 is_on_cpu=True,
             )
         )

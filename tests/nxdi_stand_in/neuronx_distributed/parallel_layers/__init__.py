@@ -1,0 +1,1 @@
+"""Parallel state of the stand-in."""

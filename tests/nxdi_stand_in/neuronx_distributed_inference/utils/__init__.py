@@ -1,0 +1,1 @@
+"""Tensor capture of the stand-in."""
