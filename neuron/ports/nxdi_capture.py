@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.dumps.found_sites import FoundSite
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.nxdi import NAME, read_dump
@@ -58,22 +57,20 @@ def read_captured(
     for (layer, site), place in found.sites.items():
         if not isinstance(site, (Site, ModelSite)) or site in _LEFT_OUT:
             continue
-        tensor = _read(directory, place, site, batch_shape=batch_shape)
+        tensor = _read(directory, place, batch_shape=batch_shape)
         sites[str(site) if layer is None else f"layer_{layer}.{site}"] = tensor
     return sites
 
 
-def _read(
-    directory: Path, place: FoundSite, site: Site | ModelSite, *, batch_shape: tuple[int, int]
-) -> torch.Tensor:
+def _read(directory: Path, place: FoundSite, *, batch_shape: tuple[int, int]) -> torch.Tensor:
     """Read a site's tensor, and cut the bucket's padding off."""
     batch_size, num_columns = batch_shape
     (term,) = place.terms
     (piece,) = term.pieces.values()
     tensor = read_tensor(directory / piece.file, piece.keys)
-    if isinstance(site, Site) and len(tensor) != batch_size:
+    if tensor.ndim == 2:
         # [B·C,…]: a mixture of experts sees the tokens of all prompts one after another.
-        tensor = shape_to_batch(site, tensor, (batch_size, len(tensor) // batch_size))
+        tensor = tensor.unflatten(0, (batch_size, -1))
     return tensor[:, :num_columns]
 
 

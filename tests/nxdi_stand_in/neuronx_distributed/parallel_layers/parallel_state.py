@@ -1,4 +1,5 @@
 """Model-parallel groups of the stand-in: one rank."""
+
 from __future__ import annotations
 
 _state = {"is_open": False, "aot": False}

@@ -1,4 +1,5 @@
 """Where NxD computes."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,5 @@
 """Configs of the stand-in."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
 """The application of the stand-in: a prefill padded to its bucket, decoding from a cache by position."""
+
 from __future__ import annotations
 
 import os

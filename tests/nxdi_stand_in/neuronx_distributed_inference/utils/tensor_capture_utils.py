@@ -1,4 +1,5 @@
 """Files of the stand-in's tensor capture, named as NxDI names them."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,5 @@
 """Tensor capture: hooks that hand the tensors of named modules to the registry."""
+
 from __future__ import annotations
 
 from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry

@@ -1,4 +1,5 @@
 """The registry of captured tensors. Clearing it forgets the modules too, as NxD's does."""
+
 from __future__ import annotations
 
 import torch
