@@ -168,7 +168,7 @@ def runs(serve: Any, port: Path, toy: Path, golden: Path) -> dict[str, dict[str,
         "--json",
         "--quiet",
         "--decode",
-        3,
+        2,
     )
     commands = [
         (*common, "--target", f"nxdi:{port}:{name}", "--output-dir", port.parent / name) for name in RUNS
@@ -305,8 +305,8 @@ def test_compiled_application_gives_what_the_cpu_gives(
     *_, cpu, ranks, sites = done.stdout.splitlines()  # behind gloo's greetings
     assert "expected NXD_CPU_MODE=1, found NXD_CPU_MODE=0" in cpu
     assert "Leave out --tp-degree, and set tp_degree in mm2_neuron_config" in ranks
-    # 13 sites of each of 4 layers, embedding and final norm; [B,S,H] without the bucket's padding.
-    assert sites == f"{4 * 13 + 2} 2 46 256"
+    # 14 sites of each of 4 layers, embedding and final norm; [B,S,H] without the bucket's padding.
+    assert sites == f"{4 * 14 + 2} 2 46 256"
 
 
 class TestModules:
