@@ -16,6 +16,7 @@ from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
 from compare.model_faults import find_model_faults
+from compare.model_runs.next_tokens import compare_passes
 from compare.model_runs.passes import split_passes
 from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
@@ -28,8 +29,10 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.results.choices import PassLogits
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Blame, Comparison, GeneratedRow, RouterDtype, SiteStatus, Verdict
+from reports.wording import word_layers
 
 # Name in the place of a site, in the blame of generated tokens.
 GENERATED_TOKENS = "generated_tokens"
@@ -117,6 +120,7 @@ def judge_run(
                 judged,
                 head,
                 generated=generated,
+                pass_logits=compare_passes(sides, split),
                 findings=find_model_faults(sides, embedding, judged, head),
                 pairing_notes=pairing_notes,
             ),
@@ -137,6 +141,7 @@ def _conclude(
     head: ComparedPart,
     *,
     generated: tuple[GeneratedRow, ...],
+    pass_logits: tuple[PassLogits, ...],
     findings: tuple[ModelFinding, ...],
     pairing_notes: tuple[str, ...],
 ) -> Comparison:
@@ -183,12 +188,23 @@ def _conclude(
             unproved=unproved,
             router_dtypes=router_dtypes,
             outputs_missing=outputs_missing,
-        ),
+        )
+        + _cache_notes(layers),
         router_dtypes=router_dtypes,
         generated=generated,
         findings=findings,
+        pass_logits=pass_logits,
         tokens=word_tokens(reference, target),
     )
+
+
+def _cache_notes(layers: Sequence[ComparedPart]) -> tuple[str, ...]:
+    """Say of which layers the cache is not what mm2 knows, and was not judged or is right in another form."""
+    by_note: dict[str, list[int]] = {}
+    for part in layers:
+        if part.layer is not None and part.cache.note:
+            by_note.setdefault(part.cache.note, []).append(part.layer)
+    return tuple(f"the cache of {word_layers(numbers)}: {note}" for note, numbers in by_note.items())
 
 
 def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:

@@ -23,6 +23,7 @@ def find_model_faults(
     skipped = {finding.layer for finding in order if finding.mistake == LAYER_SKIPPED}
     parts = [embedding, *(part for part in layers if part.layer not in skipped), head]
     findings = [*order, *judge_choices(sides), *(finding for part in parts for finding in _of_sites(part))]
+    findings += [finding for part in parts for finding in part.cache.findings]
     return tuple(sorted(findings, key=lambda finding: finding.order))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
 
@@ -15,6 +15,8 @@ from compare.chains.curve import measure_point
 from compare.judging.coverage import is_proved, leave_undecided
 from compare.judging.layer_judge import LayerJudge
 from compare.judging.model_judge import ModelJudge
+from compare.model_runs.cache import CacheJudgement, judge_cache
+from compare.model_runs.decoding import is_right_on_own_cache
 from compare.model_runs.passes import PassFault, PassSplit, find_pass_fault
 from compare.sides.captured_input import CapturedInput, read_captured_input
 from compare.sides.pairing import declared_layers
@@ -41,6 +43,7 @@ class ComparedPart:
     # Whether the input carries errors of earlier parts: the part is then blamed only if no earlier part is
     is_inherited: bool = False
     fault: PassFault | None = None  # the first wrong pass of a whole port's run; None if no pass is wrong
+    cache: CacheJudgement = field(default_factory=CacheJudgement)  # the cache of a whole port's layer
     is_stopped: bool = False  # whether the run stopped before this part
     num_undecided: int = 0  # number of sites that differ, perhaps through an input that was not captured
     point: CurvePoint | None = None  # point on a chained run's error curve; None if its output was not judged
@@ -101,15 +104,24 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
             ),
         )
         blame = blame or (() if fault is None else fault.blame)
+    cache, is_excused = CacheJudgement(), False
+    if split is not None and not layer_input.is_inherited and layer_input.is_recorded:
+        is_decoding_wrong = fault is not None and fault.number > 0
+        cache = judge_cache(sides, layer, split=split, is_decoding_wrong=is_decoding_wrong, port_sides=sides)
+        if cache.holds_fewer_bits and _is_of_cache(fault) and is_right_on_own_cache(sides, layer):
+            blame, fault, is_excused = (), None, True
     if layer_input.is_inherited:
         blame = _blame_nonfinite(blame, results)
     else:
         located = locate_blamed(results, blame, judge=judge, recomputed=recomputed, sides=sides)
+    if is_excused:
+        located = {site: _excuse_cache(result, cache) for site, result in located.items()}
     return ComparedPart(
         layer=layer,
         results=_with_fault(tuple(located.values()), fault),
         blame=blame,
         fault=fault,
+        cache=cache,
         recomputed=tuple(
             replace(result, where=located[site].where) for site, result in second_results.items()
         ),
@@ -120,6 +132,22 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         # The curve shows the distance from the golden itself, whatever the layer was judged against.
         point=measure_point(golden_sides, layer, results, input_error=captured.error),
     )
+
+
+def _is_of_cache(fault: PassFault | None) -> bool:
+    """Decide whether nothing but attention of decoded tokens is to blame, which reads the cache."""
+    return (
+        fault is not None
+        and fault.number > 0
+        and {site for blame in fault.blame for site in blame.sites} <= {str(Site.ATTN_CONTEXT)}
+    )
+
+
+def _excuse_cache(result: SiteResult, cache: CacheJudgement) -> SiteResult:
+    """Let a site warn that fails because of a cache in fewer bits."""
+    if result.status is not SiteStatus.FAIL:
+        return result
+    return replace(result, status=SiteStatus.WARN, reason=f"decoded from the cache: {cache.note}")
 
 
 def judge_outside(

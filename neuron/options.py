@@ -74,6 +74,18 @@ backend_option = click.option(
     show_default=True,
     help="Backend that computes; auto takes the best one on this machine.",
 )
+# A port may hang. The limit is no argument of a command: it is noted for the supervisor, which ends the process.
+layer_timeout_option = click.option(
+    "--layer-timeout",
+    type=click.FloatRange(min=0),
+    default=LAYER_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    expose_value=False,
+    callback=lambda _, __, timeout_s: limit_layers(timeout_s),
+    help="Longest time for one pass through a layer, or through a whole port, in seconds, compiling included; 0 for "
+    "no limit.",
+)
 target_option = stack_options(
     click.option(
         "--target",
@@ -83,17 +95,7 @@ target_option = stack_options(
         help="Implementation to run: mm2's own layer, a port's class, nxdi: and a class on "
         "neuronx-distributed-inference, or a file of mm2-test trace. Its code is executed.",
     ),
-    # A port may hang. The limit is no argument of a command: it is noted for the supervisor, which ends the process.
-    click.option(
-        "--layer-timeout",
-        type=click.FloatRange(min=0),
-        default=LAYER_TIMEOUT_S,
-        show_default=True,
-        metavar="SECONDS",
-        expose_value=False,
-        callback=lambda _, __, timeout_s: limit_layers(timeout_s),
-        help="Longest time for one pass through a layer in seconds, compiling included; 0 for no limit.",
-    ),
+    layer_timeout_option,
 )
 prefetch_option = click.option(
     "--prefetch/--no-prefetch",

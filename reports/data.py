@@ -122,6 +122,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "notes": list(comparison.notes),
         "router_dtypes": to_json(comparison.router_dtypes),
         "generated": to_json(comparison.generated),
+        **({"passes": to_json(comparison.pass_logits)} if comparison.pass_logits else {}),
         **({"findings": to_json(comparison.findings)} if comparison.findings else {}),
     }
 

@@ -1,4 +1,4 @@
-"""Findings in a whole port's run as text: what came first, then the rest."""
+"""A whole port's run as text: what came first, and its next tokens by pass."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 from minimax_tools.capture.passes import pass_name
 from minimax_tools.errors import format_count
+from minimax_tools.results.choices import PassLogits
 from minimax_tools.results.model_findings import ModelFinding
-from reports.canvas import Canvas
-from reports.wording import word_layers, word_sites
+from reports.canvas import Canvas, Column, Row
+from reports.wording import word_figure, word_layers, word_sites
 
+_PASS_COLUMNS = [
+    Column(title="pass", is_text=True),
+    *(Column(title=title) for title in ("tokens", "same\nlikeliest", "KL\nmean", "KL\nworst", "worst\nat")),
+]
 # More would push the verdict off the screen.
 _MOST_SHOWN = 6
 
@@ -30,6 +35,30 @@ def draw_findings(canvas: Canvas, findings: Sequence[ModelFinding]) -> None:
             canvas.paragraph(f"Look at {first.look_at}.", indent=4)
     if len(groups) > _MOST_SHOWN:
         canvas.paragraph(f"{format_count(len(groups) - _MOST_SHOWN, 'more finding')}; --json has all.")
+
+
+def draw_passes(canvas: Canvas, passes: Sequence[PassLogits]) -> None:
+    """Draw the next tokens of each pass against the golden's own, in which the errors of all layers are."""
+    if not passes:
+        return
+    rows = [
+        Row(
+            cells=(
+                pass_name(one.number),
+                str(one.num_tokens),
+                f"{one.num_agreeing}/{one.num_tokens}",
+                word_figure(one.kl_mean),
+                word_figure(one.kl_worst),
+                f"{one.worst_token[0]},{one.worst_token[1]}",
+            )
+        )
+        for one in passes
+    ]
+    canvas.table(_PASS_COLUMNS, rows)
+    canvas.paragraph(
+        "KL in nats from the golden itself: the errors of all layers are in it, and noise grows."
+    )
+    canvas.gap()
 
 
 def word_first(findings: Sequence[ModelFinding]) -> str:

@@ -17,7 +17,7 @@ from minimax_tools.results.results import (
 from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
-from reports.model_findings import draw_findings, word_first
+from reports.model_findings import draw_findings, draw_passes, word_first
 from reports.wording import (
     word_figure,
     word_layer,
@@ -188,6 +188,7 @@ def _draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
     if not results and not comparison.generated:
         return
     canvas.section("Next tokens")
+    draw_passes(canvas, comparison.pass_logits)
     for logits in results:
         for sentence in _logits_sentences(logits):
             canvas.paragraph(sentence)

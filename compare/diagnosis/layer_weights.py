@@ -14,7 +14,7 @@ import torch
 from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.quantisation import BLOCK_SIZE
-from minimax_tools.model.weight_names import layer_prefix, scale_name
+from minimax_tools.model.weight_names import INPUT_NORM, layer_prefix, scale_name
 
 # From the codes [R,C] and their scales, one per block of 128 x 128, to the values [R,C] of any float dtype.
 Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,20 +23,43 @@ Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class LayerWeights:
     """The weights of a layer by the hub's relative names; safe to use from several threads.
 
-    Values are rounded to the dtype of `tensors`, the golden's, before they become float32.
+    Values are rounded to the dtype of `tensors`, the golden's, before they become float32. Without `keeps`,
+    tensors that were read are not kept, but for those that `kept_value` made float32.
     """
 
-    def __init__(self, tensors: LayerTensors) -> None:
+    def __init__(self, tensors: LayerTensors, *, keeps: bool = True) -> None:
         self._tensors = tensors
         self._prefix = layer_prefix(tensors.layer)
+        self._keeps = keeps
         self._kept: dict[str, torch.Tensor] = {}
         self._float32: dict[str, torch.Tensor] = {}
+        self._others: dict[int, LayerWeights] = {}
         self._lock = threading.Lock()
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that the golden computes in."""
         return self._tensors.dtype
+
+    @property
+    def layer(self) -> int:
+        """Number of the layer."""
+        return self._tensors.layer
+
+    def has_layer(self, layer: int) -> bool:
+        """Decide whether the checkpoint that is open here holds another layer's weights."""
+        return layer_prefix(layer) + INPUT_NORM in self._tensors.reader.index.entries
+
+    def of_layer(self, layer: int) -> LayerWeights:
+        """Return the weights of another layer of the same checkpoint; its experts' matrices are read at every use.
+
+        Raises:
+            CheckpointError: The checkpoint lacks them.
+        """
+        with self._lock:
+            if layer not in self._others:
+                self._others[layer] = LayerWeights(self._tensors.of_layer(layer), keeps=False)
+            return self._others[layer]
 
     def is_fp8(self, name: str) -> bool:
         """Decide whether the checkpoint stores the tensor as FP8 codes."""
@@ -70,6 +93,8 @@ class LayerWeights:
 
     def _keep(self, name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         # Without a lock: two threads may read a tensor twice, and then keep equal values.
+        if not self._keeps:
+            return read()
         if name not in self._kept:
             self._kept[name] = read()
         return self._kept[name]

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compare.diagnosis.score import Score
+from compare.diagnosis.yardstick import MOST_LEFT
 
 # Largest ρ of a right port at a site, and so the largest that a mistake may leave. A port that is wrong in a large part
 # of the stream has more BF16 noise than the golden: of a ρ above 200, a hundredth may be left, at most 10.
 RIGHT_RHO = 2.0
-_LEFT_OF_LARGE_RHO, _MOST_LEFT = 0.01, 10.0
+_LEFT_OF_LARGE_RHO = 0.01
 # A mistake that leaves at most 1.3 of a ρ of 10 or more is proved: nothing else is tried. Of a smaller ρ, a mistake
 # that is only close leaves as little.
 _PROOF_LEFT, _PROOF_RHO = 1.3, 10.0
@@ -40,7 +41,7 @@ RESEMBLING = 1.1
 
 def most_left(unexplained: float) -> float:
     """Return the largest ρ that a mistake may leave of the port's ρ, `unexplained`."""
-    return min(max(RIGHT_RHO, _LEFT_OF_LARGE_RHO * unexplained), _MOST_LEFT)
+    return min(max(RIGHT_RHO, _LEFT_OF_LARGE_RHO * unexplained), MOST_LEFT)
 
 
 def is_explanation(score: Score) -> bool:

@@ -76,7 +76,7 @@ def search_layer(
     on_first: list[Score] = []
     on_screen: list[Score] = []
     finals: list[Score] = []
-    for is_expected, hypotheses in _turns(trial, mistakes, suspects=suspects, expected=expected):
+    for is_expected, hypotheses in _turns(first, mistakes, suspects=suspects, expected=expected):
         num_tried += len(hypotheses)
         logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(first.base.tokens))
         scores = first.judge(hypotheses)
@@ -119,8 +119,8 @@ def _turns(
 ) -> Iterator[tuple[bool, list[Hypothesis]]]:
     """Yield the turns of `search_layer`, 1 to 3: whether they are the expected hypotheses, and the hypotheses."""
     # The catalogue's candidates come first: a value that was fitted elsewhere must explain more than they do.
-    hypotheses = [hypothesis for mistake in mistakes for hypothesis in mistake.hypotheses(trial.base.inputs)]
-    hypotheses += expected
+    catalogued = [hypothesis for mistake in mistakes for hypothesis in mistake.hypotheses(trial.base.inputs)]
+    hypotheses = [hypothesis for hypothesis in (*catalogued, *expected) if not trial.refutes(hypothesis)]
     expected_names = {hypothesis.name for hypothesis in expected}
     seen_elsewhere: list[Hypothesis] = []
     at_suspects: list[Hypothesis] = []

@@ -14,7 +14,7 @@ from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
-from compare.diagnosis.yardstick import Yardstick
+from compare.diagnosis.yardstick import MOST_LEFT, Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
 
 # Experts' outputs held at a time, float32: a layer of true size was diagnosed within 8 GB (BENCHMARKS.md).
@@ -23,6 +23,8 @@ _MOST_BYTES = 1_500_000_000
 # token whose experts stay the same in 6 draws changes them with a chance of less than about a third.
 _NUM_DRAWS = 6
 _NOISE_FACTOR = 2.0
+# Changed sites from which a hypothesis counts as one that replaces the whole layer.
+_FEWEST_OF_WHOLE_LAYER = 6
 _STREAM_DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA)
 _ROUTER_CHOICE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
 _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
@@ -96,6 +98,25 @@ class Trial:
             judged = self.is_usable if hypothesis.sites & _ROUTER_CHOICE else self.settled
             scores += self._score_all_and_decoded(hypothesis, predictions, judged, judged_if_right=judged)
         return scores
+
+    def refutes(self, hypothesis: Hypothesis) -> bool:
+        """Decide whether a judging site in front of attention refutes a hypothesis that replaces the whole layer.
+
+        Such a hypothesis costs a pass over other experts, these sites cost next to nothing.
+        """
+        if len(hypothesis.sites) < _FEWEST_OF_WHOLE_LAYER:
+            return False
+        early = [site for site in self.yardsticks if site.order < Site.ATTN_CONTEXT.order]
+        evaluation = self.base.changed(hypothesis.change)
+        misfits = [
+            trimmed_mean(
+                self.yardsticks[site].misfit(evaluation.rows(site), self.yardsticks[site].variance)[
+                    self.is_usable
+                ]
+            )
+            for site in early
+        ]
+        return any(misfit > MOST_LEFT**2 for misfit in misfits)
 
     def null(self) -> Score:
         """Score the null hypothesis: the layer without a mistake."""

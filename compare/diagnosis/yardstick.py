@@ -12,6 +12,8 @@ import torch
 
 from compare.noise.squared_errors import TINY_FLOAT32
 
+# Largest ρ that a mistake may leave at a site, however large ρ was without it (see `naming`).
+MOST_LEFT = 10.0
 # Relative error of a value after several roundings, by dtype: where a mistake enlarges a value, its noise grows too.
 _RELATIVE_NOISE = {torch.bfloat16: 6e-3, torch.float32: 1e-6}
 # Least variance of a channel or token, as a share of the median one: one that happens to be exact is not free of noise.

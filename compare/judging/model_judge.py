@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ from compare.sides.layer_floor import read_squares
 from compare.sides.pairing import find_mismatch
 from compare.sides.proven_floor import refuse_other_floor, refuse_wrong_sums
 from compare.sides.sides import Sides
-from minimax_tools.metrics.noise_floor import error_name, massive_channels
+from minimax_tools.metrics.noise_floor import error_name, massive_channels, variant_name
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import GeneratedRow, SiteResult, SiteStatus
 
@@ -125,6 +126,7 @@ class ModelJudge:
             places=batch.places(reference, site),
             twin=twin,
             floor=floor,
+            widened_floor=self._widened_floor(site),
             input_error=self._input_error() if site is not ModelSite.EMBEDDING else None,
         )
         # A dump may hold some tokens only, such as each prompt's last.
@@ -159,6 +161,17 @@ class ModelJudge:
             stored = self._statistic(error_name(site))
             refuse_wrong_sums(self._sides.reference, None, site, parts=squares, stored=stored)
         return squares
+
+    def _widened_floor(self, site: ModelSite) -> Squares | None:
+        """Return (variant − twin)², the largest per token; None if no variant was measured at the site."""
+        description = self._sides.reference.known_description
+        variants = () if description is None else description.floor_variants
+        measured = [
+            read_squares(site, lambda name: self._statistic(variant_name(variant, name)))  # noqa: B023
+            for variant in variants
+        ]
+        squares = [found for found in measured if found is not None]
+        return functools.reduce(Squares.maximum, squares) if squares else None
 
     def _statistic(self, name: str) -> torch.Tensor | None:
         """Read one of the golden's floor statistics of the model's sites, [T]."""

@@ -23,7 +23,12 @@ def judge_choices(sides: Sides) -> tuple[ModelFinding, ...]:
     passes = sides.target.read_passes()
     if passes is None:
         return ()
-    findings = [_judge_choice(passes), _judge_padding(passes), _judge_repetition(sides, passes)]
+    findings = [
+        _judge_placing(passes),
+        _judge_choice(passes),
+        _judge_padding(passes),
+        _judge_repetition(sides, passes),
+    ]
     return tuple(finding for finding in findings if finding is not None)
 
 
@@ -48,20 +53,45 @@ def _judge_choice(passes: ModelPasses) -> ModelFinding | None:
             look_at="the sampling, and the row and shard of the logits that it reads",
         )
     other = elsewhere[0]
-    named = (
-        ("padding_sampled", "The next token is chosen from the logits of padding.")
-        if other.is_padding
-        else ("earlier_row_sampled", "The next token is chosen from the logits of an earlier token.")
+    return _of_another_token(
+        first.number,
+        CHOSEN_TOKEN,
+        reason=f"{reason}. Prompt {other.row}'s is the likeliest at column {other.column} of the pass",
+        column=other.column or 0,
+        is_padding=other.is_padding,
+    )
+
+
+def _judge_placing(passes: ModelPasses) -> ModelFinding | None:
+    """Find logits that are those of another token than the prompt's last."""
+    if not passes.misplaced:
+        return None
+    first = passes.misplaced[0]
+    others = f", and of {len(passes.misplaced) - 1} more prompts" if len(passes.misplaced) > 1 else ""
+    return _of_another_token(
+        0,
+        str(ModelSite.LOGITS),
+        reason=f"the logits of prompt {first.row} are those of column {first.column} of the prefill, and not of its "
+        f"last token{others}",
+        column=first.column,
+        is_padding=first.is_padding,
+    )
+
+
+def _of_another_token(number: int, site: str, *, reason: str, column: int, is_padding: bool) -> ModelFinding:
+    """Name logits that were gathered at the wrong column of a pass."""
+    name, whose = (
+        ("padding_sampled", "padding") if is_padding else ("earlier_row_sampled", "an earlier token")
     )
     return ModelFinding(
-        number=first.number,
+        number=number,
         layer=None,
-        sites=(CHOSEN_TOKEN,),
-        reason=f"{reason}. Prompt {other.row}'s is the likeliest at column {other.column} of the pass",
-        mistake=named[0],
-        what=named[1],
-        look_at="the index of the last real token, by which the logits are gathered before the choice",
-        parameters={"column": other.column or 0},
+        sites=(site,),
+        reason=reason,
+        mistake=name,
+        what=f"The next token is chosen from the logits of {whose}.",
+        look_at="the index of the last real token, by which states or logits are gathered before the choice",
+        parameters={"column": column},
     )
 
 

@@ -18,9 +18,12 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.metrics.noise_floor import error_norms
+from minimax_tools.metrics.noise_floor import error_norms, variant_name
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.head import Float32Head
+
+# A golden's name for its first variant with random roundings.
+_VARIANT = "random_1"
 
 
 class PortHeadGolden(Capture):
@@ -46,8 +49,11 @@ class PortHeadGolden(Capture):
         self._rounded = self._twin if self._is_float32 else self._round(head)
         self._floor: dict[str, torch.Tensor] = {}
         if not self._is_float32:
+            variant = head.run_randomly(self._output, seed=layer)
             for site, exact in self._twin.items():
                 self._floor |= error_norms(site, self._rounded[site], exact, real=real)
+                of_variant = error_norms(site, variant[site], exact, real=real)
+                self._floor |= {variant_name(_VARIANT, name): norms for name, norms in of_variant.items()}
 
     def _round(self, head: Float32Head) -> Mapping[ModelSite, torch.Tensor]:
         """Compute both sites as a golden rounds: the norm before and after its weight, the logits at their end."""
@@ -56,10 +62,10 @@ class PortHeadGolden(Capture):
 
     @property
     def description(self) -> Description:
-        """The golden's description. A BF16 golden counts as one with float32 twins, since this class computes them."""
+        """The golden's description; in BF16 with a full noise floor and one variant, since this class measures them."""
         if self._is_float32:
             return self.manifest.description
-        return replace(self.manifest.description, noise_floor="full")
+        return replace(self.manifest.description, noise_floor="full", floor_variants=(_VARIANT,))
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
         """Read a site's tensor; the last layer's output is the port's."""

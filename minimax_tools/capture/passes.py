@@ -58,6 +58,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MisplacedLogits:
+    """Logits that a port returned for a prompt's last token, and that are those of another column of the prefill."""
+
+    row: int
+    column: int
+    is_padding: bool  # whether that column is padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
     """A pass repeated in the same process, its prompts in other rows of the batch, compared with the first time."""
 
@@ -78,8 +87,11 @@ class ModelPasses:
     layer_calls: tuple[tuple[int, ...], ...] = ()
     cached_layers: tuple[int, ...] = ()  # layers whose cache was read and stored
     cache_form: str = ""  # how the cache was read, in words; empty if it was not
+    # Entries by which steps write behind their tokens' own: 0, the padding of a bucket, or a mistake
+    cache_shift: int = 0
     cache_changes: tuple[CacheChange, ...] = ()
     choices: tuple[Choice, ...] = ()  # empty if the port chooses no tokens itself
+    misplaced: tuple[MisplacedLogits, ...] = ()  # logits of other tokens than each prompt's last
     # Columns of the logits beyond the vocabulary, and the largest logit there minus the largest within; None if none
     num_padded_logits: int = 0
     padded_logits_above: float | None = None

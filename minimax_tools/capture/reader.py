@@ -171,6 +171,9 @@ class Capture(CaptureSource):
         return ModelPasses.read(self.directory)
 
     def read_cache(self, layer: int) -> CachePair | None:
+        passes = self.read_passes()
+        if passes is None or layer not in passes.cached_layers:
+            return None
         keys, values = (
             self._read_optional(cache_file(layer), name, place=f"the cached {name} of layer {layer}")
             for name in ("keys", "values")

@@ -71,6 +71,21 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             present=dict.fromkeys(names),
         )
 
+    def of_layer(self, layer: int) -> LayerTensors:
+        """Return the tensors of another layer of the same checkpoint, none of them replaced.
+
+        Raises:
+            CheckpointError: The checkpoint lacks one.
+        """
+        prefix = layer_prefix(layer)
+        return LayerTensors(
+            self.reader,
+            layer=layer,
+            dtype=self.dtype,
+            stored={name: self.reader.index[prefix + name].dtype for name in self._stored},
+            present=dict.fromkeys(self._stored),
+        )
+
     def stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the checkpoint stores a tensor, also after it was popped or replaced."""
         if name not in self._stored:

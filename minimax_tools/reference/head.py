@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.reference.rounding import Rounding, RoundingKind
 
 # Rows of lm_head that are upcast at a time: at H 3072, 200 MB in float32 instead of 2.5 GB for 200 064 rows.
 _SLAB_ROWS = 16384
@@ -24,6 +25,19 @@ class Float32Head:
         """Compute final_norm [B,S,H] and logits [B,S,vocab], float32, of the last layer's output [B,S,H]."""
         normed = self.normalise(hidden_states)
         return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: self.score(normed)}
+
+    def run_randomly(self, hidden_states: torch.Tensor, *, seed: int) -> dict[ModelSite, torch.Tensor]:
+        """Compute both sites with random roundings where BF16 rounds: a sample of other right implementations."""
+        rounding = Rounding(seed=seed)
+
+        def round_randomly(values: torch.Tensor, draw: int) -> torch.Tensor:
+            kinds = torch.full((values.shape[0],), int(RoundingKind.RANDOM))
+            return rounding.apply(values.contiguous(), kinds, draw=draw)
+
+        states = hidden_states.to(torch.float32)
+        normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)
+        normed = round_randomly(round_randomly(normed, 0) * self.norm.to(torch.float32), 1)
+        return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: round_randomly(self.score(normed), 2)}
 
     def normalise(self, hidden_states: torch.Tensor, *, rounds: bool = False) -> torch.Tensor:
         """Compute final_norm [B,S,H] in float32; if `rounds`, in BF16, rounded before and after the weighting."""

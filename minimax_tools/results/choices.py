@@ -75,3 +75,15 @@ class LogitsResult:
     def num_unexplained(self) -> int:
         """Disagreements that noise does not explain."""
         return self.num_disagreeing - self.num_explained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassLogits:
+    """Next-token distributions of one pass of a whole port, against the golden's own."""
+
+    number: int  # 0 for the prefill, t for the t-th step
+    num_tokens: int
+    kl_mean: float  # Kullback-Leibler divergence in nats
+    kl_worst: float
+    worst_token: tuple[int, int]  # row and index of the token
+    num_agreeing: int  # tokens whose likeliest next token is the golden's

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import Site
-from minimax_tools.results.choices import LogitsResult, RoutingResult
+from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.text_enum import TextEnum
 
@@ -211,6 +211,7 @@ class Comparison:
     router_dtypes: tuple[RouterDtype, ...] = ()  # parts of the router that the port holds in another dtype
     # What is wrong in a whole port's run, what came first at the front
     findings: tuple[ModelFinding, ...] = ()
+    pass_logits: tuple[PassLogits, ...] = ()  # next tokens of a whole port by pass, which judge nothing
     generated: tuple[GeneratedRow, ...] = ()  # what both sides generated, prompt by prompt
     # The real tokens and their position ids, such as `81 at positions 0-47`; empty if no side tells.
     tokens: str = ""

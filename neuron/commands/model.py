@@ -38,7 +38,7 @@ from neuron.devices.runtime import open_runtime
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.model_runner import ModelRun
 from neuron.model_runs.naming import NamedRun, name_first
-from neuron.options import backend_option
+from neuron.options import backend_option, layer_timeout_option
 from neuron.ports.targets import find_model_target
 from neuron.rank_options import rank_options
 from reports.captures import capture_record
@@ -87,6 +87,7 @@ class ModelOptions:
         metavar="PATH.py:NAME|package.module:NAME",
         help="Whole port to run: NAME(config) returns its module. Its code is executed.",
     ),
+    layer_timeout_option,
     backend_option,
     rank_options,
     click.option(

@@ -1,13 +1,15 @@
 """CacheRecord: the keys and values in a port's cache, followed from pass to pass.
 
 A port may keep a token at its column (earlier passes' columns first, padding included, as transformers does) or at its
-position (as NxDI does). The steps show which: they write one entry of each row.
+position (as NxDI does). The steps show which: they write one entry of each row. Steps may write a fixed number of
+entries behind that (`shift`): behind the padding of a bucket, or by mistake.
 B prompts, K kv heads, P entries of the cache, S columns of the golden's batch, D head_dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -48,16 +50,40 @@ class CacheRecord:
     @property
     def form(self) -> CacheForm:
         """The entries at which the port keeps its tokens, as far as the steps show it."""
+        return self._place[0]
+
+    @property
+    def shift(self) -> int:
+        """Number of entries by which steps write behind their tokens' own; 0 unless all rows and steps agree on it."""
+        return self._place[1]
+
+    @cached_property
+    def _place(self) -> tuple[CacheForm, int]:
         votes = dict.fromkeys(CacheForm, 0)
         for number in range(1, len(self._passes)):
             for form in CacheForm:
                 votes[form] += self._num_written(number, form)
         # What grows by one entry a step, and what no step tells apart, lies by column.
-        return (
-            CacheForm.POSITIONS
-            if votes[CacheForm.POSITIONS] > votes[CacheForm.COLUMNS]
-            else CacheForm.COLUMNS
-        )
+        if votes[CacheForm.POSITIONS] > votes[CacheForm.COLUMNS]:
+            return CacheForm.POSITIONS, 0
+        if votes[CacheForm.COLUMNS]:
+            return CacheForm.COLUMNS, 0
+        shifts = {form: shift for form in CacheForm if (shift := self._common_shift(form)) is not None}
+        if not shifts:
+            return CacheForm.COLUMNS, 0
+        form = min(shifts, key=lambda form: abs(shifts[form]))
+        return form, shifts[form]
+
+    def _common_shift(self, form: CacheForm) -> int | None:
+        """Return the shift that all rows and steps agree on, the smallest of several; None if there is none."""
+        common: set[int] | None = None
+        for number in range(1, len(self._passes)):
+            before, after = self._snapshots[number - 1][0][0], self._snapshots[number][0][0]
+            rows, _, entries = _places(self._passes[number], self._past_columns(number), form)
+            for row, entry in zip(rows.tolist(), entries.tolist(), strict=True):
+                shifts = {written - entry for written in _written_entries(before[row], after[row])}
+                common = shifts if common is None else common & shifts
+        return min(common, key=abs) if common else None
 
     def layer(self, layer: int) -> CachePair:
         """Return a layer's keys and values as each token's own pass wrote them, [B,K,S,D]; others are zero."""
@@ -70,8 +96,9 @@ class CacheRecord:
         )
         for number, model_pass in enumerate(self._passes):
             rows, columns, entries = _places(model_pass, self._past_columns(number), form)
+            entries = entries + (self.shift if number else 0)
             for assembled, cached in zip((keys, values), self._snapshots[number][layer], strict=True):
-                is_held = entries < cached.shape[2]
+                is_held = (entries >= 0) & (entries < cached.shape[2])
                 row, column, entry = rows[is_held], columns[is_held], entries[is_held]
                 assembled[row, :, column] = cached[row, :, entry]
         return keys, values
@@ -84,6 +111,8 @@ class CacheRecord:
                 _places(self._passes[before], self._past_columns(before), form) for before in range(number)
             ]
             rows, columns, entries = (torch.cat(parts) for parts in zip(*earlier, strict=True))
+            # Those of the prefill are not shifted.
+            entries[len(earlier[0][0]) :] += self.shift
             for layer in range(len(self._snapshots[0])):
                 for kind, before, after in zip(
                     KINDS, self._snapshots[number - 1][layer], self._snapshots[number][layer], strict=True
@@ -132,12 +161,20 @@ def _find_changed(
     before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor, entries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare entries of two snapshots [B,K,P,D]; return the indices of those that differ, and of their kv heads."""
-    is_held = entries < min(before.shape[2], after.shape[2])
-    entries = entries.clamp(max=min(before.shape[2], after.shape[2]) - 1)
+    is_held = (entries >= 0) & (entries < min(before.shape[2], after.shape[2]))
+    entries = entries.clamp(min=0, max=min(before.shape[2], after.shape[2]) - 1)
     old, new = before[rows, :, entries], after[rows, :, entries]
     # [tokens, kv heads]
     differs = ((old != new) & ~(old.isnan() & new.isnan())).any(-1) & is_held[:, None]
     return differs.any(1).nonzero().flatten(), differs.any(0).nonzero().flatten()
+
+
+def _written_entries(before: torch.Tensor, after: torch.Tensor) -> list[int]:
+    """List the entries of a row [K,P,D] that a step added or changed."""
+    num_before = min(before.shape[1], after.shape[1])
+    old, new = before[:, :num_before], after[:, :num_before]
+    differs = ((old != new) & ~(old.isnan() & new.isnan())).any(-1).any(0)
+    return [*differs.nonzero().flatten().tolist(), *range(num_before, after.shape[1])]
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site
+from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
 from neuron.model_runs.model_request import ModelSetup
@@ -121,6 +122,7 @@ class ModelExecutor:
     def _open(self) -> None:
         """Build the port, load its weights, and hook its sites, once: a compiled graph keeps its first hooks."""
         setup, runtime = self.setup, self.runtime
+        setup.budget.require(self._weight_bytes(), "the weights of the whole port")
         self.module = setup.target.build(
             setup.spec, dtype=setup.dtype, batch=self._batch, ranks=runtime.ranks
         )
@@ -148,6 +150,16 @@ class ModelExecutor:
             self._recorders.append(self._stack.enter_context(Recorder(layer, taps, keep=copy_on_device)))
             handle = layer.register_forward_pre_hook(self._call_hook(index))
             self._stack.callback(handle.remove)
+
+    def _weight_bytes(self) -> int:
+        """Return the host memory that the weights of this rank take, if the ranks divide them evenly."""
+        spec, dtype = self.setup.spec, self.setup.dtype
+        outside_bytes = 2 * vocabulary_bytes(spec, dtype)
+        if self.runtime.backend.is_neuron:
+            # A device has memory of its own: the host holds what is converted at a time.
+            return max(outside_bytes, layer_bytes(spec, dtype))
+        num_bytes = outside_bytes + spec.num_hidden_layers * layer_bytes(spec, dtype)
+        return num_bytes // self.runtime.ranks.degree
 
     def _call_hook(self, index: int) -> Any:
         def note_call(_: nn.Module, __: Any) -> None:

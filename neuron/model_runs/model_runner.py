@@ -14,7 +14,15 @@ import torch
 
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.passes import PASSES_NAME, Choice, LogitsForm, ModelPasses, Repetition, pass_name
+from minimax_tools.capture.passes import (
+    PASSES_NAME,
+    Choice,
+    LogitsForm,
+    MisplacedLogits,
+    ModelPasses,
+    Repetition,
+    pass_name,
+)
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -24,6 +32,7 @@ from minimax_tools.errors import IncomparableError
 from minimax_tools.json_codec import encode
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.weight_names import head_name
 from minimax_tools.text.tokenizer import read_end_tokens
 from neuron.devices.runtime import Runtime
 from neuron.model_runs.assembly import assemble_logits, assemble_site, last_logits
@@ -35,6 +44,10 @@ from neuron.ports.model_batch import ModelBatch
 
 # Least norm to divide by.
 _TINY = 1e-30
+# Words of the vocabulary by which logits are told apart.
+_NUM_WORDS = 1024
+# Another column's logits are nearer than this share of the right column's distance.
+_NEARER = 0.1
 # Bound of numbers in JSON, which has no infinity.
 _HUGE = 1e30
 
@@ -217,8 +230,10 @@ class ModelRun:
                     layer_calls=tuple(result.layer_calls for result in results),
                     cached_layers=() if cache is None else tuple(layers),
                     cache_form="" if cache is None else str(cache.form),
+                    cache_shift=0 if cache is None else cache.shift,
                     cache_changes=() if cache is None else cache.changes(),
                     choices=self._choices(results),
+                    misplaced=self._find_misplaced(results[0]),
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
                     padded_logits_above=_clipped(max(above)) if above else None,
                     repetitions=repetitions,
@@ -272,6 +287,27 @@ class ModelRun:
     def _logits_form(self, prefill: PassResult) -> LogitsForm:
         num_columns = self._passes[0].columns.shape[1]
         return LogitsForm.LAST if prefill.logits.shape[1] == 1 < num_columns else LogitsForm.ALL
+
+    def _find_misplaced(self, prefill: PassResult) -> tuple[MisplacedLogits, ...]:
+        """Find rows whose only logits are those of another column than the last real token's."""
+        normed, spec = prefill.model.get(ModelSite.FINAL_NORM), self._request.spec
+        if self._logits_form(prefill) is not LogitsForm.LAST or normed is None or normed.shape[1] == 1:
+            return ()
+        model_pass = self._passes[0]
+        num_words = min(_NUM_WORDS, spec.vocab_size)
+        weight = torch.empty(num_words, spec.hidden_size)
+        self._reader.read_weight_into(head_name(spec), weight, rows=range(num_words))
+        # Logits of every column, [B,s,words], and those returned, [B,1,words].
+        right = normed.float() @ weight.T
+        error = (right - prefill.logits[..., :num_words].float()).norm(dim=-1)
+        misplaced = []
+        for row, last in enumerate(model_pass.last_columns.tolist()):
+            nearest = int(error[row].nan_to_num(nan=torch.inf).argmin())
+            # The right column's own error is that of rounding; another column must be nearer by far.
+            if nearest != last and float(error[row, nearest]) < _NEARER * float(error[row, last]):
+                is_padding = int(model_pass.columns[row, nearest]) < 0
+                misplaced.append(MisplacedLogits(row=row, column=nearest, is_padding=is_padding))
+        return tuple(misplaced)
 
     def _choices(self, results: list[PassResult]) -> tuple[Choice, ...]:
         """List what the port chose after each pass, beside its own likeliest token."""

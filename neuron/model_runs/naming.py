@@ -14,9 +14,11 @@ from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.diagnose import diagnose_run
 from compare.diagnosis.finding import Diagnosis, MistakeFinding
 from compare.limits.criteria import Criteria
+from compare.model_runs.decoding import diagnose_decoding
 from compare.sides.golden_weights import WeightSource
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
+from minimax_tools.model.sites import Site
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Comparison
 from neuron.model_runs.model_runner import ModelRun
@@ -54,6 +56,18 @@ def name_first(
     if first.layer is None:
         diagnosis = diagnose_run(run, weights=weights, layers=())
         return NamedRun(comparison=_with_name(comparison, first, diagnosis.findings), diagnosis=diagnosis)
+    if first.number:
+        # The prefill is right: what the layer reads of its cache, or thinks of its positions, is in question.
+        blamed = [
+            Site(site)
+            for finding in comparison.findings
+            if finding.is_of_sites and (finding.number, finding.layer) == (first.number, first.layer)
+            for site in finding.sites
+        ]
+        decoded = diagnose_decoding(run.sides, first.layer, number=first.number, blamed=blamed)
+        if decoded:
+            named = replace(decoded[0], sites=first.sites, reason=f"{first.reason}; {decoded[0].reason}")
+            return NamedRun(comparison=replace(comparison, findings=(named, *comparison.findings[1:])))
     try:
         model.capture_layer(first.layer, directory)
     except TargetError as error:

@@ -102,7 +102,9 @@ def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] |
     with port_errors(
         f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
     ):
-        declared = getattr(module, "sites", None) or declared
+        own = getattr(module, "sites", None)
+    # An empty mapping says that the module shows its output alone.
+    declared = declared if own is None else own
     if declared is None:
         return Exposure(taps={**_find_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
     taps, layouts = _parse_sites(declared, what=what)

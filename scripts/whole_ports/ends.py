@@ -63,7 +63,7 @@ class VocabularyShardsExchanged(_OtherWeights):
 
 
 class VocabularyOfRank0(_OtherWeights):
-    """Every rank holds rank 0's rows of the head."""
+    """The rows of rank 0 are held by all ranks."""
 
     def edit(self, outer):
         return {HEAD: outer[HEAD].chunk(NUM_SHARDS)[0].repeat(NUM_SHARDS, 1)}

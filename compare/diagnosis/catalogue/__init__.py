@@ -9,6 +9,7 @@
 - `router`: the choice of experts and their weights
 - `experts`: the experts' arithmetic, and which of them run
 - `fp8`: codes and scales
+- `other_layer`: the weights of another layer
 - `low_bits`: numbers in fewer bits
 - `splits`: ranks and parts of a width, as parameters
 """

@@ -9,6 +9,7 @@ from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
 from compare.diagnosis.catalogue.fp8 import FP8_MISTAKES
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
+from compare.diagnosis.catalogue.other_layer import OTHER_LAYER_MISTAKES
 from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
 from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
 from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
@@ -29,6 +30,7 @@ CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
             *ROUTER_MISTAKES,
             *EXPERT_MISTAKES,
             *FP8_MISTAKES,
+            *OTHER_LAYER_MISTAKES,
         )
     }
 )

@@ -1,0 +1,327 @@
+"""The cache of a whole port, judged: its keys and values against the right ones on the port's own input of the layer.
+
+A right port may keep its cache in a form that mm2 does not know. So a cache that is alike wrong in all passes is a
+finding only if decoding is wrong too; else it is a note. B prompts, K kv heads, S columns, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from compare.judging.layer_judge import LayerJudge
+from compare.model_runs.cache_mistakes import (
+    CACHE_MISTAKES,
+    CacheContent,
+    holds_scaled_bits,
+    is_before_rope,
+    noise_of,
+)
+from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT
+from compare.model_runs.passes import PassSplit
+from compare.sides.batch import Batch
+from compare.sides.captured_input import CapturedInput
+from compare.sides.port_input import on_port_input
+from compare.sides.sides import Sides
+from minimax_tools.capture.manifest import Manifest
+from minimax_tools.capture.passes import CacheChange, CachePair, pass_name
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.inputs import decoded_tokens
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import split_heads
+from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.results import SiteStatus
+
+CACHE = "cache"
+_KINDS = {Site.K_ROPE: "keys", Site.V_PROJ: "values"}
+# Entries by which a step may miss its own; a larger distance is the padding of a bucket.
+_MOST_SHIFT = 1
+# Heads whose error is this share of the worst head's are named beside it.
+_NAMED_SHARE = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheJudgement:
+    """Judgement of one layer's cache."""
+
+    findings: tuple[ModelFinding, ...] = ()
+    note: str = ""  # form of a cache that was not judged, or is right in another form; empty if there is none
+    # Whether it holds the right keys and values in fewer bits with scales: decoding is then as wrong as these make it
+    holds_fewer_bits: bool = False
+
+
+def judge_cache(
+    sides: Sides,
+    layer: int,
+    *,
+    split: PassSplit,
+    is_decoding_wrong: bool,
+    port_sides: Sides | None = None,
+) -> CacheJudgement:
+    """Judge the cache of a layer after the prefill and after each step.
+
+    Args:
+        sides: Both captures of a whole port's run, with the golden's weights.
+        layer: The layer.
+        split: The tokens by pass.
+        is_decoding_wrong: Whether the layer's decoded tokens are wrong; of a port that shows no sites, the logits'.
+        port_sides: Sides whose golden has this layer on the port's own input; None to compute them here.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    pair = sides.target.read_cache(layer)
+    port_sides = port_sides or on_port_input(sides, layer)
+    if pair is None or port_sides is None:
+        return CacheJudgement()
+    golden, head_dim = port_sides.reference, pair[0].shape[-1]
+    right = _read_pair(golden, layer)
+    if any(part.shape != expected.shape for part, expected in zip(pair, right, strict=True)):
+        return CacheJudgement(
+            note=f"its shape {list(pair[0].shape)} is not that of the keys, {list(right[0].shape)}"
+        )
+    cached = pair[0].float(), pair[1].float()
+    own = _own_pair(sides.target, layer, right)
+    mask = golden.read_inputs().attention_mask.bool()
+    shift = _judge_shift(sides.target, layer, is_decoding_wrong=is_decoding_wrong)
+    # Steps that write beside their entries overwrite others: no second finding.
+    changes = shift or _judge_changes(sides.target, layer)
+    if own is not None and _is_cast(pair, own, mask):
+        # The port's own keys and values are judged as sites.
+        return CacheJudgement(findings=changes)
+    wrong = _find_wrong_passes(port_sides, layer, pair, split)
+    if not wrong:
+        return CacheJudgement(findings=changes)
+    content = CacheContent(
+        cached=cached,
+        right=right if own is None else own,
+        noise=_noise(golden, layer, right, mask, head_dim=head_dim),
+        tokens=mask,
+        others=lambda: _other_pairs(sides.target, layer),
+        unrotated=_unrotated(sides.target if own is not None else golden, layer, head_dim),
+    )
+    if is_before_rope(content):
+        return CacheJudgement(findings=changes, note="it holds keys before rotary embedding")
+    num_passes = 1 + len(split.steps)
+    is_alike = len(wrong) == num_passes
+    in_question = content.at(_tokens_of(wrong, sides, mask))
+    named = next(
+        ((mistake, found) for mistake in CACHE_MISTAKES if (found := mistake.find(in_question)) is not None),
+        None,
+    )
+    if named is None and holds_scaled_bits(content):
+        return CacheJudgement(
+            findings=changes,
+            note="it holds keys and values in fewer bits, with scales",
+            holds_fewer_bits=True,
+        )
+    if is_alike and not is_decoding_wrong:
+        return CacheJudgement(note="it is kept in a form that mm2 does not know; decoding from it is right")
+    number = min(wrong)
+    reason = _describe(in_question, wrong, is_shown=own is not None)
+    if named is None:
+        finding = ModelFinding(
+            number=number,
+            layer=layer,
+            sites=(CACHE,),
+            reason=reason,
+            look_at="how the cache is written and read",
+        )
+    else:
+        mistake, parameters = named
+        finding = ModelFinding(
+            number=number,
+            layer=layer,
+            sites=(CACHE,),
+            reason=reason,
+            mistake=mistake.name,
+            what=mistake.what,
+            look_at=mistake.look_at,
+            parameters=dict(parameters),
+        )
+    return CacheJudgement(findings=(finding, *changes))
+
+
+class _CachedAsSites(Capture):
+    """A port's capture in which a layer's cached keys and values stand for its own."""
+
+    def __init__(self, target: CaptureSource, manifest: Manifest, *, layer: int, pair: CachePair) -> None:
+        super().__init__(target.directory, manifest)
+        self._cached_layer = layer
+        self._cached = {Site.K_ROPE: pair[0], Site.V_PROJ: pair[1].transpose(1, 2).flatten(2)}
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        """Return the sites of a layer: of this one, the two."""
+        return tuple(self._cached) if layer == self._cached_layer else super().sites(layer)
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        """Read a site, or what the cache holds of it."""
+        return self._cached[site] if layer == self._cached_layer else super().read(layer, site)
+
+
+def _find_wrong_passes(
+    port_sides: Sides, layer: int, pair: CachePair, split: PassSplit
+) -> dict[int, tuple[str, ...]]:
+    """Return what is wrong, `keys` or `values`, by pass; steps that are only wrong together count as all steps."""
+    target = _CachedAsSites(port_sides.target, port_sides.target.manifest, layer=layer, pair=pair)
+    # Twice as many figures are judged as without the cache.
+    criteria = replace(port_sides.criteria, num_figures=2 * port_sides.criteria.num_figures)
+    sides = replace(port_sides, target=target, criteria=criteria)
+
+    def judge(batch: Batch) -> tuple[str, ...]:
+        judge_site = LayerJudge(
+            replace(sides, batch=batch), layer=layer, layer_input=CapturedInput(known=(Site.INPUT,))
+        ).judge
+        return tuple(kind for site, kind in _KINDS.items() if judge_site(site).status is SiteStatus.FAIL)
+
+    passes = (split.prefill, *split.steps)
+    wrong = {number: kinds for number, batch in enumerate(passes) if (kinds := judge(batch))}
+    together = judge(split.decoded) if split.decoded is not None else ()
+    if together and not any(number > 0 for number in wrong):
+        wrong |= dict.fromkeys(range(1, len(passes)), together)
+    return wrong
+
+
+def _read_pair(source: CaptureSource, layer: int) -> CachePair:
+    """Read rotated keys and values as heads, float32 [B,K,S,D] each."""
+    keys = source.read(layer, Site.K_ROPE).float()
+    return keys, split_heads(source.read(layer, Site.V_PROJ).float(), keys.shape[-1])
+
+
+def _own_pair(target: CaptureSource, layer: int, right: CachePair) -> CachePair | None:
+    """Read the port's own keys and values; None if it does not show both."""
+    if not set(_KINDS) <= set(target.sites(layer)):
+        return None
+    if target.read(layer, Site.K_ROPE).shape != right[0].shape:
+        return None
+    return _read_pair(target, layer)
+
+
+def _is_cast(pair: CachePair, own: CachePair, mask: torch.Tensor) -> bool:
+    """Decide whether the cache holds the port's own keys and values on real tokens [B,S], cast to its dtype."""
+    return all(
+        torch.equal(cached.transpose(1, 2)[mask], shown.to(cached.dtype).transpose(1, 2)[mask])
+        for cached, shown in zip(pair, own, strict=True)
+    )
+
+
+def _noise(
+    golden: CaptureSource, layer: int, rounded: CachePair, mask: torch.Tensor, *, head_dim: int
+) -> CachePair:
+    """Return the relative noise of right keys and values."""
+    keys, values = golden.read_twin(layer, Site.K_ROPE), golden.read_twin(layer, Site.V_PROJ)
+    exact = (
+        rounded[0] if keys is None else keys.float(),
+        rounded[1] if values is None else split_heads(values.float(), head_dim),
+    )
+    return noise_of(exact[0], rounded[0], mask), noise_of(exact[1], rounded[1], mask)
+
+
+def _unrotated(source: CaptureSource, layer: int, head_dim: int) -> torch.Tensor | None:
+    if Site.K_NORM not in source.sites(layer):
+        return None
+    return split_heads(source.read(layer, Site.K_NORM).float(), head_dim)
+
+
+def _other_pairs(target: CaptureSource, layer: int) -> Iterator[tuple[int, CachePair]]:
+    """Yield the content of other layers, as they show it or as their caches hold it; the nearest first."""
+    for other in sorted(target.layers, key=lambda index: abs(index - layer)):
+        if other == layer:
+            continue
+        if set(_KINDS) <= set(target.sites(other)):
+            yield other, _read_pair(target, other)
+        elif (pair := target.read_cache(other)) is not None:
+            yield other, (pair[0].float(), pair[1].float())
+
+
+def _tokens_of(wrong: dict[int, tuple[str, ...]], sides: Sides, mask: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of the wrong passes, bool [B,S]: all, those of the prefill, or the decoded ones."""
+    description = sides.target.known_description
+    num_decoded = 0 if description is None else description.run.num_decoded
+    is_decoded = decoded_tokens(mask.long(), num_decoded, by_row=True)
+    steps = is_decoded.long().cumsum(1) * is_decoded
+    is_wrong = torch.zeros_like(mask)
+    for number in wrong:
+        is_wrong |= steps == number
+    return is_wrong & mask
+
+
+def _describe(content: CacheContent, wrong: dict[int, tuple[str, ...]], *, is_shown: bool) -> str:
+    kinds = sorted({kind for of_pass in wrong.values() for kind in of_pass})
+    heads = _wrong_heads(content)
+    row, column = content.tokens.nonzero()[0].tolist()
+    beside = (
+        "; the port's own keys and values are other ones: the cache is wrong, not the projections"
+        if is_shown
+        else ""
+    )
+    number = min(wrong)
+    since = f"from {pass_name(number)} on" if number else "from the prefill on"
+    return (
+        f"{since} the cached {' and '.join(kinds)} of kv heads {', '.join(map(str, heads))} are off by "
+        f"{content.rho(content.right):.3g} times the noise at {int(content.tokens.sum())} tokens, the first at row "
+        f"{row}, token {column}{beside}"
+    )
+
+
+def _wrong_heads(content: CacheContent) -> list[int]:
+    errors = torch.zeros(content.cached[0].shape[1])
+    for cached, right, noise in zip(content.cached, content.right, content.noise, strict=True):
+        difference = (cached - right).transpose(1, 2)[content.tokens].square().sum((0, 2))
+        size = right.transpose(1, 2)[content.tokens].square().sum((0, 2)) * noise**2
+        errors = torch.maximum(errors, (difference / size.clamp(min=1e-30)).sqrt())
+    return (errors >= _NAMED_SHARE * errors.max()).nonzero().flatten().tolist()
+
+
+def _judge_changes(target: CaptureSource, layer: int) -> tuple[ModelFinding, ...]:
+    """Find entries of earlier tokens that a later pass changed; the first pass of a layer counts."""
+    passes = target.read_passes()
+    changes = [] if passes is None else [change for change in passes.cache_changes if change.layer == layer]
+    if not changes:
+        return ()
+    first = min(changes, key=lambda change: change.number)
+    return (
+        ModelFinding(
+            number=first.number,
+            layer=layer,
+            sites=(CACHE,),
+            reason=_describe_change(first),
+            mistake="cache_overwritten",
+            what="A step writes over the keys or values of an earlier token.",
+            look_at="the entry that a step writes at, and whether a buffer is shared",
+        ),
+    )
+
+
+def _judge_shift(target: CaptureSource, layer: int, *, is_decoding_wrong: bool) -> tuple[ModelFinding, ...]:
+    """Find steps that write beside their token's entry; by itself this may be a bucket's padding, and right."""
+    passes = target.read_passes()
+    if passes is None or not is_decoding_wrong or not 0 < abs(passes.cache_shift) <= _MOST_SHIFT:
+        return ()
+    side = "behind" if passes.cache_shift > 0 else "before"
+    return (
+        ModelFinding(
+            number=1,
+            layer=layer,
+            sites=(CACHE,),
+            reason=f"steps write their keys and values {abs(passes.cache_shift)} entry {side} their token's own "
+            f"({passes.cache_form}), and what they read is wrong",
+            mistake="cache_one_row_off",
+            what="Steps write their key and value one entry from where they are read.",
+            look_at=CACHE_LOOK_AT,
+            parameters={"by": passes.cache_shift},
+        ),
+    )
+
+
+def _describe_change(change: CacheChange) -> str:
+    places = ", ".join(f"row {row}, token {column}" for row, column in change.places)
+    heads = ", ".join(map(str, change.heads))
+    return (
+        f"{pass_name(change.number)} changed the cached {change.kind} of {change.num_tokens} earlier tokens "
+        f"({places}) in kv heads {heads}"
+    )

@@ -1,0 +1,244 @@
+"""The catalogue of mistakes that a cache's content shows: the keys and values that each pass wrote.
+
+B prompts, K kv heads, S columns of the batch, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+import torch
+
+from compare.diagnosis.mistake import Parameters
+from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT, FP8_DTYPES, round_to_fp8
+from compare.noise.squared_errors import TINY_FLOAT32
+from minimax_tools.capture.passes import CachePair
+
+# Largest error of an explained cache, in units of the noise of keys and values.
+_EXPLAINED_RHO = 2.0
+# Noise of keys and values that were measured without any, relative to them: casts of equal values are equal.
+_LEAST_NOISE = 1e-4
+# Share of a cache's numbers that are the nearest to the right ones, if it was rounded to them.
+_LEAST_ALIKE = 0.8
+_NO_PARAMETERS: Parameters = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheContent:
+    """Content of a layer's cache beside the right one: keys and values, float32 [B,K,S,D]."""
+
+    cached: CachePair
+    right: CachePair
+    noise: CachePair  # relative error of right keys, and of right values: scalars
+    tokens: torch.Tensor  # tokens in question, bool [B,S]
+    others: Callable[[], Iterator[tuple[int, CachePair]]]  # right content of other layers, the nearest first
+    unrotated: torch.Tensor | None = None  # right keys before rotary embedding; None if not known
+
+    def rho(self, predicted: CachePair, *, tokens: torch.Tensor | None = None) -> float:
+        """Return the error of the cache against a prediction in units of noise: that of keys or values, the larger."""
+        chosen = self.tokens if tokens is None else tokens
+        return max(
+            _relative_error(*parts, tokens=chosen) / float(noise)
+            for *parts, noise in zip(self.cached, predicted, self.noise, strict=True)
+        )
+
+    def is_explained(self, predicted: CachePair, *, tokens: torch.Tensor | None = None) -> bool:
+        """Decide whether the cache holds a prediction, up to noise."""
+        return self.rho(predicted, tokens=tokens) <= _EXPLAINED_RHO
+
+    def at(self, tokens: torch.Tensor) -> CacheContent:
+        """Return the same with other tokens in question, bool [B,S]."""
+        return replace(self, tokens=tokens)
+
+
+def _relative_error(cached: torch.Tensor, predicted: torch.Tensor, *, tokens: torch.Tensor) -> float:
+    """Return the norm of the difference over that of the prediction, at some tokens [B,S] of [B,K,S,D]."""
+    found, expected = (part.transpose(1, 2)[tokens] for part in (cached, predicted))
+    if not found.numel():
+        return torch.inf
+    return float((found - expected).norm() / expected.norm().clamp(min=TINY_FLOAT32))
+
+
+def noise_of(exact: torch.Tensor, rounded: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the relative error of right content, from float32 and rounded values [B,K,S,D]: a scalar."""
+    return torch.tensor(max(_relative_error(rounded, exact, tokens=tokens), _LEAST_NOISE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMistake:
+    """A known mistake of a cache. `find` returns its parameters if it explains the content, else None."""
+
+    name: str
+    what: str
+    look_at: str
+    find: Callable[[CacheContent], Parameters | None]
+
+
+def _not_written(content: CacheContent) -> Parameters | None:
+    is_zero = all(not bool(part.transpose(1, 2)[content.tokens].any()) for part in content.cached)
+    return _NO_PARAMETERS if is_zero else None
+
+
+def _of_another_layer(content: CacheContent) -> Parameters | None:
+    return next(({"layer": layer} for layer, pair in content.others() if content.is_explained(pair)), None)
+
+
+def _of_another_prompt(content: CacheContent) -> Parameters | None:
+    num_rows = len(content.tokens)
+    for by in range(1, num_rows):
+        # Tokens that both prompts have.
+        tokens = content.tokens & content.tokens.roll(by, dims=0)
+        rolled = _both(content.right, partial(torch.roll, shifts=by, dims=0))
+        if bool(tokens.any()) and content.is_explained(rolled, tokens=tokens):
+            return {"by": by}
+    return None
+
+
+def _one_row_off(content: CacheContent) -> Parameters | None:
+    for by in (1, -1):
+        tokens = content.tokens & content.tokens.roll(by, dims=1)
+        tokens[:, 0 if by > 0 else -1] = False
+        rolled = _both(content.right, partial(torch.roll, shifts=by, dims=2))
+        if bool(tokens.any()) and content.is_explained(rolled, tokens=tokens):
+            return {"by": by}
+    return None
+
+
+def _heads_exchanged(content: CacheContent) -> Parameters | None:
+    num_heads = content.cached[0].shape[1]
+    order = []
+    for head in range(num_heads):
+        errors = [
+            _relative_error(
+                content.cached[0][:, head : head + 1],
+                content.right[0][:, other : other + 1],
+                tokens=content.tokens,
+            )
+            for other in range(num_heads)
+        ]
+        order.append(errors.index(min(errors)))
+    if order == list(range(num_heads)) or sorted(order) != list(range(num_heads)):
+        return None
+    is_explained = content.is_explained(_both(content.right, lambda part: part[:, order]))
+    return {"order": ", ".join(map(str, order))} if is_explained else None
+
+
+def _keys_and_values_exchanged(content: CacheContent) -> Parameters | None:
+    return _NO_PARAMETERS if content.is_explained((content.right[1], content.right[0])) else None
+
+
+def _fp8_without_scale(content: CacheContent) -> Parameters | None:
+    for name in FP8_DTYPES:
+        if _is_held_by(content, partial(round_to_fp8, dtype=name)):
+            return {"dtype": name}
+    return None
+
+
+def _is_held_by(content: CacheContent, rounding: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Decide whether the cache holds numbers of a format, most of them those nearest to the right ones."""
+    for cached, right in zip(content.cached, content.right, strict=True):
+        found, expected = (part.transpose(1, 2)[content.tokens] for part in (cached, right))
+        if not torch.equal(rounding(found), found):
+            return False
+        rounded = rounding(expected)
+        # Where a right value lies near the middle of two numbers, noise may give the other one.
+        share = float((found == rounded).float().mean())
+        if torch.equal(rounded, expected) or share < _LEAST_ALIKE:
+            return False
+    return True
+
+
+def _low_precision(content: CacheContent) -> Parameters | None:
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        if content.is_explained((content.right[0].to(dtype).float(), content.right[1].to(dtype).float())):
+            return {"dtype": name}
+    return None
+
+
+def _before_rope(content: CacheContent) -> Parameters | None:
+    if content.unrotated is None:
+        return None
+    return _NO_PARAMETERS if content.is_explained((content.unrotated, content.right[1])) else None
+
+
+def _both(pair: CachePair, edit: Callable[[torch.Tensor], torch.Tensor]) -> CachePair:
+    return edit(pair[0]), edit(pair[1])
+
+
+# The first that explains the content is named.
+CACHE_MISTAKES = (
+    CacheMistake(
+        name="cache_not_written",
+        what="Tokens were never written: their entries hold zeros.",
+        look_at=CACHE_LOOK_AT,
+        find=_not_written,
+    ),
+    CacheMistake(
+        name="cache_of_another_layer",
+        what="A layer's cache holds the keys and values of another layer.",
+        look_at="which buffer each layer is given, and whether the compiler made one of two equal buffers",
+        find=_of_another_layer,
+    ),
+    CacheMistake(
+        name="cache_of_another_prompt",
+        what="Rows of the cache hold the keys and values of other prompts.",
+        look_at="the index of the row, or the sequence id, by which the cache is written",
+        find=_of_another_prompt,
+    ),
+    CacheMistake(
+        name="cache_one_row_off",
+        what="Entries hold the keys and values of the token beside theirs.",
+        look_at=CACHE_LOOK_AT,
+        find=_one_row_off,
+    ),
+    CacheMistake(
+        name="cache_heads_exchanged",
+        what="Kv heads lie in another order in the cache.",
+        look_at="the layout that steps write the cache in, and that of the prefill",
+        find=_heads_exchanged,
+    ),
+    CacheMistake(
+        name="cache_keys_and_values_exchanged",
+        what="The cache holds values in place of keys, and keys in place of values.",
+        look_at="the order of the two buffers",
+        find=_keys_and_values_exchanged,
+    ),
+    CacheMistake(
+        name="cache_fp8_without_scale",
+        what="The cache is held in FP8 without a scale.",
+        look_at="the dtype of the cache, and the scales that are stored beside it",
+        find=_fp8_without_scale,
+    ),
+    CacheMistake(
+        name="cache_low_precision",
+        what="The cache is held in a lower dtype than the golden computes in.",
+        look_at="the dtype that the cache's buffers are made with",
+        find=_low_precision,
+    ),
+    CacheMistake(
+        name="cache_keys_rotated_wrongly",
+        what="Some cached keys are those before rotary embedding, others those behind it.",
+        look_at="whether prefill and steps write keys before or after rotary embedding",
+        find=_before_rope,
+    ),
+)
+
+
+def holds_scaled_bits(content: CacheContent) -> bool:
+    """Decide whether the cache holds the right content in fewer bits, with scales, such as FP8 for each head."""
+    for cached, right in zip(content.cached, content.right, strict=True):
+        found, expected = (part.transpose(1, 2)[content.tokens] for part in (cached, right))
+        largest = expected.abs().amax(-1, keepdim=True)
+        # FP8 has three bits of mantissa, INT8 with a scale for each head steps of 1 / 127 of its largest number.
+        is_near = (found - expected).abs() <= 0.07 * expected.abs() + 0.01 * largest
+        if float(is_near.float().mean()) < 0.999:
+            return False
+    return True
+
+
+def is_before_rope(content: CacheContent) -> bool:
+    """Decide whether the cache holds keys before rotary embedding, and right values."""
+    return _before_rope(content) is not None

@@ -1,0 +1,128 @@
+"""Attention of decoded tokens over a cache that may hold, or show, something wrong.
+
+B prompts, S columns of the batch, P entries that may be read, N heads, K kv heads, D head_dim, T chosen tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from compare.diagnosis.evaluation import Evaluation, LayerInputs
+from minimax_tools.capture.passes import CachePair
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import split_heads
+
+HIDDEN = -torch.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodedInputs(LayerInputs):
+    """Inputs of a layer of a whole port's run, which decoded the last tokens of each prompt from its own cache."""
+
+    is_decoded: torch.Tensor  # bool [B,S]
+    caches: dict[int, CachePair]  # right keys and values of other layers by number, float32 [B,K,S,D]
+    # Inputs of the layer that padding may have, float32 [H], by name; the batch's own first. Empty if not known
+    padding: dict[str, torch.Tensor]
+
+    @property
+    def num_decoded(self) -> int:
+        """Number of decoded tokens of the longest prompt."""
+        return int(self.is_decoded.sum(-1).max())
+
+    @property
+    def prefill_width(self) -> int:
+        """Number of columns of the prefill."""
+        return int(self.attention_mask.shape[1]) - self.num_decoded
+
+    @property
+    def batch_padding(self) -> str:
+        """Padding that mm2 gave the port in shorter prompts, by its token and position."""
+        if not self.padding:
+            return "zeros"
+        is_on_the_left = bool((self.attention_mask[:, 0] == 0).any())
+        return f"{next(iter(self.padding))} at {'0' if is_on_the_left else 'the last'}"
+
+    def steps(self) -> torch.Tensor:
+        """Return the number of the step that decodes a token, from 1 on; 0 for the prefill's: int64 [B,S]."""
+        return self.is_decoded.long().cumsum(1) * self.is_decoded
+
+    def prefilled(self) -> torch.Tensor:
+        """Return the number of each prompt's tokens that were prefilled, int64 [B]."""
+        return self.attention_mask.sum(-1) - self.is_decoded.sum(-1)
+
+
+def decoded_inputs(layer: Evaluation) -> DecodedInputs:
+    """Return the inputs of a layer of a whole port's run."""
+    assert isinstance(layer.inputs, DecodedInputs), "only whole ports decode from their own cache"
+    return layer.inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheView:
+    """Entries of the cache that the chosen tokens read, beside their own keys and values."""
+
+    keys: torch.Tensor  # float32 [B,K,P,D]
+    values: torch.Tensor  # float32 [B,K,P,D]
+    # Added to the scores, float32 [T,P]: 0 shows an entry, -inf hides it, log n shows it n times.
+    shown: torch.Tensor
+    shows_own: torch.Tensor  # whether a token reads its own key, bool [T]
+
+    def hide(self, is_hidden: torch.Tensor) -> CacheView:
+        """Hide entries, bool [T,P]."""
+        return replace(self, shown=self.shown.masked_fill(is_hidden, HIDDEN))
+
+    def with_entry(self, key: torch.Tensor, value: torch.Tensor, num_times: torch.Tensor) -> CacheView:
+        """Add an entry [B,K,D], or [K,D] for all prompts, that each token [T] sees so many times."""
+        size = (self.keys.shape[0], *self.keys.shape[1:2], self.keys.shape[3])
+        return replace(
+            self,
+            keys=torch.cat((self.keys, key.expand(size)[:, :, None]), dim=2),
+            values=torch.cat((self.values, value.expand(size)[:, :, None]), dim=2),
+            shown=torch.cat((self.shown, num_times.float().log()[:, None]), dim=1),
+        )
+
+
+def right_view(layer: Evaluation) -> CacheView:
+    """Return what decoded tokens read of a right cache: the layer's keys and values of the tokens before."""
+    rows, columns = token_places(layer)
+    is_before = torch.arange(layer.attention_mask.shape[1]) < columns[:, None]
+    is_shown = is_before & layer.attention_mask[rows].bool()
+    return CacheView(
+        keys=layer[Site.K_ROPE],
+        values=split_heads(layer[Site.V_PROJ], layer.spec.head_dim),
+        shown=torch.zeros(is_shown.shape).masked_fill(~is_shown, HIDDEN),
+        shows_own=torch.ones(len(rows), dtype=torch.bool),
+    )
+
+
+def token_places(layer: Evaluation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return prompt and column of the chosen tokens, int64 [T] each."""
+    length = layer.attention_mask.shape[1]
+    return layer.tokens.div(length, rounding_mode="floor"), layer.tokens % length
+
+
+def attend_view(layer: Evaluation, view: CacheView) -> torch.Tensor:
+    """Compute the context [T,N·D] of the chosen tokens over what they read of the cache, and their own keys."""
+    spec, (rows, columns) = layer.spec, token_places(layer)
+    group = spec.num_attention_heads // spec.num_key_value_heads
+    own_values = split_heads(layer[Site.V_PROJ], spec.head_dim)
+    contexts = torch.empty(len(rows), spec.num_attention_heads, spec.head_dim)
+    for row in rows.unique().tolist():
+        tokens = (rows == row).nonzero().flatten()
+        # [N,T,D] of this prompt; every query head reads the kv head of its group.
+        queries = layer[Site.Q_ROPE][row][:, columns[tokens]]
+        keys, values = (part[row].repeat_interleave(group, dim=0) for part in (view.keys, view.values))
+        own_key, own_value = (
+            part[row][:, columns[tokens]].repeat_interleave(group, dim=0)
+            for part in (layer[Site.K_ROPE], own_values)
+        )
+        own_score = (queries * own_key).sum(-1, keepdim=True) * spec.head_dim**-0.5
+        own_score = own_score.masked_fill(~view.shows_own[tokens][None, :, None], HIDDEN)
+        scores = (queries @ keys.transpose(-1, -2)) * spec.head_dim**-0.5 + view.shown[tokens]
+        # A token that sees nothing gets zeros, not NaN.
+        shares = torch.cat((scores, own_score), dim=-1).softmax(-1).nan_to_num(nan=0.0)
+        context = shares[..., :-1] @ values + shares[..., -1:] * own_value
+        contexts[tokens] = context.transpose(0, 1)
+    return contexts.flatten(1)

@@ -1,0 +1,195 @@
+"""The diagnosis of decoding: the known mistake that explains a layer's decoded tokens, on the port's own input.
+
+It needs no cache to be readable: attention of the decoded tokens is computed in float32 with each mistake.
+B prompts, S columns of the batch, T decoded tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from compare.diagnosis.evaluation import Evaluation, replace_stage, with_given
+from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.mistake import Hypothesis, Value
+from compare.diagnosis.naming import RIGHT_RHO, name_mistakes
+from compare.diagnosis.score import Score
+from compare.diagnosis.trial import Trial, settled_tokens
+from compare.diagnosis.yardstick import Yardstick
+from compare.model_runs.cached_attention import DecodedInputs, attend_view, right_view
+from compare.model_runs.decoding_mistakes import DECODING_MISTAKES
+from compare.sides.batch import Batch
+from compare.sides.golden_weights import GoldenWeights
+from compare.sides.pairing import find_mismatch
+from compare.sides.port_input import on_port_input
+from compare.sides.sides import Sides
+from minimax_tools.capture.passes import CachePair
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.inputs import decoded_tokens
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import EMBEDDING
+from minimax_tools.reference.float32_stages import split_heads
+from minimax_tools.results.model_findings import ModelFinding
+
+# The first of these that the port shows judges a mistake.
+_JUDGING = (Site.ATTN_CONTEXT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.OUTPUT)
+_OWN = (Site.Q_ROPE, Site.K_ROPE, Site.V_PROJ)
+
+
+def diagnose_decoding(
+    sides: Sides, layer: int, *, number: int, blamed: Iterable[Site] = (), port_sides: Sides | None = None
+) -> tuple[ModelFinding, ...]:
+    """Name the mistakes of decoding that explain a layer whose prefill is right; () if none does.
+
+    Args:
+        sides: Both captures, of a whole port's run, with the golden's weights.
+        layer: The first layer whose decoded tokens are wrong.
+        number: The first step that is wrong.
+        blamed: Sites of the layer to blame there. Unless queries, keys or values are among them, the port's own are
+            taken as they are, and only what it reads of the cache is in question.
+        port_sides: Sides whose golden has this layer on the port's own input; None to compute them here.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: The weights cannot be read.
+    """
+    port_sides = port_sides or on_port_input(sides, layer)
+    site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
+    if port_sides is None or site is None or sides.weights is None:
+        return ()
+    with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
+        inputs = _read_inputs(sides, layer, weights)
+        if not bool(inputs.is_decoded.any()):
+            return ()
+        takes_own = all(site.order >= Site.ATTN_CONTEXT.order for site in blamed)
+        trial = _open_trial(port_sides, layer, inputs, site=site, takes_own=takes_own)
+        hypotheses = [
+            hypothesis for mistake in DECODING_MISTAKES for hypothesis in mistake.hypotheses(inputs)
+        ]
+        null = trial.null()
+        if null.leaves <= RIGHT_RHO:
+            return ()
+        scores = trial.judge(hypotheses)
+        named = name_mistakes(scores)
+    return tuple(_finding(score, layer=layer, number=number, site=site) for score in named)
+
+
+def is_right_on_own_cache(sides: Sides, layer: int, *, port_sides: Sides | None = None) -> bool:
+    """Decide whether a layer's decoded tokens are right, if what the port's cache holds is taken as it is.
+
+    `port_sides` have the golden on the port's own input of the layer; None to compute it here.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: The weights cannot be read.
+    """
+    port_sides = port_sides or on_port_input(sides, layer)
+    site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
+    pair = sides.target.read_cache(layer)
+    if port_sides is None or site is None or pair is None or sides.weights is None:
+        return False
+    keys, values = pair[0].float(), pair[1].float()
+    with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
+        inputs = _read_inputs(sides, layer, weights)
+        trial = _open_trial(port_sides, layer, inputs, site=site, takes_own=True)
+        change = replace_stage(
+            Site.ATTN_CONTEXT,
+            lambda evaluation: attend_view(
+                evaluation, replace(right_view(evaluation), keys=keys, values=values)
+            ),
+        )
+        (score,) = trial.judge([Hypothesis(mistakes=(), parameters=(), change=change)])
+    return score.leaves <= RIGHT_RHO
+
+
+def _is_common(sides: Sides, layer: int, site: Site) -> bool:
+    if any(site not in side.sites(layer) for side in (sides.reference, sides.target)):
+        return False
+    return find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site)) is None
+
+
+def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights) -> DecodedInputs:
+    tokens = sides.reference.read_inputs()
+    description = sides.target.known_description
+    num_decoded = 0 if description is None else description.run.num_decoded
+    padding: dict[str, torch.Tensor] = {}
+    if layer == 0:
+        # The input of padding is known in front of the first layer alone: behind it, it depends on the port.
+        table = weights.tensors.reader
+        # The batch's own padding first, then the 0 that a port pads a bucket with.
+        for token in dict.fromkeys([*tokens.input_ids[tokens.attention_mask == 0].tolist()[:1], 0]):
+            row = torch.empty(1, weights.spec.hidden_size, dtype=weights.tensors.dtype)
+            table.read_weight_into(EMBEDDING, row, rows=range(token, token + 1))
+            padding[f"token {token}"] = row[0].float()
+    return DecodedInputs(
+        spec=weights.spec,
+        weights=LayerWeights(weights.tensors),
+        attention_mask=tokens.attention_mask,
+        position_ids=tokens.position_ids,
+        # Decoded tokens are computed as if they were prefilled; mistakes replace what they read.
+        decode_start=tokens.attention_mask.shape[1],
+        is_decoded=decoded_tokens(tokens.attention_mask, num_decoded, by_row=True),
+        caches=dict(_other_caches(sides.target, layer, head_dim=weights.spec.head_dim)),
+        padding=padding,
+    )
+
+
+def _other_caches(target: CaptureSource, layer: int, *, head_dim: int) -> Iterable[tuple[int, CachePair]]:
+    """Yield the keys and values of other layers that the port shows, float32 [B,K,S,D]; nearest layers first."""
+    for other in sorted(target.layers, key=lambda index: abs(index - layer)):
+        if other != layer and {Site.K_ROPE, Site.V_PROJ} <= set(target.sites(other)):
+            keys, values = target.read(other, Site.K_ROPE), target.read(other, Site.V_PROJ)
+            yield other, (keys.float(), split_heads(values.float(), head_dim))
+
+
+def _open_trial(sides: Sides, layer: int, inputs: DecodedInputs, *, site: Site, takes_own: bool) -> Trial:
+    """Build the trial of the decoded tokens; `sides` have the golden on the port's own input."""
+    golden, target = sides.reference, sides.target
+    tokens = inputs.is_decoded.flatten().nonzero().flatten()
+    batch = Batch(inputs.is_decoded)
+    is_padding = (inputs.attention_mask == 0)[..., None]
+    given = {Site.INPUT: golden.read(layer, Site.INPUT).float()}
+    on_input = Evaluation(inputs, with_given(given), tokens=tokens)
+    base = on_input
+    if takes_own and set(_OWN) <= set(target.sites(layer)):
+        own = {shown: target.read(layer, shown).float() for shown in _OWN}
+        own[Site.V_PROJ] = own[Site.V_PROJ].masked_fill(is_padding, 0.0)
+        base = Evaluation(inputs, with_given({**given, **own}), tokens=tokens)
+    exact_on_input, exact = on_input.rows(site), base.rows(site)
+    port = batch.rows(target.read(layer, site), site).float()
+    settled = settled_tokens(on_input, 0.0)
+    yardstick = Yardstick.of(
+        port=port,
+        # The golden's rounding errors, on what the port computed from.
+        golden=batch.rows(golden.read(layer, site), site).float() - exact_on_input + exact,
+        exact=exact,
+        settled=settled,
+        dtype=inputs.weights.dtype,
+    )
+    return Trial(
+        base=base,
+        on_golden_values=None,
+        yardsticks={site: yardstick},
+        logit_noise=0.0,
+        is_decoded=torch.zeros(len(tokens), dtype=torch.bool),
+        is_usable=port.isfinite().all(-1),
+    )
+
+
+def _finding(score: Score, *, layer: int, number: int, site: Site) -> ModelFinding:
+    (mistake,), (parameters,) = score.hypothesis.mistakes, score.hypothesis.parameters
+    described: dict[str, Value] = dict(parameters)
+    return ModelFinding(
+        number=number,
+        layer=layer,
+        sites=(str(site),),
+        reason=f"with this mistake in the float32 layer, ρ of {site} falls from {score.unexplained:.3g} to "
+        f"{score.leaves:.3g}",
+        mistake=mistake.name,
+        what=mistake.what,
+        look_at=mistake.look_at,
+        parameters=described,
+        is_of_sites=True,
+    )

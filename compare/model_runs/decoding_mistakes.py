@@ -1,0 +1,342 @@
+"""The catalogue of mistakes of decoding: what a step reads of the cache, and where it thinks that its token stands.
+
+`build` makes a change of the float32 layer whose decoded tokens make the mistake (see `cached_attention`).
+B prompts, S columns of the batch, P entries that may be read, K kv heads, D head_dim, T decoded tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, replace_stage
+from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each, once_if, values_of
+from compare.model_runs.cached_attention import (
+    CacheView,
+    DecodedInputs,
+    attend_view,
+    decoded_inputs,
+    right_view,
+    token_places,
+)
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import frequencies, normalise, rotate_halves, split_heads
+
+# From the layer's inputs to the positions of all tokens, int64 [B,S].
+_Positions = Callable[[DecodedInputs], torch.Tensor]
+
+CACHE_LOOK_AT = "where a step writes its key and value, and up to which entry it reads"
+FP8_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+# Lengths that a prefill is padded to: multiples and powers of two.
+_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def round_to_fp8(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Round to an FP8 format without a scale, clipped at its largest number: float32."""
+    largest = torch.finfo(FP8_DTYPES[dtype]).max
+    return values.float().clamp(-largest, largest).to(FP8_DTYPES[dtype]).float()
+
+
+def _reading(view: Callable[[Evaluation], CacheView]) -> Change:
+    """Build the change of decoded tokens that read the cache so."""
+    return replace_stage(Site.ATTN_CONTEXT, lambda layer: attend_view(layer, view(layer)))
+
+
+def _of_decoded(is_whole_run: Callable[[DecodedInputs], bool]) -> Candidates:
+    """Build the candidates of a mistake without parameters."""
+    return once_if(lambda inputs: isinstance(inputs, DecodedInputs) and is_whole_run(inputs))
+
+
+def _each_of(name: str, values: Callable[[DecodedInputs], Iterable[int | str]]) -> Candidates:
+    return each(name, lambda inputs: values(inputs) if isinstance(inputs, DecodedInputs) else ())
+
+
+def _rotated(of: str, positions: _Positions) -> Change:
+    """Rotate the queries or keys of decoded tokens by other positions, or both."""
+
+    def rotate(layer: Evaluation, *, source: Site, site: Site) -> torch.Tensor:
+        inputs, spec = decoded_inputs(layer), layer.spec
+        angles = positions(inputs).float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
+        turned = rotate_halves(split_heads(layer[source], spec.head_dim), angles)
+        return torch.where(inputs.is_decoded[:, None, :, None], turned, layer.base[site])
+
+    stages = {
+        Site.Q_ROPE: partial(rotate, source=Site.Q_NORM, site=Site.Q_ROPE),
+        Site.K_ROPE: partial(rotate, source=Site.K_NORM, site=Site.K_ROPE),
+    }
+    chosen = {"queries": (Site.Q_ROPE,), "keys": (Site.K_ROPE,)}.get(of, tuple(stages))
+    return Change(stages={site: stages[site] for site in chosen})
+
+
+_STARTS: dict[str, _Positions] = {
+    "0 at every step": lambda inputs: torch.zeros_like(inputs.position_ids),
+    "0, 1, 2 by step": lambda inputs: (inputs.steps() - 1).clamp(min=0),
+}
+
+
+def _with_padding(inputs: DecodedInputs) -> torch.Tensor:
+    """Count the padding of the prefill as if it were tokens."""
+    return inputs.prefill_width + inputs.steps() - 1
+
+
+def _one_row_off(by: int, reads: str) -> Change:
+    """Let steps write `by` entries from their token's own, and read entries as if they were right."""
+
+    def view(layer: Evaluation) -> CacheView:
+        inputs, (rows, columns) = decoded_inputs(layer), token_places(layer)
+        steps = inputs.steps()[rows, columns]
+        all_steps = inputs.steps()[rows]  # [T,S]
+        right, is_own_read = right_view(layer), reads == "before it writes"
+        # Entry of each column, counted from the first decoded token's: its step - 1, and shifted if it was decoded.
+        entry = torch.where(all_steps > 0, all_steps - 1 + by, all_steps - 1)
+        # Entries are read up to the token's own, excluded if it comes from the pass itself.
+        last = steps - 2 if is_own_read else steps - 1
+        hidden = (all_steps > 0) & (entry > last[:, None])
+        if by < 0:
+            # The first step writes over the newest key of the prefill, if it has written at all.
+            newest = inputs.prefilled()[rows] - 1
+            ordinal = layer.attention_mask[rows].cumsum(1) - 1
+            has_written = steps >= (2 if is_own_read else 1)
+            hidden |= (ordinal == newest[:, None]) & has_written[:, None]
+        seen = right.hide(hidden)
+        own = ~hidden.gather(1, columns[:, None])[:, 0] | is_own_read
+        # Entries that are read and were never written hold zeros.
+        num_empty = _num_empty(by, steps, is_own_read=is_own_read)
+        empty = torch.zeros(seen.keys.shape[1], seen.keys.shape[3])
+        return replace(seen, shows_own=own).with_entry(empty, empty, num_empty)
+
+    return _reading(view)
+
+
+def _num_empty(by: int, steps: torch.Tensor, *, is_own_read: bool) -> torch.Tensor:
+    """Count the entries that a step reads though no step wrote them, [T]."""
+    # Late: the entry of the first decoded token stays empty. Early: the newest that is read is not yet written.
+    num_read = steps - 1 if is_own_read else steps
+    return (num_read >= 1).long() if abs(by) == 1 else num_read.clamp(max=abs(by))
+
+
+def _newest_hidden(entry: str) -> Change:
+    def view(layer: Evaluation) -> CacheView:
+        rows, columns = token_places(layer)
+        ordinal = layer.attention_mask[rows].cumsum(1) - 1  # place of each column in its prompt, [T,S]
+        own = ordinal.gather(1, columns[:, None])
+        right = right_view(layer)
+        if entry == "the token's own":
+            return replace(right, shows_own=torch.zeros_like(right.shows_own))
+        return right.hide(ordinal == (own - 1 if entry == "the newest" else 0))
+
+    return _reading(view)
+
+
+def _past_missing(part: str) -> Change:
+    def view(layer: Evaluation) -> CacheView:
+        rows, _ = token_places(layer)
+        is_decoded = decoded_inputs(layer).is_decoded[rows]
+        missing = {"all": torch.ones_like(is_decoded), "decoded": is_decoded, "prefill": ~is_decoded}[part]
+        return right_view(layer).hide(missing)
+
+    return _reading(view)
+
+
+def _of_layer(layer_idx: int) -> Change:
+    def view(layer: Evaluation) -> CacheView:
+        right = right_view(layer)
+        keys, values = decoded_inputs(layer).caches[layer_idx]
+        return replace(right, keys=keys, values=values)
+
+    return _reading(view)
+
+
+def _edited(
+    edit: Callable[[Evaluation, torch.Tensor], torch.Tensor], *, decoded_only: bool = False
+) -> Change:
+    """Edit the cached keys, and the cached values, [B,K,S,D] each; perhaps those of decoded tokens alone."""
+
+    def view(layer: Evaluation) -> CacheView:
+        right = right_view(layer)
+        keys, values = (edit(layer, part) for part in (right.keys, right.values))
+        if decoded_only:
+            is_decoded = decoded_inputs(layer).is_decoded[:, None, :, None]
+            keys, values = (
+                torch.where(is_decoded, new, old) for new, old in ((keys, right.keys), (values, right.values))
+            )
+        return replace(right, keys=keys, values=values)
+
+    return _reading(view)
+
+
+def _heads(order: str, tokens: str) -> Change:
+    def edit(_: Evaluation, part: torch.Tensor) -> torch.Tensor:
+        return part.flip(1) if order == "reversed" else part.roll(1, dims=1)
+
+    return _edited(edit, decoded_only=tokens == "decoded")
+
+
+def _keys_rotated(times: int) -> Change:
+    """Read keys that were rotated so many times more than once: -1 is not at all."""
+
+    def view(layer: Evaluation) -> CacheView:
+        right, spec = right_view(layer), layer.spec
+        if times < 0:
+            keys = split_heads(layer[Site.K_NORM], spec.head_dim)
+        else:
+            angles = layer.position_ids.float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
+            keys = rotate_halves(right.keys, angles)
+        return replace(right, keys=keys)
+
+    return _reading(view)
+
+
+def _padding_visible(width: int, of: str, content: str) -> Change:
+    """Show the padding of the batch, and that of a bucket of `width` columns, or the bucket's only."""
+
+    def view(layer: Evaluation) -> CacheView:
+        inputs, (rows, _) = decoded_inputs(layer), token_places(layer)
+        num_in_bucket = torch.full_like(rows, width - inputs.prefill_width)
+        shown = right_view(layer).with_entry(*_padding_pair(layer, content), num_in_bucket)
+        if of == "bucket":
+            return shown
+        # The batch's own padding is what mm2 gave the port.
+        of_batch = _padding_pair(layer, inputs.batch_padding if content != "zeros" else content)
+        return shown.with_entry(*of_batch, inputs.prefill_width - inputs.prefilled()[rows])
+
+    return _reading(view)
+
+
+def _padding_pair(layer: Evaluation, content: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the key and value of padding, [K,D] or [B,K,D]: zeros, or those of a token at a position."""
+    inputs, spec = decoded_inputs(layer), layer.spec
+    if content == "zeros":
+        zeros = torch.zeros(spec.num_key_value_heads, spec.head_dim)
+        return zeros, zeros
+    name, _, place = content.partition(" at ")
+    normed = normalise(inputs.padding[name], layer.weight(weight_names.INPUT_NORM), spec.rms_norm_eps)
+    key = normalise(
+        layer.weight(weight_names.K_PROJ) @ normed, layer.weight(weight_names.K_NORM), spec.rms_norm_eps
+    )
+    # The last position of each prompt's prefill, or 0.
+    positions = inputs.prefilled()[:, None] - 1 if place == "the last" else torch.zeros(1, 1)
+    angles = positions.float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
+    heads = key.unflatten(0, (-1, spec.head_dim))[None, :, None].expand(len(angles), -1, -1, -1)
+    value = (layer.weight(weight_names.V_PROJ) @ normed).unflatten(0, (-1, spec.head_dim))
+    return rotate_halves(heads, angles)[:, :, 0], value
+
+
+def _paddings(inputs: LayerInputs) -> tuple[Parameters, ...]:
+    if not isinstance(inputs, DecodedInputs):
+        return ()
+    width = inputs.prefill_width
+    widths = sorted({width, *(-(-width // size) * size for size in _BUCKETS)})
+    contents = ["zeros", *(f"{name} at {place}" for name in inputs.padding for place in ("0", "the last"))]
+    parts = ["bucket", *(["batch and bucket"] if bool((inputs.prefilled() < width).any()) else [])]
+    return tuple(
+        {"width": padded, "of": part, "content": content}
+        for part in parts
+        for padded in widths
+        for content in contents
+        if padded > width or part != "bucket"
+    )
+
+
+def _has_several_rows(inputs: DecodedInputs) -> bool:
+    return inputs.attention_mask.shape[0] > 1
+
+
+_mistake = partial(Mistake, look_at=CACHE_LOOK_AT)
+_Q_OR_K = ("queries and keys", "queries", "keys")
+DECODING_MISTAKES = (
+    _mistake(
+        name="decode_positions_restarted",
+        what="Steps count positions anew: the first decoded token stands at 0.",
+        look_at="how position_ids of a step are made: from the cache's length, not from the pass's own columns",
+        build=lambda start, of: _rotated(of, _STARTS[start]),
+        candidates=lambda _: tuple({"start": start, "of": of} for start in _STARTS for of in _Q_OR_K),
+    ),
+    _mistake(
+        name="decode_positions_off",
+        what="Positions of decoded tokens are off by a fixed number.",
+        look_at="whether the cache's length is taken before or after the new token is counted",
+        build=lambda by, of: _rotated(of, lambda inputs: inputs.position_ids + by),
+        candidates=lambda _: tuple({"by": by, "of": of} for by in (1, -1, 2, -2) for of in _Q_OR_K),
+    ),
+    _mistake(
+        name="decode_positions_of_columns",
+        what="Positions of decoded tokens count the padding of shorter prompts.",
+        look_at="positions of a padded batch: by each prompt's own length",
+        build=lambda: _rotated("queries and keys", _with_padding),
+        candidates=_of_decoded(lambda inputs: bool((inputs.prefilled() < inputs.prefill_width).any())),
+    ),
+    _mistake(
+        name="cache_one_row_off",
+        what="Steps write their key and value one entry from where they are read.",
+        build=_one_row_off,
+        candidates=lambda _: tuple(
+            {"by": by, "reads": reads} for by in (1, -1) for reads in ("before it writes", "after it writes")
+        ),
+    ),
+    _mistake(
+        name="decode_mask_short",
+        what="Steps do not see an entry of the cache that they should.",
+        look_at="the mask of a step: the tokens before, and the token itself",
+        build=_newest_hidden,
+        candidates=values_of("entry", "the newest", "the token's own", "the first"),
+    ),
+    _mistake(
+        name="decode_past_missing",
+        what="Steps do not see a part of the past at all.",
+        build=_past_missing,
+        candidates=values_of("part", "decoded", "all", "prefill"),
+    ),
+    _mistake(
+        name="decode_padding_visible",
+        what="Steps see the padding of the prefill, or of its bucket.",
+        look_at="the mask of a step over the columns of the prefill",
+        build=_padding_visible,
+        candidates=_paddings,
+    ),
+    _mistake(
+        name="cache_of_another_layer",
+        what="A layer reads the keys and values of another layer.",
+        look_at="which buffer each layer is given, and whether the compiler made one of two equal buffers",
+        build=lambda layer: _of_layer(layer),
+        candidates=_each_of("layer", lambda inputs: inputs.caches),
+    ),
+    _mistake(
+        name="cache_of_another_prompt",
+        what="Prompts read the keys and values of another row of the batch.",
+        look_at="the index of the row, or the sequence id, by which the cache is read and written",
+        build=lambda by: _edited(lambda _, part: part.roll(by, dims=0)),
+        candidates=_each_of("by", lambda inputs: (1, -1) if _has_several_rows(inputs) else ()),
+    ),
+    _mistake(
+        name="cache_fp8_without_scale",
+        what="The cache is held in FP8 without a scale.",
+        look_at="the dtype of the cache, and the scales that are stored beside it",
+        build=lambda dtype: _edited(lambda _, part: round_to_fp8(part, dtype)),
+        candidates=values_of("dtype", *FP8_DTYPES),
+        is_rounding=True,
+    ),
+    _mistake(
+        name="cache_heads_exchanged",
+        what="Kv heads lie in another order in the cache.",
+        look_at="the layout that steps write the cache in, and that of the prefill",
+        build=_heads,
+        candidates=lambda inputs: tuple(
+            {"order": order, "tokens": tokens}
+            for tokens in ("decoded", "all")
+            for order in (("reversed", "rolled") if inputs.spec.num_key_value_heads > 2 else ("reversed",))
+            if inputs.spec.num_key_value_heads > 1
+        ),
+    ),
+    _mistake(
+        name="cache_keys_rotated_wrongly",
+        what="Cached keys are rotated twice, or not at all, before steps read them.",
+        look_at="whether the cache holds keys before or after rotary embedding",
+        build=_keys_rotated,
+        candidates=values_of("times", -1, 1),
+    ),
+)
