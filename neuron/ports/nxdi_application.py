@@ -43,12 +43,14 @@ _CONFIG_KEYS: Mapping[str, object] = {
 }
 # mm2's additions to config.json.
 _ADDED_KEYS = ("batch", "ranks")
-# On the CPU the stages share a module of the largest bucket: NxDI's mask fits no other.
+# On the CPU the stages share a module of the largest bucket, because NxDI's mask fits no other; and no kernel runs.
 _CPU_OPTIONS: Mapping[str, object] = {
     "on_cpu": True,
     "enable_bucketing": False,
     "context_encoding_buckets": None,
     "token_generation_buckets": None,
+    # Else NxDI takes it for prompts of some lengths.
+    "attn_kernel_enabled": False,
 }
 _WORLD_SIZE = "WORLD_SIZE"
 _OPTIONS_STEP = f"Correct {OPTIONS} of the port's class or module."
