@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 
 class TensorCaptureConfig:
-    """What is captured."""
+    """The modules to capture."""
 
     def __init__(self, modules_to_capture=(), max_intermediate_tensors=None, capture_inputs=False):
         self.modules_to_capture = list(modules_to_capture)

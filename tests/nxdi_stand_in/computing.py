@@ -1,4 +1,4 @@
-"""Where NxD computes."""
+"""The device that NxD computes on."""
 
 from __future__ import annotations
 

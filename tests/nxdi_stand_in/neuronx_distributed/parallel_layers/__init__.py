@@ -1,1 +1,0 @@
-"""Parallel state of the stand-in."""

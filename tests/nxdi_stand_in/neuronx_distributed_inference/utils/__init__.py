@@ -1,1 +1,0 @@
-"""Tensor capture of the stand-in."""
