@@ -3,6 +3,7 @@
 Python imports this file first if its folder is the first on PYTHONPATH. The files beside it then are the packages'
 modules.
 """
+
 from __future__ import annotations
 
 import importlib.abc
