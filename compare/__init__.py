@@ -6,6 +6,7 @@
 - `judging/`: a result for one site, from its values
 - `blame/`: the sites at fault, and where in them
 - `chains/`: runs of several layers, and the search for wrong ones
+- `prompts/`: next-token distributions of prompts, judged token by token
 - `diagnosis/`: the known mistake that explains a wrong layer (`mm2-diagnose`)
 - `cli`: the command `mm2-compare`
 - `options`: options of every command that judges

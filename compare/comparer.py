@@ -17,7 +17,7 @@ from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
 from compare.model_faults import find_model_faults
 from compare.model_runs.next_tokens import compare_passes
-from compare.model_runs.passes import split_passes
+from compare.model_runs.passes import is_black_box, split_passes
 from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
 from compare.sides.batch import Batch
@@ -162,6 +162,8 @@ def _conclude(
     is_stopped = any(part.is_stopped for part in (*layers, head))
     is_end_unproved = bool(outputs_missing if sides.is_classic else unproved)
     router_dtypes = find_router_dtypes(reference, target, sites)
+    # A port that shows no layer leaves all of them open: one note says so.
+    is_closed = is_black_box(target)
     return Comparison(
         reference=str(reference.directory),
         target=str(target.directory),
@@ -183,9 +185,11 @@ def _conclude(
             sides,
             sites,
             blame,
-            layers_of_unknown_input=[part.layer for part in layers if part.is_input_unknown],
-            num_undecided=num_undecided,
-            unproved=unproved,
+            layers_of_unknown_input=[
+                part.layer for part in layers if part.is_input_unknown and not is_closed
+            ],
+            num_undecided=0 if is_closed else num_undecided,
+            unproved=() if is_closed else unproved,
             router_dtypes=router_dtypes,
             outputs_missing=outputs_missing,
         )

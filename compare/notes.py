@@ -48,6 +48,7 @@ def gather_notes(
         *_generation_notes(sides),
         *_backend_notes(sides),
         *_class_notes(sides),
+        *_conversion_notes(sides.target),
         *_router_notes(router_dtypes),
         *_flip_notes(sites, sides),
         *_classic_notes(sides, outputs_missing),
@@ -217,6 +218,17 @@ def _class_notes(sides: Sides) -> tuple[str, ...]:
     """Name modules that the device gets in another class than a whole port's run had."""
     passes = sides.target.read_passes()
     return () if passes is None else word_classes(passes)
+
+
+def _conversion_notes(target: CaptureSource) -> tuple[str, ...]:
+    """Warn if mm2 itself converted the weights of a port that may do so too."""
+    description = target.known_description
+    options = {} if description is None else description.provenance.options
+    if options.get("converted_by") != "mm2":
+        return ()
+    return (
+        f"the weights were converted by {options['conversion']}; a mistake in the port's own conversion does not show",
+    )
 
 
 def _router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:

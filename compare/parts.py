@@ -95,7 +95,7 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         recomputed=second_results,
     )
     located: Mapping[Site, SiteResult] = results
-    fault = None
+    fault, blame_of_all = None, blame
     if split is not None and not layer_input.is_inherited:
         fault = find_pass_fault(
             split,
@@ -108,7 +108,11 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
     if split is not None and not layer_input.is_inherited and layer_input.is_recorded:
         is_decoding_wrong = fault is not None and fault.number > 0
         cache = judge_cache(sides, layer, split=split, is_decoding_wrong=is_decoding_wrong, port_sides=sides)
-        if cache.holds_fewer_bits and _is_of_cache(fault) and is_right_on_own_cache(sides, layer):
+        if (
+            cache.holds_fewer_bits
+            and _is_of_cache(fault, blame_of_all, layer=layer, judge=judge, sides=sides)
+            and is_right_on_own_cache(sides, layer, port_sides=sides)
+        ):
             blame, fault, is_excused = (), None, True
     if layer_input.is_inherited:
         blame = _blame_nonfinite(blame, results)
@@ -134,13 +138,26 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
     )
 
 
-def _is_of_cache(fault: PassFault | None) -> bool:
-    """Decide whether nothing but attention of decoded tokens is to blame, which reads the cache."""
-    return (
-        fault is not None
-        and fault.number > 0
-        and {site for blame in fault.blame for site in blame.sites} <= {str(Site.ATTN_CONTEXT)}
-    )
+def _is_of_cache(
+    fault: PassFault | None,
+    blame_of_all: tuple[Blame, ...],
+    *,
+    layer: int,
+    judge: LayerJudge,
+    sides: Sides,
+) -> bool:
+    """Decide whether attention of decoded tokens is to blame, which reads the cache, and nothing else.
+
+    Sites behind it that are blamed too, in one pass or in all, must be right on the port's own values of their inputs.
+    """
+    if fault is None or fault.number == 0:
+        return False
+    blamed = frozenset(Site(site) for blame in (*fault.blame, *blame_of_all) for site in blame.sites)
+    others = tuple(site for site in Site if site in blamed and site is not Site.ATTN_CONTEXT)
+    if Site.ATTN_CONTEXT not in blamed or any(site.order < Site.ATTN_CONTEXT.order for site in others):
+        return False
+    again = judge_recomputed(others, layer=layer, failing=blamed, judge=judge, sides=sides)
+    return all(site in again and again[site].result.status is not SiteStatus.FAIL for site in others)
 
 
 def _excuse_cache(result: SiteResult, cache: CacheJudgement) -> SiteResult:

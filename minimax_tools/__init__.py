@@ -6,6 +6,7 @@
 - `hub/`: files of a hub's model, fetched and verified
 - `synthetic/`: checkpoints made of random numbers, or trained on text
 - `reference/`: the decoder layer: plain, in float32 by stages, and in variants
+- `golden_logits/`: exact next-token logits of whole rows with their noise, kept from run to run
 - `capture/`: capture directories of mm2's own, written and read
 - `dumps/`: captures of other tools, and the opening of either kind
 - `metrics/`: figures of a pair of tensors and of one, and the noise floor's statistics

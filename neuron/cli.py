@@ -10,6 +10,7 @@ from minimax_tools.command_line.console import Mm2Group
 from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.check import check_command
 from neuron.commands.model import model_command
+from neuron.commands.prompts import prompts_command
 from neuron.commands.run import (
     component_command,
     full_command,
@@ -37,6 +38,7 @@ for _command in (
     sweep_command,
     full_command,
     model_command,
+    prompts_command,
     component_command,
     bisect_command,
     weights_command,

@@ -152,6 +152,7 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
         ("backend", f"{made.backend}{device}, target {made.target}{_word_ranks(made.options)}"),
+        *([("weights", f"by {made.options['conversion']}")] if "conversion" in made.options else []),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
     ]

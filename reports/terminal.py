@@ -98,6 +98,8 @@ def _headline(comparison: Comparison) -> str:
             return f"{verdict}: first at {word_place(site.layer, [site.site])}"
     if comparison.shows_outputs_only and comparison.verdict is Verdict.PASS:
         return f"{verdict}: outputs only, {comparison.compared} of {format_count(comparison.of, 'site')}"
+    if comparison.shows_logits_only and comparison.verdict is Verdict.PASS:
+        return f"{verdict}: logits only, {comparison.compared} of {format_count(comparison.of, 'site')}"
     return verdict
 
 

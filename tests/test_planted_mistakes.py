@@ -19,6 +19,7 @@ LAYER = 2
 # What each is blamed for: the first sites that are wrong while what they are computed from is right.
 MISTAKES = {
     "NormPerHeadWeights": ["q_norm", "k_norm"],
+    "NormByHead": ["q_norm", "k_norm"],
     "NormPerRank": ["q_norm", "k_norm"],
     "KeyNormDivisor": ["k_norm"],
     "FullRotary": ["q_rope", "k_rope"],

@@ -96,6 +96,7 @@ class Recomputation:
                     # Set if the golden's is, since that selects the limits; `floor` is scaled from the widened one.
                     widened_floor=None if selected.widened_floor is None else floor,
                     stored_dtype=selected.dtype,
+                    num_roundings=selected.num_roundings,
                 )
             elif number == 0:
                 # The port's own values, which come first, are so large that what is computed from them overflows.

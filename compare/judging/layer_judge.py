@@ -37,6 +37,8 @@ from minimax_tools.model.sites import Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
 # Sites behind the choice of experts.
+# A port may round the affinities of all experts to BF16, and then the weights that it makes of them, as NxD does.
+_NUM_ROUNDINGS = {Site.ROUTER_WEIGHTS: 2}
 _PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
 
 
@@ -237,6 +239,7 @@ class LayerJudge:
             widened_floor=self._floor.widened_squares(site),
             variant_averages=self._floor.variant_averages(site),
             input_error=self._input_error,
+            num_roundings=_NUM_ROUNDINGS.get(site, 1),
         )
 
     def _align(

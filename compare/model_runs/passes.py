@@ -9,7 +9,9 @@ import torch
 
 from compare.sides.batch import Batch
 from compare.sides.sides import Sides
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.inputs import decoded_tokens, tail_tokens
+from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame
 
 
@@ -71,6 +73,14 @@ def find_pass_fault(split: PassSplit, judge: JudgeBatch) -> PassFault | None:
         if alone:
             return PassFault(number=number, blame=alone)
     return PassFault(number=1, blame=together)
+
+
+def is_black_box(target: CaptureSource) -> bool:
+    """Decide whether a whole port's run holds logits, and no layer's input or output."""
+    if target.read_passes() is None or ModelSite.LOGITS not in target.model_sites():
+        return False
+    shown = {site for layer in target.layers for site in target.sites(layer)}
+    return not shown & {Site.INPUT, Site.OUTPUT}
 
 
 def real_tokens(sides: Sides) -> torch.Tensor | None:

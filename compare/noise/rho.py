@@ -133,7 +133,7 @@ def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
         floor = floor.maximum(rows.widened_floor)
     # A right port may round to BF16 a value that the golden holds in float32.
     if _is_rounded(rows):
-        floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
+        floor = floor.plus(norms, factor=rows.num_roundings * _BFLOAT16_ROUNDING**2)
     # A chained layer inherits the error of its input.
     if rows.input_error is not None:
         floor = floor.plus(norms, factor=rows.input_error.inherited.square())

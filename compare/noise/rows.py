@@ -33,6 +33,8 @@ class Rows:
     variant_averages: tuple[float, ...] | None = None
     input_error: InputError | None = None  # error of a chained layer's input; None in isolated runs
     stored_dtype: torch.dtype | None = None  # dtype of the stored golden; None if that of `reference`
+    # Roundings, one behind the other, by which a right port may hold in BF16 what the golden holds in float32.
+    num_roundings: int = 1
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,4 +14,5 @@
 - `layer_loader`: a golden's layers, loaded one after the other
 - `read_ahead`: layers fetched into the page cache before they are needed
 - `fingerprint`: digests that tell models apart
+- `content_digest`: digest of some bytes of every tensor, for what is kept of a model's results
 """

@@ -47,6 +47,8 @@ class DumpAssembly:
         terms = [self._read_term(term, step, what=what) for term in site.terms]
         if site.transpose:
             terms = [_transpose(term, site.transpose, what=what) for term in terms]
+        if site.is_of_affinities:
+            return _weigh_chosen(*terms, what=what)
         if len(terms) == 1:
             return terms[0]
         if any(term.shape != terms[0].shape for term in terms):
@@ -153,6 +155,8 @@ class DumpAssembly:
             term.place.cut(read_tensor(directory / piece.file, piece.keys), what=f"{what}, {piece.file}")
             for piece in pieces
         ]
+        if term.joins_heads:
+            tensors = [tensor.flatten(-2) for tensor in tensors]
         if len(tensors) == 1:
             return tensors[0]
         # A layout that nobody declared is a guess by the site, which equal tensors on all ranks disprove.
@@ -168,6 +172,20 @@ class DumpAssembly:
                 next_step=f"It was taken to be {layout}: a map says otherwise, "
                 "with @replicate, @shard(dim) or @partial behind the place.",
             ) from error
+
+
+def _weigh_chosen(affinities: torch.Tensor, chosen: torch.Tensor, *, what: str) -> torch.Tensor:
+    """Return the weights [T,k] of the chosen experts [T,k] from the affinities [T,E], as fine as those."""
+    if affinities.ndim == 0 or int(chosen.max()) >= affinities.shape[-1]:
+        raise CaptureError(
+            f"{what} cannot be computed from affinities",
+            expected="affinities of all experts",
+            found=f"{list(affinities.shape)}, and expert {int(chosen.max())} among the chosen ones",
+            next_step="Say in a map where the weights of the chosen experts lie.",
+        )
+    weights = affinities.gather(-1, chosen.to(torch.int64)).to(torch.float32)
+    weights = (weights / weights.sum(dim=-1, keepdim=True)).to(affinities.dtype)
+    return weights.to(torch.float32)
 
 
 def _flatten(tensor: torch.Tensor, kind: TokenKind, what: str) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -7,6 +7,7 @@ A pass is one forward pass of the dumped run, `step` its label; the passes of a 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.listing import DumpListing, ListedTensor
+from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.assembly import DumpAssembly, TokenKind
 from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
@@ -29,6 +31,9 @@ from minimax_tools.dumps.usual_names import INPUT_IDS
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
+# Sites whose width tells how many ranks divided the heads. Keys and values may be copied on several ranks.
+_QUERY_SITES = (Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT)
+_KEY_SITES = (Site.K_PROJ, Site.K_NORM, Site.V_PROJ)
 # Serving engines compute these only for the tokens to sample from.
 _BEHIND_LAYERS = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 
@@ -80,6 +85,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return cls(find_sites(read_dump(directory, chosen), names), names)
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
+        self._refuse_part_of_heads(other)
         mask = other.read_attention_mask()
         return self if mask is None else self.aligned(mask, other.read_input_ids())
 
@@ -191,6 +197,38 @@ class DumpCapture(PlacedCapture[FoundSite]):
         batch: torch.Tensor = lay_out(tokens.flatten(1), self._mask).unflatten(-1, heads)
         return batch.transpose(1, 2)
 
+    def _refuse_part_of_heads(self, other: CaptureSource) -> None:
+        """Refuse a tool's lone rank that holds a part of the other side's heads, if no map says of how many ranks."""
+        if not self.found.dump.is_one_rank or self._names.num_ranks is not None:
+            return
+        for sites in (_QUERY_SITES, _KEY_SITES):
+            # How many times wider a site is on the other side.
+            shares = {
+                (layer, site): width / own_width
+                for (layer, site), found_site in self.found.sites.items()
+                if isinstance(site, Site)
+                and site in sites
+                and (width := _width(other.entry(layer, site)))
+                and (own_width := _own_width(found_site))
+            }
+            if shares:
+                break
+        else:
+            return
+        [share, *others] = sorted(set(shares.values()))
+        if others or share <= 1 or share != int(share):
+            # Not one part of all: another mistake, to be judged.
+            return
+        layer, site = next(iter(shares))
+        raise CaptureError(
+            f"{self.directory} holds the tensors of rank 0 alone, and {site} of layer {layer} is one of "
+            f"{share:.0f} parts",
+            expected=f"a map that says of how many ranks: ranks: {share:.0f}",
+            found="no ranks in a map",
+            next_step=f"Write 'ranks: {share:.0f}' into a file, more if heads were padded, and give it with --map. "
+            "If the port ran on one rank, write 'ranks: 1', and the shape is judged.",
+        )
+
     def _partial_notes(self) -> tuple[str, ...]:
         return tuple(
             f"{site}: held of {len(tokens)} tokens to sample from alone, which are judged"
@@ -214,6 +252,19 @@ class DumpCapture(PlacedCapture[FoundSite]):
                 next_step="Run both sides on the same prompts; if they are, check lengths, padding and steps in a map.",
             )
         self.has_checked_tokens = True
+
+
+def _width(entry: Entry | None) -> int:
+    return 0 if entry is None else entry.shape[-1]
+
+
+def _own_width(found_site: FoundSite) -> int:
+    """Return the width of the first piece of a site, 0 for a sum or a cut."""
+    [term, *others] = found_site.terms
+    if others or term.place.part is not None or found_site.transpose:
+        return 0
+    shape = next(iter(term.pieces.values())).shape
+    return math.prod(shape[-2:]) if term.joins_heads else math.prod(shape[-1:])
 
 
 def _template(piece: DumpPiece) -> str:

@@ -22,6 +22,7 @@ class SiteTerm:
     pieces: Mapping[tuple[str, int], DumpPiece]
     layout: SiteLayout  # how the ranks' pieces are put together
     is_declared: bool  # whether the map or the dump declares the layout; else the site's usual one is tried
+    joins_heads: bool = False  # whether heads and their channels are two dims, which are one in mm2's shape
 
     @property
     def steps(self) -> frozenset[str]:
@@ -40,6 +41,8 @@ class FoundSite:
     terms: tuple[SiteTerm, ...]  # tensors that are added up, most often one
     # Order of the dims that gives each term mm2's shape of the site; empty to leave it.
     transpose: tuple[int, ...] = ()
+    # Whether the terms are affinities of all experts [T,E] and the chosen experts [T,k], which give their weights.
+    is_of_affinities: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,13 @@ from minimax_tools.dumps.place import SitePlace
 from minimax_tools.dumps.placed_capture import SiteKey
 from minimax_tools.dumps.schedule import Schedule
 from minimax_tools.dumps.tensor_file import read_tensor
-from minimax_tools.dumps.usual_names import HEAD_INPUT, SumOfPlaces, usual_layout, usual_places
+from minimax_tools.dumps.usual_names import (
+    AFFINITIES,
+    HEAD_INPUT,
+    SumOfPlaces,
+    usual_layout,
+    usual_places,
+)
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded, SiteLayout
 from minimax_tools.model.sites import ModelSite, Site
@@ -87,7 +93,22 @@ def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, Fo
         for source in sources:
             for key, terms in finder.find(site, source).items():
                 sites.setdefault(key, FoundSite(terms=terms))
+    if Site.ROUTER_WEIGHTS not in names.sites:
+        for source in AFFINITIES:
+            for key, terms in finder.find(Site.ROUTER_WEIGHTS, source).items():
+                sites.setdefault(key, _find_weights(terms))
     return sites
+
+
+def _find_weights(terms: tuple[SiteTerm, ...]) -> FoundSite:
+    """Return the site of the chosen experts' weights, from what a router returns beside the chosen experts."""
+    widths = [next(iter(term.pieces.values())).shape[-1:] for term in terms]
+    # As many values as chosen experts are their weights.
+    return (
+        FoundSite(terms=terms[:1])
+        if widths[0] == widths[1]
+        else FoundSite(terms=terms, is_of_affinities=True)
+    )
 
 
 def _settle_outputs(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
@@ -144,6 +165,7 @@ class _Finder:
                     pieces=self._by_pass_and_rank(pieces),
                     layout=layout,
                     is_declared=is_declared,
+                    joins_heads=site in (Site.Q_NORM, Site.K_NORM) and len(pieces[0].shape) == 4,
                 )
         return terms
 
@@ -293,6 +315,8 @@ def _notes(found: FoundSites, names: NameMap, zeros: Sequence[DumpPiece]) -> Ite
     if zeros:
         named = _some(word_modules(map(str, zeros)))
         yield f"a single zero stands for what the tool did not find: {named}"
+    if any(site.is_of_affinities for site in found.sites.values()):
+        yield "router_weights are computed from the affinities and the chosen experts, normalised as the model does"
     if found.dump.is_one_rank and names.num_ranks is None:
         yield (
             "this tool keeps rank 0's tensors alone, and the port is taken to have run on one rank: "

@@ -28,8 +28,8 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
     Site.Q_PROJ: (f"{_LAYER}.self_attn.q_proj", f"{_LAYER}.self_attn.qkv_proj.q_proj"),
     Site.K_PROJ: (f"{_LAYER}.self_attn.k_proj", f"{_LAYER}.self_attn.qkv_proj.k_proj"),
     Site.V_PROJ: (f"{_LAYER}.self_attn.v_proj", f"{_LAYER}.self_attn.qkv_proj.v_proj"),
-    Site.Q_NORM: (f"{_LAYER}.self_attn.q_norm",),
-    Site.K_NORM: (f"{_LAYER}.self_attn.k_norm",),
+    Site.Q_NORM: (f"{_LAYER}.self_attn.q_norm", f"{_LAYER}.self_attn.q_layernorm"),
+    Site.K_NORM: (f"{_LAYER}.self_attn.k_norm", f"{_LAYER}.self_attn.k_layernorm"),
     # Rotated queries and keys have no usual place: no module returns them.
     Site.ATTN_CONTEXT: (f"{_LAYER}.self_attn.o_proj:input",),
     Site.ATTN_DELTA: (f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.self_attn"),
@@ -43,7 +43,7 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
     Site.ROUTER_EXPERTS: tuple(
         f"{_LAYER}.{moe}.{name}:output[2]" for moe in _MOES for name in ("gate", "router")
     ),
-    # transformers' router returns the weights of the chosen experts; NxDI's returns affinities of all, no site.
+    # transformers' router returns the weights of the chosen experts; for NxDI's see `AFFINITIES`.
     Site.ROUTER_WEIGHTS: tuple(f"{_LAYER}.{moe}.gate:output[1]" for moe in _MOES),
     Site.MOE_DELTA: tuple(f"{_LAYER}.{moe}" for moe in _MOES),
     # A layer's output is also the input of the next layer.
@@ -74,6 +74,14 @@ _FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = {
         ("layers.{next}.input_layernorm:output[1]",),
     ),
 }
+# Affinities of all experts and the chosen experts, from which `router_weights` are computed: what NxD's router returns.
+AFFINITIES = tuple(
+    (
+        SitePlace.parse(f"{_LAYER}.{moe}.router:output[1]"),
+        SitePlace.parse(f"{_LAYER}.{moe}.router:output[2]"),
+    )
+    for moe in _MOES
+)
 _NXDI_QUERIES = f"{_LAYER}.self_attn.qkv_proj:output[0]"
 # Sites whose heads are divided among ranks along the last dim.
 _SPLIT_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, Site.ATTN_CONTEXT)

@@ -10,5 +10,7 @@
 - `upcast`: experts in float32 from weights of fewer bits
 - `rounding`: rounding of a batch's copies
 - `rounded_layer`: copies of a layer that round in their own ways
+- `plausible_flips`: the experts that copies of a model choose, some with the flips that noise may cause
+- `rounded_model`: such copies of the whole model, chained from the embedding to the logits
 - `variants`: samples of other right ways to compute a layer
 """

@@ -41,11 +41,15 @@ class Float32Head:
 
     def normalise(self, hidden_states: torch.Tensor, *, rounds: bool = False) -> torch.Tensor:
         """Compute final_norm [B,S,H] in float32; if `rounds`, in BF16, rounded before and after the weighting."""
-        states = hidden_states.to(torch.float32)
-        normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)
+        normed = self.scale(hidden_states)
         if rounds:
             return (normed.bfloat16().float() * self.norm.to(torch.float32)).bfloat16()
         return normed * self.norm.to(torch.float32)
+
+    def scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Divide [...,H] by its root mean square, float32: the final norm before its weight."""
+        states = hidden_states.to(torch.float32)
+        return states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)
 
     def score(self, normed: torch.Tensor) -> torch.Tensor:
         """Compute logits [B,S,vocab], float32, of final_norm [B,S,H]."""

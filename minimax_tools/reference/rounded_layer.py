@@ -5,14 +5,14 @@ layer: one kind is rounded to the nearest BF16 number, the other moved at random
 does not hold BF16 numbers. They round wherever any correct implementation does, including attention's scores and the
 experts' partial sums; the router is float32 in every correct implementation, and never rounded.
 Weights are read and upcast once for all copies.
-B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, k experts per token.
-The end of a name such as `hidden_rsh` gives its dims: [R,S,H].
+B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, E experts,
+k experts per token. The end of a name such as `hidden_rsh` gives its dims: [R,S,H].
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -53,12 +53,31 @@ class RoundedLayer:
                 choice; `router_weights` has the weights of the replayed choice, in its order.
         """
         with torch.no_grad():
-            sites = _Pass(self, inputs).run(hidden_states.float(), router_experts)
+            copies_rsh = hidden_states.float().repeat(len(self.kinds), 1, 1)
+            sites = _Pass(self, inputs).run(copies_rsh, lambda biased: self._share(biased, router_experts))
         num_copies = len(self.kinds)
         chunks = {site: tensor.chunk(num_copies) for site, tensor in sites.items()}
         return tuple(
             {site: copies[number] for site, copies in chunks.items()} for number in range(num_copies)
         )
+
+    def run_apart(
+        self, hidden_rsh: torch.Tensor, inputs: Inputs, *, choose: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Compute the output [R,S,H] of each copy from its own input, float32, so that copies can be chained.
+
+        `choose` gets the biased scores [R,S,E] of all copies, and returns the experts [R,S,k] that run.
+        """
+        with torch.no_grad():
+            return _Pass(self, inputs).run(hidden_rsh, choose)[Site.OUTPUT]
+
+    def _share(self, biased_rse: torch.Tensor, router_experts: torch.Tensor | None) -> torch.Tensor:
+        """Return the choice [R,S,k] that all copies replay (see `run`), given the biased scores of each."""
+        if router_experts is None:
+            leading_copy = self.kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in self.kinds else 0
+            leading_scores = biased_rse.chunk(len(self.kinds))[leading_copy]
+            router_experts = leading_scores.topk(self.spec.num_experts_per_tok, dim=-1).indices
+        return router_experts.long().to(biased_rse.device).repeat(len(self.kinds), 1, 1)
 
 
 @dataclass(slots=True)
@@ -69,11 +88,13 @@ class _Pass:
     inputs: Inputs
     draws: itertools.count[int] = field(default_factory=itertools.count)
 
-    def run(self, hidden_bsh: torch.Tensor, router_experts: torch.Tensor | None) -> dict[Site, torch.Tensor]:
-        hidden_rsh = hidden_bsh.repeat(len(self.layer.kinds), 1, 1)
+    def run(
+        self, hidden_rsh: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[Site, torch.Tensor]:
+        """Compute all sites; `choose` turns biased scores [R,S,E] into the experts that run, [R,S,k]."""
         mask_rs = self.inputs.attention_mask.to(hidden_rsh.device).repeat(len(self.layer.kinds), 1)
         sites = self._run_attention(hidden_rsh, mask_rs)
-        self._run_moe(sites, mask_rs, router_experts)
+        self._run_moe(sites, mask_rs, choose)
         return sites
 
     def _run_attention(self, hidden: torch.Tensor, mask_rs: torch.Tensor) -> dict[Site, torch.Tensor]:
@@ -101,7 +122,10 @@ class _Pass:
         return sites
 
     def _run_moe(
-        self, sites: dict[Site, torch.Tensor], mask_rs: torch.Tensor, router_experts: torch.Tensor | None
+        self,
+        sites: dict[Site, torch.Tensor],
+        mask_rs: torch.Tensor,
+        choose: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Add the sites after `post_norm`."""
         states = sites[Site.POST_NORM]
@@ -109,11 +133,7 @@ class _Pass:
         scores = sites[Site.ROUTER_LOGITS].sigmoid()
         biased = scores + self._weight(weight_names.CORRECTION_BIAS, states)
         sites[Site.ROUTER_EXPERTS] = biased.topk(self.layer.spec.num_experts_per_tok, dim=-1).indices
-        if router_experts is None:
-            kinds = self.layer.kinds
-            leading_copy = kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in kinds else 0
-            router_experts = sites[Site.ROUTER_EXPERTS].chunk(len(kinds))[leading_copy]
-        experts = router_experts.long().to(states.device).repeat(len(self.layer.kinds), 1, 1)
+        experts = choose(biased)
         chosen = scores.gather(-1, experts)
         sites[Site.ROUTER_WEIGHTS] = chosen / chosen.sum(-1, keepdim=True)
         is_real = mask_rs.bool()

@@ -2,6 +2,8 @@
 
 - `results`: a comparison, its sites and its blame
 - `model_findings`: what is wrong in a whole port's run
+- `prompt_results`: prompts ranked by their next-token distributions
 - `choices`: experts and next tokens that a port chooses otherwise
+- `followed`: what came of following the worst prompt to a layer
 - `probes`: the runs of a bisection
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minimax_tools.metrics.pair_metrics import PairMetrics
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.text_enum import TextEnum
@@ -223,6 +223,12 @@ class Comparison:
         declared = {site.site for site in self.sites if site.layer is not None}
         outputs = {str(Site.OUTPUT)}
         return judged == outputs and declared != outputs
+
+    @property
+    def shows_logits_only(self) -> bool:
+        """True if nothing but the logits was judged, though the run declares layers."""
+        judged = {site.site for site in self.sites if site.status.is_compared}
+        return judged == {str(ModelSite.LOGITS)} and bool(self.layers)
 
     @property
     def compared(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,12 @@ _SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep",
 
 
 def render_chat(folder: Path, prompt: str) -> str:
-    """Render a user's prompt as the text that the model continues, special tokens included.
+    """Render a user's prompt as the text that the model continues (see `render_messages`)."""
+    return render_messages(folder, [("user", prompt)])
+
+
+def render_messages(folder: Path, messages: Sequence[tuple[str, str]]) -> str:
+    """Render messages, role and content each, as the text that the model continues, special tokens included.
 
     Raises:
         CheckpointError: The checkpoint has no chat template, or one that cannot be rendered.
@@ -26,11 +32,11 @@ def render_chat(folder: Path, prompt: str) -> str:
     path = folder / "tokenizer_config.json"
     config = read_config_file(path) if path.is_file() else {}
     special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
-    messages = [{"role": "user", "content": prompt}]
+    contents = [{"role": role, "content": content} for role, content in messages]
     try:
         template = _environment().from_string(_find_template(folder, config))
         return template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
+            messages=contents, tools=None, documents=None, add_generation_prompt=True, **special
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise CheckpointError(

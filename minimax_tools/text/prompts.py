@@ -122,10 +122,40 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
         ids,
         padding_side=request.padding_side,
         buckets=request.pad_to,
-        pad_token_id=_pad_token_id(spec),
+        pad_token_id=pad_token_id(spec),
         source=rows.source,
         start_positions=rows.starts,
     )
+
+
+def read_prompts(path: Path | None) -> list[str]:
+    """Read the prompts of a file: one per line, or a JSON list of strings; none without a file.
+
+    Raises:
+        UsageError: The file cannot be read, or holds no prompts.
+    """
+    if path is None:
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text) if path.suffix == ".json" else _filled_lines(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--prompts-file {path} cannot be read",
+            expected="UTF-8 text, a prompt a line, or a .json file with a list of strings",
+            found=str(error),
+        ) from error
+    if not isinstance(loaded, list) or not loaded or not all(isinstance(entry, str) for entry in loaded):
+        raise UsageError(
+            f"--prompts-file {path} holds no prompts", expected="a prompt a line, or a JSON list of strings"
+        )
+    return loaded
+
+
+def pad_token_id(spec: ModelSpec) -> int:
+    """Return the model's padding id, or 0: padding is masked, so any id works."""
+    pad_id = spec.raw.get("pad_token_id")
+    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < spec.vocab_size else 0
 
 
 def _build_rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> _Rows:
@@ -135,7 +165,7 @@ def _build_rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> _Row
         ids = [row for text in request.input_ids for row in _parse_ids(text)]
         source = "--input-ids"
     elif request.has_text:
-        texts = [*request.prompts, *_read_prompts(request.prompts_file)]
+        texts = [*request.prompts, *read_prompts(request.prompts_file)]
         ids = encode_texts(folder, texts, chat=request.chat)
         source = "chat prompts" if request.chat else "prompts"
     else:
@@ -191,33 +221,8 @@ def _as_rows(loaded: Any) -> list[list[int]]:
     return rows
 
 
-def _read_prompts(path: Path | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        text = path.read_text(encoding="utf-8")
-        loaded = json.loads(text) if path.suffix == ".json" else _filled_lines(text)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--prompts-file {path} cannot be read",
-            expected="UTF-8 text, a prompt a line, or a .json file with a list of strings",
-            found=str(error),
-        ) from error
-    if not isinstance(loaded, list) or not loaded or not all(isinstance(entry, str) for entry in loaded):
-        raise UsageError(
-            f"--prompts-file {path} holds no prompts", expected="a prompt a line, or a JSON list of strings"
-        )
-    return loaded
-
-
 def _filled_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
-
-
-def _pad_token_id(spec: ModelSpec) -> int:
-    """Return the model's padding id, or 0: padding is masked, so any id works."""
-    pad_id = spec.raw.get("pad_token_id")
-    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < spec.vocab_size else 0
 
 
 def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: ModelSpec) -> None:

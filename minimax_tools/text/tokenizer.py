@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -27,6 +28,29 @@ def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int
         texts = [render_chat(folder, text) for text in texts]
     # The chat template writes the special tokens itself.
     return [list(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
+
+
+def encode_answered(
+    folder: Path, pairs: Sequence[tuple[str, str]], *, has_special: Sequence[bool]
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of texts and of their continuations.
+
+    A text's ids are those of the text alone. Its continuation's are those that follow them in both texts joined, or, if
+    a token spans the border, those of the continuation alone. With `has_special`, a text has its special tokens itself.
+
+    Raises:
+        CheckpointError: The checkpoint has no tokenizer.
+    """
+    tokenizer = _read_tokenizer(folder)
+    found = []
+    for (text, continuation), is_rendered in zip(pairs, has_special, strict=True):
+        own = list(tokenizer.encode(text, add_special_tokens=not is_rendered).ids)
+        joined = list(tokenizer.encode(text + continuation, add_special_tokens=not is_rendered).ids)
+        if joined[: len(own)] == own:
+            found.append((own, joined[len(own) :]))
+        else:
+            found.append((own, list(tokenizer.encode(continuation, add_special_tokens=False).ids)))
+    return found
 
 
 def decode_rows(folder: Path, rows: list[list[int]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from compare.comparer import judge_run
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.model_runs.passes import is_black_box
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
@@ -28,6 +29,7 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
@@ -35,6 +37,7 @@ from minimax_tools.model.run import model_run
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
+from neuron.model_runs.black_box import judge_black_box
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.model_runner import ModelRun
 from neuron.model_runs.naming import NamedRun, name_first
@@ -147,6 +150,12 @@ def model_command(options: ModelOptions) -> None:
             weights = CheckpointWeights(model=options.model)
             criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
             judged = judge_run(golden, capture, criteria=criteria, layer_pattern="layer_*", weights=weights)
+            if is_black_box(capture) and options.dtype is torch.bfloat16:
+                logits_folder = options.store.captures / LOGITS_FOLDER
+                comparison = judge_black_box(
+                    judged.comparison, capture, reader=reader, spec=spec, folder=logits_folder
+                )
+                judged = replace(judged, comparison=comparison)
             named = name_first(
                 judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
             )

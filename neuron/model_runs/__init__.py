@@ -7,4 +7,5 @@
 - `assembly`: values of all passes in the golden's layout
 - `model_runner`: the run, from the first pass to the capture
 - `naming`: the name of what is wrong first
+- `black_box`: a port that shows no layer, judged by its next tokens
 """

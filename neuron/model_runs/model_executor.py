@@ -56,7 +56,7 @@ class ModelAssignment:
     target: str  # the port as the user named it
     dtype: torch.dtype
     sites: tuple[Site, ...]
-    batch: ModelBatch
+    batch: ModelBatch | None
     budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
 
 
@@ -88,7 +88,12 @@ class ModelExecutor:
     """A whole port in memory. A context manager, whose threads and hooks end with the block."""
 
     def __init__(
-        self, setup: ModelSetup, *, batch: ModelBatch, runtime: Runtime, reader: CheckpointReader
+        self,
+        setup: ModelSetup,
+        *,
+        runtime: Runtime,
+        reader: CheckpointReader,
+        batch: ModelBatch | None = None,
     ) -> None:
         self.setup = setup
         self._batch = batch

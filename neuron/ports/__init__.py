@@ -4,13 +4,17 @@
 - `targets`: all kinds of targets, and the search by name
 - `port_target`: a port's own class or function; `sources`: the file or module that it is imported from
 - `mm2_targets`: the layers of mm2, `builtin` and `reference`
-- `nxdi`: layers on neuronx-distributed-inference; `nxdi_layout`: the layout of their weights
+- `nxdi`: layers on neuronx-distributed-inference (NxDI); `nxdi_layer`: such a layer behind the protocol
+- `nxdi_config`: NxDI's config of a model
+- `nxdi_conversion`: conversions of a layer's weights, by whom they are
+- `nxdi_application`: the port's own, with NxDI's cast and NxD's sharding; `nxdi_layout`: mm2's table
+- `nxdi_sites`: the sites that a layer on NxDI shows
 - `traced`: layers that were compiled into files; `tracing`: the compilation
 - `exposure`: the sites that a port shows, on one rank or several
 - `returned`: the output, keys and values that a port returned
 - `model_target`: a whole port, found, built, loaded; `model_exposure`: its sites; `model_returned`: its results
 - `model_batch`: the sizes of a whole port's batch; `model_classes`: classes of its submodules, here and elsewhere
-- `nxdi_model`: whole ports on neuronx-distributed-inference; `nxdi_application`: built, loaded and called
+- `nxdi_model`: whole ports on neuronx-distributed-inference; `nxdi_loaded`: their applications, built, loaded and called
 - `nxdi_capture`: NxDI's tensor capture of a pass, read as sites
 - `port_errors`: translation of errors raised by a port's code
 """

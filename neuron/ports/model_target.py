@@ -70,11 +70,16 @@ class ModelTarget(ABC):
         return sharing
 
     def build(
-        self, spec: ModelSpec, *, dtype: torch.dtype, batch: ModelBatch, ranks: Ranks | None = None
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        batch: ModelBatch | None = None,
+        ranks: Ranks | None = None,
     ) -> nn.Module:
         """Build the model without loading weights; `ranks` share it, None stands for one rank alone.
 
-        The port finds `batch` in its config, as `config.batch`.
+        The port finds `batch` in its config, as `config.batch`; None if batches of several sizes will come.
 
         Raises:
             TargetError: The port raised, or returned no module.

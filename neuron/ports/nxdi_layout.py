@@ -16,6 +16,7 @@ Each rank holds its part of the experts' intermediate size. E experts, I interme
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from minimax_tools.checkpoint.filling import Gathered, unchanged
 from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import TargetError, list_faults
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
@@ -45,6 +46,8 @@ from minimax_tools.model.weight_names import (
 from neuron.builtin.head_layout import HeadLayout
 from neuron.builtin.rank_cut import RankCut
 from neuron.devices.weights import Weight
+
+logger = logging.getLogger(__name__)
 
 _MOE = r"(?:block_sparse_moe|mlp|moe|feed_forward)\."
 
@@ -74,6 +77,12 @@ class NxdiLayout:
                 rule, match = rule_match
                 weights[name] = rule.make(self, tensors, match, tuple(parameter.shape))
         return weights
+
+    def warn_of_unused(self, parameters: Mapping[str, torch.Tensor], tensors: LayerTensors) -> None:
+        """Warn of tensors that no parameter takes, if the names of all parameters are known."""
+        unused = self.unused(parameters, tensors)
+        if unused and all(map(_find_rule, parameters)):
+            logger.warning("The port has no place for %s: it computes without.", list_faults(unused))
 
     def unused(self, parameters: Mapping[str, torch.Tensor], tensors: LayerTensors) -> list[str]:
         """List the tensors that no parameter takes; experts' only if no rule takes experts."""

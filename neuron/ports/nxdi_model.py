@@ -31,10 +31,11 @@ from neuron.ports.model_classes import ModelClasses
 from neuron.ports.model_exposure import CACHE, LAYERS
 from neuron.ports.model_returned import ModelResult
 from neuron.ports.model_target import ModelTarget
-from neuron.ports.nxdi import PREFIX, find_sites, require_nxdi
-from neuron.ports.nxdi_application import NxdiApplication, NxdiSettings
+from neuron.ports.nxdi import PREFIX, require_nxdi
 from neuron.ports.nxdi_capture import read_captured
 from neuron.ports.nxdi_layout import NxdiLayout
+from neuron.ports.nxdi_loaded import LoadedApplication, NxdiSettings
+from neuron.ports.nxdi_sites import LAYER, find_sites
 from neuron.ports.port_errors import port_errors
 from neuron.ports.sources import import_callable
 
@@ -52,14 +53,14 @@ class NxdiModel(nn.Module):
     def __init__(self, settings: NxdiSettings) -> None:
         super().__init__()
         self._settings = settings
-        self._application: NxdiApplication | None = None
+        self._application: LoadedApplication | None = None
         self.sites: dict[str, str] = {}
         self.classes: ModelClasses | None = None  # None if the module tree cannot be seen
 
     def open(self, folder: Path, spec: ModelSpec, *, is_on_cpu: bool) -> None:
         """Build the application and load the checkpoint in `folder`."""
         settings = replace(self._settings, is_on_cpu=is_on_cpu)
-        self._application = NxdiApplication.open(settings, folder)
+        self._application = LoadedApplication.open(settings, folder)
         module = self._application.module
         if module is None:
             return
@@ -74,7 +75,7 @@ class NxdiModel(nn.Module):
             LAYERS: "model.layers",
             str(ModelSite.EMBEDDING): "model.embed_tokens",
             str(ModelSite.FINAL_NORM): "model.norm",
-            **find_sites(module.get_submodule("layers.0"), layout),
+            **_show_sites(module.get_submodule("layers"), layout),
         }
         if ranks.are_several:
             self.sites[CACHE] = str(Sharded(dim=1, blocks=layout.heads.all_kv_heads()))
@@ -113,7 +114,7 @@ class NxdiModel(nn.Module):
         return self._opened.read_cache()
 
     @property
-    def _opened(self) -> NxdiApplication:
+    def _opened(self) -> LoadedApplication:
         assert self._application is not None, "the port is loaded before it runs"
         return self._application
 
@@ -156,6 +157,11 @@ class NxdiModelTarget(ModelTarget):
         Raises:
             TargetError: NxDI cannot run prompts such as these.
         """
+        if config.batch is None:
+            raise TargetError(
+                f"target {self.name} runs batches of one size alone, for which NxDI builds it",
+                next_step="Run it with mm2-test model.",
+            )
         _refuse_batch(config.batch)
         return NxdiModel(
             NxdiSettings(
@@ -186,6 +192,20 @@ class NxdiModelTarget(ModelTarget):
         failed, activity = f"target {self.name} cannot be loaded", f"loading target {self.name}"
         with port_errors(failed, activity=activity, next_step=_LOAD_STEP), output_set_aside():
             module.open(reader.folder, spec, is_on_cpu=loader.device.type == "cpu")
+
+
+def _show_sites(layers: nn.Module, layout: NxdiLayout) -> dict[str, str]:
+    """Return the sites of a layer, relative to it; each layer gets the modules that show what NxD holds otherwise."""
+    sites: dict[str, str] = {}
+    for layer in layers.children():
+        holder = nn.Module()
+        holder.add_module(LAYER, layer)
+        found = find_sites(holder, layout)
+        for name, shown in holder.named_children():
+            if shown is not layer:
+                layer.add_module(name, shown)
+        sites = {site: path.removeprefix(f"{LAYER}.") for site, path in found.items()}
+    return sites
 
 
 def _refuse_other_class(name: str, application_class: Any) -> None:

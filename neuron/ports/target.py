@@ -31,6 +31,18 @@ _CONVERT_STEP = "It gets the hub's names relative to the layer; see --debug for 
 _LOAD_STEP = "Its state_dict() is filled, then to(device) called; see --debug for the traceback."
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionOrigin:
+    """The owner of the conversion that gives a layer's weights the port's names and shapes."""
+
+    words: str
+    is_of_port: bool  # False if it is mm2's, which shows no mistake of the port's own
+
+    def as_options(self) -> dict[str, str]:
+        """Return it as options of a capture's provenance."""
+        return {"conversion": self.words, "converted_by": "port" if self.is_of_port else "mm2"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target(ABC):
     """An implementation of a decoder layer."""
@@ -78,6 +90,11 @@ class Target(ABC):
     def fills_storage(self) -> bool:
         """True if weights are known to be read straight into the module, with no second layer in memory."""
         return False
+
+    @property
+    def conversion(self) -> ConversionOrigin | None:
+        """The origin of the conversion that fills the layer; None if the kind of target says it."""
+        return None
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None

@@ -10,8 +10,8 @@ import io
 import json
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -234,8 +234,9 @@ def _compile_for_cpu(
     wrapper: SitesAsOutputs, example: tuple[Any, ...], extra_files: dict[str, str], path: Path
 ) -> None:
     printed = io.StringIO()
+    _make_integers_buffers(wrapper)
     try:
-        with redirect_stderr(printed):
+        with redirect_stderr(printed), _fakes_as_plain():
             program = torch.export.export(wrapper, example)
     except Exception:
         # torch prints the whole graph, hundreds of lines before the cause.
@@ -245,6 +246,31 @@ def _compile_for_cpu(
         logger.warning("torch.export printed:\n%s", printed.getvalue())
     with path.open("wb") as file:
         torch.export.save(program, file, extra_files=extra_files)
+
+
+@contextmanager
+def _fakes_as_plain() -> Iterator[None]:
+    """Let the fake tensors with which torch.export runs a layer count as plain ones.
+
+    NxDI makes every tensor plain that is not, by `as_subclass`, which torch refuses for fakes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fakes: Any = FakeTensor
+    fakes.as_subclass = lambda fake, _: fake
+    try:
+        yield
+    finally:
+        del fakes.as_subclass
+
+
+def _make_integers_buffers(module: nn.Module) -> None:
+    """Turn parameters of integers, such as a rank's number, into buffers: torch 2.9 cannot load them from a file."""
+    for part in module.modules():
+        for name, parameter in tuple(part.named_parameters(recurse=False)):
+            if not parameter.is_floating_point():
+                delattr(part, name)
+                part.register_buffer(name, parameter.data)
 
 
 def _compile_for_neuron(

@@ -40,6 +40,8 @@ class PortSetup:
         self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]
     ) -> Provenance:
         """Describe what decides the numbers of a run: the port, the device, the layers of `model`, and `options`."""
+        conversion = self.target.conversion
+        converted = {} if conversion is None else conversion.as_options()
         return Provenance(
             model=model,
             model_source=self.model_source,
@@ -48,7 +50,7 @@ class PortSetup:
             dtypes={"weights": dtype_name(self.dtype)},
             target=self.target.name,
             target_digest=self.target.source_digest,
-            options={**options, **self.target.sharing(runtime)},
+            options={**options, **self.target.sharing(runtime), **converted},
         )
 
 

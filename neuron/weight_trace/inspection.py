@@ -16,6 +16,7 @@ from minimax_tools.errors import TargetError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
+from neuron.ports.target import ConversionOrigin
 from neuron.weight_trace.layout_check import check_layouts
 from neuron.weight_trace.loaded_check import check_loaded
 from neuron.weight_trace.repairs import candidate_repairs
@@ -35,6 +36,7 @@ class WeightInspection:
     """Results of an inspection of a port's weights."""
 
     target: str  # the port, as the user named it
+    conversion: ConversionOrigin | None  # whose conversion was traced; None if the kind of target says it
     layer: int  # number of the traced layer
     spec: ModelSpec  # the traced model
     is_smaller: bool  # whether it is smaller than the checkpoint's model
@@ -102,6 +104,7 @@ def inspect_weights(
         compared = check.compared
     return WeightInspection(
         target=port.target.name,
+        conversion=port.target.conversion,
         layer=port.layer,
         spec=spec,
         is_smaller=spec != checkpoint_spec,

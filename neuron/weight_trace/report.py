@@ -25,6 +25,7 @@ def render_inspection(inspection: WeightInspection) -> str:
     lines = [
         f"{str(inspection.verdict).upper()}: the weights of layer {inspection.layer} in {inspection.target}",
         *(f"  {_MARKS[finding.severity]:10}{finding.text}" for finding in inspection.findings),
+        *([] if inspection.conversion is None else ["", f"Converted by {inspection.conversion.words}."]),
         "",
         f"What {holder} holds, traced on {_word_model(inspection)}:",
         *(f"  {line}" for line in _word_layouts(inspection.layouts)),
@@ -44,6 +45,7 @@ def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
     return {
         "verdict": str(inspection.verdict),
         "target": inspection.target,
+        **({} if inspection.conversion is None else inspection.conversion.as_options()),
         "layer": inspection.layer,
         "num_ranks": inspection.num_ranks,
         "traced": {**inspection.spec.quantities(), "is_smaller": inspection.is_smaller},

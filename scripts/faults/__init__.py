@@ -15,6 +15,7 @@ The port and its mistakes:
 - `pairs`: two mistakes in one port
 - `deaths`: ports that end their process, for `bench_dying_ports.py`
 - `model_plant`: a whole port, right or with one mistake, as a value
+- `model_judging`: a planted whole port run and judged
 - `model_ports`: all planted whole ports; their code lies in `scripts/whole_ports`
 
 Runs:

@@ -93,6 +93,15 @@ class HeadNormAveraged(Arithmetic):
             tensors[name] = heads.float().mean(0).to(heads.dtype).repeat(heads.shape[0])
 
 
+class HeadNormByHeadAveraged(Arithmetic):
+    """A head's own mean square norms it, and all heads share one weight: the mean of theirs."""
+
+    def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        head_dim = self.config.head_dim
+        shared = weight.unflatten(0, (-1, head_dim)).float().mean(0).to(weight.dtype)
+        return self.normalise(flat.unflatten(-1, (-1, head_dim)), shared).flatten(-2)
+
+
 class HeadNormFirstSlice(Arithmetic):
     """The weight slice of rank 0 is used on all ranks."""
 
@@ -155,6 +164,7 @@ PLANTS = (
     Plant("qk_norm_per_rank", _QK_NORM, HeadNormPerRank, {"tp_degree": 2}),
     Plant("qk_norm_per_rank", _QK_NORM, HeadNormPerRank, {"tp_degree": 8}),
     Plant("qk_norm_weight_averaged", _QK_NORM, HeadNormAveraged),
+    Plant("qk_norm_by_head_averaged", _QK_NORM, HeadNormByHeadAveraged),
     Plant("qk_norm_first_slice", _QK_NORM, HeadNormFirstSlice, {"tp_degree": 4}),
     Plant("k_norm_scaled", (Site.K_NORM,), KeyNormScaled, {"factor": 8**-0.5}, decodes=True),
     Plant("q_norm_scaled", (Site.Q_NORM,), QueryNormScaled, {"factor": 2**-0.5}),

@@ -80,6 +80,13 @@ class LowPrecisionGate(Arithmetic):
         return (tokens.bfloat16() @ self.weights.gate.bfloat16().T).float()
 
 
+class RoundedGate(Arithmetic):
+    """The gate's weight is rounded to BF16, and multiplied in float32."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        tensors[GATE] = tensors[GATE].bfloat16().float()
+
+
 class Quantised(Arithmetic):
     """The router's gate is quantised too, as if it were missing from the modules that must not be."""
 
@@ -134,6 +141,7 @@ PLANTS = (
     Plant("router_top_k", _EXPERTS, OtherTopK, {"k": 3}),
     Plant("router_top_k", _EXPERTS, OtherTopK, {"k": 2}),
     Plant("router_low_precision", _LOGITS, LowPrecisionGate),
+    Plant("router_gate_low_precision", _LOGITS, RoundedGate),
     Plant("router_quantised", _LOGITS, Quantised, {"bits": 8}),
     Plant("router_quantised", _LOGITS, Quantised, {"bits": 4}),
     Plant("router_weights_on_input", (Site.MOE_DELTA,), WeightsOnInput),

@@ -295,9 +295,62 @@ class TestPieces:
         exit_code, record = compare(tmp_path / "both" / "rank0", "ranks: 2")
         assert (exit_code, record["compared"]) == (0, COMPARED["nxdi"] - 4 * 6)
         assert any("of 2 ranks only 1 are held: q_proj, k_proj" in note for note in record["notes"])
+
+    def test_rank_0_alone_without_a_map_asks_for_ranks_and_blames_nobody(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_nxdi(tmp_path / "both", runs["right"], num_ranks=2)
         exit_code, record = compare(tmp_path / "both" / "rank0")
+        assert (exit_code, record["blame"]) == (3, [])
+        assert "expected a map that says of how many ranks: ranks: 2" in record["error"]
+        # A user who says that there is one rank has the shape judged.
+        exit_code, record = compare(tmp_path / "both" / "rank0", "ranks: 1")
         assert exit_code == 1
+        dumps.write_nxdi(tmp_path / "one", runs["right"])
+        exit_code, record = compare(tmp_path / "one")
+        assert exit_code == 0
         assert any("this tool keeps rank 0's tensors alone" in note for note in record["notes"])
+
+    def test_weights_of_the_chosen_experts_are_computed_from_affinities(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        def write(name: str, *, power: float) -> Path:
+            source, mask = runs["right"], runs["right"].read_attention_mask()
+            dumps.write_nxdi(tmp_path / name, source, has_metadata=False)
+            for layer in source.layers:
+                chosen = source.read(layer, Site.ROUTER_EXPERTS)
+                affinities = source.read(layer, Site.ROUTER_LOGITS).float().sigmoid().pow(power)
+                for element, values in ((1, affinities), (2, chosen)):
+                    module = f"layers.{layer}.mlp.router"
+                    flat = dumps.padded(values, mask).flatten(0, 1)
+                    dumps.save_nxdi(
+                        tmp_path / name, module, f"output_{element}", flat.clamp(min=0), has_metadata=False
+                    )
+            return tmp_path / name
+
+        exit_code, record = compare(write("right", power=1.0))
+        assert exit_code == 0
+        weights = [site for site in record["sites"] if site["site"] == "router_weights"]
+        assert [site["status"] for site in weights] == ["pass"] * 4
+        assert any("computed from the affinities" in note for note in record["notes"])
+        exit_code, record = compare(write("wrong", power=2.0))
+        assert exit_code == 1
+        assert {site for blame in record["blame"] for site in blame["sites"]} >= {"router_weights"}
+
+    def test_norm_by_heads_is_read_as_the_norm_of_all(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        source, mask = runs["right"], runs["right"].read_attention_mask()
+        dumps.write_nxdi(tmp_path / "dump", source, has_metadata=False)
+        for layer in source.layers:
+            for name, site in (("q", Site.Q_NORM), ("k", Site.K_NORM)):
+                [path] = (tmp_path / "dump").glob(f"*layers.{layer}.self_attn.{name}_norm_output.pt")
+                path.unlink()
+                heads = dumps.padded(source.read(layer, site), mask).unflatten(-1, (-1, 64))
+                module = f"layers.{layer}.self_attn.{name}_layernorm"
+                dumps.save_nxdi(tmp_path / "dump", module, "output", heads, has_metadata=False)
+        exit_code, record = compare(tmp_path / "dump")
+        assert (exit_code, record["compared"]) == (0, COMPARED["nxdi"])
 
     def test_fused_projection_is_cut_on_each_rank(
         self, dumps: Any, runs: Any, compare: Any, tmp_path: Path

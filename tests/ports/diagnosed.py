@@ -52,6 +52,15 @@ class LowPrecisionGate(planted.Planted):
             return (states.bfloat16() @ self.weight.bfloat16().T).float()
 
 
+class RoundedGate(planted.Planted):
+    """The gate's weight rounded to BF16 by the loader, and multiplied in float32."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        state["moe.router.weight"] = state["moe.router.weight"].bfloat16().float()
+        return state
+
+
 class LowPrecisionSum(planted.Planted):
     """X6: the sum over experts rounded after each of them."""
 

@@ -49,6 +49,30 @@ class NormPerHeadWeights(Planted):
         return state
 
 
+class NormByHead(Planted):
+    """QN1: each head normed alone, with the norm weights averaged over the heads."""
+
+    class attention(port.Attention):  # noqa: N801 - the name of the part it replaces
+        def __init__(self, config):
+            super().__init__(config)
+            self.q_norm = HeadNorm(self.query_width, config.rms_norm_eps, config.head_dim)
+            self.k_norm = HeadNorm(self.key_width, config.rms_norm_eps, config.head_dim)
+
+
+class HeadNorm(port.Norm):
+    """A norm of each head [...,F], by the mean of the heads' weights."""
+
+    def __init__(self, width, eps, head_dim):
+        super().__init__(width, eps)
+        self.head_dim = head_dim
+
+    def forward(self, states):
+        heads = states.float().unflatten(-1, (-1, self.head_dim))
+        normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
+        shared = self.weight.view(-1, self.head_dim).float().mean(0)
+        return (normed * shared).flatten(-2).to(states.dtype)
+
+
 class NormPerRank(Planted):
     """QN6: the variance of half the heads, without the sum over ranks."""
 

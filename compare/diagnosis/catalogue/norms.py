@@ -107,6 +107,12 @@ def _weight_averaged(layer: Evaluation, states: torch.Tensor, weight: torch.Tens
     return _rms_norm(layer, states, heads.mean(0).repeat(len(heads)))
 
 
+def _by_head_averaged(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Norm each head alone, with the weights averaged over heads."""
+    heads = states.unflatten(-1, (-1, layer.spec.head_dim))
+    return _rms_norm(layer, heads, weight.view(-1, layer.spec.head_dim).mean(0)).flatten(-2)
+
+
 def _scaled(factor: float) -> _PortNorm:
     return lambda layer, states, weight: _rms_norm(layer, states, weight * factor)
 
@@ -233,6 +239,12 @@ NORM_MISTAKES = (
         what="The q/k norm weights are averaged over heads and used for every head.",
         look_at="how the norm weights are reshaped to head_dim",
         build=lambda: _replace(_QK_NORMS, _weight_averaged),
+    ),
+    Mistake(
+        name="qk_norm_by_head_averaged",
+        what="Each head of queries and keys is normed alone, with the norm weights averaged over heads.",
+        look_at="whether q_norm and k_norm run before the heads are split, and the shape of their weights",
+        build=lambda: _replace(_QK_NORMS, _by_head_averaged),
     ),
     Mistake(
         name="qk_norm_first_slice",

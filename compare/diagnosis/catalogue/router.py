@@ -170,6 +170,12 @@ ROUTER_MISTAKES = (
         sources=("tt-metal#47430", "vllm-ascend#17068", "vllm#41332"),
     ),
     Mistake(
+        name="router_gate_low_precision",
+        what="The gate's weight was rounded to BF16; its product is computed in float32.",
+        look_at="the dtype to which the loader casts the router's gate",
+        build=lambda: _logits_by(lambda states, gate: states @ bfloat16(gate).T),
+    ),
+    Mistake(
         name="router_quantised",
         what="The gate's weight was quantised with the linear layers.",
         look_at="the names in the quantiser's skip list: block_sparse_moe.gate",

@@ -11,6 +11,7 @@ import click.testing
 import pytest
 
 from compare.diagnosis.cli import main as mm2_diagnose
+from gpu_reference.cli import main as mm2_gpu
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
@@ -21,6 +22,7 @@ LAYER = 2
 
 OF_THE_EXAMPLE_PORT = {
     "NormPerRank": ("qk_norm_per_rank", {"tp_degree": 2}),
+    "NormByHead": ("qk_norm_by_head_averaged", {}),
     "KeyNormDivisor": ("k_norm_scaled", {"factor": pytest.approx(8**-0.5, rel=1e-3)}),
     "DefaultTheta": ("rope_theta", {"theta": pytest.approx(1e4, rel=1e-2)}),
     "SlidingWindow": ("sliding_window", {"window": 24}),
@@ -45,16 +47,36 @@ BLACK_BOXES = {
 }
 
 
+@pytest.fixture(scope="module")
+def float32_golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's golden in float32, which has no noise."""
+    directory = tmp_path_factory.mktemp("golden") / "float32"
+    tokens = ("--seq-len", "48,33", "--noise-floor", "off", "--dtype", "float32")
+    arguments = ["extract-all", "--model", str(toy), *tokens, "--output-dir", str(directory), "--quiet"]
+    result = click.testing.CliRunner().invoke(mm2_gpu, arguments)
+    assert result.exit_code == 0, result.output
+    return directory
+
+
 @pytest.fixture
 def diagnose(toy: Path, golden: Path, command: Command, tmp_path: Path) -> Diagnose:
     """Runs a port on the golden's input of layer 2, or of several `layers`, and diagnoses it."""
 
+    right = golden
+
     def run(
-        name: str, *options: object, ports: str = "planted.py", decode: int = 0, layers: str | None = None
+        name: str,
+        *options: object,
+        ports: str = "planted.py",
+        decode: int = 0,
+        layers: str | None = None,
+        golden: Path = right,
     ) -> tuple[int, Any]:
         target = name if name == "builtin" else f"{PORTS / ports}:{name}"
         chosen = ["single-layer", "--layer", LAYER] if layers is None else ["sweep", "--layers", layers]
         arguments = [*chosen, "--model", toy, "--golden", golden, "--target", target]
+        if golden is not right:
+            arguments += ["--dtype", "float32"]
         if decode:
             arguments += ["--decode", decode]
         command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
@@ -155,6 +177,33 @@ def test_what_only_resembles_a_mistake_is_not_named(diagnose: Diagnose) -> None:
     options = [part for mistake in mistakes for part in ("--mistake", mistake)]
     _, record = diagnose("BlackBoxOfSmallExperts", "--layer", LAYER, *options, ports="diagnosed.py")
     assert record["diagnosis"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [("RoundedGate", "router_gate_low_precision"), ("LowPrecisionGate", "router_low_precision")],
+)
+def test_rounded_gate_is_told_from_a_rounded_product(
+    name: str, mistake: str, diagnose: Diagnose, float32_golden: Path
+) -> None:
+    # In BF16 both are below the noise of the router's input.
+    _, record = diagnose(name, ports="diagnosed.py", golden=float32_golden)
+    assert [finding["mistake"] for finding in record["diagnosis"]] == [mistake]
+
+
+@pytest.mark.parametrize("name", ["NormByHead", "NormPerHeadWeights", "NormPerRank"])
+def test_norms_by_head_are_told_apart(name: str, diagnose: Diagnose) -> None:
+    mistakes = (
+        "qk_norm_weight_averaged",
+        "qk_norm_by_head_averaged",
+        "qk_norm_per_rank",
+        "qk_norm_first_slice",
+    )
+    options = [part for one in mistakes for part in ("--mistake", one)]
+    _, record = diagnose(name, *options)
+    expected = {**OF_THE_EXAMPLE_PORT, **MORE_OF_THE_EXAMPLE_PORT}[name]
+    first = record["diagnosis"][0]
+    assert (first["mistake"], first["parameters"]) == expected
 
 
 @pytest.mark.slow

@@ -98,6 +98,38 @@ class Model(Right):
 """
 
 
+# Shows none of its layers: they are reached without being registered under a list.
+CLOSED = """
+class Closed(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        right = Right(config)
+        object.__setattr__(self, "right", right)
+        for name, parameter in right.named_parameters():
+            self.register_parameter(name.replace(".", "_"), parameter)
+        for name, buffer in right.named_buffers():
+            self.register_buffer(name.replace(".", "_"), buffer)
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        converted = self.right.convert_state_dict(tensors, config, layer_idx)
+        return {name.replace(".", "_"): tensor for name, tensor in converted.items()}
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        return self.right(input_ids, attention_mask, position_ids, past_key_values)
+"""
+CLOSED_RIGHT = CLOSED + "\nModel = Closed\n"
+CLOSED_WRONG = (
+    CLOSED
+    + """
+class Model(Closed):
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        if past_key_values is not None:
+            position_ids = torch.zeros_like(position_ids)
+        return self.right(input_ids, attention_mask, position_ids, past_key_values)
+"""
+)
+
+
 @pytest.fixture
 def run_model(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
     """Runs a whole port on the toy: the result, and its JSON."""
@@ -106,7 +138,8 @@ def run_model(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
         path = tmp_path / "whole_port.py"
         path.write_text(IMPORTS + source)
         arguments = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
-        result = run(*arguments, "--target", f"{path}:Model", "--output-dir", tmp_path / "run", *options)
+        arguments += ("--target", f"{path}:Model", "--captures", tmp_path, "--output-dir", tmp_path / "run")
+        result = run(*arguments, *options)
         return result, json.loads(result.stdout) if result.stdout else {}
 
     return run_source
@@ -235,3 +268,14 @@ class Model(nn.Module):
     assert result.exit_code == 1
     assert record["findings"][0]["layer"] == 2
     assert record["isolated"] is None
+
+
+def test_a_port_that_shows_no_layer_is_judged_by_its_logits(run_model: Any) -> None:
+    result, record = run_model(CLOSED_RIGHT)
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
+    assert (record["compared"], record["of"]) == (1, 71)
+    result, record = run_model(CLOSED_WRONG)
+    assert (result.exit_code, record["verdict"]) == (1, "fail")
+    (finding,) = record["findings"]
+    assert finding["number"] >= 1
+    assert finding["sites"] == ["logits"]

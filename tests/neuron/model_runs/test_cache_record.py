@@ -74,3 +74,27 @@ def test_a_step_that_overwrites_an_earlier_token_is_found() -> None:
     assert (change.layer, change.number, change.kind) == (0, 2, "values")
     assert change.heads == (0,)
     assert change.places == ((1, 0),)
+
+
+def test_steps_that_write_beside_their_entries_show_by_how_far() -> None:
+    taken = snapshots(CacheForm.POSITIONS, size=9)
+    # Each step's entry moves one on; nothing lies behind it yet.
+    for number, step in enumerate(PASSES[1:], start=1):
+        pair = []
+        for part in taken[number][0]:
+            moved = part.clone()
+            for row in range(2):
+                first, place = int(PASSES[1].position_ids[row, 0]), int(step.position_ids[row, 0])
+                moved[row, :, first + 1 : place + 2] = part[row, :, first : place + 1]
+                moved[row, :, first] = taken[0][0][0][row, :, first]
+            pair.append(moved)
+        taken[number] = [(pair[0], pair[1])]
+    cache = record(taken)
+    assert (cache.form, cache.shift) == (CacheForm.POSITIONS, 1)
+    keys, _ = cache.layer(0)
+    assert keys[:, 1, :, 3].long().tolist() == IDS
+
+
+def test_a_right_cache_has_no_shift() -> None:
+    assert record(snapshots(CacheForm.POSITIONS, size=9)).shift == 0
+    assert record(snapshots(CacheForm.COLUMNS)).shift == 0

@@ -17,10 +17,12 @@ from torch import nn
 
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.nxdi import NxdiLayer
+from neuron.ports.nxdi_conversion import TableConversion
+from neuron.ports.nxdi_layer import NxdiLayer
 from neuron.ports.nxdi_layout import NxdiLayout
 
 PORT = Path(__file__).parents[2] / "ports" / "nxdi_port.py"
+CAUSAL_PORT = PORT.with_name("causal_port.py")
 
 
 @pytest.fixture(scope="session")
@@ -51,10 +53,20 @@ class Layer(nn.Module):
         return hidden_states, hidden_states
 
 
+def wrapped(layer: nn.Module, layout: NxdiLayout, *, is_cpu_mode: bool = True) -> NxdiLayer:
+    return NxdiLayer(
+        layer,
+        conversion=TableConversion(layer=layer, layout=layout),
+        layout=layout,
+        neuron_config=SimpleNamespace(),
+        is_cpu_mode=is_cpu_mode,
+    )
+
+
 @pytest.fixture
 def layer(toy: Path) -> NxdiLayer:
     layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
-    return NxdiLayer(Layer(), layout=layout, neuron_config=SimpleNamespace(), is_cpu_mode=True)
+    return wrapped(Layer(), layout)
 
 
 def given(layer: NxdiLayer) -> dict[str, Any]:
@@ -106,13 +118,13 @@ def test_sites_of_the_class_come_first(toy: Path) -> None:
         sites = {"moe_delta": "mlp:output[1]"}  # noqa: RUF012 - what a porter writes
 
     layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
-    layer = NxdiLayer(Declaring(), layout=layout, neuron_config=SimpleNamespace(), is_cpu_mode=True)
+    layer = wrapped(Declaring(), layout)
     assert layer.sites == {"moe_delta": "layer.mlp:output[1]"}
 
 
 def test_cpu_that_nxd_was_not_told_of_is_refused(toy: Path) -> None:
     layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
-    layer = NxdiLayer(Layer(), layout=layout, neuron_config=SimpleNamespace(), is_cpu_mode=False)
+    layer = wrapped(Layer(), layout, is_cpu_mode=False)
     with pytest.raises(TargetError, match="expected NXD_CPU_MODE=1, found NXD_CPU_MODE=0"):
         layer(torch.zeros(1, 2, 4), torch.ones(1, 2), torch.arange(2)[None])
 
@@ -129,7 +141,7 @@ def test_without_the_package_it_says_what_to_install(run_layer: Any, run_python:
 
 def test_port_on_its_modules_passes(needs_nxdi: None, process: Any, toy: Path, golden: Path) -> None:
     record = _sweep(process, "DecoderLayer", toy, golden)
-    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 28, 34)
+    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 30, 34)
 
 
 def test_port_decodes_from_a_cache(needs_nxdi: None, process: Any, toy: Path, golden: Path) -> None:
@@ -140,7 +152,7 @@ def test_port_decodes_from_a_cache(needs_nxdi: None, process: Any, toy: Path, go
 def test_class_chooses_its_config(needs_nxdi: None, process: Any, toy: Path, golden: Path) -> None:
     record = _sweep(process, "FusedProjection", toy, golden)
     # Of the fused projection its three parts do not show.
-    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 22, 34)
+    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 24, 34)
 
 
 def test_port_without_a_place_for_the_bias_is_told_and_blamed(
@@ -154,18 +166,31 @@ def test_port_without_a_place_for_the_bias_is_told_and_blamed(
     }
 
 
-def _sweep(process: Any, name: str, toy: Path, golden: Path, *arguments: object) -> dict[str, Any]:
-    done = _run(process, name, toy, golden, *arguments)
+def test_applications_conversion_and_nxdis_cast_are_run(
+    needs_nxdi: None, process: Any, toy: Path, golden: Path
+) -> None:
+    record = _sweep(process, "AsDeclared", toy, golden, port=CAUSAL_PORT)
+    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 30, 34)
+    done = _run(process, "DecoderLayer", toy, golden, port=CAUSAL_PORT)
+    record = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert record["observed_dtypes"] == {"correction_bias": "bfloat16", "router_gate": "bfloat16"}
+
+
+def _sweep(
+    process: Any, name: str, toy: Path, golden: Path, *arguments: object, port: Path = PORT
+) -> dict[str, Any]:
+    done = _run(process, name, toy, golden, *arguments, port=port)
     assert done.returncode == 0, done.stderr
     record: dict[str, Any] = json.loads(done.stdout)
     return record
 
 
 def _run(
-    process: Any, name: str, toy: Path, golden: Path, *arguments: object
+    process: Any, name: str, toy: Path, golden: Path, *arguments: object, port: Path = PORT
 ) -> subprocess.CompletedProcess[str]:
     given = ("sweep", "--layers", "0:2", "--model", toy, "--golden", golden, "--backend", "cpu", "--json")
     done: subprocess.CompletedProcess[str] = process(
-        *given, "--target", f"nxdi:{PORT}:{name}", *arguments, NXD_CPU_MODE="1"
+        *given, "--target", f"nxdi:{port}:{name}", *arguments, NXD_CPU_MODE="1"
     )
     return done

@@ -1,0 +1,59 @@
+"""NoiseLevel: the usual noise of golden logits, pooled over all tokens of all prompts.
+
+At a token where no variant happens to flip an expert, a right port may. The pooled noise tells how large that is.
+T tokens of a row, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.golden_logits.golden_logits import GoldenLogits
+from minimax_tools.golden_logits.token_logits import divergence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseLevel:
+    """Usual noise of a right port."""
+
+    num_tokens: int  # pooled tokens
+    # 95th percentile over tokens of the farthest variant's divergence from the exact model, in nats
+    divergence: float
+    # Mean over tokens of the variants' largest error in the distance of the two likeliest tokens' logits
+    distance: float
+
+    @classmethod
+    def of(cls, goldens: Iterable[GoldenLogits]) -> NoiseLevel:
+        """Pool the noise of rows; there is at least one."""
+        divergences, distances = [], []
+        for golden in goldens:
+            divergences.append(token_noise(golden))
+            second = torch.full((golden.num_tokens,), min(1, golden.candidates.shape[1] - 1))
+            distances.append(distance_noise(golden, second))
+        pooled = torch.cat(divergences)
+        return cls(
+            num_tokens=len(pooled),
+            divergence=float(pooled.quantile(0.95)),
+            distance=float(torch.cat(distances).mean()),
+        )
+
+
+def token_noise(golden: GoldenLogits) -> torch.Tensor:
+    """Return the farthest variant's divergence from the exact model, in nats, for each token: float64 [T]."""
+    return torch.stack([divergence(golden.exact, variant) for variant in golden.variants]).amax(dim=0)
+
+
+def logit_distance(candidates: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the first candidate's logit minus that of the candidate in a place [T], of logits [T,K]: float64 [T]."""
+    logits = candidates.double()
+    return logits[:, 0] - logits.gather(-1, places[:, None])[:, 0]
+
+
+def distance_noise(golden: GoldenLogits, places: torch.Tensor) -> torch.Tensor:
+    """Return the largest error of the variants in such a distance, for each token: float64 [T]."""
+    exact = logit_distance(golden.exact.candidates, places)
+    errors = [logit_distance(variant.candidates, places) - exact for variant in golden.variants]
+    return torch.stack(errors).abs().amax(dim=0)

@@ -1,0 +1,146 @@
+"""LogitsStore: golden logits in a folder, kept from run to run, one file for each row of token ids.
+
+    FOLDER/<digest of the model>/model.json             the model: fingerprint, and digest of its bytes
+    FOLDER/<digest of the model>/<digest of the row>.safetensors
+
+Another model, and one whose weights changed, has another digest: its rows are computed anew.
+C copies, T tokens of a row, K candidates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+
+from minimax_tools.checkpoint.content_digest import digest_content
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CaptureError
+from minimax_tools.golden_logits.golden_logits import KINDS, MOST_CANDIDATES, GoldenLogits
+from minimax_tools.golden_logits.token_logits import TokenLogits
+from minimax_tools.json_codec import encode
+from minimax_tools.machine.whole_file import whole_capture_file, whole_file
+from minimax_tools.model.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+# Another number for another computation of golden logits: those of earlier versions are computed anew.
+_VERSION = 1
+MODEL_FILE = "model.json"
+# Usual name of the folder, beneath that of all captures.
+LOGITS_FOLDER = "golden_logits"
+_FIELDS = ("candidates", "others", "following", "choices")
+_DIGEST_KEY = "sha256"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsStore:
+    """The golden logits of one model."""
+
+    directory: Path  # the model's own folder
+    model: ModelFingerprint
+
+    @classmethod
+    def open(cls, folder: Path, *, reader: CheckpointReader, spec: ModelSpec) -> LogitsStore:
+        """Open the store of a checkpoint beneath `folder`, and make it if it is missing.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read.
+            CaptureError: The folder cannot be written to.
+        """
+        fingerprint = ModelFingerprint.of(reader, spec, range(spec.num_hidden_layers))
+        record = {
+            "version": _VERSION,
+            "copies": [kind.name.lower() for kind in KINDS],
+            "candidates": MOST_CANDIDATES,
+            "fingerprint": encode(fingerprint),
+            "content_digest": digest_content(reader.index),
+        }
+        text = json.dumps(record, indent=2, sort_keys=True)
+        directory = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not (directory / MODEL_FILE).is_file():
+                with whole_file(directory / MODEL_FILE) as file:
+                    file.write(text)
+        except OSError as error:
+            raise CaptureError(
+                f"the golden logits' folder {directory} cannot be written",
+                found=str(error),
+                next_step="Choose another --golden-logits.",
+            ) from error
+        return cls(directory=directory, model=fingerprint)
+
+    def has(self, row: Sequence[int]) -> bool:
+        """Decide whether a row's golden logits are stored, whole and undamaged."""
+        return self._read(row) is not None
+
+    def read(self, row: Sequence[int]) -> GoldenLogits:
+        """Read a row's golden logits.
+
+        Raises:
+            CaptureError: They are not stored, or damaged.
+        """
+        found = self._read(row)
+        if found is None:
+            raise CaptureError(
+                f"{self._path(row)} is missing or damaged", next_step="Run the same command again."
+            )
+        return found
+
+    def write(self, golden: GoldenLogits) -> None:
+        """Store the golden logits of a row.
+
+        Raises:
+            CaptureError: They cannot be written.
+        """
+        tensors = {"input_ids": golden.input_ids, "candidate_ids": golden.candidates}
+        copies = (golden.exact, *golden.variants)
+        for name in _FIELDS:
+            tensors[name] = torch.stack([getattr(copy, name) for copy in copies])  # [C,T,…]
+        with whole_capture_file(self._path(golden.input_ids.tolist())) as path:
+            save_file(tensors, path, metadata={_DIGEST_KEY: _digest(tensors)})
+
+    def _path(self, row: Sequence[int]) -> Path:
+        digest = hashlib.sha256(",".join(map(str, row)).encode()).hexdigest()
+        return self.directory / f"{digest[:32]}.safetensors"
+
+    def _read(self, row: Sequence[int]) -> GoldenLogits | None:
+        path = self._path(row)
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                stored_digest = (file.metadata() or {}).get(_DIGEST_KEY)
+        except FileNotFoundError:
+            return None
+        except (OSError, safetensors.SafetensorError) as error:
+            logger.warning("%s is damaged (%s): it is computed anew.", path, error)
+            return None
+        if stored_digest != _digest(tensors) or tensors["input_ids"].tolist() != list(row):
+            logger.warning("%s does not match its digest: it is computed anew.", path)
+            return None
+        exact, *variants = (
+            TokenLogits(**{name: tensors[name][copy] for name in _FIELDS}) for copy in range(len(KINDS))
+        )
+        return GoldenLogits(
+            input_ids=tensors["input_ids"],
+            candidates=tensors["candidate_ids"],
+            exact=exact,
+            variants=tuple(variants),
+        )
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,51 @@
+"""PlausibleFlips: the experts that copies of a model choose, some of them with the flips that noise may cause.
+
+A few samples of noise rarely show a token's flips: most happen to none of them. So the last copies make those that are
+plausible: where the score of the next expert is within the reach of noise, it takes the place of the last one chosen.
+R rows of all copies (copies · B), C copies, S sequence, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Number of copies that flip: the last makes all plausible flips, those before it make half of them, at random.
+NUM_FLIPPING = 2
+# Difference of two scores that noise may turn round, in units of the usual error of a score.
+_REACH = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlausibleFlips:
+    """A choice of experts for the copies of one layer, of which the first is exact."""
+
+    num_copies: int
+    num_experts_per_tok: int
+    seed: int  # of the random half
+
+    def choose(self, biased_rse: torch.Tensor) -> torch.Tensor:
+        """Choose experts [R,S,k] by the biased scores of all copies, [R,S,E]."""
+        k = self.num_experts_per_tok
+        scores_cbse = biased_rse.unflatten(0, (self.num_copies, -1))
+        if k == scores_cbse.shape[-1]:
+            return biased_rse.topk(k, dim=-1).indices
+        best = scores_cbse.topk(k + 1, dim=-1)
+        experts = best.indices[..., :k].clone()
+        is_plausible = best.values[..., k - 1] - best.values[..., k] <= self._reach(scores_cbse)
+        generator = torch.Generator().manual_seed(self.seed)
+        for copy in range(self.num_copies - NUM_FLIPPING, self.num_copies):
+            flips = is_plausible[copy]
+            if copy < self.num_copies - 1:
+                flips = flips & (torch.rand(flips.shape, generator=generator) < 0.5).to(flips.device)
+            experts[copy, ..., k - 1] = torch.where(
+                flips, best.indices[copy, ..., k], best.indices[copy, ..., k - 1]
+            )
+        chosen: torch.Tensor = experts.flatten(0, 1)
+        return chosen
+
+    def _reach(self, scores_cbse: torch.Tensor) -> float:
+        """Return the margin that noise may turn round, by the copies that round and do not flip."""
+        errors = scores_cbse[1 : self.num_copies - NUM_FLIPPING] - scores_cbse[:1]
+        return _REACH * float(errors.abs().median())

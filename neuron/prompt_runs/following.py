@@ -1,0 +1,141 @@
+"""Following: from a prompt that differs to its golden, and from the golden to the first wrong pass and layer.
+
+Both are commands of their own, run one after the other as child processes: `mm2-gpu full` makes the golden (extra
+`golden`), `mm2-test model` runs and judges the port. Each can be repeated by hand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.errors import CannotRunError, CaptureError
+from minimax_tools.machine.whole_file import whole_file
+from minimax_tools.results.followed import Followed
+from minimax_tools.results.results import Verdict
+from minimax_tools.text.answered_prompts import AnsweredPrompt
+
+_GOLDEN_PACKAGES = ("transformers", "accelerate")
+_ROWS_FILE, _REPORT_FILE = "rows.json", "report.json"
+# Characters at the end of a failed command's output that an error quotes.
+_MOST_ERRORS = 600
+# Variables by which torchrun tells a process its place.
+_RANK_VARIABLES = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """The commands that lead from prompts to the layer; `directory` gets the golden and the port's capture."""
+
+    directory: Path
+    model: str
+    port_options: tuple[str, ...]  # options of `mm2-test model` that name the port and its device
+    padding_side: str
+    buckets: tuple[int, ...] = ()  # lengths that rows are padded to
+    golden: Path | None = None  # a golden that was given; None to make one of the prompts
+
+    def follow(self, prompts: Sequence[AnsweredPrompt]) -> Followed:
+        """Make the golden of some prompts, the first of which differs, and judge the port's passes and layers with it.
+
+        Raises:
+            CaptureError: The folder cannot be written.
+        """
+        commands = []
+        if self.golden is None:
+            commands.append(self._golden_command(prompts))
+        num_decoded = min(len(prompts[0].answer_ids), *(len(prompt.row) - 1 for prompt in prompts))
+        commands.append(self._model_command(num_decoded))
+        lines = tuple(command.line for command in commands)
+        if self.golden is None and not all(map(importlib.util.find_spec, _GOLDEN_PACKAGES)):
+            return Followed(commands=lines, exit_code=None)
+        for command in commands[:-1]:
+            completed = command.run()
+            if completed.returncode != 0:
+                raise CannotRunError(
+                    "the golden of the worst prompt could not be made",
+                    found=(completed.stderr or completed.stdout).strip()[-_MOST_ERRORS:],
+                    next_step=f"Run it by hand: {command.line}",
+                )
+        completed = commands[-1].run("--json")
+        self._write(_REPORT_FILE, completed.stdout)
+        could_judge = completed.returncode in (Verdict.PASS.exit_code, Verdict.FAIL.exit_code)
+        return Followed(
+            commands=lines,
+            exit_code=completed.returncode,
+            record=_read_record(completed.stdout),
+            report_file=str(self.directory / _REPORT_FILE),
+            errors="" if could_judge else completed.stderr.strip()[-_MOST_ERRORS:],
+        )
+
+    def _golden_command(self, prompts: Sequence[AnsweredPrompt]) -> _Command:
+        rows = self._write(_ROWS_FILE, json.dumps([list(prompt.row) for prompt in prompts]))
+        arguments = ["full", "--model", self.model, "--input-ids", str(rows), "--max-new-tokens", "1"]
+        arguments += ["--padding-side", self.padding_side, "--output-dir", str(self.directory / "golden")]
+        longest = max(len(prompt.row) for prompt in prompts)
+        fitting = [bucket for bucket in self.buckets if bucket >= longest]
+        if fitting:
+            arguments += ["--pad-to", str(min(fitting))]
+        return _Command(program="mm2-gpu", module="gpu_reference", arguments=tuple(arguments))
+
+    def _model_command(self, num_decoded: int) -> _Command:
+        golden = self.golden or self.directory / "golden"
+        arguments = ["model", "--model", self.model, "--golden", str(golden), *self.port_options]
+        arguments += ["--decode", str(num_decoded), "--output-dir", str(self.directory / "port")]
+        return _Command(program="mm2-test", module="neuron", arguments=tuple(arguments))
+
+    def _write(self, name: str, text: str) -> Path:
+        path = self.directory / name
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as file:
+                file.write(text)
+        except OSError as error:
+            raise CaptureError(
+                f"{path} cannot be written", found=str(error), next_step="Choose another --output-dir."
+            ) from error
+        return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    """A command of mm2."""
+
+    program: str
+    module: str
+    arguments: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """The command as typed in a shell."""
+        return shlex.join((self.program, *self.arguments))
+
+    def run(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run it in a process of its own, in which mm2 is found as in this one."""
+        # Of several ranks this is the lead; the command launches its own.
+        alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        return subprocess.run(
+            [sys.executable, "-m", self.module, *self.arguments, *options, "--quiet"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**alone, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
+
+
+def _read_record(text: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

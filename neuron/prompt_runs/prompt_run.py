@@ -1,0 +1,157 @@
+"""PromptRun: runs a port over prompts with their answers, in batches, and judges each prompt.
+
+B prompts of a batch, s columns of a pass, t judged tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from compare.prompts.noise_level import NoiseLevel
+from compare.prompts.prompt_judge import PortLogits, PromptJudge
+from minimax_tools.command_line.progress import Progress
+from minimax_tools.errors import TargetError
+from minimax_tools.golden_logits.golden_logits import GoldenLogits
+from minimax_tools.golden_logits.logits_store import LogitsStore
+from minimax_tools.golden_logits.token_logits import join_tokens
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.results.prompt_results import PromptRanking, PromptResult, rank_prompts
+from minimax_tools.text.answered_prompts import AnsweredPrompt
+from minimax_tools.text.prompts import pad_token_id
+from neuron.model_runs.model_executor import ModelExecutor, PassRequest
+from neuron.model_runs.passes import Pass
+from neuron.prompt_runs.port_record import PortRecord
+from neuron.prompt_runs.prompt_passes import plan_prompt_passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRun:
+    """A list of prompts, and where their golden logits and the port's are kept."""
+
+    prompts: tuple[AnsweredPrompt, ...]
+    spec: ModelSpec
+    store: LogitsStore
+    padding_side: str
+    buckets: tuple[int, ...]  # lengths that prompts are padded to; empty: to the longest of a batch
+    batch_size: int
+
+    def batches(self) -> list[list[int]]:
+        """Divide the prompts into batches, by their numbers: those with answers of similar length together."""
+        order = sorted(
+            range(len(self.prompts)),
+            key=lambda number: (len(self.prompts[number].answer_ids), len(self.prompts[number].prompt_ids)),
+        )
+        return [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+
+    def batch_of(self, number: int) -> list[int]:
+        """Return the batch of a prompt."""
+        return next(batch for batch in self.batches() if number in batch)
+
+    def is_missing(self, record: PortRecord) -> bool:
+        """Decide whether a batch is not on record."""
+        return any(
+            record.read([self.prompts[number] for number in batch]) is None for batch in self.batches()
+        )
+
+    def run(self, executor: ModelExecutor, record: PortRecord, progress: Progress) -> None:
+        """Run the port on all batches that are not on record, and put them there.
+
+        Raises:
+            TargetError: The port could not be run.
+            CaptureError: Golden logits are missing, or the record cannot be written.
+        """
+        for index, numbers in enumerate(self.batches()):
+            batch = [self.prompts[number] for number in numbers]
+            if record.read(batch) is not None:
+                progress.skip(index)
+                continue
+            record.write(batch, self.run_batch(executor, batch))
+            progress.advance(index, num_bytes=0)
+
+    def run_batch(self, executor: ModelExecutor, batch: Sequence[AnsweredPrompt]) -> list[PortLogits]:
+        """Run the port on one batch: prefill, and the answers token by token."""
+        passes = plan_prompt_passes(
+            batch,
+            padding_side=self.padding_side,
+            buckets=self.buckets,
+            pad_token_id=pad_token_id(self.spec),
+            last_position=self.spec.max_position_embeddings - 1,
+        )
+        goldens = [self.store.read(prompt.row) for prompt in batch]
+        pieces: list[list[PortLogits]] = [[] for _ in batch]
+        for model_pass in passes:
+            request = PassRequest(model_pass=model_pass, is_first=model_pass.number == 0, records=False)
+            logits = self._vocabulary(executor.run(request).logits)
+            for row, golden in enumerate(goldens):
+                piece = _measure(model_pass, logits[row], row, golden)
+                if piece is not None:
+                    pieces[row].append(piece)
+        return [
+            PortLogits(
+                tokens=torch.cat([piece.tokens for piece in row_pieces]),
+                logits=join_tokens([piece.logits for piece in row_pieces]),
+            )
+            for row_pieces in pieces
+        ]
+
+    def rank(self, record: PortRecord, *, num_known: int) -> PromptRanking:
+        """Judge all prompts from the record, and rank them.
+
+        Raises:
+            CaptureError: Golden logits are missing or damaged.
+        """
+        results: list[PromptResult] = []
+        for numbers in self.batches():
+            logits = record.read([self.prompts[number] for number in numbers])
+            assert logits is not None, "all batches have run"
+            for number, port in zip(numbers, logits, strict=True):
+                results.append(self.judge(number, port))
+        return rank_prompts(results, num_known=num_known, golden_logits=str(self.store.directory))
+
+    def judge_alone(self, number: int, executor: ModelExecutor) -> PromptResult:
+        """Run one prompt in a batch of its own, and judge it."""
+        (port,) = self.run_batch(executor, [self.prompts[number]])
+        return self.judge(number, port)
+
+    def judge(self, number: int, port: PortLogits) -> PromptResult:
+        """Judge the logits of one prompt, by its number.
+
+        Raises:
+            CaptureError: Golden logits are missing or damaged.
+        """
+        prompt = self.prompts[number]
+        return self._judge.judge(number, prompt, self.store.read(prompt.row), port)
+
+    def _vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the vocabulary's tokens; a port may pad them."""
+        if logits.shape[-1] < self.spec.vocab_size:
+            raise TargetError(
+                "the port's logits do not cover the vocabulary",
+                expected=f"{self.spec.vocab_size} columns or more",
+                found=str(logits.shape[-1]),
+                next_step="Return the logits of all shards of the vocabulary, joined.",
+            )
+        return logits[..., : self.spec.vocab_size]
+
+    @functools.cached_property
+    def _judge(self) -> PromptJudge:
+        rows = dict.fromkeys(prompt.row for prompt in self.prompts)
+        return PromptJudge(level=NoiseLevel.of(self.store.read(row) for row in rows))
+
+
+def _measure(model_pass: Pass, logits: torch.Tensor, row: int, golden: GoldenLogits) -> PortLogits | None:
+    """Take the logits [s,V] of a row's real tokens, or [1,V] of its last one; None if the row has ended."""
+    columns = model_pass.columns[row]
+    places = (columns >= 0).nonzero().flatten()
+    if not len(places):
+        return None
+    tokens = columns[places]
+    if len(logits) == len(columns):
+        values = logits[places]
+    else:
+        tokens, values = tokens[-1:], logits
+    return PortLogits(tokens=tokens, logits=golden.measure(values, tokens))

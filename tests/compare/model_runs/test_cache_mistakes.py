@@ -1,0 +1,90 @@
+"""What a cache's content shows: each mistake is named by its own content, and right content by none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compare.model_runs.cache_mistakes import CACHE_MISTAKES, CacheContent, holds_scaled_bits, is_before_rope
+from minimax_tools.capture.passes import CachePair
+
+SHAPE = (3, 4, 9, 16)  # [B,K,S,D]
+NOISE = torch.tensor(2e-3)
+
+
+def draw(seed: int) -> CachePair:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPE, generator=generator), torch.randn(SHAPE, generator=generator)
+
+
+RIGHT, OTHER, UNROTATED = draw(0), draw(1), draw(2)[0]
+
+
+def others() -> Iterator[tuple[int, CachePair]]:
+    yield 5, OTHER
+
+
+def content(cached: CachePair) -> CacheContent:
+    tokens = torch.ones(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    tokens[1, 6:] = False
+    return CacheContent(
+        cached=cached, right=RIGHT, noise=(NOISE, NOISE), tokens=tokens, others=others, unrotated=UNROTATED
+    )
+
+
+def named(cached: CachePair) -> list[tuple[str, dict[str, object]]]:
+    found = ((mistake.name, mistake.find(content(cached))) for mistake in CACHE_MISTAKES)
+    return [(name, dict(parameters)) for name, parameters in found if parameters is not None]
+
+
+def both(edit: Callable[[torch.Tensor], torch.Tensor]) -> CachePair:
+    return edit(RIGHT[0]), edit(RIGHT[1])
+
+
+@pytest.mark.parametrize(
+    ("cached", "name", "parameters"),
+    [
+        (both(torch.zeros_like), "cache_not_written", {}),
+        (OTHER, "cache_of_another_layer", {"layer": 5}),
+        (both(lambda part: part.roll(1, dims=0)), "cache_of_another_prompt", {"by": 1}),
+        (both(lambda part: part.roll(1, dims=2)), "cache_one_row_off", {"by": 1}),
+        (both(lambda part: part[:, [1, 0, 3, 2]]), "cache_heads_exchanged", {"order": "1, 0, 3, 2"}),
+        ((RIGHT[1], RIGHT[0]), "cache_keys_and_values_exchanged", {}),
+        (
+            both(lambda part: part.to(torch.float8_e4m3fn).float()),
+            "cache_fp8_without_scale",
+            {"dtype": "float8_e4m3fn"},
+        ),
+        (
+            both(lambda part: part.to(torch.float8_e5m2).float()),
+            "cache_fp8_without_scale",
+            {"dtype": "float8_e5m2"},
+        ),
+        ((UNROTATED, RIGHT[1]), "cache_keys_rotated_wrongly", {}),
+    ],
+)
+def test_content_names_its_mistake(cached: CachePair, name: str, parameters: dict[str, object]) -> None:
+    assert named(cached)[0] == (name, parameters)
+
+
+def test_other_content_has_no_name() -> None:
+    assert named(draw(7)) == []
+
+
+def test_fewer_bits_with_scales_are_told_from_fp8_without() -> None:
+    def scaled(part: torch.Tensor) -> torch.Tensor:
+        scale = part.abs().amax(-1, keepdim=True) / 448
+        return (part / scale).to(torch.float8_e4m3fn).float() * scale
+
+    assert named(both(scaled)) == []
+    assert holds_scaled_bits(content(both(scaled)))
+    assert not holds_scaled_bits(content(OTHER))
+
+
+def test_keys_before_rope_are_a_form_only_with_right_values() -> None:
+    assert is_before_rope(content((UNROTATED, RIGHT[1])))
+    assert not is_before_rope(content((UNROTATED, OTHER[1])))
+    assert not is_before_rope(replace(content((UNROTATED, RIGHT[1])), unrotated=None))

@@ -1,0 +1,75 @@
+"""Attention of decoded tokens over a cache: over a right one, it is the layer's attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compare.diagnosis.evaluation import Evaluation, with_given
+from compare.diagnosis.layer_weights import LayerWeights
+from compare.model_runs.cached_attention import HIDDEN, DecodedInputs, attend_view, right_view
+from compare.model_runs.decoding_mistakes import DECODING_MISTAKES
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.inputs import decoded_tokens
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+
+
+@pytest.fixture(scope="module")
+def layer(toy: object) -> Evaluation:
+    """Layer 1 of the toy on random input, of which the last two tokens of each prompt are decoded."""
+    folder = toy
+    spec = ModelSpec.from_folder(folder)  # type: ignore[arg-type]
+    reader = CheckpointReader(folder)  # type: ignore[arg-type]
+    is_decoded = decoded_tokens(MASK, 2, by_row=True)
+    inputs = DecodedInputs(
+        spec=spec,
+        weights=LayerWeights(LayerTensors.open(reader, spec, 1, torch.bfloat16)),
+        attention_mask=MASK,
+        position_ids=(MASK.cumsum(1) - 1).clamp(min=0),
+        decode_start=MASK.shape[1],
+        is_decoded=is_decoded,
+        caches={},
+        padding={},
+    )
+    states = torch.randn(2, 7, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    return Evaluation(
+        inputs, with_given({Site.INPUT: states}), tokens=is_decoded.flatten().nonzero().flatten()
+    )
+
+
+def test_a_right_cache_gives_the_layers_attention(layer: Evaluation) -> None:
+    torch.testing.assert_close(attend_view(layer, right_view(layer)), layer[Site.ATTN_CONTEXT])
+
+
+def test_an_entry_counts_as_often_as_it_is_seen(layer: Evaluation) -> None:
+    right = right_view(layer)
+    key, value = right.keys[:, :, 0], right.values[:, :, 0]
+    once = torch.ones(len(layer.tokens))
+    twice = attend_view(layer, right.with_entry(key, value, 2 * once))
+    both = attend_view(layer, right.with_entry(key, value, once).with_entry(key, value, once))
+    torch.testing.assert_close(twice, both)
+    never = attend_view(layer, right.with_entry(key, value, 0 * once))
+    torch.testing.assert_close(never, attend_view(layer, right))
+
+
+def test_a_token_that_sees_nothing_gets_zeros(layer: Evaluation) -> None:
+    right = right_view(layer)
+    blind = replace(
+        right, shown=torch.full_like(right.shown, HIDDEN), shows_own=torch.zeros_like(right.shows_own)
+    )
+    assert not attend_view(layer, blind).any()
+
+
+@pytest.mark.parametrize("mistake", DECODING_MISTAKES, ids=lambda mistake: mistake.name)
+def test_each_mistake_changes_the_decoded_tokens(layer: Evaluation, mistake: object) -> None:
+    right = layer[Site.ATTN_CONTEXT]
+    for hypothesis in mistake.hypotheses(layer.inputs):  # type: ignore[attr-defined]
+        changed = layer.changed(hypothesis.change)[Site.ATTN_CONTEXT]
+        assert changed.isfinite().all()
+        assert not torch.allclose(changed, right, rtol=1e-3, atol=1e-4), hypothesis.parameters

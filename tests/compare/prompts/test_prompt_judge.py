@@ -1,0 +1,133 @@
+"""Prompts judged by their logits: noise passes, and what is planted in single tokens fails there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from compare.prompts.noise_level import NoiseLevel
+from compare.prompts.prompt_judge import PortLogits, PromptJudge
+from compare.prompts.prompt_limits import PromptLimits
+from minimax_tools.golden_logits.golden_logits import GoldenLogits, following_tokens
+from minimax_tools.golden_logits.token_logits import TokenLogits
+from minimax_tools.results.prompt_results import PromptResult, rank_prompts
+from minimax_tools.results.results import Verdict
+from minimax_tools.text.answered_prompts import AnsweredPrompt
+
+VOCABULARY, NUM_PROMPT, NUM_DECODED = 60, 12, 6
+NUM_TOKENS = NUM_PROMPT + NUM_DECODED
+SIGMA = 0.02
+INPUT_IDS = torch.arange(NUM_TOKENS)
+PROMPT = AnsweredPrompt(
+    name="prompt 0",
+    prompt_ids=tuple(range(NUM_PROMPT)),
+    answer_ids=tuple(range(NUM_PROMPT, NUM_TOKENS)),
+    prompt="",
+)
+
+
+def draw(seed: int, scale: float) -> torch.Tensor:
+    return scale * torch.randn(NUM_TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+EXACT = draw(0, 3.0)
+
+
+@pytest.fixture(scope="module")
+def golden() -> GoldenLogits:
+    candidates = EXACT.topk(16, dim=-1).indices
+    exact, *variants = (
+        TokenLogits.of(logits, candidates=candidates, following=following_tokens(INPUT_IDS))
+        for logits in (EXACT, *(EXACT + draw(seed, SIGMA) for seed in range(1, 5)))
+    )
+    return GoldenLogits(input_ids=INPUT_IDS, candidates=candidates, exact=exact, variants=tuple(variants))
+
+
+@pytest.fixture(scope="module")
+def judge(golden: GoldenLogits) -> Callable[..., PromptResult]:
+    def run(logits: torch.Tensor, tokens: torch.Tensor = INPUT_IDS) -> PromptResult:
+        port = PortLogits(tokens=tokens, logits=golden.measure(logits[tokens], tokens))
+        return PromptJudge(level=NoiseLevel.of([golden])).judge(0, PROMPT, golden, port)
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(10, 30))
+def test_port_with_the_noise_of_right_models_passes(seed: int, judge: Callable[..., PromptResult]) -> None:
+    result = judge(EXACT + draw(seed, SIGMA))
+    assert not result.is_beyond
+    assert result.first is None
+
+
+@pytest.mark.parametrize("token", [0, 11, 12, 15])
+def test_one_wrong_token_is_found_in_its_phase(token: int, judge: Callable[..., PromptResult]) -> None:
+    logits = EXACT + draw(10, SIGMA)
+    logits[token] += draw(99, 0.5)[token]
+    result = judge(logits)
+    assert result.first == token
+    assert result.decode is not None
+    assert result.prefill.is_beyond == (token < NUM_PROMPT)
+    assert result.decode.is_beyond == (token >= NUM_PROMPT)
+    assert result.step_of(token) == max(token - NUM_PROMPT + 1, 0)
+
+
+def test_another_choice_beyond_noise_is_named_with_both_tokens(judge: Callable[..., PromptResult]) -> None:
+    logits = EXACT.clone()
+    worst = int(EXACT[14].argmin())
+    logits[14, worst] = EXACT[14].max() + 1
+    choice = judge(logits).phases[1].first_choice
+    assert choice is not None
+    assert (choice.token, choice.golden, choice.port) == (14, int(EXACT[14].argmax()), worst)
+    assert choice.margin is not None
+    assert choice.margin > choice.reach
+
+
+def test_nan_is_beyond_every_limit(judge: Callable[..., PromptResult]) -> None:
+    logits = EXACT.clone()
+    logits[13] = torch.nan
+    result = judge(logits)
+    assert result.first == 13
+    assert result.excess == float("inf")
+    assert result.port_log_likelihood is None
+
+
+def test_small_error_of_every_token_is_beyond_noise_in_their_number(
+    judge: Callable[..., PromptResult],
+) -> None:
+    """A single such token would pass."""
+    result = judge(EXACT + draw(11, 2.0 * SIGMA))
+    assert not result.prefill.beyond
+    assert result.prefill.share_outside > 0.8
+    assert result.prefill.is_beyond
+
+
+def test_logits_of_the_last_prompt_token_alone_are_judged(judge: Callable[..., PromptResult]) -> None:
+    result = judge(EXACT + draw(10, SIGMA), torch.arange(NUM_PROMPT - 1, NUM_TOKENS))
+    assert result.prefill.tokens == (NUM_PROMPT - 1,)
+    assert not result.is_beyond
+    assert result.golden_log_likelihood is not None
+
+
+def test_few_tokens_cannot_break_the_limit_on_their_share() -> None:
+    limits = PromptLimits()
+    assert limits.share_of(4) > 1
+    assert limits.share_of(1000) < 0.32
+
+
+def test_limits_grow_with_the_tokens_of_a_list() -> None:
+    limits = PromptLimits()
+    assert limits.widening(10) == limits.widening(5000) == 1
+    assert limits.widening(80_000) == pytest.approx(2)
+
+
+def test_worst_prompt_is_ranked_first(judge: Callable[..., PromptResult]) -> None:
+    right, wrong, worse = EXACT + draw(10, SIGMA), EXACT.clone(), EXACT.clone()
+    wrong[3] += draw(99, 0.5)[3]
+    worse[3] += draw(99, 3.0)[3]
+    results = [judge(logits) for logits in (right, wrong, worse)]
+    ranking = rank_prompts(results, num_known=0, golden_logits="")
+    assert ranking.results == (results[2], results[1], results[0])
+    assert ranking.differing == (results[2], results[1])
+    assert ranking.verdict is Verdict.FAIL

@@ -1,0 +1,110 @@
+"""Golden logits that are kept: read again, and computed anew where model or file changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CaptureError
+from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits
+from minimax_tools.golden_logits.logits_run import compute_golden_logits
+from minimax_tools.golden_logits.logits_store import MODEL_FILE, LogitsStore
+from minimax_tools.golden_logits.token_logits import divergence
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference.rounded_model import RoundedModel
+
+LEARNED = Path(__file__).parents[2] / "models" / "learned"
+ROWS = [[5, 9, 40, 41, 7, 88, 12], [5, 9, 40, 41, 7, 88, 12, 13, 200, 3], [60, 61]]
+
+
+@pytest.fixture(scope="module")
+def goldens() -> list[GoldenLogits]:
+    spec = ModelSpec.from_folder(LEARNED)
+    with CheckpointReader(LEARNED) as reader:
+        return compute_golden_logits(RoundedModel(spec=spec, reader=reader, kinds=KINDS), ROWS)
+
+
+def open_store(folder: Path, model: Path = LEARNED) -> LogitsStore:
+    with CheckpointReader(model) as reader:
+        return LogitsStore.open(folder, reader=reader, spec=ModelSpec.from_folder(model))
+
+
+def test_stored_logits_are_read_as_written(goldens: list[GoldenLogits], tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert not store.has(ROWS[0])
+    store.write(goldens[0])
+    found = open_store(tmp_path).read(ROWS[0])
+    assert torch.equal(found.candidates, goldens[0].candidates)
+    for kept, computed in zip(
+        (found.exact, *found.variants), (goldens[0].exact, *goldens[0].variants), strict=True
+    ):
+        assert torch.equal(kept.candidates, computed.candidates)
+        assert torch.equal(kept.choices, computed.choices)
+    assert not store.has(ROWS[2])
+    with pytest.raises(CaptureError, match="missing or damaged"):
+        store.read(ROWS[2])
+
+
+def test_model_of_other_weights_has_no_logits_of_this_one(
+    goldens: list[GoldenLogits], tmp_path: Path
+) -> None:
+    """The fingerprint alone would not tell: it digests norms, router gate and bias."""
+    open_store(tmp_path / "kept").write(goldens[0])
+    other = tmp_path / "other"
+    shutil.copytree(LEARNED, other)
+    shard = sorted(other.glob("*.safetensors"))[1]
+    tensors = load_file(shard)
+    name = next(name for name in sorted(tensors) if name.endswith("w2.weight"))
+    tensors[name][3, 5] *= 2
+    save_file(tensors, shard, metadata={"format": "pt"})
+    assert open_store(tmp_path / "kept").has(ROWS[0])
+    assert not open_store(tmp_path / "kept", other).has(ROWS[0])
+
+
+def test_copy_of_a_model_shares_its_logits(goldens: list[GoldenLogits], tmp_path: Path) -> None:
+    open_store(tmp_path / "kept").write(goldens[0])
+    shutil.copytree(LEARNED, tmp_path / "copy")
+    assert open_store(tmp_path / "kept", tmp_path / "copy").has(ROWS[0])
+
+
+def test_damaged_file_counts_as_missing(
+    goldens: list[GoldenLogits], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path)
+    store.write(goldens[0])
+    (path,) = store.directory.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 0xFF
+    path.write_bytes(content)
+    assert not store.has(ROWS[0])
+    assert "does not match its digest" in caplog.text
+    path.write_bytes(content[:100])
+    assert not store.has(ROWS[0])
+
+
+def test_folder_says_which_model_it_is_of(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    record = json.loads((store.directory / MODEL_FILE).read_text(encoding="utf-8"))
+    assert record["fingerprint"]["spec_digest"] == ModelSpec.from_folder(LEARNED).digest()
+
+
+def test_row_has_the_logits_of_its_own_tokens_alone(goldens: list[GoldenLogits]) -> None:
+    """The second row begins with the first one: attention is causal."""
+    short, longer = goldens[0], goldens[1]
+    assert short.input_ids.tolist() == ROWS[0]
+    torch.testing.assert_close(
+        longer.exact.candidates[:6, :5], short.exact.candidates[:6, :5], rtol=1e-3, atol=1e-3
+    )
+    assert goldens[2].num_tokens == 2
+
+
+def test_variants_differ_from_the_exact_model_by_noise(goldens: list[GoldenLogits]) -> None:
+    noises = torch.stack([divergence(goldens[1].exact, variant) for variant in goldens[1].variants])
+    assert bool((noises > 0).all())
+    assert float(noises.median()) < 0.05

@@ -1,0 +1,273 @@
+"""The conversion of a port's own application: run, cast and sharded as NxDI does, and judged.
+
+NxDI is a stand-in here, `tests/stand_ins/nxdi`; `test_nxdi` runs the real one where it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+STAND_IN = REPOSITORY / "tests" / "stand_ins" / "nxdi"
+PORT = REPOSITORY / "tests" / "ports" / "causal_port.py"
+ENVIRONMENT = {"PYTHONPATH": f"{STAND_IN}:{REPOSITORY}", "NXD_CPU_MODE": "1"}
+
+SWEPT = (
+    "DecoderLayer",
+    "AsDeclared",
+    "ByTable",
+    "ByItself",
+    "SwappedGateUp",
+    "LostBias",
+    "LostOutput",
+    "Failing",
+)
+TRACED = ("DecoderLayer", "AsDeclared", "ByTable", "SwappedGateUp", "LostBias", "LostOutput")
+OTHER = ("Misfit", "NotNormalised", "AveragedNorms", "NoApplication")
+SEVERAL = f"""
+import sys
+sys.path.insert(0, {str(PORT.parent)!r})
+from causal_port import Config, DecoderLayer, ForCausalLM, Model
+from neuronx_distributed_inference.models.model_base import NeuronBaseModel
+
+class Other(DecoderLayer):
+    def __init__(self, config: Config, layer_idx):
+        super().__init__(config, layer_idx)
+
+class Third(Other):
+    pass
+
+class OtherModel(NeuronBaseModel):
+    def init_model(self, config):
+        self.layers = [Other(config, layer) for layer in range(1)]
+
+class FirstForCausalLM(ForCausalLM):
+    pass
+
+class OtherForCausalLM(ForCausalLM):
+    _model_cls = OtherModel
+
+class Unused:
+    pass
+
+def Made(config: Config, layer_idx):
+    return Other(config, layer_idx)
+"""
+
+
+@pytest.fixture(scope="module")
+def results(
+    serve: Callable[..., list[dict[str, Any]]], toy: Path, golden: Path, tmp_path_factory: Any
+) -> dict[str, dict[str, Any]]:
+    """Exit code, stdout and stderr of each command, by command and target."""
+    folder = tmp_path_factory.mktemp("application")
+    (folder / "several.py").write_text(SEVERAL)
+    commands: dict[str, tuple[object, ...]] = {}
+
+    def sweep(name: str, target: str, command: tuple[object, ...] = ("sweep", "--layers", "1:2")) -> None:
+        judged = ("--golden", golden, "--backend", "cpu", "--captures", folder / name.replace(" ", "_"))
+        commands[name] = (*command, "--model", toy, *judged, "--target", f"nxdi:{target}", "--json")
+
+    for name in (*SWEPT, *OTHER):
+        sweep(f"sweep {name}", f"{PORT}:{name}")
+    for name in ("Other", "Third", "Made"):
+        sweep(f"sweep {name}", f"{folder / 'several.py'}:{name}")
+    experts = ("component", "--layer", 1, "--component", "experts")
+    sweep("experts AsDeclared", f"{PORT}:AsDeclared", experts)
+    sweep("experts SwappedGateUp", f"{PORT}:SwappedGateUp", experts)
+    for name in TRACED:
+        commands[f"weights {name}"] = (
+            "weights",
+            "--model",
+            toy,
+            "--layer",
+            1,
+            "--target",
+            f"nxdi:{PORT}:{name}",
+        )
+    traced = folder / "layer_1.pt2"
+    commands["trace AsDeclared"] = (
+        *("trace", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu"),
+        *("--target", f"nxdi:{PORT}:AsDeclared", "--output", traced),
+    )
+    commands["sweep traced"] = (
+        *("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu", "--json"),
+        *("--target", f"traced:{traced}", "--captures", folder / "traced"),
+    )
+    done = serve(list(commands.values()), **ENVIRONMENT)
+    return dict(zip(commands, done, strict=True))
+
+
+def record_of(result: dict[str, Any]) -> dict[str, Any]:
+    assert result["exit_code"] in (0, 1), result["stderr"]
+    record: dict[str, Any] = json.loads(result["stdout"])
+    return record
+
+
+def blamed(result: dict[str, Any]) -> set[str]:
+    return {site for blame in record_of(result)["blame"] for site in blame["sites"]}
+
+
+def conversion(result: dict[str, Any]) -> str:
+    text: str = record_of(result)["description"]["provenance"]["options"]["conversion"]
+    return text
+
+
+def status_of(result: dict[str, Any], site: str) -> str:
+    [status] = [found["status"] for found in record_of(result)["sites"] if found["site"] == site]
+    return str(status)
+
+
+class TestSweep:
+    def test_router_that_nxdi_casts_to_bf16_fails_and_is_named(self, results: dict[str, Any]) -> None:
+        record = record_of(results["sweep DecoderLayer"])
+        assert (record["verdict"], blamed(results["sweep DecoderLayer"])) == ("fail", {"router_experts"})
+        assert record["observed_dtypes"] == {"router_gate": "bfloat16", "correction_bias": "bfloat16"}
+        assert any("the port holds router_gate in bfloat16" in note for note in record["notes"])
+
+    def test_dtypes_as_declared_pass(self, results: dict[str, Any]) -> None:
+        record = record_of(results["sweep AsDeclared"])
+        # Rotated queries and keys are not shown.
+        assert (record["verdict"], record["compared"], record["of"]) == ("pass", 15, 17)
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            (
+                "DecoderLayer",
+                "ForCausalLM.convert_hf_to_neuron_state_dict, then NxDI's cast and NxD's sharding",
+            ),
+            ("ByTable", "mm2's table of NxDI's names, not the port: mm2_causal_lm = None"),
+            ("ByItself", "ByItself.convert_state_dict"),
+            (
+                "SwappedGateUp",
+                "SwappingForCausalLM.convert_hf_to_neuron_state_dict, then NxDI's cast and NxD's sharding",
+            ),
+        ],
+    )
+    def test_report_says_whose_conversion_it_was(
+        self, results: dict[str, Any], name: str, words: str
+    ) -> None:
+        assert conversion(results[f"sweep {name}"]) == words
+
+    def test_note_warns_of_a_conversion_by_table_alone(self, results: dict[str, Any]) -> None:
+        def notes(name: str) -> list[str]:
+            return [note for note in record_of(results[f"sweep {name}"])["notes"] if "mm2's table" in note]
+
+        assert notes("DecoderLayer") == notes("ByItself") == []
+        [note] = notes("ByTable")
+        assert "a mistake in the port's own conversion does not show" in note
+
+    @pytest.mark.parametrize("name", ["ByTable", "ByItself"])
+    def test_layer_filled_otherwise_passes(self, results: dict[str, Any], name: str) -> None:
+        assert record_of(results[f"sweep {name}"])["verdict"] == "pass"
+
+    def test_mistakes_of_the_applications_conversion_are_blamed(self, results: dict[str, Any]) -> None:
+        assert blamed(results["sweep SwappedGateUp"]) == {"moe_delta"}
+        assert blamed(results["sweep LostBias"]) == {"router_experts"}
+        assert blamed(results["sweep LostOutput"]) == {"attn_delta"}
+
+    def test_weights_that_no_tensor_fills_are_told(self, results: dict[str, Any]) -> None:
+        for name, lost in (
+            ("LostBias", "router.e_score_correction_bias"),
+            ("LostOutput", "o_proj.o_proj.weight"),
+        ):
+            stderr = results[f"sweep {name}"]["stderr"]
+            assert "The port's conversion gives nothing for" in stderr
+            assert lost in stderr
+        assert "gives nothing" not in results["sweep AsDeclared"]["stderr"]
+
+    def test_conversion_that_fails_is_named_with_the_way_out(self, results: dict[str, Any]) -> None:
+        result = results["sweep Failing"]
+        assert result["exit_code"] == 3
+        assert "FailingForCausalLM.convert_hf_to_neuron_state_dict failed" in result["stderr"]
+        assert "KeyError: 'layers.7.nothing'" in result["stderr"]
+        assert "mm2_causal_lm = None" in result["stderr"]
+
+    def test_conversion_whose_weights_do_not_fit_is_named_with_the_way_out(
+        self, results: dict[str, Any]
+    ) -> None:
+        result = results["sweep Misfit"]
+        assert result["exit_code"] == 3
+        assert "UntransposingForCausalLM.convert_hf_to_neuron_state_dict gives weights" in result["stderr"]
+        assert "down_proj.weight (expected [32, 128, 256], found [32, 256, 128])" in result["stderr"]
+        assert "mm2_causal_lm = None" in result["stderr"]
+
+    def test_print_of_a_port_does_not_reach_standard_output(self, results: dict[str, Any]) -> None:
+        assert "prints while it converts" not in results["sweep AsDeclared"]["stdout"]
+
+
+class TestChoice:
+    def test_of_several_applications_it_is_the_one_that_builds_the_layer(
+        self, results: dict[str, Any]
+    ) -> None:
+        assert conversion(results["sweep Other"]).startswith("OtherForCausalLM.")
+
+    def test_class_derived_from_a_built_one_is_built_too(self, results: dict[str, Any]) -> None:
+        assert conversion(results["sweep Third"]).startswith("OtherForCausalLM.")
+
+    def test_function_among_several_applications_must_name_one(self, results: dict[str, Any]) -> None:
+        result = results["sweep Made"]
+        assert result["exit_code"] == 3
+        assert "several subclasses of NeuronBaseForCausalLM" in result["stderr"]
+        assert "FirstForCausalLM, OtherForCausalLM" in result["stderr"]
+        assert "mm2_causal_lm = CLASS" in result["stderr"]
+
+    def test_class_that_is_no_application_is_refused(self, results: dict[str, Any]) -> None:
+        result = results["sweep NoApplication"]
+        assert result["exit_code"] == 3
+        assert "NoApplication.mm2_causal_lm is no application of NxDI" in result["stderr"]
+
+
+class TestSites:
+    def test_weights_of_chosen_experts_are_derived(self, results: dict[str, Any]) -> None:
+        assert status_of(results["sweep AsDeclared"], "router_weights") == "pass"
+
+    def test_derived_weights_of_a_port_that_does_not_normalise_are_blamed(
+        self, results: dict[str, Any]
+    ) -> None:
+        assert blamed(results["sweep NotNormalised"]) == {"router_weights"}
+
+    def test_norm_of_each_head_is_shown(self, results: dict[str, Any]) -> None:
+        assert blamed(results["sweep AveragedNorms"]) == {"q_norm", "k_norm"}
+
+    def test_experts_run_alone_from_the_golden_choice(self, results: dict[str, Any]) -> None:
+        right = record_of(results["experts AsDeclared"])
+        assert (right["verdict"], right["compared"]) == ("pass", 1)
+        assert blamed(results["experts SwappedGateUp"]) == {"moe_delta"}
+
+
+class TestTrace:
+    def test_layer_is_compiled_and_passes(self, results: dict[str, Any]) -> None:
+        assert results["trace AsDeclared"]["exit_code"] == 0, results["trace AsDeclared"]["stderr"]
+        assert "router_weights" in results["trace AsDeclared"]["stdout"]
+        record = record_of(results["sweep traced"])
+        assert (record["verdict"], record["compared"]) == ("pass", 15)
+
+
+class TestWeights:
+    def test_right_conversion_passes(self, results: dict[str, Any]) -> None:
+        result = results["weights AsDeclared"]
+        assert result["exit_code"] == 0, result["stdout"]
+        assert "Converted by ForCausalLM.convert_hf_to_neuron_state_dict" in result["stdout"]
+
+    def test_table_is_told_apart(self, results: dict[str, Any]) -> None:
+        result = results["weights ByTable"]
+        assert result["exit_code"] == 0, result["stdout"]
+        assert "Converted by mm2's table of NxDI's names, not the port" in result["stdout"]
+
+    def test_cast_router_is_wrong(self, results: dict[str, Any]) -> None:
+        result = results["weights DecoderLayer"]
+        assert result["exit_code"] == 1
+        assert "gate (router) is bfloat16: the router decides in float32" in result["stdout"]
+        assert "e_score_correction_bias is bfloat16" in result["stdout"]
+
+    def test_mistakes_of_the_applications_conversion_are_found(self, results: dict[str, Any]) -> None:
+        assert "w1 (gate) and w3 (up) are swapped" in results["weights SwappedGateUp"]["stdout"]
+        assert "missing: e_score_correction_bias lands nowhere" in results["weights LostBias"]["stdout"]
+        assert "missing: o_proj lands nowhere" in results["weights LostOutput"]["stdout"]

@@ -1,0 +1,147 @@
+"""Whole ports with a mistake each, that only some prompts or some passes show."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
+
+from model_port import Model
+from port import Moe
+
+
+class Halved(nn.Linear):
+    """Multiplies in halves that are rounded before they are added, as two ranks do."""
+
+    def forward(self, states):
+        width = states.shape[-1] // 2
+        first = functional.linear(states[..., :width], self.weight[:, :width])
+        return first + functional.linear(states[..., width:], self.weight[:, width:])
+
+
+class Reordered(Model):
+    """Right: sums o_proj in halves, and the experts one by one from the last on, each sum in BF16."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.o_proj.__class__ = Halved
+            layer.moe.__class__ = ReversedMoe
+
+
+class ReversedMoe(Moe):
+    """Experts one by one, the last first, added in BF16."""
+
+    def forward(self, states):
+        tokens = states.flatten(0, 1)
+        _, weights, experts = self.router(tokens)
+        total = torch.zeros_like(tokens)
+        for expert in reversed(range(len(self.down_proj))):
+            chosen, places = torch.where(experts == expert)
+            gate, up = (tokens[chosen] @ self.gate_up_proj[expert].T).chunk(2, dim=-1)
+            output = self.activate(gate, up) @ self.down_proj[expert].T
+            total[chosen] += output * weights[chosen, places, None].to(output.dtype)
+        return total.unflatten(0, states.shape[:2])
+
+
+class LatePositions(Model):
+    """Decodes at positions that are one too large."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        if past_key_values is not None:
+            position_ids = position_ids + 1
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+
+
+class LateStaleValues(Model):
+    """From the third decoding step on, layer 1 caches the values of the token before."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        self.step = 0 if past_key_values is None else self.step + 1
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        if self.step >= 3:
+            keys, values = cache[1]
+            values = values.clone()
+            values[:, :, -1] = values[:, :, -2]
+            cache[1] = keys, values
+        return logits, cache
+
+
+class WrongAfterStep(Model):
+    """From the third decoding step on, exchanges the logits' halves."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        self.step = 0 if past_key_values is None else self.step + 1
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return (logits.roll(logits.shape[-1] // 2, -1) if self.step >= 3 else logits), cache
+
+
+class SeesPadding(Model):
+    """Attends to the padding too."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        return super().forward(input_ids, torch.ones_like(attention_mask), position_ids, past_key_values)
+
+
+class LastColumn(Model):
+    """Returns the logits of the last column, which may be padding."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return logits[:, -1:], cache
+
+
+class LastToken(Model):
+    """Right: returns the logits of each prompt's last token alone."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        num_columns = input_ids.shape[1]
+        last = (attention_mask[:, -num_columns:] * torch.arange(num_columns)).argmax(dim=1)
+        return logits[torch.arange(len(last)), last][:, None], cache
+
+
+class SwappedGateUp(Model):
+    """Has gate and up exchanged in layer 2."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        converted = super().convert_state_dict(tensors, config, layer_idx)
+        if layer_idx == 2:
+            name = "model.layers.2.moe.gate_up_proj"
+            converted[name] = torch.cat(converted[name].chunk(2, dim=1)[::-1], dim=1)
+        return converted
+
+
+class WrongWord(Model):
+    """Fails on prompts that hold token 200: its embedding is that of token 201."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        input_ids = torch.where(input_ids == 200, 201, input_ids)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+
+
+class Short(Model):
+    """Returns the logits of one shard of the vocabulary."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return logits[..., : logits.shape[-1] // 2], cache
+
+
+class Counting(Model):
+    """Right: writes a line for each pass to the file that a variable names, and dies after so many."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        path = Path(os.environ["COUNTED_PASSES"])
+        with path.open("a") as file:
+            file.write(f"{list(input_ids.shape)}\n")
+        most = int(os.environ.get("MOST_PASSES", "1000000"))
+        if len(path.read_text().splitlines()) > most:
+            raise RuntimeError("the device is gone")
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values)
