@@ -14,7 +14,7 @@
 - `returned`: the output, keys and values that a port returned
 - `model_target`: a whole port, found, built, loaded; `model_exposure`: its sites; `model_returned`: its results
 - `model_batch`: the sizes of a whole port's batch; `model_classes`: classes of its submodules, here and elsewhere
-- `nxdi_model`: whole ports on neuronx-distributed-inference; `nxdi_loaded`: their applications, built, loaded and called
+- `nxdi_model`: whole ports on NxDI; `nxdi_loaded`: their applications, built, loaded and called
 - `nxdi_capture`: NxDI's tensor capture of a pass, read as sites
 - `port_errors`: translation of errors raised by a port's code
 """
