@@ -154,4 +154,4 @@ def _follow_model(assignment: ModelAssignment, runtime: Runtime) -> None:
         budget=MemoryBudget(assignment.budget_bytes),
     )
     with CheckpointReader(assignment.folder) as reader:
-        ModelExecutor(setup, runtime=runtime, reader=reader).follow()
+        ModelExecutor(setup, batch=assignment.batch, runtime=runtime, reader=reader).follow()

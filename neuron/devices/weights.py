@@ -52,10 +52,10 @@ def reads_in_place(convert: Callable[..., object]) -> bool:
 
 
 class WeightLoader:
-    """A loader of weights onto one device, read by `pool`. `wait` returns when everything sent has arrived there."""
+    """A loader of weights onto one `device`, read by `pool`. `wait` returns when everything sent has arrived there."""
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:
-        self._device = device
+        self.device = device
         self._wait = wait
         self._pool = pool
         self._buffers = _Buffers()
@@ -106,14 +106,14 @@ class WeightLoader:
     def _fill(
         self, module: nn.Module, parameters: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self._fill_in_place(module, parameters, weights, what=what)
         else:
             self._send(module, parameters, weights, what=what)
 
     def _finish(self, module: nn.Module, *, what: str) -> None:
         _refuse_empty(module, what=what)
-        module.to(self._device)
+        module.to(self.device)
 
     def begin(self, module: nn.Module, weights: dict[str, Weight]) -> None:
         """Begin to read the weights of a later `load`, while the device computes with the present ones.
@@ -122,7 +122,7 @@ class WeightLoader:
         CPU, where weights have no memory but the module's, and if weights do not fit, which `load` reports.
         """
         parameters = module.state_dict(keep_vars=True)
-        if self._device.type == "cpu" or _find_misfits(parameters, weights):
+        if self.device.type == "cpu" or _find_misfits(parameters, weights):
             return
         for name, parameter in parameters.items():
             weights[name] = self._stage(weights[name], parameter)
@@ -213,7 +213,7 @@ class WeightLoader:
 
     def _move(self, host: torch.Tensor) -> torch.Tensor:
         started = time.perf_counter()
-        moved = host.to(self._device)
+        moved = host.to(self.device)
         # The host buffer is filled again for another weight: the transfer must have ended.
         self._wait()
         self.sending_s += time.perf_counter() - started

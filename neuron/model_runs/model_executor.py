@@ -28,6 +28,8 @@ from neuron.model_runs.model_request import ModelSetup
 from neuron.model_runs.pass_result import PassResult, join_rows
 from neuron.model_runs.passes import Pass
 from neuron.ports.exposure import router_dtypes
+from neuron.ports.model_batch import ModelBatch
+from neuron.ports.model_classes import CLASSES, ModelClasses
 from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
     CUT_TOKENS,
@@ -58,6 +60,7 @@ class ModelAssignment:
     target: str  # the port as the user named it
     dtype: torch.dtype
     sites: tuple[Site, ...]
+    batch: ModelBatch | None
     budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
 
 
@@ -75,8 +78,16 @@ class PassRequest:
 class ModelExecutor:
     """A whole port in memory. A context manager, whose threads and hooks end with the block."""
 
-    def __init__(self, setup: ModelSetup, *, runtime: Runtime, reader: CheckpointReader) -> None:
+    def __init__(
+        self,
+        setup: ModelSetup,
+        *,
+        runtime: Runtime,
+        reader: CheckpointReader,
+        batch: ModelBatch | None = None,
+    ) -> None:
         self.setup = setup
+        self._batch = batch
         self.runtime = runtime
         self._reader = reader
         self._what = f"target {setup.target.name}"
@@ -91,6 +102,7 @@ class ModelExecutor:
                 target=self.setup.target.name,
                 dtype=self.setup.dtype,
                 sites=self.setup.sites,
+                batch=self._batch,
                 budget_bytes=self.setup.budget.limit_bytes,
             )
         )
@@ -107,7 +119,9 @@ class ModelExecutor:
         """Build the port, load its weights, and hook its sites, once: a compiled graph keeps its first hooks."""
         setup, runtime = self.setup, self.runtime
         setup.budget.require(self._weight_bytes(), "the weights of the whole port")
-        self.module = setup.target.build(setup.spec, dtype=setup.dtype, ranks=runtime.ranks)
+        self.module = setup.target.build(
+            setup.spec, dtype=setup.dtype, batch=self._batch, ranks=runtime.ranks
+        )
         pool = ReadingPool(torch.get_num_threads())
         self._stack.callback(pool.close)
         loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)
@@ -148,6 +162,12 @@ class ModelExecutor:
             self._calls.append(index)
 
         return note_call
+
+    @property
+    def classes(self) -> ModelClasses | None:
+        """Classes of the port's submodules; None if the port does not tell them."""
+        found = getattr(eager_module(self.module), CLASSES, None)
+        return found if isinstance(found, ModelClasses) else None
 
     def run(self, request: PassRequest) -> PassResult:
         """Run one pass on all ranks.
@@ -228,6 +248,11 @@ class ModelExecutor:
         if request.fed is None:
             return ExitStack()
         layer, states = request.fed
+        if not self.exposure.layers:
+            raise TargetError(
+                f"{self._what} does not show its layers: none can run alone",
+                next_step="Name the list of layers in the port's `sites`, as scripts/examples/model_port.py has it.",
+            )
         cut_tokens = getattr(eager_module(self.module), CUT_TOKENS, None)
         if cut_tokens is not None:
             states = cut_tokens(states)

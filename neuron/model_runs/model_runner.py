@@ -41,6 +41,7 @@ from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.pass_result import PassResult
 from neuron.model_runs.passes import Pass, next_pass, plan_passes
+from neuron.ports.model_batch import ModelBatch
 
 # Least norm to divide by.
 _TINY = 1e-30
@@ -75,7 +76,10 @@ class ModelRun:
         self._passes = plan_passes(request.inputs, request.run.num_decoded)
         self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
         self._refuse_other_golden()
-        self._executor = ModelExecutor(request, runtime=runtime, reader=reader)
+        batch = ModelBatch.of(
+            request.inputs, num_decoded=request.run.num_decoded, max_new_tokens=request.max_new_tokens
+        )
+        self._executor = ModelExecutor(request, batch=batch, runtime=runtime, reader=reader)
 
     def __enter__(self) -> ModelRun:
         self._executor.__enter__()
@@ -217,6 +221,7 @@ class ModelRun:
             for result in results
             if result.logits.shape[-1] > vocab_size
         ]
+        classes = self._executor.classes
         writer.write_json(
             PASSES_NAME,
             encode(
@@ -233,6 +238,8 @@ class ModelRun:
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
                     padded_logits_above=_clipped(max(above)) if above else None,
                     repetitions=repetitions,
+                    classes=None if classes is None else classes.here,
+                    other_classes=None if classes is None else classes.other,
                 )
             ),
         )

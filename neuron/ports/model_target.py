@@ -24,6 +24,7 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
+from neuron.ports.model_batch import ModelBatch
 from neuron.ports.port_errors import port_errors
 from neuron.ports.sources import import_callable
 from neuron.ports.target import target_config
@@ -68,8 +69,17 @@ class ModelTarget(ABC):
         sharing.pop("reduce_dtype", None)
         return sharing
 
-    def build(self, spec: ModelSpec, *, dtype: torch.dtype, ranks: Ranks | None = None) -> nn.Module:
+    def build(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        batch: ModelBatch | None = None,
+        ranks: Ranks | None = None,
+    ) -> nn.Module:
         """Build the model without loading weights; `ranks` share it, None stands for one rank alone.
+
+        The port finds `batch` in its config, as `config.batch`; None if batches of several sizes will come.
 
         Raises:
             TargetError: The port raised, or returned no module.
@@ -79,7 +89,9 @@ class ModelTarget(ABC):
         try:
             failed = f"target {self.name} cannot be built"
             with port_errors(failed, activity=f"building target {self.name}", next_step=_BUILD_STEP):
-                module = self.make(target_config(spec, ranks=ranks))
+                config = target_config(spec, ranks=ranks)
+                config.batch = batch
+                module = self.make(config)
                 if isinstance(module, nn.Module):
                     module.eval()
         finally:

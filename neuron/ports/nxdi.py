@@ -108,7 +108,7 @@ class NxdiTarget(Target):
             TargetError: NxDI is not installed, the module has several configs of NxDI, or NxDI cannot cast the layer.
         """
         require_nxdi()
-        _log_to_stderr()
+        log_to_stderr()
         degree, rank = _open_parallel_state()
         nxdi_config = make_nxdi_config(
             self.layer_class,
@@ -124,7 +124,7 @@ class NxdiTarget(Target):
             conversion=self._choose_conversion(layer, nxdi_config, layout),
             layout=layout,
             neuron_config=nxdi_config.neuron_config,
-            is_cpu_mode=_is_cpu_mode(),
+            is_cpu_mode=is_cpu_mode(),
         )
 
     def _choose_conversion(self, layer: Any, nxdi_config: Any, layout: NxdiLayout) -> Conversion:
@@ -155,13 +155,14 @@ def require_nxdi() -> None:
         ) from error
 
 
-def _is_cpu_mode() -> bool:
+def is_cpu_mode() -> bool:
+    """Decide whether NxD is set to compute on the CPU."""
     from neuronx_distributed.utils import cpu_mode
 
     return bool(cpu_mode())
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     """Turn NxD's and NxDI's loggers away from standard output, where results belong."""
     for name in tuple(logging.root.manager.loggerDict):
         if name.startswith(_LOGGER_PREFIXES):

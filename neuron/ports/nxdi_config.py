@@ -18,7 +18,7 @@ from minimax_tools.errors import TargetError
 # Attribute of the port's class or module that overrides mm2's choices for NxDI's MoENeuronConfig.
 OPTIONS = "mm2_neuron_config"
 # Keys that models on NxDI need and MiniMax-M2's config.json lacks.
-_ABSENT_KEYS: Mapping[str, object] = {
+ABSENT_KEYS: Mapping[str, object] = {
     "n_shared_experts": 0,
     "norm_topk_prob": True,
     "pad_token_id": 0,
@@ -62,7 +62,7 @@ def make_nxdi_config(
     neuron_config.is_prefill_stage = True
     # `ranks` is mm2's addition to config.json, not NxDI's.
     values = {name: value for name, value in vars(config).items() if name != "ranks"}
-    return config_class(neuron_config, **{**_ABSENT_KEYS, **values})
+    return config_class(neuron_config, **{**ABSENT_KEYS, **values})
 
 
 def _find_config_class(layer_class: Callable[..., Any], module: ModuleType) -> Any:

@@ -89,9 +89,11 @@ def process(tmp_path: Path) -> Process:
 def run_python(tmp_path_factory: pytest.TempPathFactory) -> Process:
     """Runs Python code in a process of its own; what lies in `folder` can be imported."""
 
-    def run_code(code: str, *, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run_code(
+        code: str, *, folder: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("python") if folder is None else folder
-        return _run_process([sys.executable, "-c", code], folder=folder)
+        return _run_process([sys.executable, "-c", code], folder=folder, environment=environment)
 
     return run_code
 

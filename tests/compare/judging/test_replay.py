@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import sign
 
 from compare.cli import main as mm2_compare
+from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
@@ -104,6 +106,17 @@ def test_command_with_a_model_judges_them(flipped: Path, golden: Path, toy: Path
     assert "not judged behind them" not in result.stdout
     # The worst flips are named: where, which experts, and how far apart they are.
     assert "apart in score" in result.stdout
+
+
+def test_golden_in_float32_is_replayed_without_rounding(tmp_path: Path, command: Command) -> None:
+    model, golden = tmp_path / "model", tmp_path / "golden"
+    synthesize(model, model=SyntheticModel(), dtype=torch.float32, shard_size_bytes=None, seed=0)
+    common = ("--model", model, "--dtype", "float32", "--quiet")
+    made = command(mm2_gpu, "extract-all", *common, "--seq-len", "24,17", "--output-dir", golden)
+    assert made.exit_code == 0, made.output
+    port = ("--target", f"{PORTS}:NoCorrectionBias", "--backend", "cpu", "--output-dir", tmp_path / "run")
+    result = command(mm2_test, "single-layer", "--layer", LAYER, *common, "--golden", golden, *port, "--json")
+    assert [blame["sites"] for blame in json.loads(result.stdout)["blame"]] == [["router_experts"]]
 
 
 @pytest.mark.parametrize("noise_floor", ["stats", "off"])

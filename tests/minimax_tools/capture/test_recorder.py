@@ -110,6 +110,15 @@ def test_fed_tensor_takes_the_place_of_what_was_there(site: Site, expected: list
     assert torch.equal(recorder.tensors[site], torch.tensor([10.0, 20.0]))
 
 
+def test_fed_columns_leave_the_padding_of_a_bucket_as_it_is() -> None:
+    module, fed = torch.nn.Identity(), torch.full((2, 3, 4), 7.0)
+    taps = {Site.INPUT: Tap(path="", point="input")}
+    with Recorder(module, taps, keep=copy_to_host, feeds={Site.INPUT: fed}):
+        output = module(torch.zeros(2, 5, 4))
+    assert torch.equal(output[:, :3], fed)
+    assert torch.equal(output[:, 3:], torch.zeros(2, 2, 4))
+
+
 @pytest.mark.parametrize(
     ("site", "shape", "expected"),
     [

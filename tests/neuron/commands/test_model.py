@@ -239,6 +239,37 @@ class Model(Right):
     assert (result.exit_code, record["verdict"]) == (0, "pass")
 
 
+def test_a_port_that_hides_its_layers_is_judged_and_none_runs_alone(run_model: Any) -> None:
+    source = (
+        SWAPPED.replace("class Model(Right)", "class Wrong(Right)")
+        + """
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.hidden = [Wrong(config)]
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        converted = self.hidden[0].convert_state_dict(tensors, config, layer_idx)
+        self.hidden[0].load_state_dict(converted, strict=False)
+        return {}
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        states = []
+        layers = self.hidden[0].model.layers
+        hooks = [layer.register_forward_hook(lambda *call: states.append(call[2][0])) for layer in layers]
+        logits, cache = self.hidden[0](input_ids, attention_mask, position_ids, past_key_values)
+        for hook in hooks:
+            hook.remove()
+        sites = {f"layer_{index}.output": output for index, output in enumerate(states)}
+        return {"logits": logits, "past_key_values": cache, "sites": sites}
+"""
+    )
+    result, record = run_model(source)
+    assert result.exit_code == 1
+    assert record["findings"][0]["layer"] == 2
+    assert record["isolated"] is None
+
+
 def test_a_port_that_shows_no_layer_is_judged_by_its_logits(run_model: Any) -> None:
     result, record = run_model(CLOSED_RIGHT)
     assert (result.exit_code, record["verdict"]) == (0, "pass")

@@ -1,0 +1,395 @@
+"""LoadedApplication: a port's application on NxDI (a NeuronBaseForCausalLM), built, loaded and called.
+
+NxDI pads prompts on the right, gives padding the position 1, and takes the last token's row at the largest position.
+A decoding step's mask holds the cached positions, not its own. On the CPU an application is one module (`to_cpu`); on
+Neuron it is compiled, and shows tensors by NxDI's tensor capture alone. Read in NxDI 0.9; never run on a device.
+B prompts, S columns of the pass, C columns of the bucket, K kv heads, P positions of the cache, D head_dim.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from minimax_tools.capture.passes import CachePair
+from minimax_tools.errors import TargetError
+from neuron.devices.ranks import Ranks
+from neuron.ports.model_batch import ModelBatch
+from neuron.ports.nxdi import is_cpu_mode, log_to_stderr
+from neuron.ports.nxdi_capture import captured_modules
+from neuron.ports.nxdi_config import ABSENT_KEYS, OPTIONS
+from neuron.ports.nxdi_layer import CPU_MODE_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+# The cache's length is a multiple of this: NxDI's kernels take no other.
+_LENGTH_MULTIPLE = 128
+# Keys that NxDI's application reads in its config, which transformers' configs have.
+_CONFIG_KEYS: Mapping[str, object] = {
+    **ABSENT_KEYS,
+    "is_encoder_decoder": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "use_return_dict": True,
+}
+# mm2's additions to config.json.
+_ADDED_KEYS = ("batch", "ranks")
+# On the CPU the stages share a module of the largest bucket, because NxDI's mask fits no other; and no kernel runs.
+_CPU_OPTIONS: Mapping[str, object] = {
+    "on_cpu": True,
+    "enable_bucketing": False,
+    "context_encoding_buckets": None,
+    "token_generation_buckets": None,
+    # Else NxDI takes it for prompts of some lengths.
+    "attn_kernel_enabled": False,
+}
+_WORLD_SIZE = "WORLD_SIZE"
+_OPTIONS_STEP = f"Correct {OPTIONS} of the port's class or module."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NxdiSettings:
+    """The settings that decide how an application is built."""
+
+    application_class: Any  # a subclass of NeuronBaseForCausalLM
+    module: ModuleType  # the module that defines it
+    config: Any  # the keys of config.json as attributes, with the run's `batch` and `ranks`
+    dtype: torch.dtype
+    is_on_cpu: bool
+
+    @property
+    def batch(self) -> ModelBatch:
+        """The sizes of the run's batch."""
+        batch: ModelBatch = self.config.batch
+        return batch
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the model."""
+        ranks: Ranks = self.config.ranks
+        return ranks
+
+    def build_config(self, folder: Path, **overriding: object) -> Any:
+        """Build NxDI's config of the model, with that of the device; the port's options override mm2's.
+
+        Raises:
+            TargetError: The options contradict the run.
+        """
+        config_class = self.application_class.get_config_cls()
+        neuron_config = config_class.get_neuron_config_cls()(**self._options())
+        self._check(neuron_config)
+        own = {name: value for name, value in vars(self.config).items() if name not in _ADDED_KEYS}
+        values = {**_CONFIG_KEYS, **own, "_name_or_path": str(folder), **overriding}
+        return config_class(neuron_config, **values)
+
+    def _options(self) -> dict[str, object]:
+        length = -(-self.batch.num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        own = {**getattr(self.module, OPTIONS, {}), **getattr(self.application_class, OPTIONS, {})}
+        options: dict[str, object] = {
+            "tp_degree": self.ranks.degree,
+            "batch_size": self.batch.num_prompts,
+            "seq_len": length,
+            "torch_dtype": self.dtype,
+            "router_config": {"act_fn": self.config.scoring_func, "dtype": torch.float32},
+            "output_logits": True,
+            # The likeliest token: what mm2 can judge.
+            "on_device_sampling_config": {"do_sample": False, "top_k": 1},
+            **own,
+        }
+        options.setdefault("moe_tp_degree", options["tp_degree"])
+        if self.is_on_cpu:
+            # In the context pass NxDI pads the mask to `max_context_length`, and in its module to `seq_len`.
+            options |= {**_CPU_OPTIONS, "max_context_length": options["seq_len"]}
+        if options["on_device_sampling_config"] is None:
+            # On the CPU NxDI would take the second tensor for keys of the cache.
+            options["output_logits"] = False
+        return options
+
+    def _check(self, neuron_config: Any) -> None:
+        """Refuse options that this run cannot have, all at once."""
+        batch = self.batch
+        faults = []
+        if neuron_config.batch_size != batch.num_prompts:
+            faults.append(f"batch_size {neuron_config.batch_size} for {batch.num_prompts} prompts")
+        if neuron_config.seq_len < batch.num_tokens:
+            faults.append(f"seq_len {neuron_config.seq_len} for {batch.num_tokens} tokens")
+        if neuron_config.padding_side != "right":
+            faults.append(f"padding_side {neuron_config.padding_side!r}, where mm2 pads on the right")
+        if self.is_on_cpu and neuron_config.is_continuous_batching:
+            faults.append("is_continuous_batching, for which NxDI builds each stage apart on the CPU")
+        if self.is_on_cpu and neuron_config.tp_degree != self.ranks.degree:
+            faults.append(f"tp_degree {neuron_config.tp_degree} for --tp-degree {self.ranks.degree}")
+        if faults:
+            raise TargetError(
+                f"{self.application_class.__name__} cannot be set up for this run",
+                found="; ".join(faults),
+                next_step=_OPTIONS_STEP,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NxdiOutput:
+    """The output of a pass."""
+
+    logits: torch.Tensor  # [B,1,vocab], of each prompt's last token
+    tokens: torch.Tensor | None  # tokens that NxDI's sampler chose, [B]; None if it does not sample
+
+
+class LoadedApplication:
+    """An application with its weights, on the CPU or on Neuron."""
+
+    def __init__(self, application: Any, *, settings: NxdiSettings, folder: Path) -> None:
+        self._application = application
+        self._settings = settings
+        self._folder = folder
+        self._neuron_config = application.neuron_config
+
+    @classmethod
+    def open(cls, settings: NxdiSettings, folder: Path) -> LoadedApplication:
+        """Build the application and load the checkpoint in `folder`, by the port's own conversion.
+
+        Raises:
+            TargetError: NxD was set to compute on another device, or the settings do not fit.
+        """
+        log_to_stderr()
+        _refuse_other_device(settings)
+        return cls._on_cpu(settings, folder) if settings.is_on_cpu else cls._on_neuron(settings, folder)
+
+    @classmethod
+    def _on_cpu(cls, settings: NxdiSettings, folder: Path) -> LoadedApplication:
+        config = settings.build_config(folder)
+        application = settings.application_class(str(folder), config)
+        with _group_left_open():
+            application.to_cpu()
+        opened = cls(application, settings=settings, folder=folder)
+        if opened.captures:
+            opened._enable_capture()
+        return opened
+
+    @classmethod
+    def _on_neuron(cls, settings: NxdiSettings, folder: Path) -> LoadedApplication:
+        from neuronx_distributed_inference.utils.tensor_capture_utils import (
+            list_capturable_modules_in_application,
+        )
+
+        config = settings.build_config(folder)
+        _close_groups()
+        if config.neuron_config.tensor_capture_config is None:
+            # Names of modules are those of any number of layers; one layer is built fast.
+            small = settings.application_class(
+                str(folder), settings.build_config(folder, num_hidden_layers=1)
+            )
+            present = [
+                name for names in list_capturable_modules_in_application(small).values() for name in names
+            ]
+            capture = {
+                "modules_to_capture": captured_modules(present, num_layers=config.num_hidden_layers),
+                "capture_inputs": True,
+            }
+            config.neuron_config.tensor_capture_config = _tensor_capture_config(capture)
+        application = settings.application_class(str(folder), config)
+        # The compiled program is loaded at once, and not kept: it fits this run's sizes and sites alone.
+        with tempfile.TemporaryDirectory(prefix="mm2_nxdi_") as compiled:
+            application.compile(compiled)
+            application.load(compiled)
+        return cls(application, settings=settings, folder=folder)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model's module, of which all stages compute; None for a compiled application."""
+        if not self._settings.is_on_cpu:
+            return None
+        module: nn.Module = self._application.models[0].model
+        return module
+
+    def build_for_device(self) -> nn.Module | None:
+        """Build the model's module, with one layer and no weights, as NxD does for Neuron; None if that fails here."""
+        module, settings = self.module, replace(self._settings, is_on_cpu=False)
+        assert module is not None, "an application on the CPU has a module"
+        try:
+            with _compiling():
+                built: nn.Module = type(module)(settings.build_config(self._folder, num_hidden_layers=1))
+        except Exception as error:  # the port's code, set up for a device that is not here
+            logger.info("The module for the device cannot be built here: %s", error)
+            return None
+        return built
+
+    @property
+    def captures(self) -> bool:
+        """True if NxDI's tensor capture is set."""
+        return self._neuron_config.tensor_capture_config is not None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that the heads are divided among."""
+        return int(self._neuron_config.tp_degree)
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        captured: Path,
+    ) -> NxdiOutput:
+        """Compute prompts [B,S], padded on the right; captured tensors are written into a folder."""
+        self._application.reset()
+        positions = torch.where(attention_mask.bool(), position_ids, 1)
+        return self._call(input_ids, attention_mask, positions, captured=captured)
+
+    def decode(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, captured: Path) -> NxdiOutput:
+        """Compute a token of each prompt, [B,1], behind those in the cache at smaller positions."""
+        cached = torch.arange(int(position_ids.max())) < position_ids
+        return self._call(input_ids, cached.to(input_ids.dtype), position_ids, captured=captured)
+
+    def read_cache(self) -> list[CachePair] | None:
+        """Return this rank's keys and values [B,K,P,D] of each layer, entries by position; None on a device."""
+        if self.module is None:
+            return None
+        manager: Any = self.module.kv_mgr
+        flat: Sequence[torch.Tensor] = list(manager.past_key_values)
+        # Behind the prompts NxDI may keep rows for writes that are to be discarded.
+        rows = slice(self._settings.batch.num_prompts)
+        is_transposed = bool(self._neuron_config.k_cache_transposed)
+        return [
+            ((keys.mT if is_transposed else keys)[rows], values[rows])
+            for keys, values in zip(flat[::2], flat[1::2], strict=True)
+        ]
+
+    def _call(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        captured: Path,
+    ) -> NxdiOutput:
+        batch_size = len(input_ids)
+        keywords: dict[str, Any] = {}
+        if self.captures:
+            keywords["tensor_capture_hook"] = self._capture_hook(captured)
+        result = self._application(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            seq_ids=torch.arange(batch_size),
+            # Top k, top p and temperature, which a greedy sampler does not read.
+            sampling_params=torch.ones(batch_size, 3),
+            **keywords,
+        )
+        # Without a sampler NxDI returns the logits a second time, as `tokens`. On the CPU its sampler reads the rank's
+        # own part of the vocabulary, whatever the port.
+        is_of_a_part = self._settings.is_on_cpu and self._settings.ranks.are_several
+        is_sampled = self._neuron_config.on_device_sampling_config is not None and not is_of_a_part
+        return NxdiOutput(logits=result.logits, tokens=result.tokens if is_sampled else None)
+
+    def _capture_hook(self, directory: Path) -> Any:
+        from neuronx_distributed_inference.utils.tensor_capture_utils import get_tensor_capture_hook
+
+        if self._settings.is_on_cpu:
+            self._configure_registry()
+        if not self._settings.ranks.is_lead:
+            return None
+        return get_tensor_capture_hook(tensor_capture_save_dir=str(directory))
+
+    def _enable_capture(self) -> None:
+        """Hook the modules, as NxDI itself does when it compiles an application, and not in `to_cpu`."""
+        from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
+
+        config = self._neuron_config.tensor_capture_config
+        module = self.module
+        assert module is not None, "an application on the CPU has a module"
+        enable_tensor_capture(
+            module,
+            modules_to_capture=config.modules_to_capture,
+            max_tensors=config.max_intermediate_tensors,
+            capture_inputs=config.capture_inputs,
+        )
+
+    def _configure_registry(self) -> None:
+        """Name the modules to NxD's registry again: NxDI clears it behind each pass, names included."""
+        from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry
+
+        config = self._neuron_config.tensor_capture_config
+        registry: Any = TensorRegistry
+        registry.get_instance().configure(
+            enabled=True,
+            modules=config.modules_to_capture,
+            max_tensors=config.max_intermediate_tensors,
+            capture_inputs=config.capture_inputs,
+        )
+
+
+def _refuse_other_device(settings: NxdiSettings) -> None:
+    if settings.is_on_cpu != is_cpu_mode():
+        raise TargetError(
+            f"{settings.application_class.__name__} runs on {'the CPU' if settings.is_on_cpu else 'Neuron'}, which "
+            "NxD was not told",
+            expected=f"{CPU_MODE_VARIABLE}={int(settings.is_on_cpu)}",
+            found=f"{CPU_MODE_VARIABLE}={int(is_cpu_mode())}",
+            next_step=f"Set {CPU_MODE_VARIABLE}=1 for --backend cpu, and only there.",
+        )
+    if settings.is_on_cpu and settings.ranks.are_several and settings.dtype is not torch.float32:
+        raise TargetError(
+            f"NxDI runs several ranks on the CPU in float32 alone, and this run is in {settings.dtype}",
+            next_step="Add --dtype float32, or leave out --tp-degree.",
+        )
+    if not settings.is_on_cpu and settings.ranks.are_several:
+        raise TargetError(
+            "on Neuron NxDI drives all cores from one process",
+            found=f"--tp-degree {settings.ranks.degree}",
+            next_step=f"Leave out --tp-degree, and set tp_degree in {OPTIONS} of the port's class.",
+        )
+
+
+@contextmanager
+def _group_left_open() -> Iterator[None]:
+    """Hide for the block that ranks were launched: NxDI would open the process group, which the run has open."""
+    hidden = os.environ.pop(_WORLD_SIZE, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[_WORLD_SIZE] = hidden
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Let NxD build modules for the block as it does when it compiles for a device: without values of weights."""
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    before, mode = os.environ[CPU_MODE_VARIABLE], parallel_state.get_aot_mode()
+    os.environ[CPU_MODE_VARIABLE] = "0"
+    parallel_state.set_aot_mode(True)
+    try:
+        yield
+    finally:
+        os.environ[CPU_MODE_VARIABLE] = before
+        parallel_state.set_aot_mode(mode)
+
+
+def _close_groups() -> None:
+    """Close the run's groups: NxDI opens its own to compile. A single rank needs none of mm2's."""
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _tensor_capture_config(options: Mapping[str, object]) -> Any:
+    from neuronx_distributed_inference.models.config import TensorCaptureConfig
+
+    return TensorCaptureConfig(**options)

@@ -1,0 +1,244 @@
+"""Whole ports on neuronx-distributed-inference: `--target nxdi:package.module:CLASS` of `mm2-test model`.
+
+CLASS is a subclass of NxDI's NeuronBaseForCausalLM. `NxdiModel` is such an application behind the protocol of a whole
+port. On the CPU its sites are recorded by hooks, with NXD_CPU_MODE=1. On Neuron, and where the port's options set a
+`tensor_capture_config`, they are read from NxDI's own tensor capture.
+B prompts, S columns of the pass.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.capture.passes import CachePair
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.model.site_layouts import Sharded
+from minimax_tools.model.sites import ModelSite
+from minimax_tools.model.spec import ModelSpec
+from neuron.devices.ranks import Ranks
+from neuron.devices.weights import WeightLoader
+from neuron.ports.model_batch import ModelBatch
+from neuron.ports.model_classes import ModelClasses
+from neuron.ports.model_exposure import CACHE, LAYERS
+from neuron.ports.model_returned import ModelResult
+from neuron.ports.model_target import ModelTarget
+from neuron.ports.nxdi import PREFIX, require_nxdi
+from neuron.ports.nxdi_capture import read_captured
+from neuron.ports.nxdi_layout import NxdiLayout
+from neuron.ports.nxdi_loaded import LoadedApplication, NxdiSettings
+from neuron.ports.nxdi_sites import LAYER, find_sites
+from neuron.ports.port_errors import port_errors
+from neuron.ports.sources import import_callable
+
+_LOAD_STEP = "NxDI loads it by the class's own conversion; see --debug for the traceback."
+_MADE_BY = "A golden with right padding: mm2-gpu full --padding-side right."
+# Tokens of the shortest prompt in a prefill.
+_LEAST_PREFILLED = 2
+
+
+class NxdiModel(nn.Module):
+    """An application of NxDI behind the protocol of a whole port; `open` loads it."""
+
+    keeps_cache = True
+
+    def __init__(self, settings: NxdiSettings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._application: LoadedApplication | None = None
+        self.sites: dict[str, str] = {}
+        self.classes: ModelClasses | None = None  # None if the module tree cannot be seen
+
+    def open(self, folder: Path, spec: ModelSpec, *, is_on_cpu: bool) -> None:
+        """Build the application and load the checkpoint in `folder`."""
+        settings = replace(self._settings, is_on_cpu=is_on_cpu)
+        self._application = LoadedApplication.open(settings, folder)
+        module = self._application.module
+        if module is None:
+            return
+        self.classes = ModelClasses.compare(module, self._application.build_for_device())
+        if self._application.captures:
+            # As on a device: the capture alone shows the sites.
+            return
+        self.model = module
+        ranks = settings.ranks
+        layout = NxdiLayout(spec=spec, tp_degree=ranks.degree, rank=ranks.rank)
+        self.sites = {
+            LAYERS: "model.layers",
+            str(ModelSite.EMBEDDING): "model.embed_tokens",
+            str(ModelSite.FINAL_NORM): "model.norm",
+            **_show_sites(module.get_submodule("layers"), layout),
+        }
+        if ranks.are_several:
+            self.sites[CACHE] = str(Sharded(dim=1, blocks=layout.heads.all_kv_heads()))
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> ModelResult:
+        """Run a pass of token ids [B,S]; the mask [B,P+S] of 0/1 has the columns of earlier passes first.
+
+        A pass without earlier columns is a prefill.
+        """
+        application = self._opened
+        with tempfile.TemporaryDirectory(prefix="mm2_nxdi_") as folder:
+            captured = Path(folder)
+            if attention_mask.shape[1] == input_ids.shape[1]:
+                output = application.prefill(input_ids, attention_mask, position_ids, captured=captured)
+            else:
+                output = application.decode(input_ids, position_ids, captured=captured)
+            sites = {}
+            if application.captures and self._settings.ranks.is_lead:
+                batch_size, num_columns = input_ids.shape
+                sites = read_captured(
+                    captured, batch_shape=(batch_size, num_columns), num_ranks=application.num_ranks
+                )
+        return ModelResult(logits=self._as_computed(output.logits), tokens=output.tokens, sites=sites)
+
+    def _as_computed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits in the run's dtype if it holds them: NxDI widens what the head computed to float32."""
+        narrow = logits.to(self._settings.dtype)
+        vocabulary = slice(self._settings.config.vocab_size)
+        is_exact = torch.equal(narrow[..., vocabulary].to(logits.dtype), logits[..., vocabulary])
+        return narrow if is_exact else logits
+
+    def read_cache(self, _: object) -> list[CachePair] | None:
+        """Return this rank's keys and values by layer; None on a device, where NxDI keeps them."""
+        return self._opened.read_cache()
+
+    @property
+    def _opened(self) -> LoadedApplication:
+        assert self._application is not None, "the port is loaded before it runs"
+        return self._application
+
+
+@dataclass(frozen=True, kw_only=True)
+class NxdiModelTarget(ModelTarget):
+    """An application on neuronx-distributed-inference."""
+
+    forms = f"{PREFIX}PATH.py:CLASS or {PREFIX}package.module:CLASS"
+
+    application_class: Any
+    module: ModuleType  # the module that defines it
+
+    @classmethod
+    def find(cls, name: str) -> NxdiModelTarget | None:
+        """Import the class behind `nxdi:`.
+
+        Raises:
+            UsageError: What follows the prefix has neither of the two `forms`.
+            TargetError: NxDI is not installed, the class cannot be imported, or it is no application.
+        """
+        if not name.startswith(PREFIX):
+            return None
+        require_nxdi()
+        found = import_callable(name.removeprefix(PREFIX))
+        if found is None:
+            raise UsageError(f"--target {name!r} is unknown", expected=cls.forms)
+        source, application_class = found
+        _refuse_other_class(name, application_class)
+        return cls(
+            name=name,
+            application_class=application_class,
+            module=source.module,
+            source_digest=source.digest(),
+        )
+
+    def make(self, config: Any) -> NxdiModel:
+        """Prepare the application, which is built when it is loaded: only then its folder is known.
+
+        Raises:
+            TargetError: NxDI cannot run prompts such as these.
+        """
+        if config.batch is None:
+            raise TargetError(
+                f"target {self.name} runs batches of one size alone, for which NxDI builds it",
+                next_step="Run it with mm2-test model.",
+            )
+        _refuse_batch(config.batch)
+        return NxdiModel(
+            NxdiSettings(
+                application_class=self.application_class,
+                module=self.module,
+                config=config,
+                dtype=torch.get_default_dtype(),  # `build` sets it to the run's dtype
+                is_on_cpu=True,
+            )
+        )
+
+    def load(
+        self,
+        module: nn.Module,
+        reader: CheckpointReader,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        loader: WeightLoader,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Load the weights by the application's own loader: the class's conversion, NxDI's cast, NxD's sharding.
+
+        Raises:
+            TargetError: NxDI or the port raised, or the settings do not fit the run.
+        """
+        assert isinstance(module, NxdiModel), "this target made it"
+        failed, activity = f"target {self.name} cannot be loaded", f"loading target {self.name}"
+        with port_errors(failed, activity=activity, next_step=_LOAD_STEP), output_set_aside():
+            module.open(reader.folder, spec, is_on_cpu=loader.device.type == "cpu")
+
+
+def _show_sites(layers: nn.Module, layout: NxdiLayout) -> dict[str, str]:
+    """Return the sites of a layer, relative to it; each layer gets the modules that show what NxD holds otherwise."""
+    sites: dict[str, str] = {}
+    for layer in layers.children():
+        holder = nn.Module()
+        holder.add_module(LAYER, layer)
+        found = find_sites(holder, layout)
+        for name, shown in holder.named_children():
+            if shown is not layer:
+                layer.add_module(name, shown)
+        sites = {site: path.removeprefix(f"{LAYER}.") for site, path in found.items()}
+    return sites
+
+
+def _refuse_other_class(name: str, application_class: Any) -> None:
+    from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+
+    if not isinstance(application_class, type) or not issubclass(application_class, NeuronBaseForCausalLM):
+        raise TargetError(
+            f"target {name} is no application of NxDI",
+            expected="a subclass of NeuronBaseForCausalLM",
+            found=getattr(application_class, "__name__", repr(application_class)),
+            next_step="Name the class that a deployment compiles, such as NeuronMiniMaxM2ForCausalLM; a decoder layer "
+            "runs with mm2-test sweep.",
+        )
+
+
+def _refuse_batch(batch: ModelBatch) -> None:
+    """Refuse prompts that NxDI computes wrongly whatever the port."""
+    if batch.is_left_padded:
+        raise TargetError(
+            "NxDI takes prompts that are padded on the right",
+            found="left padding",
+            next_step=f"Give {_MADE_BY}",
+        )
+    if batch.first_position:
+        raise TargetError(
+            "NxDI takes a pass for a prefill by its position 0",
+            found=f"positions from {batch.first_position} on",
+            next_step="Give a golden whose prompts begin at position 0.",
+        )
+    if batch.num_prefilled < _LEAST_PREFILLED:
+        raise TargetError(
+            "NxDI finds a prompt's last token by the largest position, and gives padding the position 1",
+            expected=f"at least {_LEAST_PREFILLED} tokens of each prompt in the prefill",
+            found=str(batch.num_prefilled),
+            next_step="Give --decode fewer tokens, or longer prompts.",
+        )

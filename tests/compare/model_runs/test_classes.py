@@ -1,0 +1,29 @@
+"""Modules that a device gets in another class than a whole port's run had, in words."""
+
+from __future__ import annotations
+
+from compare.model_runs.classes import word_classes
+from minimax_tools.capture.passes import ModelPasses
+
+
+def test_places_of_a_pair_of_classes_are_named_together() -> None:
+    other = {
+        "norm": ("Norm", "DeviceNorm"),
+        "layers.0.self_attn.q_norm": ("Norm", "RankNorm"),
+        "layers.0.input_layernorm": ("Norm", "DeviceNorm"),
+        "sampler": ("", "Sampler"),
+        "head": ("Linear", ""),
+    }
+    assert word_classes(ModelPasses(num_passes=1, other_classes=other)) == (
+        "the device gets DeviceNorm for norm, layers.*.input_layernorm, where this run had Norm: that class is not "
+        "judged here",
+        "the device gets RankNorm for layers.*.self_attn.q_norm, where this run had Norm: that class is not judged "
+        "here",
+        "the device gets Sampler for sampler, where this run had none: that class is not judged here",
+        "the device has no head, a Linear in this run",
+    )
+
+
+def test_nothing_is_said_without_a_difference_or_where_nobody_looked() -> None:
+    assert word_classes(ModelPasses(num_passes=1, other_classes={})) == ()
+    assert word_classes(ModelPasses(num_passes=1)) == ()

@@ -1,0 +1,375 @@
+"""`--target nxdi:…` of `mm2-test model`: applications of NxDI, run on a stand-in of NxD and NxDI.
+
+Tests against the packages themselves are skipped where these cannot be imported.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minimax_tools.errors import TargetError
+from minimax_tools.model.inputs import pad_rows
+from minimax_tools.model.spec import ModelSpec
+from neuron.ports.model_batch import ModelBatch
+from neuron.ports.model_classes import ModelClasses
+from neuron.ports.nxdi_capture import captured_modules
+from neuron.ports.nxdi_model import NxdiModelTarget
+
+TESTS = Path(__file__).parents[2]
+REAL_PORT = TESTS / "ports" / "nxdi_whole_port.py"
+STAND_IN = {"PYTHONPATH": f"{TESTS / 'nxdi_stand_in'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
+
+PORTS = f"""
+import sys
+sys.path.insert(0, {str(TESTS / "ports")!r})
+import torch
+from nxdi_stand_in_port import Application, DecoderLayer, Model
+
+NAMES = ["embed_tokens", "norm"]
+for index in range(4):
+    NAMES += [f"layers.{{index}}"]
+    NAMES += [
+        f"layers.{{index}}.{{name}}"
+        for name in (
+            "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
+            "self_attn.k_norm", "self_attn.o_proj", "post_attention_layernorm", "moe", "moe.router",
+        )
+    ]
+
+class Captured(Application):
+    mm2_neuron_config = {{"tensor_capture_config": {{"modules_to_capture": NAMES, "capture_inputs": True}}}}
+
+class WithoutSampler(Application):
+    mm2_neuron_config = {{"on_device_sampling_config": None}}
+
+class Swapped(Application):
+    @classmethod
+    def reorder(cls, tensors, index):
+        if index == 2:
+            for expert in range(32):
+                gate, up = (f"block_sparse_moe.experts.{{expert}}.{{name}}.weight" for name in ("w1", "w3"))
+                tensors[gate], tensors[up] = tensors[up], tensors[gate]
+        return tensors
+
+class ForgetfulModel(Model):
+    # The cache forgets the token at position 2 of every prompt.
+    def forward(self, input_ids, attention_mask, position_ids):
+        if input_ids.shape[1] == 1:
+            attention_mask = attention_mask.clone()
+            attention_mask[:, 2] = 0
+        return super().forward(input_ids, attention_mask, position_ids)
+
+class Forgetful(Application):
+    _model_cls = ForgetfulModel
+
+class LastColumnModel(Model):
+    # The prefill's logits are those of the bucket's last column.
+    def forward(self, input_ids, attention_mask, position_ids):
+        if input_ids.shape[1] > 1:
+            position_ids = position_ids.clone()
+            position_ids[:, -1] = position_ids.max() + 1
+        return super().forward(input_ids, attention_mask, position_ids)
+
+class LastColumn(Application):
+    _model_cls = LastColumnModel
+
+class Contradicting(Application):
+    mm2_neuron_config = {{"batch_size": 7, "seq_len": 8, "padding_side": "left", "is_continuous_batching": True}}
+"""
+
+ON_NEURON = """
+import os
+from pathlib import Path
+import torch
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import TargetError
+from minimax_tools.model.spec import ModelSpec
+from neuron.devices.ranks import Ranks
+from neuron.devices.weights import WeightLoader
+from neuron.model_runs.passes import plan_passes
+from neuron.ports.model_batch import ModelBatch
+from neuron.ports.targets import find_model_target
+
+inputs = Capture.open(Path(golden)).read_inputs()
+spec = ModelSpec.from_folder(Path(toy))
+passes = plan_passes(inputs, 2)
+
+def run(name, device, ranks=None):
+    target = find_model_target(f"nxdi:{port}:{name}")
+    batch = ModelBatch.of(inputs, num_decoded=2, max_new_tokens=1)
+    module = target.build(spec, dtype=torch.bfloat16, batch=batch, ranks=ranks)
+    loader = WeightLoader(torch.device(device), wait=lambda: None, pool=ReadingPool(1))
+    with CheckpointReader(Path(toy)) as reader:
+        target.load(module, reader, spec, dtype=torch.bfloat16, loader=loader, ranks=ranks)
+    with torch.no_grad():
+        return module, [module(p.input_ids, p.attention_mask, p.position_ids) for p in passes]
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+_, on_cpu = run("Captured", "cpu")
+os.environ["NXD_CPU_MODE"] = "0"
+for ranks, device in ((None, "cpu"), (Ranks(rank=0, degree=2), "xla")):
+    try:
+        run("Application", device, ranks)
+    except TargetError as error:
+        print(error)
+module, on_neuron = run("Application", "xla")
+assert module.read_cache(None) is None
+assert module.classes is None
+for one, other in zip(on_cpu, on_neuron, strict=True):
+    assert torch.equal(one.logits, other.logits)
+    assert torch.equal(one.tokens, other.tokens)
+    assert set(one.sites) == set(other.sites)
+    assert all(torch.equal(one.sites[name], other.sites[name]) for name in one.sites)
+print(len(on_neuron[0].sites), *on_neuron[0].sites["layer_3.output"].shape)
+"""
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with all ports of this test."""
+    path = tmp_path_factory.mktemp("nxdi") / "ports.py"
+    path.write_text(PORTS)
+    return path
+
+
+RUNS = (
+    "Application",
+    "Captured",
+    "WithoutSampler",
+    "Swapped",
+    "Forgetful",
+    "LastColumn",
+    "Contradicting",
+    "Model",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(serve: Any, port: Path, toy: Path, golden: Path) -> dict[str, dict[str, Any]]:
+    """The runs of the ports, in one process: exit code, output, and where the capture lies."""
+    common = (
+        "model",
+        "--model",
+        toy,
+        "--golden",
+        golden,
+        "--backend",
+        "cpu",
+        "--json",
+        "--quiet",
+        "--decode",
+        2,
+    )
+    commands = [
+        (*common, "--target", f"nxdi:{port}:{name}", "--output-dir", port.parent / name) for name in RUNS
+    ]
+    return dict(zip(RUNS, serve(commands, **STAND_IN), strict=True))
+
+
+def record(run: dict[str, Any]) -> dict[str, Any]:
+    assert run["stdout"], run["stderr"]
+    found: dict[str, Any] = json.loads(run["stdout"])
+    return found
+
+
+def passes(port: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((port.parent / name / "passes.json").read_text())
+    return found
+
+
+class TestRightPorts:
+    def test_application_passes_whole(self, runs: Any, port: Path) -> None:
+        found = record(runs["Application"])
+        assert (runs["Application"]["exit_code"], found["verdict"]) == (0, "pass")
+        assert (found["compared"], found["of"]) == (71, 71)
+        seen = passes(port, "Application")
+        assert seen["logits"] == "last"
+        assert seen["cache_form"] == "by position"
+        assert seen["cached_layers"] == [0, 1, 2, 3]
+        assert seen["layer_calls"] == [[0, 1, 2, 3]] * 3
+        # Each prompt's tokens, chosen by the application after each pass.
+        assert len(seen["choices"]) == 2 * 3
+
+    def test_tensor_capture_gives_the_capture_that_hooks_give(self, runs: Any, port: Path) -> None:
+        assert (runs["Captured"]["exit_code"], record(runs["Captured"])["verdict"]) == (0, "pass")
+        # NxDI keeps the first tensor of several, and rotated queries and keys have no usual name.
+        missing = {"router_experts", "router_weights", "q_rope", "k_rope"}
+        for file in ("layer_0", "layer_3", "model"):
+            hooked, captured = (
+                load_file(port.parent / name / f"{file}.safetensors") for name in ("Application", "Captured")
+            )
+            assert set(hooked) - set(captured) == (missing if file != "model" else set())
+            assert all(torch.equal(hooked[site], captured[site]) for site in captured)
+        # As on a device, calls of layers cannot be seen.
+        assert passes(port, "Captured")["layer_calls"] == [[]] * 3
+
+    def test_without_a_sampler_mm2_takes_the_likeliest_token(self, runs: Any, port: Path) -> None:
+        assert runs["WithoutSampler"]["exit_code"] == 0
+        assert passes(port, "WithoutSampler")["choices"] == []
+
+    def test_class_that_the_device_changes_is_named_and_passes(self, runs: Any, port: Path) -> None:
+        assert passes(port, "Application")["other_classes"] == {"norm": ["Norm", "DeviceNorm"]}
+        notes = record(runs["Application"])["notes"]
+        expected = (
+            "the device gets DeviceNorm for norm, where this run had Norm: that class is not judged here"
+        )
+        assert expected in notes
+
+
+class TestMistakes:
+    def test_wrong_layer_runs_alone_in_its_bucket_and_is_named(self, runs: Any) -> None:
+        found = record(runs["Swapped"])
+        assert (runs["Swapped"]["exit_code"], found["verdict"]) == (1, "fail")
+        first = found["findings"][0]
+        assert (first["number"], first["layer"], first["sites"]) == (0, 2, ["moe_delta"])
+        assert first["mistake"] == "gate_up_swapped"
+        assert found["isolated"]["blame"][0]["layer"] == 2
+
+    def test_cache_that_is_read_wrongly_is_placed_at_the_first_step(self, runs: Any) -> None:
+        found = record(runs["Forgetful"])
+        assert runs["Forgetful"]["exit_code"] == 1
+        first = found["findings"][0]
+        assert (first["number"], first["layer"], first["sites"]) == (1, 0, ["attn_context"])
+
+    def test_logits_of_the_buckets_padding_are_found(self, runs: Any) -> None:
+        found = record(runs["LastColumn"])
+        assert runs["LastColumn"]["exit_code"] == 1
+        first = found["findings"][0]
+        assert (first["number"], first["layer"], first["sites"]) == (0, None, ["logits"])
+
+
+class TestRefusals:
+    def test_options_that_contradict_the_run_are_named_together(self, runs: Any) -> None:
+        assert runs["Contradicting"]["exit_code"] == 3
+        error = runs["Contradicting"]["stderr"]
+        assert "batch_size 7 for 2 prompts; seq_len 8 for 49 tokens; padding_side 'left'" in error
+        assert "is_continuous_batching" in error
+        assert "Correct mm2_neuron_config" in error
+
+    def test_class_that_is_no_application(self, runs: Any) -> None:
+        assert runs["Model"]["exit_code"] == 3
+        assert "expected a subclass of NeuronBaseForCausalLM, found Model" in runs["Model"]["stderr"]
+        assert "mm2-test sweep" in runs["Model"]["stderr"]
+
+    def test_mode_that_nxd_was_not_told(self, process: Any, port: Path, toy: Path, golden: Path) -> None:
+        done = _run(process, f"{port}:Application", toy, golden, **{**STAND_IN, "NXD_CPU_MODE": "0"})
+        assert done.returncode == 3
+        assert "expected NXD_CPU_MODE=1, found NXD_CPU_MODE=0" in done.stderr
+
+    def test_several_ranks_in_bf16_on_the_cpu(
+        self, process: Any, port: Path, toy: Path, golden: Path
+    ) -> None:
+        done = _run(process, f"{port}:Application", toy, golden, "--tp-degree", 2, **STAND_IN)
+        assert done.returncode == 3
+        assert "Add --dtype float32, or leave out --tp-degree" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("side", "rows", "num_decoded", "first", "message"),
+        [
+            ("left", ((5, 6, 7), (1, 2)), 0, 0, "found left padding. .*--padding-side right"),
+            ("right", ((5, 6, 7), (1, 2)), 1, 0, "at least 2 tokens of each prompt in the prefill, found 1"),
+            ("right", ((5, 6, 7), (1, 2)), 0, 90, "found positions from 90 on"),
+        ],
+    )
+    def test_prompts_that_nxdi_computes_wrongly(
+        self, toy: Path, side: str, rows: Any, num_decoded: int, first: int, message: str
+    ) -> None:
+        inputs = pad_rows(
+            [list(row) for row in rows], padding_side=side, buckets=(3,), pad_token_id=0, source="a test"
+        )
+        inputs.position_ids.add_(first)
+        target = NxdiModelTarget(
+            name="nxdi:port.py:Port", application_class=object, module=SimpleNamespace(), source_digest=""
+        )
+        batch = ModelBatch.of(inputs, num_decoded=num_decoded, max_new_tokens=1)
+        with pytest.raises(TargetError, match=message):
+            target.build(ModelSpec.from_folder(toy), dtype=torch.bfloat16, batch=batch)
+
+
+def test_compiled_application_gives_what_the_cpu_gives(
+    run_python: Any, port: Path, toy: Path, golden: Path
+) -> None:
+    places = f"port, toy, golden = {str(port)!r}, {str(toy)!r}, {str(golden)!r}\n"
+    done = run_python(places + ON_NEURON, **STAND_IN)
+    assert done.returncode == 0, done.stderr
+    *_, cpu, ranks, sites = done.stdout.splitlines()  # behind gloo's greetings
+    assert "expected NXD_CPU_MODE=1, found NXD_CPU_MODE=0" in cpu
+    assert "Leave out --tp-degree, and set tp_degree in mm2_neuron_config" in ranks
+    # 14 sites of each of 4 layers, embedding and final norm; [B,S,H] without the bucket's padding.
+    assert sites == f"{4 * 14 + 2} 2 46 256"
+
+
+class TestModules:
+    def test_captured_modules_are_those_with_sites_in_all_layers(self) -> None:
+        present = [
+            "embed_tokens",
+            "layers",
+            "layers.0",
+            "layers.0.self_attn",
+            "layers.0.self_attn.o_proj",
+            "norm",
+        ]
+        present += ["layers.0.self_attn.rotary_emb", "layers.1", "lm_head", "sampler"]
+        assert captured_modules(present, num_layers=2) == [
+            "embed_tokens",
+            "layers.0",
+            "layers.1",
+            "layers.0.self_attn",
+            "layers.1.self_attn",
+            "layers.0.self_attn.o_proj",
+            "layers.1.self_attn.o_proj",
+            "norm",
+        ]
+
+    def test_classes_are_those_of_the_first_layer_and_around_the_layers(self) -> None:
+        def model(norm: type[torch.nn.Module]) -> torch.nn.Module:
+            layers = [torch.nn.ModuleDict({"norm": norm()}) for _ in range(2)]
+            return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers), "head": torch.nn.Identity()})
+
+        same = ModelClasses.compare(model(torch.nn.ReLU), model(torch.nn.ReLU))
+        assert same.other == {}
+        assert set(same.here) == {"layers", "layers.0", "layers.0.norm", "head"}
+        other = ModelClasses.compare(model(torch.nn.ReLU), model(torch.nn.SiLU))
+        assert other.other == {"layers.0.norm": ("ReLU", "SiLU")}
+        assert ModelClasses.compare(model(torch.nn.ReLU), None).other is None
+
+
+@pytest.fixture(scope="session")
+def needs_nxdi(run_python: Any) -> None:
+    """Skips where the packages cannot be imported."""
+    done = run_python("import neuronx_distributed_inference.models.model_base")
+    if done.returncode != 0:
+        pytest.skip(
+            "neuronx_distributed_inference cannot be imported: "
+            + (done.stderr.strip().splitlines() or ["it is not installed"])[-1]
+        )
+
+
+def test_application_on_nxdis_own_modules_passes(
+    needs_nxdi: None, process: Any, copies: dict[torch.dtype, Path], float32_golden: Path
+) -> None:
+    # NxDI casts the router to BF16 in a run in BF16.
+    model, target = copies[torch.float32], f"{REAL_PORT}:Application"
+    done = _run(process, target, model, float32_golden, "--dtype", "float32", NXD_CPU_MODE="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] == "pass"
+
+
+def _run(
+    process: Any, target: str, toy: Path, golden: Path, *options: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    arguments = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
+    done: subprocess.CompletedProcess[str] = process(
+        *arguments, "--decode", 2, "--target", f"nxdi:{target}", *options, **environment
+    )
+    return done

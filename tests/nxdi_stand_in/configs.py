@@ -1,0 +1,46 @@
+"""Configs of the stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+
+class TensorCaptureConfig:
+    """The modules to capture."""
+
+    def __init__(self, modules_to_capture=(), max_intermediate_tensors=None, capture_inputs=False):
+        self.modules_to_capture = list(modules_to_capture)
+        self.max_intermediate_tensors = max_intermediate_tensors
+        self.capture_inputs = capture_inputs
+
+
+class NeuronConfig:
+    """The config of the device; unknown options are left alone, as NxDI does."""
+
+    def __init__(self, **options):
+        self.batch_size = options.get("batch_size", 1)
+        self.seq_len = options.get("seq_len", 128)
+        self.max_context_length = options.get("max_context_length", self.seq_len)
+        self.padding_side = options.get("padding_side", "right")
+        self.tp_degree = options.get("tp_degree", 1)
+        self.torch_dtype = options["torch_dtype"]
+        self.is_continuous_batching = options.get("is_continuous_batching", False)
+        self.k_cache_transposed = options.get("k_cache_transposed", False)
+        self.on_cpu = options.get("on_cpu", False)
+        self.output_logits = options.get("output_logits", False)
+        sampling, capture = options.get("on_device_sampling_config"), options.get("tensor_capture_config")
+        self.on_device_sampling_config = sampling and SimpleNamespace(**sampling)
+        self.tensor_capture_config = TensorCaptureConfig(**capture) if isinstance(capture, dict) else capture
+
+
+class InferenceConfig:
+    """The config of the model."""
+
+    def __init__(self, neuron_config, **values):
+        self.neuron_config = neuron_config
+        vars(self).update(values)
+
+    @classmethod
+    def get_neuron_config_cls(cls):
+        """Return the class of the device's config."""
+        return NeuronConfig

@@ -1,0 +1,30 @@
+"""Model-parallel groups of the stand-in: one rank."""
+
+from __future__ import annotations
+
+_state = {"is_open": False, "aot": False}
+
+
+def model_parallel_is_initialized():
+    """Decide whether groups are open."""
+    return _state["is_open"]
+
+
+def initialize_model_parallel(**_):
+    """Open the groups."""
+    _state["is_open"] = True
+
+
+def destroy_model_parallel():
+    """Close the groups."""
+    _state["is_open"] = False
+
+
+def get_aot_mode():
+    """Return whether modules are built without values of weights."""
+    return _state["aot"]
+
+
+def set_aot_mode(mode):
+    """Set whether modules are built without values of weights."""
+    _state["aot"] = mode
