@@ -224,13 +224,16 @@ def with_given(given: Mapping[Site, torch.Tensor]) -> dict[GraphNode, Stage]:
     return {**STAGES, **replaced}
 
 
-def without_padding(value: torch.Tensor, site: Site, mask: torch.Tensor) -> torch.Tensor:
-    """Return a site [B,S,…] or [B,heads,S,D] as float32, or int64 experts, with zeros on padding, which may hold NaN.
+def finite_padding(value: torch.Tensor, site: Site, mask: torch.Tensor) -> torch.Tensor:
+    """Return a site [B,S,…] or [B,heads,S,D] as float32, or int64 experts, with no NaN or Inf on padding.
 
-    The mask [B,S] is 1 on real tokens.
+    Else padding keeps its values: a port without a padding mask computes with them. Of experts there it is 0. The mask
+    [B,S] is 1 on real tokens.
     """
-    upcast = value.float() if value.is_floating_point() else value.long()
-    return upcast.masked_fill(spread_mask(mask, site) == 0, 0)
+    is_padding = spread_mask(mask, site) == 0
+    if not value.is_floating_point():
+        return value.long().masked_fill(is_padding, 0)
+    return torch.where(is_padding, value.float().nan_to_num(0.0, 0.0, 0.0), value.float())
 
 
 def spread_mask(mask: torch.Tensor, site: Site) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from compare.diagnosis.catalogue.fp8 import has_fp8_weights
-from compare.diagnosis.evaluation import Evaluation, GraphNode, LayerInputs, with_given, without_padding
+from compare.diagnosis.evaluation import Evaluation, GraphNode, LayerInputs, finite_padding, with_given
 from compare.diagnosis.layer_weights import LayerWeights
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
@@ -127,7 +127,7 @@ class LayerCase:
     def _evaluate_on_own_values(self, given: Mapping[Site, torch.Tensor]) -> Evaluation:
         """Evaluate the right layer on the port's values of the own sites."""
         mask = self.inputs.attention_mask
-        own = {site: without_padding(self._target.read(self._layer, site), site, mask) for site in self._own}
+        own = {site: finite_padding(self._target.read(self._layer, site), site, mask) for site in self._own}
         return Evaluation(self.inputs, with_given({**given, **own}), tokens=self.inputs.real_tokens)
 
     def _read_golden_rows(self, site: Site, *, on_golden_input: Evaluation, base: Evaluation) -> torch.Tensor:

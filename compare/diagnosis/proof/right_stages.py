@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.diagnosis.evaluation import Evaluation, LayerInputs, spread_mask, with_given, without_padding
+from compare.diagnosis.evaluation import Evaluation, LayerInputs, finite_padding, spread_mask, with_given
 from compare.diagnosis.layer_weights import LayerWeights
 from compare.diagnosis.proof.stage_cut import sites_behind
 from compare.sides.golden_weights import GoldenWeights
@@ -48,7 +48,7 @@ class RightStages:
         mask = self.inputs.attention_mask
         behind = sites_behind([site])
         given = {
-            source: without_padding(value, source, mask)
+            source: finite_padding(value, source, mask)
             for source, value in shown.items()
             if source is not site and source not in behind
         }
