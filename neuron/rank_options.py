@@ -133,6 +133,7 @@ def _run_assignments(runtime: Runtime) -> None:
             # The lead's reads fill the page cache that all ranks share.
             prefetch=False,
             budget=MemoryBudget(assignment.budget_bytes),
+            undone=assignment.undone,
         )
         with (
             # `range(0)` requires no shard here: the lead has checked them, and asks only for layers that are present.

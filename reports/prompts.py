@@ -58,6 +58,13 @@ def render_prompts(
         f"{ranking.verdict.value.upper()}: {num_differing or 'none'} of {total} {differ} beyond noise",
         style=style,
     )
+    for share in ranking.shares:
+        if share.is_beyond:
+            canvas.line(
+                f"{share.phase} of all prompts: {100 * share.share:.0f} % of {share.num_tokens} tokens are farther "
+                f"than right models that round, limit {100 * share.limit:.0f} %",
+                style=style,
+            )
     canvas.line(_extent(ranking))
     canvas.facts(
         [
@@ -115,6 +122,7 @@ def prompts_record(ranking: PromptRanking, *, target: str, followed: Followed | 
         "num_known": ranking.num_known,
         "num_prompts": len(ranking.results),
         "num_differing": len(ranking.differing),
+        "together": [to_json(share) | {"is_beyond": share.is_beyond} for share in ranking.shares],
         "worst_is_right_alone": ranking.is_of_batch,
         "prompts": [_prompt_record(result) for result in ranking.results],
         "followed": None

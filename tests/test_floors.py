@@ -25,7 +25,15 @@ FLOORS: dict[str, frozenset[str]] = {
 EXTRA_FLOORS = {"minimax_tools/cli.py": frozenset({"reports"})}
 NOT_IMPORTED = frozenset({"scripts", "tests"})
 DEVICE_LIBRARIES = frozenset(
-    {"torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference", "libneuronxla"}
+    {
+        "torch_xla",
+        "torch_neuronx",
+        "neuronx_distributed",
+        "neuronx_distributed_inference",
+        "libneuronxla",
+        "vllm",
+        "vllm_neuron",
+    }
 )
 GOLDEN_LIBRARIES = frozenset({"transformers", "accelerate"})
 HOMES = {

@@ -17,5 +17,7 @@
 - `fitting`: parameters of mistakes
 - `naming`: scores that count as an explanation
 - `search`: from all hypotheses to the best
+- `repair`: a change of a layer's tensors that undoes a mistake
+- `proof/`: a named mistake undone in the port, and judged again
 - `model/`: the same outside the layers
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from compare.diagnosis.diagnose import diagnose
+from compare.diagnosis.proof.proving import prove_diagnosis
 from compare.diagnosis.report import catalogue_record, diagnosis_record, render_catalogue, render_diagnosis
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from compare.sides.pairing import select_layers
@@ -28,6 +29,18 @@ from minimax_tools.model.spec import ModelSpec
     help="Mistake to try. Repeat for several. Default: all in the catalogue.",
 )
 @click.option("--list", "lists_catalogue", is_flag=True, help="Print the catalogue of mistakes, and end.")
+@click.option(
+    "--prove",
+    "proves",
+    is_flag=True,
+    help="Undo each named mistake in the port, and judge its layer again. The port's code is executed.",
+)
+@click.option(
+    "--target",
+    "port",
+    metavar="PATH.py:NAME|…",
+    help="Port to run for --prove, as for mm2-test. Default: the one that the run names.",
+)
 @output_options
 def main(
     model: str | None,
@@ -35,6 +48,8 @@ def main(
     layer_pattern: str | None,
     mistakes: tuple[str, ...],
     lists_catalogue: bool,
+    proves: bool,
+    port: str | None,
     as_json: bool,
 ) -> None:
     """Name the known mistakes that explain a port's wrong layers.
@@ -42,6 +57,8 @@ def main(
     The layers that a comparison blames are diagnosed, and the wrong sites outside the layers: embedding, final norm,
     logits. With --layer or --layer-pattern the chosen layers are, blamed or not, and sites outside the layers only if
     the choice is all layers of the run.
+
+    With --prove, each named mistake is undone in the port, whose layer is run and judged again.
 
     Exits with 0 if none of these differs, with 1 if the port does, whether its mistake is named or not.
 
@@ -70,6 +87,15 @@ def main(
         mistakes=mistakes,
         open_progress=lambda num_layers: LayerProgress(num_layers, label="Diagnosis"),
     )
+    if proves:
+        diagnosis = prove_diagnosis(
+            diagnosis,
+            reference,
+            target,
+            model=model,
+            port=port,
+            open_progress=lambda num_proofs: LayerProgress(num_proofs, label="Proof"),
+        )
     if as_json:
         print_json(diagnosis_record(diagnosis))
     else:

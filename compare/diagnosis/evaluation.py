@@ -224,6 +224,20 @@ def with_given(given: Mapping[Site, torch.Tensor]) -> dict[GraphNode, Stage]:
     return {**STAGES, **replaced}
 
 
+def without_padding(value: torch.Tensor, site: Site, mask: torch.Tensor) -> torch.Tensor:
+    """Return a site [B,S,…] or [B,heads,S,D] as float32, or int64 experts, with zeros on padding, which may hold NaN.
+
+    The mask [B,S] is 1 on real tokens.
+    """
+    upcast = value.float() if value.is_floating_point() else value.long()
+    return upcast.masked_fill(spread_mask(mask, site) == 0, 0)
+
+
+def spread_mask(mask: torch.Tensor, site: Site) -> torch.Tensor:
+    """Return the mask [B,S] in a shape that broadcasts over a site's values."""
+    return mask[:, None, :, None] if site.has_heads_dim else mask[..., None]
+
+
 def _chosen(value: torch.Tensor) -> Stage:
     return lambda layer: layer.chosen(value)
 

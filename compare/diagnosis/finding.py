@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from compare.diagnosis.mistake import Value
 from compare.diagnosis.naming import RIGHT_RHO
+from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame
@@ -36,6 +37,7 @@ class MistakeFinding:
     look_at: str  # place to look at in the port's code
     sources: tuple[str, ...] = ()  # public threads that report the mistake
     resembles: tuple[str, ...] = ()  # mistakes that these captures cannot tell from this one
+    proof: MistakeProof | None = None  # outcome of undoing it; None if that was not asked for
 
     @classmethod
     def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from compare.diagnosis.catalogue.fp8 import has_fp8_weights
-from compare.diagnosis.evaluation import Evaluation, GraphNode, LayerInputs, with_given
+from compare.diagnosis.evaluation import Evaluation, GraphNode, LayerInputs, with_given, without_padding
 from compare.diagnosis.layer_weights import LayerWeights
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
@@ -35,8 +35,9 @@ _RELATIVE_LOGIT_NOISE = 5e-3
 class LayerCase:
     """A layer of two captures, and its weights in the golden's checkpoint.
 
-    The golden (`reference`) holds the layer's input. `suspects` are blamed sites; empty if none is known. If
-    `is_inherited`, the port's input of the layer is another layer's output, and not the golden's.
+    The golden (`reference`) holds the layer's input. `suspects` are blamed sites; empty if none is known. `judging`
+    are the sites that judge; None to choose them by the suspects. If `is_inherited`, the port's input of the layer is
+    another layer's output, and not the golden's. The port's values of the `own` sites stand in for their stages too.
 
     Raises:
         IncomparableError: The sides have no site in common that could judge.
@@ -51,12 +52,15 @@ class LayerCase:
         layer: int,
         suspects: frozenset[Site],
         is_inherited: bool = False,
+        judging: tuple[Site, ...] | None = None,
+        own: frozenset[Site] = frozenset(),
     ) -> None:
         self._is_inherited = is_inherited
+        self._own = own | {Site.INPUT} if is_inherited else own
         self._reference = reference
         self._target = target
         self._layer = layer
-        self.sites = _judging_sites(reference, target, layer, suspects)
+        self.sites = _judging_sites(reference, target, layer, suspects) if judging is None else judging
         self.inputs = _read_inputs(reference, target, LayerWeights(weights.tensors), weights.spec)
         self._port = {site: self._batch.rows(target.read(layer, site), site).float() for site in self.sites}
         self._is_usable = torch.stack([rows.isfinite().all(-1) for rows in self._port.values()]).all(0)
@@ -87,7 +91,7 @@ class LayerCase:
         """Build the trial of the layer's hypotheses, on all real tokens.
 
         Up to three evaluations of the right layer are made: on the golden's input, to measure the noise; the `base` on
-        the port's input, if that is inherited; else `on_golden_values`, for faint mistakes (see `Trial`).
+        the port's own values, if there are any; else `on_golden_values`, for faint mistakes (see `Trial`).
         """
         tokens, reference, layer = self.inputs.real_tokens, self._reference, self._layer
         given = _read_given(reference, self._target, layer)  # these values stand in for their stages
@@ -95,8 +99,8 @@ class LayerCase:
         logit_noise = _logit_noise(reference, on_golden_input, self._batch, layer)
         settled = settled_tokens(on_golden_input, logit_noise)  # whose experts no such noise changes
         base, on_golden_values = on_golden_input, None
-        if self._is_inherited:
-            base = self._evaluate_on_port_input(given)
+        if self._own:
+            base = self._evaluate_on_own_values(given)
         else:
             on_golden_values = Evaluation(
                 self.inputs, with_given(given), tokens=tokens, values=self._read_golden_values()
@@ -120,19 +124,14 @@ class LayerCase:
             is_usable=self._is_usable,
         )
 
-    def _evaluate_on_port_input(self, given: Mapping[Site, torch.Tensor]) -> Evaluation:
-        """Evaluate the right layer on the port's input."""
-        # Padding may hold NaN, and zero times NaN is NaN.
-        is_padding = self.inputs.attention_mask == 0
-        port_input = _upcast(self._target.read(self._layer, Site.INPUT)).masked_fill(
-            is_padding[..., None], 0.0
-        )
-        return Evaluation(
-            self.inputs, with_given({**given, Site.INPUT: port_input}), tokens=self.inputs.real_tokens
-        )
+    def _evaluate_on_own_values(self, given: Mapping[Site, torch.Tensor]) -> Evaluation:
+        """Evaluate the right layer on the port's values of the own sites."""
+        mask = self.inputs.attention_mask
+        own = {site: without_padding(self._target.read(self._layer, site), site, mask) for site in self._own}
+        return Evaluation(self.inputs, with_given({**given, **own}), tokens=self.inputs.real_tokens)
 
     def _read_golden_rows(self, site: Site, *, on_golden_input: Evaluation, base: Evaluation) -> torch.Tensor:
-        """Return the golden's rows, float32 [T,F]; moved to the port's input if the layer inherits errors.
+        """Return the golden's rows, float32 [T,F]; moved to the port's own values if the layer is evaluated on these.
 
         Moved rows are the base plus the golden's rounding errors, so the measured noise is that of the golden.
         """

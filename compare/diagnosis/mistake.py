@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from compare.diagnosis.evaluation import Change, LayerInputs
+from compare.diagnosis.repair import WeightRepair
 from minimax_tools.model.sites import Site
 
 # Inputs of a layer, or of a site outside the layers.
@@ -59,6 +60,7 @@ class Mistake:
     fitted: str | None = None  # parameter that is searched between the candidates, on a logarithmic scale
     is_whole: bool = False  # whether the fitted parameter is a whole number
     is_rounding: bool = False
+    repair: WeightRepair | None = None  # change of the layer's tensors that undoes it; None if none does
 
     def hypotheses(self, inputs: LayerInputs) -> tuple[Hypothesis, ...]:
         """Return a hypothesis for each of the mistake's candidates."""

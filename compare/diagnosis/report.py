@@ -12,6 +12,7 @@ from compare.diagnosis.layer_group import LayerGroup, group_layers
 from compare.diagnosis.mistake import Mistake, Value
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.proof.wording import draw_proofs, word_outcomes
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_figure, word_layers, word_place
@@ -111,6 +112,7 @@ def _draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
             style="bold",
         )
         _draw_mistake(canvas, [first])
+        draw_proofs(canvas, [first])
         if others:
             words = (
                 f"{_word_mistake([other])}, which leaves ρ {word_figure(other.leaves)}" for other in others
@@ -136,6 +138,7 @@ def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
             f"{where} {matches} {_word_mistake(group.named)}: leaves ρ {leaves} of {before}", style="bold"
         )
         _draw_mistake(canvas, group.named)
+        draw_proofs(canvas, group.named)
         _draw_look_alikes(canvas, group)
     elif group.is_right:
         canvas.line(f"{where}: nothing to explain (ρ {before})", style="bold")
@@ -183,7 +186,7 @@ def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
         return
     words = [
         f"{_word_mistake(other)}, which leaves ρ {_word_range(finding.leaves for finding in other)}"
-        f"{_word_where(other, group)}"
+        f"{_word_where(other, group)}{word_outcomes(other)}"
         for other in group.others[:_MOST_LISTED]
     ]
     hidden = len(group.others) - len(words)

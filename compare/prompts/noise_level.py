@@ -13,6 +13,7 @@ import torch
 
 from minimax_tools.golden_logits.golden_logits import GoldenLogits
 from minimax_tools.golden_logits.token_logits import divergence
+from minimax_tools.reference.plausible_flips import NUM_FLIPPING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,15 @@ class NoiseLevel:
 def token_noise(golden: GoldenLogits) -> torch.Tensor:
     """Return the farthest variant's divergence from the exact model, in nats, for each token: float64 [T]."""
     return torch.stack([divergence(golden.exact, variant) for variant in golden.variants]).amax(dim=0)
+
+
+def rounding_noise(golden: GoldenLogits) -> torch.Tensor:
+    """Return the same of the variants that make no flips but their own, float64 [T].
+
+    They are samples of right ports: one more right port is farther than all of them at a share of the tokens.
+    """
+    own = golden.variants[: len(golden.variants) - NUM_FLIPPING]
+    return torch.stack([divergence(golden.exact, variant) for variant in own]).amax(dim=0)
 
 
 def logit_distance(candidates: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

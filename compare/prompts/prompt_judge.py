@@ -7,15 +7,22 @@ t judged tokens, K candidates.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from compare.prompts.noise_level import NoiseLevel, distance_noise, logit_distance, token_noise
+from compare.prompts.noise_level import (
+    NoiseLevel,
+    distance_noise,
+    logit_distance,
+    rounding_noise,
+    token_noise,
+)
 from compare.prompts.prompt_limits import PromptLimits
 from minimax_tools.golden_logits.golden_logits import GoldenLogits
 from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
-from minimax_tools.results.prompt_results import DifferingChoice, PhaseResult, PromptResult
+from minimax_tools.results.prompt_results import DifferingChoice, PhaseResult, PhaseShare, PromptResult
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 
 # Least noise to divide by.
@@ -67,6 +74,25 @@ class PromptJudge:
     def _widening(self) -> float:
         return self.limits.widening(self.level.num_tokens)
 
+    def judge_together(self, results: Sequence[PromptResult]) -> tuple[PhaseShare, ...]:
+        """Judge each phase over all prompts: by the share of its tokens that are farther than every variant."""
+        prefills = [result.prefill for result in results]
+        decodes = [result.decode for result in results if result.decode is not None]
+        shares = []
+        for name, phases in (("prefill", prefills), ("decode", decodes)):
+            num_tokens = sum(len(phase.tokens) for phase in phases)
+            if num_tokens:
+                num_outside = sum(phase.share_outside * len(phase.tokens) for phase in phases)
+                shares.append(
+                    PhaseShare(
+                        phase=name,
+                        num_tokens=num_tokens,
+                        share=num_outside / num_tokens,
+                        limit=self.limits.share_together(num_tokens, num_prompts=len(phases)),
+                    )
+                )
+        return tuple(shares)
+
     def _judge_phase(self, golden: GoldenLogits, port: PortLogits, chosen: torch.Tensor) -> PhaseResult:
         """Judge the tokens of a phase, chosen by a bool [t] out of the port's."""
         tokens = port.tokens[chosen]
@@ -84,7 +110,7 @@ class PromptJudge:
             noises=tuple(noises.tolist()),
             excesses=tuple(map(_finite, excesses.tolist())),
             beyond=tuple(tokens[is_beyond].tolist()),
-            share_outside=float((~(divergences <= noises)).double().mean()),
+            share_outside=float((~(divergences <= rounding_noise(part))).double().mean()),
             share_limit=self.limits.share_of(len(tokens)),
             first_choice=choices[0] if choices else None,
             num_choices=len(choices),

@@ -33,7 +33,6 @@ class Recorder(Generic[SiteKind]):
         taps: Place of each site: a submodule of `module`, and which of its inputs or outputs.
         keep: `copy_to_host` or `copy_on_device`; copies a tensor when its hook fires.
         feeds: Tensors that replace the module's own at some sites, brought to the shape, dtype and device of those.
-            Columns that the module has beyond them, padding of a bucket, stay its own.
 
     Attributes:
         tensors: The copies by site, as far as the module has run.
@@ -111,10 +110,13 @@ class Recorder(Generic[SiteKind]):
 
 
 def _fit(replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
-    """Return a replacement in the shape of the tapped tensor, [B,S,H] of [B,C,H] with the tapped columns behind it."""
-    if tapped.numel() == replacement.numel():
+    """Return a replacement [B,S,…] in the shape of a tapped tensor, whose columns may be padded on the right."""
+    if replacement.numel() == tapped.numel():
         return replacement.reshape(tapped.shape)
-    return torch.cat((replacement, tapped[:, replacement.shape[1] :]), dim=1)
+    num_rows, num_columns, *rest = replacement.shape
+    padded = tapped.reshape(num_rows, -1, *rest).clone()
+    padded[:, :num_columns] = replacement
+    return padded.reshape(tapped.shape)
 
 
 def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:

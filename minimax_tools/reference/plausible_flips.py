@@ -15,6 +15,8 @@ import torch
 NUM_FLIPPING = 2
 # Difference of two scores that noise may turn round, in units of the usual error of a score.
 _REACH = 6.0
+# The same in units of the largest error among the token's own scores.
+_OWN_REACH = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,8 @@ class PlausibleFlips:
         chosen: torch.Tensor = experts.flatten(0, 1)
         return chosen
 
-    def _reach(self, scores_cbse: torch.Tensor) -> float:
-        """Return the margin that noise may turn round, by the copies that round and do not flip."""
-        errors = scores_cbse[1 : self.num_copies - NUM_FLIPPING] - scores_cbse[:1]
-        return _REACH * float(errors.abs().median())
+    def _reach(self, scores_cbse: torch.Tensor) -> torch.Tensor:
+        """Return the margin of each token that noise may turn round [B,S], by the copies that round and do not flip."""
+        errors = (scores_cbse[1 : self.num_copies - NUM_FLIPPING] - scores_cbse[:1]).abs()
+        # Some tokens have larger errors than most: after a flip, or in massive channels.
+        return _REACH * errors.median() + _OWN_REACH * errors.amax(dim=(0, -1))

@@ -35,7 +35,8 @@ class PhaseResult:
     noises: tuple[float, ...]
     excesses: tuple[float | None, ...]
     beyond: tuple[int, ...]  # tokens whose error is beyond noise by itself
-    # Share of the tokens that are farther from the golden than every variant, and the limit on it; above 1: no limit
+    # Share of the tokens that are farther from the golden than the variants that only round, and the limit on it;
+    # above 1: no limit
     share_outside: float
     share_limit: float
     first_choice: DifferingChoice | None  # first token whose likeliest next token differs beyond noise
@@ -121,12 +122,28 @@ class PromptResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseShare:
+    """The share of a phase's tokens, over all prompts, that are farther from the golden than variants that round."""
+
+    phase: str  # `prefill` or `decode`
+    num_tokens: int
+    share: float
+    limit: float
+
+    @property
+    def is_beyond(self) -> bool:
+        """True if so many tokens differ a little that noise does not explain it."""
+        return self.share > self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRanking:
     """A ranking of prompts, the worst first; those that differ beyond noise come before all others."""
 
     results: tuple[PromptResult, ...]
     num_known: int  # rows of tokens whose golden logits were kept from earlier runs
     golden_logits: str  # folder of the golden logits
+    shares: tuple[PhaseShare, ...] = ()  # of the phases of all prompts together
     # The worst prompt once more, in a batch of its own; None if it ran so before, or none differs
     alone: PromptResult | None = None
     words: Mapping[int, str] = field(default_factory=dict)  # text of tokens that reports name, by id
@@ -137,20 +154,29 @@ class PromptRanking:
         return tuple(result for result in self.results if result.is_beyond)
 
     @property
+    def is_beyond_together(self) -> bool:
+        """True if the prompts differ beyond noise in the number of their tokens that differ a little."""
+        return any(share.is_beyond for share in self.shares)
+
+    @property
     def is_of_batch(self) -> bool:
         """True if the worst prompt is right alone: its mistake needs the other prompts of its batch."""
         return self.alone is not None and not self.alone.is_beyond
 
     @property
     def verdict(self) -> Verdict:
-        """Fail if a prompt differs beyond noise."""
-        return Verdict.FAIL if self.differing else Verdict.PASS
+        """Fail if a prompt differs beyond noise, or a phase of all prompts together does."""
+        return Verdict.FAIL if self.differing or self.is_beyond_together else Verdict.PASS
 
 
-def rank_prompts(results: list[PromptResult], *, num_known: int, golden_logits: str) -> PromptRanking:
+def rank_prompts(
+    results: list[PromptResult], *, num_known: int, golden_logits: str, shares: tuple[PhaseShare, ...] = ()
+) -> PromptRanking:
     """Rank prompts: the farthest beyond noise first."""
     ranked = sorted(results, key=lambda result: (not result.is_beyond, -result.excess, result.number))
-    return PromptRanking(results=tuple(ranked), num_known=num_known, golden_logits=golden_logits)
+    return PromptRanking(
+        results=tuple(ranked), num_known=num_known, golden_logits=golden_logits, shares=shares
+    )
 
 
 def _or_infinity(value: float | None) -> float:

@@ -4,6 +4,7 @@
 - `device_run`: the run, verdict and output behind them
 - `model`: a whole port, run and judged
 - `prompts`: prompts whose next tokens a whole port predicts otherwise, ranked, and the worst followed to its layer
+- `undo`: a proof that a mistake is what is wrong in a layer, by undoing it
 - `bisect_layers`: the wrong layers of a range, found by running parts of it
 - `weights`: the place of every element of a layer's weights in a port
 - `trace`: one layer of a port compiled into a file

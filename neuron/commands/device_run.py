@@ -93,23 +93,11 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
     end_command(outcome.exit_code)
 
 
-def print_report(report: RunReport, *, trace: Path | None = None) -> None:
-    """Print graphs and profile of a run to stdout, and its warnings to stderr; `trace` is the profile's file."""
-    text = render_report(report)
-    if text:
-        click.echo(text)
-    if report.profile:
-        click.echo(f"  trace: {trace}")
-    for warning in find_warnings(report):
-        click.echo(f"warning: {warning}", err=True)
-
-
-def _run_port(
-    options: DeviceOptions, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
-) -> RunReport:
-    layers = _read_layers(options, spec, run)
-    folder = resolve_model(options.model, layers=layers)
-    request = DeviceRequest(
+def build_request(
+    options: DeviceOptions, spec: ModelSpec, run: Run, golden: Capture | None, *, folder: Path
+) -> DeviceRequest:
+    """Build the request of a run from a command's options; `folder` holds the checkpoint."""
+    return DeviceRequest(
         folder=folder,
         spec=spec,
         model_source=options.model,
@@ -126,6 +114,25 @@ def _run_port(
         profiles=options.profile,
         max_new_tokens=options.max_new_tokens,
     )
+
+
+def print_report(report: RunReport, *, trace: Path | None = None) -> None:
+    """Print graphs and profile of a run to stdout, and its warnings to stderr; `trace` is the profile's file."""
+    text = render_report(report)
+    if text:
+        click.echo(text)
+    if report.profile:
+        click.echo(f"  trace: {trace}")
+    for warning in find_warnings(report):
+        click.echo(f"warning: {warning}", err=True)
+
+
+def _run_port(
+    options: DeviceOptions, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
+) -> RunReport:
+    layers = _read_layers(options, spec, run)
+    folder = resolve_model(options.model, layers=layers)
+    request = build_request(options, spec, run, golden, folder=folder)
     with (
         open_runtime(options.backend, ranks=options.ranks) as runtime,
         CheckpointReader(folder, layers=layers) as reader,

@@ -87,8 +87,9 @@ class ModelOptions:
     click.option(
         "--target",
         required=True,
-        metavar="PATH.py:NAME|package.module:NAME",
-        help="Whole port to run: NAME(config) returns its module. Its code is executed.",
+        metavar="PATH.py:NAME|package.module:NAME|nxdi:…|vllm-neuron:…",
+        help="Whole port to run: NAME(config) returns its module; nxdi: and an application of "
+        "neuronx-distributed-inference; vllm-neuron: and a model of the vLLM Neuron plugin. Its code is executed.",
     ),
     layer_timeout_option,
     backend_option,

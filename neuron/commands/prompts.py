@@ -33,6 +33,7 @@ from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance
 from minimax_tools.results.prompt_results import PromptRanking
+from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import (
     AnsweredPrompt,
     LengthLimits,
@@ -258,7 +259,7 @@ def _run_port(
     ranking: PromptRanking | None = None
     if not run.is_missing(record):
         ranking = run.rank(record, num_known=num_known)
-        if not ranking.differing:
+        if ranking.verdict is Verdict.PASS:
             return ranking
     with (
         LayerProgress(len(batches), label="Batches", unit="batch") as progress,
@@ -358,7 +359,7 @@ def _print_and_follow(
     if not options.as_json:
         click.echo(render_prompts(ranking, target=options.target))
     followed = None
-    if options.follows and ranking.differing:
+    if options.follows and ranking.verdict is Verdict.FAIL:
         worst = ranking.results[0].number
         batch = run.batch_of(worst) if ranking.is_of_batch else [worst]
         numbers = [worst, *(number for number in batch if number != worst)]

@@ -16,6 +16,7 @@ from minimax_tools.model.run import (
 )
 from minimax_tools.model.span import Span
 from neuron.commands.device_run import run_device
+from neuron.commands.undo import prove_layer, undo_option
 from neuron.options import DeviceOptions, device_options, span_device_options
 
 
@@ -25,9 +26,15 @@ from neuron.options import DeviceOptions, device_options, span_device_options
     epilog="\b\nExample: mm2-test single-layer --model DIR --layer 0 --golden GOLDEN",
 )
 @layer_option
+@undo_option
 @device_options
-def single_layer_command(layer: int, options: DeviceOptions) -> None:
-    """Run one layer."""
+def single_layer_command(layer: int, mistakes: tuple[str, ...], options: DeviceOptions) -> None:
+    """Run one layer; with --undo, prove a mistake in it: undo the mistake, and judge the layer again.
+
+    A proof exits with 0 if the layer is right without the mistake, with 1 if not, with 3 if it cannot be undone.
+    """
+    if mistakes:
+        prove_layer(options, layer, mistakes)
     run_device(options, lambda _: single_layer_run(layer, sites_level=options.sites_level))
 
 

@@ -5,9 +5,9 @@ Each of several ranks has an executor. The lead's sends its passes to the others
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,17 @@ from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
 from neuron.model_runs.model_request import ModelSetup
+from neuron.model_runs.pass_result import PassResult, join_rows
 from neuron.model_runs.passes import Pass
 from neuron.ports.exposure import router_dtypes
 from neuron.ports.model_batch import ModelBatch
 from neuron.ports.model_classes import CLASSES, ModelClasses
 from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
+    CUT_TOKENS,
+    JOIN_TOKENS,
     PAST,
+    PREFILLS_BY_ROW,
     ModelResult,
     parse_result,
     read_cache,
@@ -69,19 +73,6 @@ class PassRequest:
     records: bool = True  # whether to keep the sites and the cache
     # Layer whose input is replaced by a tensor, [B,s,H]; None to replace nothing.
     fed: tuple[int, torch.Tensor] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PassResult:
-    """The result of one pass, on the CPU."""
-
-    logits: torch.Tensor  # [B,s,vocab] or [B,1,vocab]
-    tokens: torch.Tensor | None  # tokens that the port chose, [B]; None if it chooses none
-    # Sites by layer and outside the layers, as far as they are shown
-    layers: Mapping[int, Mapping[Site, torch.Tensor]] = field(default_factory=dict)
-    model: Mapping[ModelSite, torch.Tensor] = field(default_factory=dict)
-    cache: Sequence[CachePair] | None = None  # by layer; None if it cannot be read
-    layer_calls: tuple[int, ...] = ()  # layers in the order in which they were called
 
 
 class ModelExecutor:
@@ -204,7 +195,23 @@ class ModelExecutor:
 
     def _run_part(self, request: PassRequest) -> PassResult | None:
         with doing(f"at work on target {self.setup.target.name}", is_in_port=False):
+            is_prefill = request.model_pass.number == 0
+            if is_prefill and getattr(eager_module(self.module), PREFILLS_BY_ROW, False):
+                return self._prefill_rows(request)
             return self._forward_and_join(request)
+
+    def _prefill_rows(self, request: PassRequest) -> PassResult | None:
+        """Run a prefill row by row."""
+        results = []
+        for row in range(request.model_pass.batch_shape[0]):
+            fed = request.fed and (request.fed[0], request.fed[1][row : row + 1])
+            row_pass = request.model_pass.in_rows(torch.tensor([row]))
+            is_first = request.is_first and row == 0
+            results.append(
+                self._forward_and_join(replace(request, model_pass=row_pass, is_first=is_first, fed=fed))
+            )
+        of_lead = [result for result in results if result is not None]
+        return join_rows(of_lead) if of_lead else None
 
     def _forward_and_join(self, request: PassRequest) -> PassResult | None:
         model_pass = request.model_pass
@@ -221,6 +228,7 @@ class ModelExecutor:
         tokens = None if result.tokens is None else result.tokens.to("cpu")
         if not request.records:
             return None if logits is None else PassResult(logits=logits, tokens=tokens)
+        self._join_tokens()
         layers, model = self._join_sites(result, model_pass.batch_shape)
         cache = self._join_cache()
         if logits is None:
@@ -245,6 +253,9 @@ class ModelExecutor:
                 f"{self._what} does not show its layers: none can run alone",
                 next_step="Name the list of layers in the port's `sites`, as scripts/examples/model_port.py has it.",
             )
+        cut_tokens = getattr(eager_module(self.module), CUT_TOKENS, None)
+        if cut_tokens is not None:
+            states = cut_tokens(states)
         tap = self.exposure.exposures[layer].taps[Site.INPUT]
         return Recorder(
             self.exposure.layers[layer], {Site.INPUT: tap}, keep=copy_on_device, feeds={Site.INPUT: states}
@@ -277,6 +288,18 @@ class ModelExecutor:
         result = parse_result(returned, model_pass.batch_shape, what=self._what)
         self._past = result.past
         return result
+
+    def _join_tokens(self) -> None:
+        """Join recorded sites of a port that divides the tokens of a pass among ranks."""
+        join_tokens = getattr(eager_module(self.module), JOIN_TOKENS, None)
+        if join_tokens is None:
+            return
+        recorders: list[Recorder[Any]] = [self._model_recorder, *self._recorders]
+        for recorder in recorders:
+            recorder.tensors = {
+                site: tensor if site.has_heads_dim else join_tokens(tensor)
+                for site, tensor in recorder.tensors.items()
+            }
 
     def _join_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Return the lead's logits, on the CPU; None on other ranks, whose own may be a part or nothing."""

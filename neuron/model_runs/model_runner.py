@@ -37,8 +37,9 @@ from minimax_tools.text.tokenizer import read_end_tokens
 from neuron.devices.runtime import Runtime
 from neuron.model_runs.assembly import assemble_logits, assemble_site, last_logits
 from neuron.model_runs.cache_record import CacheRecord
-from neuron.model_runs.model_executor import ModelExecutor, PassRequest, PassResult
+from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.model_request import ModelRequest
+from neuron.model_runs.pass_result import PassResult
 from neuron.model_runs.passes import Pass, next_pass, plan_passes
 from neuron.ports.model_batch import ModelBatch
 

@@ -20,6 +20,11 @@ from minimax_tools.errors import TargetError
 PAST = "past_key_values"
 # Attribute of a port that keeps the keys and values of earlier passes itself.
 KEEPS_CACHE = "keeps_cache"
+# Attribute of a port whose prefill takes one row of a batch: the rows come one after the other, each with the past that
+# the one before returned.
+PREFILLS_BY_ROW = "prefills_by_row"
+# Methods of a port that divides the tokens of a pass among ranks: whole sites from parts, and a layer's input cut.
+JOIN_TOKENS, CUT_TOKENS = "join_tokens", "cut_tokens"
 # Method of a port that returns its cache.
 READ_CACHE = "read_cache"
 

@@ -71,6 +71,11 @@ class PortTarget(Target):
         convert = getattr(self.factory, "convert_state_dict", None)
         return isinstance(self.factory, type) and (convert is None or reads_in_place(convert))
 
+    @property
+    def may_convert(self) -> bool:
+        """False for a class without `convert_state_dict`; an object that a function builds may have one."""
+        return not isinstance(self.factory, type) or hasattr(self.factory, "convert_state_dict")
+
     def _conversion(self, module: nn.Module) -> Any:
         # A function may build a class that its author cannot change: then the function has the conversion as attribute.
         return super()._conversion(module) or getattr(self.factory, "convert_state_dict", None)

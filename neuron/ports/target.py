@@ -96,6 +96,11 @@ class Target(ABC):
         """The origin of the conversion that fills the layer; None if the kind of target says it."""
         return None
 
+    @property
+    def may_convert(self) -> bool:
+        """False if the port is known to have no convert_state_dict."""
+        return True
+
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int | None:

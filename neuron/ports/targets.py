@@ -10,10 +10,11 @@ from neuron.ports.nxdi_model import NxdiModelTarget
 from neuron.ports.port_target import PortTarget
 from neuron.ports.target import Target
 from neuron.ports.traced import TracedTarget
+from neuron.ports.vllm_neuron_model import VllmNeuronModelTarget
 
 # In the order of the search: a prefix such as `nxdi:` would be a module of PortTarget.
 _KINDS: tuple[type[Target], ...] = (BuiltinTarget, ReferenceTarget, NxdiTarget, TracedTarget, PortTarget)
-_MODEL_KINDS: tuple[type[ModelTarget], ...] = (NxdiModelTarget, PortModelTarget)
+_MODEL_KINDS: tuple[type[ModelTarget], ...] = (NxdiModelTarget, VllmNeuronModelTarget, PortModelTarget)
 
 
 def find_target(name: str) -> Target:

@@ -110,7 +110,12 @@ class PromptRun:
             assert logits is not None, "all batches have run"
             for number, port in zip(numbers, logits, strict=True):
                 results.append(self.judge(number, port))
-        return rank_prompts(results, num_known=num_known, golden_logits=str(self.store.directory))
+        return rank_prompts(
+            results,
+            num_known=num_known,
+            golden_logits=str(self.store.directory),
+            shares=self._judge.judge_together(results),
+        )
 
     def judge_alone(self, number: int, executor: ModelExecutor) -> PromptResult:
         """Run one prompt in a batch of its own, and judge it."""

@@ -12,6 +12,7 @@ Beside it:
 - `golden_inputs`: the values that a run takes from a golden
 - `decoding`: the last tokens of each prompt, computed one at a time; `generation`: tokens that the model adds
 - `head`: embedding, final norm and lm_head
+- `stage_feeds`: right values in place of the port's own at some sites; `proving`: a mistake undone, and judged again
 - `layer_times`: the time of a layer by phase; `stopwatch`: its measurement; `run_profile`: times and memory in a file
 - `run_report`: facts about a finished run
 - `bisection`: the search for wrong layers; `journal`: its finished probes in a file

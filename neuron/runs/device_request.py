@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -20,6 +21,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance
 from neuron.devices.runtime import Runtime
 from neuron.ports.target import Target
+from neuron.runs.stage_feeds import StageFeeds
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 
@@ -35,6 +37,9 @@ class PortSetup:
     inputs: Inputs  # the token rows; their size decides the memory that a layer takes
     prefetch: bool | None = None  # whether to read the next layer while one runs; None to decide by memory
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)  # limit of anonymous memory
+    undone: tuple[
+        Undo, ...
+    ] = ()  # mistakes to undo in the tensors of every layer, before the port converts them
 
     def provenance(
         self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]
@@ -42,6 +47,7 @@ class PortSetup:
         """Describe what decides the numbers of a run: the port, the device, the layers of `model`, and `options`."""
         conversion = self.target.conversion
         converted = {} if conversion is None else conversion.as_options()
+        undone = {"undone": [str(undo) for undo in self.undone]} if self.undone else {}
         return Provenance(
             model=model,
             model_source=self.model_source,
@@ -50,7 +56,7 @@ class PortSetup:
             dtypes={"weights": dtype_name(self.dtype)},
             target=self.target.name,
             target_digest=self.target.source_digest,
-            options={**options, **self.target.sharing(runtime), **converted},
+            options={**options, **self.target.sharing(runtime), **converted, **undone},
         )
 
 
@@ -69,6 +75,9 @@ class DeviceRequest(PortSetup):
     seed: int = 0  # seed of the random input
     checks_capture: bool = False  # whether to run each layer again with nothing recorded, and compare
     profiles: bool = False  # whether to measure time and memory of every layer
+    stage_feeds: StageFeeds | None = (
+        None  # right values that replace the port's own at some sites; None for none
+    )
     max_new_tokens: int = 0  # most tokens to generate after each row, in a run of the whole model; 0 for none
 
     def __post_init__(self) -> None:

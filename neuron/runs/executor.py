@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
@@ -42,6 +43,7 @@ class Assignment:
     dtype: torch.dtype
     inputs: Inputs
     budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
+    undone: tuple[Undo, ...] = ()  # mistakes to undo in the tensors of every layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,7 @@ class LayerExecutor:
                 dtype=self.setup.dtype,
                 inputs=self.setup.inputs,
                 budget_bytes=self.setup.budget.limit_bytes,
+                undone=self.setup.undone,
             )
         )
         return self

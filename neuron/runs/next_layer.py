@@ -22,6 +22,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.size import format_size
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
+from neuron.ports.target import target_config
 from neuron.runs.device_request import PortSetup
 from neuron.runs.footprint import DeviceFootprint, free_bytes
 
@@ -111,7 +112,11 @@ class NextLayer:
             self._read_ahead.close()
 
     def _open_tensors(self, layer: int) -> LayerTensors:
-        return LayerTensors.open(self._reader, self._setup.spec, layer, self._setup.dtype)
+        setup = self._setup
+        tensors = LayerTensors.open(self._reader, setup.spec, layer, setup.dtype)
+        for undo in setup.undone:
+            undo.edit(tensors, target_config(setup.spec))
+        return tensors
 
     def _can_prepare(self, module: nn.Module) -> bool:
         target, footprint = self._setup.target, self._footprint

@@ -153,6 +153,8 @@ class DeviceRun:
             keeps_past=request.run.num_decoded > 0 or request.max_new_tokens > 1,
             next_layer=next_layer,
         )
+        if request.stage_feeds is not None:
+            layer_request = request.stage_feeds.feed(layer_request, run=self._executor.run)
         past = golden.past(layer) if golden else None
         started_s = time.perf_counter()
         result = self._run_passes(layer_request, past)
@@ -271,6 +273,8 @@ class DeviceRun:
             # `self._model` covers the span alone, and the lead-in decides the span's input.
             lead_in = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
             options["layers_before"] = encode(lead_in)["layers"]
+        if request.stage_feeds is not None:
+            options["replaced"] = [str(site) for site in request.stage_feeds.sites]
         return Description(
             side=DEVICE_SIDE,
             run=request.run,

@@ -24,6 +24,7 @@ Runs:
 - `trained_model`: a folder of `mm2-split train`
 - `plan`: ports that run against each baseline
 - `runs`: one port over all layers of a baseline, from the plan to its cases
+- `proofs`: a planted mistake, and wrong names for it, undone in the port
 - `dump_runs`: one chained run of a whole model, from the plan to its cases
 - `foreign`: a run as another tool dumps it
 - `effects`: change by a mistake in float32, against the noise floor of the golden

@@ -59,17 +59,23 @@ class LatePositions(Model):
         return super().forward(input_ids, attention_mask, position_ids, past_key_values)
 
 
-class LateStaleValues(Model):
-    """From the third decoding step on, layer 1 caches the values of the token before."""
+class RestartedPositions(Model):
+    """Counts positions from 0 again when it decodes."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        if past_key_values is not None:
+            position_ids = torch.zeros_like(position_ids)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+
+
+class LostValues(Model):
+    """From the third decoding step on, hands on a cache without values."""
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
         self.step = 0 if past_key_values is None else self.step + 1
         logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
         if self.step >= 3:
-            keys, values = cache[1]
-            values = values.clone()
-            values[:, :, -1] = values[:, :, -2]
-            cache[1] = keys, values
+            cache = [(keys, torch.zeros_like(values)) for keys, values in cache]
         return logits, cache
 
 
@@ -119,11 +125,12 @@ class SwappedGateUp(Model):
 
 
 class WrongWord(Model):
-    """Fails on prompts that hold token 200: its embedding is that of token 201."""
+    """Fails on prompts that hold token 200: exchanges the halves of the logits from there on, in the same pass."""
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        input_ids = torch.where(input_ids == 200, 201, input_ids)
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        has_word = (input_ids == 200).long().cumsum(dim=1) > 0
+        return torch.where(has_word[..., None], logits.roll(logits.shape[-1] // 2, -1), logits), cache
 
 
 class Short(Model):

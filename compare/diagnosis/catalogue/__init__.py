@@ -10,6 +10,7 @@
 - `experts`: the experts' arithmetic, and which of them run
 - `fp8`: codes and scales
 - `other_layer`: the weights of another layer
+- `repairs`: changes of the layer's tensors that undo some of them
 - `low_bits`: numbers in fewer bits
 - `splits`: ranks and parts of a width, as parameters
 """

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.splits import rank_of, share
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, replace_stage, scaled
 from compare.diagnosis.mistake import Mistake, each, once_if
@@ -111,6 +112,7 @@ ATTENTION_MISTAKES = (
         what="The rows of k_proj and v_proj are exchanged.",
         look_at="the order of q, k and v in a fused projection",
         build=_keys_and_values_swapped,
+        repair=repairs.KEYS_AND_VALUES_EXCHANGED,
     ),
     Mistake(
         name="q_heads_interleaved",
@@ -118,6 +120,7 @@ ATTENTION_MISTAKES = (
         look_at="how a fused projection is laid out per kv group, and how it is cut",
         build=_query_heads_interleaved,
         candidates=each("order", _orders),
+        repair=repairs.QUERY_HEADS_REORDERED,
     ),
     Mistake(
         name="qkv_cut_per_group",
@@ -125,6 +128,7 @@ ATTENTION_MISTAKES = (
         look_at="how a fused projection is laid out per kv group, and how it is cut",
         build=_qkv_cut_per_group,
         candidates=once_if(lambda inputs: inputs.spec.num_key_value_heads > 1),
+        repair=repairs.ROWS_SPREAD_OVER_GROUPS,
     ),
     Mistake(
         name="projection_scaled",
@@ -137,6 +141,7 @@ ATTENTION_MISTAKES = (
             for factor in (2.0, 0.5, 8.0, 0.125, 64.0, 1 / 64)
         ),
         fitted="factor",
+        repair=repairs.PROJECTION_DIVIDED,
     ),
     Mistake(
         name="attention_scale",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.low_bits import bfloat16
 from compare.diagnosis.catalogue.splits import rank_of, share
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, replace_stage, scaled
@@ -145,6 +146,7 @@ EXPERT_MISTAKES = (
         look_at="the order of w1 and w3 in the fused weight",
         build=lambda: _mix_with(lambda gate, up, _: functional.silu(up) * gate),
         sources=("sglang#32430", "Megatron-LM#6045"),
+        repair=repairs.GATE_AND_UP_EXCHANGED,
     ),
     Mistake(
         name="up_plus_one",
@@ -184,12 +186,14 @@ EXPERT_MISTAKES = (
         what="Gate rows lie above up rows, and are cut as even and odd rows.",
         look_at="how the fused weight is laid out, and how the kernel cuts it",
         build=lambda: _mix_with(_cut_as_interleaved),
+        repair=repairs.GATE_AND_UP_INTERLEAVED,
     ),
     Mistake(
         name="gate_up_cut_in_halves",
         what="Gate and up rows take turns, and are cut as halves.",
         look_at="how the fused weight is laid out, and how the kernel cuts it",
         build=lambda: _mix_with(_cut_as_halves),
+        repair=repairs.GATE_AND_UP_PARTED,
     ),
     Mistake(
         name="experts_zero",
@@ -221,6 +225,7 @@ EXPERT_MISTAKES = (
             lambda layer, experts: (experts + offset) % layer.spec.num_local_experts
         ),
         candidates=each("offset", _offsets),
+        repair=repairs.EXPERTS_SHIFTED,
     ),
     Mistake(
         name="experts_in_text_order",
@@ -228,6 +233,7 @@ EXPERT_MISTAKES = (
         look_at="the sort of the tensors' names before they are stacked",
         build=lambda: _renumber(_text_order),
         candidates=once_if(lambda inputs: inputs.spec.num_local_experts > 10),
+        repair=repairs.EXPERTS_IN_NUMBER_ORDER,
     ),
     Mistake(
         name="expert_capacity",
@@ -243,6 +249,7 @@ EXPERT_MISTAKES = (
         build=lambda factor: scaled(Site.MOE_DELTA, factor),
         candidates=values_of("factor", 2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 64.0, 1.05),
         fitted="factor",
+        repair=repairs.DOWN_DIVIDED,
     ),
     Mistake(
         name="experts_width_partial",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.splits import degrees
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
@@ -166,12 +167,14 @@ NORM_MISTAKES = (
         what="The input norm multiplies by 1 + weight, as Gemma's does.",
         look_at="the input norm's class",
         build=lambda: _replace((Site.INPUT_NORM,), _plus_one),
+        repair=repairs.INPUT_NORM_MINUS_ONE,
     ),
     Mistake(
         name="post_norm_plus_one",
         what="The norm before the experts multiplies by 1 + weight.",
         look_at="the post-attention norm's class",
         build=lambda: _replace((Site.POST_NORM,), _plus_one),
+        repair=repairs.POST_NORM_MINUS_ONE,
     ),
     Mistake(
         name="input_norm_weight_missing",
@@ -260,6 +263,7 @@ NORM_MISTAKES = (
         build=lambda factor: _replace((Site.K_NORM,), _scaled(factor)),
         candidates=values_of("factor", *_FACTORS),
         fitted="factor",
+        repair=repairs.KEY_NORM_DIVIDED,
     ),
     Mistake(
         name="q_norm_scaled",
@@ -268,6 +272,7 @@ NORM_MISTAKES = (
         build=lambda factor: _replace((Site.Q_NORM,), _scaled(factor)),
         candidates=values_of("factor", *_FACTORS),
         fitted="factor",
+        repair=repairs.QUERY_NORM_DIVIDED,
     ),
     Mistake(
         name="qk_norm_low_precision",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.evaluation import Evaluation, replace_stage, scaled
 from compare.diagnosis.mistake import Mistake, values_of
 from minimax_tools.model import weight_names
@@ -34,6 +35,7 @@ RESIDUAL_MISTAKES = (
         build=lambda factor: scaled(Site.ATTN_DELTA, factor),
         candidates=values_of("factor", 2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 32.0, 64.0, 0.9),
         fitted="factor",
+        repair=repairs.OUTPUT_PROJECTION_DIVIDED,
     ),
     Mistake(
         name="attention_residual_missing",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.low_bits import bfloat16
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
@@ -142,6 +143,7 @@ ROPE_MISTAKES = (
         look_at="rotate_half, and the layout of cos and sin",
         build=lambda: _rotate_with(_interleaved),
         sources=("vllm-ascend#12765", "vllm-ascend#12780"),
+        repair=repairs.ROTATED_DIMS_INTERLEAVED,
     ),
     Mistake(
         name="rope_missing",
@@ -160,6 +162,7 @@ ROPE_MISTAKES = (
         what="The last rotary_dim dims of each head are rotated, not the first.",
         look_at="how a head is split into rotated and passed dims",
         build=lambda: _rotate_with(_last_dims),
+        repair=repairs.ROTATED_DIMS_BEHIND,
     ),
     Mistake(
         name="rope_position_scaled",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, integer_groups
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage, replace_stage
 from compare.diagnosis.expert_pass import Recipe
@@ -128,6 +129,7 @@ ROUTER_MISTAKES = (
         what="The correction bias is subtracted.",
         look_at="the sign of e_score_correction_bias",
         build=lambda: _choose_by(lambda layer: router_scores(layer) - correction_bias(layer)),
+        repair=repairs.CORRECTION_BIAS_NEGATED,
     ),
     Mistake(
         name="router_bias_in_weights",

@@ -1,4 +1,4 @@
-"""What a cache's content shows: each mistake is named by its own content, and right content by none."""
+"""Contents of caches: each mistake is named by its own content, and right content by none."""
 
 from __future__ import annotations
 

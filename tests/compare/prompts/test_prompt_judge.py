@@ -97,9 +97,9 @@ def test_small_error_of_every_token_is_beyond_noise_in_their_number(
     judge: Callable[..., PromptResult],
 ) -> None:
     """A single such token would pass."""
-    result = judge(EXACT + draw(11, 2.0 * SIGMA))
+    result = judge(EXACT + draw(11, 2.2 * SIGMA))
     assert not result.prefill.beyond
-    assert result.prefill.share_outside > 0.8
+    assert result.prefill.share_outside > 0.9
     assert result.prefill.is_beyond
 
 
@@ -110,10 +110,27 @@ def test_logits_of_the_last_prompt_token_alone_are_judged(judge: Callable[..., P
     assert result.golden_log_likelihood is not None
 
 
-def test_few_tokens_cannot_break_the_limit_on_their_share() -> None:
+def test_limit_on_shares_narrows_with_the_prompts() -> None:
     limits = PromptLimits()
     assert limits.share_of(4) > 1
-    assert limits.share_of(1000) < 0.32
+    assert limits.share_of(8) < 1
+    assert limits.share_together(48, num_prompts=12) < 0.61
+    assert limits.share_together(4, num_prompts=1) > 1
+
+
+def test_small_error_of_few_tokens_shows_in_many_prompts(
+    golden: GoldenLogits, judge: Callable[..., PromptResult]
+) -> None:
+    """A decode phase of six tokens proves nothing alone."""
+    together = PromptJudge(level=NoiseLevel.of([golden])).judge_together
+    right = [judge(EXACT + draw(seed, SIGMA)) for seed in range(10, 22)]
+    wrong = [judge(EXACT + draw(seed, 1.7 * SIGMA)) for seed in range(10, 22)]
+    assert not any(result.is_beyond for result in right)
+    assert not any(share.is_beyond for share in together(right))
+    prefill, decode = together(wrong)
+    assert prefill.is_beyond
+    assert decode.is_beyond
+    assert decode.num_tokens == 12 * NUM_DECODED
 
 
 def test_limits_grow_with_the_tokens_of_a_list() -> None:

@@ -136,3 +136,14 @@ def test_flat_rows_become_a_batch_and_nothing_else_changes(
     shaped = shape_to_batch(site, tensor, INPUTS.batch_shape)
     assert tuple(shaped.shape) == expected
     assert torch.equal(shaped.flatten(), tensor.flatten())
+
+
+def test_a_fed_tensor_fills_the_first_columns_of_an_input_that_the_port_padded() -> None:
+    module = nn.Identity()
+    fed, padded = torch.ones(2, 3, 4), torch.full((2 * 5, 4), 7.0)
+    with Recorder(
+        module, {Site.INPUT: Tap(path="", point="input")}, keep=copy_to_host, feeds={Site.INPUT: fed}
+    ):
+        found = module(padded).unflatten(0, (2, 5))
+    assert torch.equal(found[:, :3], fed)
+    assert (found[:, 3:] == 7).all()

@@ -1,0 +1,124 @@
+"""Proving: a proof for each named mistake of a diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+from compare.comparer import compare_captures
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
+from compare.diagnosis.proof.port_process import PortProcess
+from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome, ProofWay, StageProof, not_provable
+from compare.diagnosis.proof.recomputed import RecomputedProofs
+from compare.diagnosis.proof.undo import Undo, undo_finding
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.sides.golden_weights import CheckpointWeights
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.command_line.progress import NoProgress, Progress
+from minimax_tools.model.sites import ModelSite
+
+# From the number of proofs to the context of their progress.
+OpenProgress = Callable[[int], AbstractContextManager[Progress]]
+
+
+class _Prover(Protocol):
+    def prove(self, layer: int, undone: tuple[Undo, ...]) -> MistakeProof:
+        """Prove mistakes in a layer."""
+
+
+def prove_diagnosis(
+    diagnosis: Diagnosis,
+    reference: CaptureSource,
+    target: CaptureSource,
+    *,
+    model: str,
+    port: str | None = None,
+    open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
+) -> Diagnosis:
+    """Return the diagnosis with a proof for each named mistake, in each of its layers.
+
+    Args:
+        diagnosis: The diagnosis of these two captures.
+        reference: The golden, a capture of mm2's own.
+        target: The device run. Its port is run again in processes of its own; a dump must prove by what it shows.
+        model: Folder or hub id of the checkpoint.
+        port: The port as --target names it; None for the run's own.
+        open_progress: Opens the progress that receives the layer of each proof.
+
+    Raises:
+        CannotRunError: A dump, or the checkpoint, cannot be read.
+    """
+    num_proofs = sum(len(layer.named) for layer in diagnosis.layers)
+    if not diagnosis.findings:
+        return diagnosis
+    prover = _find_prover(reference, target, model=model, port=port)
+    layers = []
+    with open_progress(num_proofs) as progress:
+        for layer in diagnosis.layers:
+            named = []
+            for finding in layer.named:
+                named.append(replace(finding, proof=_prove_finding(prover, layer, finding)))
+                progress.advance(layer.layer, num_bytes=0)
+            layers.append(replace(layer, named=tuple(named)))
+    sites = tuple(
+        replace(
+            site,
+            named=tuple(replace(found, proof=_prove_outside(site, found, diagnosis)) for found in site.named),
+        )
+        for site in diagnosis.sites
+    )
+    proved = replace(diagnosis, layers=tuple(layers), sites=sites)
+    return replace(proved, notes=(*diagnosis.notes, *_source_notes(proved, target)))
+
+
+def _find_prover(reference: CaptureSource, target: CaptureSource, *, model: str, port: str | None) -> _Prover:
+    process = PortProcess.of(reference, target, model=model, target=port)
+    if process is not None:
+        return process
+    weights = CheckpointWeights(model=model)
+    comparison = compare_captures(
+        reference,
+        target,
+        criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+        layer_pattern="layer_*",
+        weights=weights,
+    )
+    return RecomputedProofs(golden=reference, dump=target, comparison=comparison, weights=weights)
+
+
+def _prove_finding(prover: _Prover, layer: LayerDiagnosis, finding: MistakeFinding) -> MistakeProof:
+    parameters = dict(finding.parameters)
+    if parameters.pop("rows", None) is not None:
+        return not_provable(
+            "only decoded tokens are wrong, and the layer is run again on all tokens at once",
+            "Mend it, and run mm2-test single-layer --decode again.",
+        )
+    return prover.prove(layer.layer, undo_finding(finding.mistake, parameters))
+
+
+def _prove_outside(site: SiteDiagnosis, finding: MistakeFinding, diagnosis: Diagnosis) -> MistakeProof:
+    """Prove a mistake outside the layers from the run's own values: there mm2 runs no code of a port."""
+    behind = [
+        other.site
+        for other in diagnosis.sites
+        if site.site is ModelSite.FINAL_NORM and other.site is ModelSite.LOGITS and not other.is_right
+    ]
+    stage = StageProof(leaves=finding.leaves, unexplained=site.unexplained)
+    if behind:
+        return MistakeProof(outcome=ProofOutcome.NOT_PROVED, reason=f"{behind[0]} is wrong too", stage=stage)
+    return MistakeProof(outcome=ProofOutcome.PROVED, way=ProofWay.RECOMPUTED, stage=stage)
+
+
+def _source_notes(diagnosis: Diagnosis, target: CaptureSource) -> tuple[str, ...]:
+    """Note that the port's source has changed since the run."""
+    description = target.known_description
+    if description is None or not description.provenance.target_digest:
+        return ()
+    found = {finding.proof.target_digest for finding in diagnosis.findings if finding.proof} - {""}
+    if found <= {description.provenance.target_digest}:
+        return ()
+    return (
+        f"the source of {description.provenance.target} has changed since the run: the proofs are of what it is now",
+    )

@@ -1,0 +1,153 @@
+"""Undo: a mistake of the catalogue with its parameters, to be undone in a port; `mm2-test --undo` takes it as text.
+
+gate_up_swapped        k_norm_scaled,factor=0.353553        q_heads_interleaved,order=by group
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compare.diagnosis.catalogue.catalogue import find_mistakes
+from compare.diagnosis.evaluation import LayerInputs
+from compare.diagnosis.mistake import Hypothesis, Mistake, Parameters, Value
+from compare.diagnosis.repair import Tensors
+from minimax_tools.errors import UsageError
+
+# Digits of a fitted parameter: more than a fit is sure of, and few enough to read.
+_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """A mistake to undo.
+
+    Raises:
+        UsageError: No mistake of a layer has the name, or it takes other parameters.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, Value], ...] = ()
+
+    def __post_init__(self) -> None:
+        rounded = tuple((name, _rounded(value)) for name, value in self.parameters)
+        object.__setattr__(self, "parameters", rounded)
+        signature = inspect.signature(self.mistake.build)
+        try:
+            signature.bind(**dict(rounded))
+        except TypeError as error:
+            raise _other_parameters(self, list(signature.parameters)) from error
+
+    @classmethod
+    def parse(cls, text: str) -> Undo:
+        """Parse a mistake with its parameters, `name,parameter=value,…`.
+
+        Raises:
+            UsageError: A parameter has no value, or as the constructor raises.
+        """
+        name, *parts = text.split(",")
+        pairs = [part.partition("=") for part in parts]
+        if not all(equals for _, equals, _ in pairs):
+            raise UsageError(
+                f"--undo {text!r} cannot be read",
+                expected="a mistake, and its parameters as name=value behind commas",
+                next_step="mm2-diagnose --list shows the mistakes.",
+            )
+        return cls(name.strip(), tuple((key.strip(), _parse_value(value)) for key, _, value in pairs))
+
+    @property
+    def mistake(self) -> Mistake:
+        """The entry of the catalogue."""
+        (mistake,) = find_mistakes((self.name,))
+        return mistake
+
+    @property
+    def is_in_weights(self) -> bool:
+        """True if a change of the layer's tensors undoes it."""
+        return self.mistake.repair is not None
+
+    @property
+    def hypothesis(self) -> Hypothesis:
+        """The hypothesis that the port made this mistake."""
+        return self.mistake.with_parameters(dict(self.parameters))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines for `convert_state_dict` that undo it; () if no change of the tensors does."""
+        repair = self.mistake.repair
+        return () if repair is None else repair.lines(dict(self.parameters))
+
+    def may_show(self, inputs: LayerInputs) -> bool:
+        """Decide whether the mistake can show on a layer and its tokens.
+
+        Raises:
+            UsageError: The parameters are of another kind than those that are tried on this layer.
+        """
+        candidates = self.mistake.candidates(inputs)
+        kinds = _kinds(dict(self.parameters))
+        if candidates and kinds not in [_kinds(candidate) for candidate in candidates]:
+            raise _other_parameters(self, candidates[0])
+        return bool(candidates)
+
+    def edit(self, tensors: Tensors, config: Any) -> None:
+        """Undo it in a layer's tensors, which have the hub's relative names; they are changed in place."""
+        assert self.mistake.repair is not None, "only mistakes with a repair are undone in the tensors"
+        self.mistake.repair.edit(tensors, config, **dict(self.parameters))
+
+    def __str__(self) -> str:
+        return ",".join((self.name, *(f"{name}={value}" for name, value in self.parameters)))
+
+
+def undo_finding(name: str, parameters: Mapping[str, Value]) -> tuple[Undo, ...]:
+    """Return the mistakes of a finding: of `a + b` two, whose parameters begin with their names, as `a.factor`."""
+    names = name.split(" + ")
+    if len(names) == 1:
+        return (Undo(name, tuple(parameters.items())),)
+    return tuple(
+        Undo(
+            one,
+            tuple(
+                (key.removeprefix(f"{one}."), value)
+                for key, value in parameters.items()
+                if key.startswith(f"{one}.")
+            ),
+        )
+        for one in names
+    )
+
+
+def join_hypotheses(undone: Iterable[Undo]) -> Hypothesis:
+    """Return the hypothesis that the port made all of these mistakes."""
+    first, *others = (undo.hypothesis for undo in undone)
+    for other in others:
+        first = first.and_also(other)
+    return first
+
+
+def _kinds(parameters: Parameters) -> dict[str, bool]:
+    """Return whether each parameter is text."""
+    return {name: isinstance(value, str) for name, value in parameters.items()}
+
+
+def _other_parameters(undo: Undo, expected: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"--undo {undo} has other parameters than the mistake",
+        expected=", ".join(expected) or "none",
+        found=", ".join(f"{name}={value}" for name, value in undo.parameters) or "none",
+        next_step="Give them as mm2-diagnose names them: --undo k_norm_scaled,factor=0.5.",
+    )
+
+
+def _parse_value(text: str) -> Value:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip()
+
+
+def _rounded(value: Value) -> Value:
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

@@ -1,0 +1,140 @@
+"""Wording: a proof as sentences, and the lines that `convert_state_dict` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome, ProofWay, SiteProof
+from compare.diagnosis.repair import lines_for_layers
+from reports.canvas import Canvas
+from reports.wording import word_figure, word_layers
+
+_MOST_EDITS = 3  # lines that differ by a number from layer to layer are told for so many layers
+
+
+class Provable(Protocol):
+    """A finding that may have a proof."""
+
+    @property
+    def layer(self) -> int | None:
+        """The layer; None outside the layers."""
+
+    @property
+    def proof(self) -> MistakeProof | None:
+        """The proof; None if none was asked for."""
+
+
+def render_proof(proof: MistakeProof, *, layer: int, undone: str) -> str:
+    """Render the proof of one layer as text; `undone` words the mistakes."""
+    canvas = Canvas(width=None, is_terminal=None)
+    canvas.line(f"Layer {layer} without {undone}: {proof.outcome}", style="bold")
+    for sentence in word_proof(proof):
+        canvas.paragraph(sentence)
+    if proof.is_proved:
+        draw_lines(canvas, proof.lines, has_conversion=proof.has_conversion)
+    return canvas.text
+
+
+def draw_proofs(canvas: Canvas, findings: Sequence[Provable]) -> None:
+    """Draw the proofs of one mistake, a finding for each layer; nothing if there are none.
+
+    Layers of one outcome are told together, by the first of them. Lines for several layers are told once.
+    """
+    proofs = [(finding.layer, finding.proof) for finding in findings if finding.proof is not None]
+    for outcome in ProofOutcome:
+        alike = [(layer, proof) for layer, proof in proofs if proof.outcome is outcome]
+        if not alike:
+            continue
+        where = "" if len(proofs) == 1 else f"{_in_layers(alike)}: "
+        first, *others = word_proof(alike[0][1])
+        canvas.paragraph(where + first)
+        for sentence in others:
+            canvas.paragraph(sentence)
+    _draw_lines_by_layer(canvas, [(layer, proof) for layer, proof in proofs if proof.is_proved])
+
+
+def word_outcomes(findings: Sequence[Provable]) -> str:
+    """Word the outcomes of the proofs of a mistake's findings; an empty text without proofs."""
+    outcomes = dict.fromkeys(str(finding.proof.outcome) for finding in findings if finding.proof is not None)
+    return f" ({', '.join(outcomes)})" if outcomes else ""
+
+
+def word_proof(proof: MistakeProof) -> Iterator[str]:
+    """Yield sentences on a proof."""
+    if proof.outcome is ProofOutcome.NOT_PROVABLE:
+        yield f"Not provable here: {proof.reason}. {proof.next_step}".rstrip()
+        return
+    is_proved = "Proved" if proof.is_proved else "Not proved"
+    if proof.way is None:
+        yield f"{is_proved}: {proof.reason}{_word_stage(proof)}."
+        return
+    where = {
+        ProofWay.WEIGHTS: "with the weights changed before the port converts them",
+        ProofWay.STAGE: f"with the right values at {_word_replaced(proof)}",
+        ProofWay.WEIGHTS_AND_STAGE: f"with the weights changed, and the right values at {_word_replaced(proof)}",
+        ProofWay.RECOMPUTED: "recomputed from the run's own values",
+    }[proof.way]
+    figures = _word_figures(proof)
+    if proof.is_proved:
+        subject = "all else" if proof.way is ProofWay.RECOMPUTED else "the port's layer"
+        yield f"{is_proved}: {where}, {subject} is right{figures}{_word_stage(proof)}."
+        return
+    yield f"{is_proved}: {where}, {proof.reason}{figures}."
+    if proof.remaining:
+        yield f"What is left matches {proof.remaining[0]}."
+
+
+def draw_lines(canvas: Canvas, lines: tuple[str, ...], *, has_conversion: bool) -> None:
+    """Draw the lines to paste, never broken; nothing if there are none."""
+    if not lines:
+        return
+    place = "at the beginning of convert_state_dict" if has_conversion else "in the port's class"
+    canvas.paragraph(f"Lines that undo it, {place}:")
+    for line in lines:
+        canvas.line(f"      {line}")
+
+
+def _draw_lines_by_layer(canvas: Canvas, proofs: Sequence[tuple[int | None, MistakeProof]]) -> None:
+    layers_by_edit: dict[tuple[str, ...], list[int]] = {}
+    for layer, proof in proofs:
+        if proof.edit and layer is not None:
+            layers_by_edit.setdefault(proof.edit, []).append(layer)
+    for edit, layers in list(layers_by_edit.items())[:_MOST_EDITS]:
+        proof = next(proof for _, proof in proofs if proof.edit == edit)
+        lines = lines_for_layers(
+            edit, tuple(layers), num_layers=proof.num_layers, has_conversion=proof.has_conversion
+        )
+        draw_lines(canvas, lines, has_conversion=proof.has_conversion)
+    if len(layers_by_edit) > _MOST_EDITS:
+        canvas.paragraph(f"{len(layers_by_edit) - _MOST_EDITS} more, with other numbers: see --json.")
+
+
+def _in_layers(proofs: Sequence[tuple[int | None, MistakeProof]]) -> str:
+    words = word_layers(layer for layer, _ in proofs)
+    return words[0].upper() + words[1:]
+
+
+def _word_replaced(proof: MistakeProof) -> str:
+    return ", ".join(site.site for site in proof.sites if site.is_replaced)
+
+
+def _word_figures(proof: MistakeProof) -> str:
+    """Word ρ before and after, at the worst site and at the output, of those that hold the port's own values."""
+    own = {site.site: site for site in proof.sites if not site.is_replaced}
+    chosen = [proof.worst, own.get("output")]
+    words = [
+        _word_site(site) for site in dict.fromkeys(chosen) if site is not None and site.before is not None
+    ]
+    return f" ({'; '.join(words)})" if words else ""
+
+
+def _word_site(site: SiteProof) -> str:
+    return f"{site.site} ρ {word_figure(site.before)} → {word_figure(site.after)}"
+
+
+def _word_stage(proof: MistakeProof) -> str:
+    if proof.stage is None:
+        return ""
+    leaves, before = word_figure(proof.stage.leaves), word_figure(proof.stage.unexplained)
+    return f"; the mistake leaves ρ {leaves} of {before} of what the stage gave"
