@@ -62,11 +62,6 @@ class WeightLoader:
         # Seconds spent so far on sending weights to the device.
         self.sending_s = 0.0
 
-    @property
-    def device(self) -> torch.device:
-        """The device that weights are sent to."""
-        return self._device
-
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
 
