@@ -5,7 +5,7 @@ B prompts, S columns of the batch, P entries that may be read, N heads, K kv hea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,8 +23,9 @@ class DecodedInputs(LayerInputs):
 
     is_decoded: torch.Tensor  # bool [B,S]
     caches: dict[int, CachePair]  # right keys and values of other layers by number, float32 [B,K,S,D]
+    cached: CachePair | None = None  # what the port's cache holds, to take it as it is: float32 [B,K,S,D]
     # Inputs of the layer that padding may have, float32 [H], by name; the batch's own first. Empty if not known
-    padding: dict[str, torch.Tensor]
+    padding: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_decoded(self) -> int:
@@ -85,13 +86,15 @@ class CacheView:
 
 
 def right_view(layer: Evaluation) -> CacheView:
-    """Return what decoded tokens read of a right cache: the layer's keys and values of the tokens before."""
+    """Return what decoded tokens read of a right cache: keys and values of the tokens before, or what it holds."""
     rows, columns = token_places(layer)
     is_before = torch.arange(layer.attention_mask.shape[1]) < columns[:, None]
     is_shown = is_before & layer.attention_mask[rows].bool()
+    held = decoded_inputs(layer).cached
+    keys, values = held or (layer[Site.K_ROPE], split_heads(layer[Site.V_PROJ], layer.spec.head_dim))
     return CacheView(
-        keys=layer[Site.K_ROPE],
-        values=split_heads(layer[Site.V_PROJ], layer.spec.head_dim),
+        keys=keys,
+        values=values,
         shown=torch.zeros(is_shown.shape).masked_fill(~is_shown, HIDDEN),
         shows_own=torch.ones(len(rows), dtype=torch.bool),
     )

@@ -6,14 +6,14 @@ B prompts, S columns of the batch, T decoded tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
-from compare.diagnosis.evaluation import Evaluation, replace_stage, with_given
+from compare.diagnosis.evaluation import Evaluation, GraphNode, Stage, with_given
 from compare.diagnosis.layer_weights import LayerWeights
-from compare.diagnosis.mistake import Hypothesis, Value
+from compare.diagnosis.mistake import Value
 from compare.diagnosis.naming import RIGHT_RHO, name_mistakes
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial, settled_tokens
@@ -35,6 +35,8 @@ from minimax_tools.results.model_findings import ModelFinding
 
 # The first of these that the port shows judges a mistake.
 _JUDGING = (Site.ATTN_CONTEXT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.OUTPUT)
+# Layers whose keys and values are tried in place of the layer's own.
+_MOST_OTHERS = 8
 _OWN = (Site.Q_ROPE, Site.K_ROPE, Site.V_PROJ)
 
 
@@ -59,20 +61,24 @@ def diagnose_decoding(
     site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
     if port_sides is None or site is None or sides.weights is None:
         return ()
+    takes_own = all(shown.order >= Site.ATTN_CONTEXT.order for shown in blamed)
     with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
         inputs = _read_inputs(sides, layer, weights)
         if not bool(inputs.is_decoded.any()):
             return ()
-        takes_own = all(site.order >= Site.ATTN_CONTEXT.order for site in blamed)
-        trial = _open_trial(port_sides, layer, inputs, site=site, takes_own=takes_own)
-        hypotheses = [
-            hypothesis for mistake in DECODING_MISTAKES for hypothesis in mistake.hypotheses(inputs)
-        ]
-        null = trial.null()
-        if null.leaves <= RIGHT_RHO:
-            return ()
-        scores = trial.judge(hypotheses)
-        named = name_mistakes(scores)
+        # If nothing explains it over a right cache, then perhaps over what the cache holds.
+        held = _read_held(sides.target, layer, inputs)
+        for cached in (None,) if held is None else (None, held):
+            inputs = replace(inputs, cached=cached)
+            trial = _open_trial(port_sides, layer, inputs, site=site, takes_own=takes_own)
+            if trial.null().leaves <= RIGHT_RHO:
+                return ()
+            hypotheses = [
+                hypothesis for mistake in DECODING_MISTAKES for hypothesis in mistake.hypotheses(inputs)
+            ]
+            named = name_mistakes(trial.judge(hypotheses))
+            if named or not takes_own:
+                break
     return tuple(_finding(score, layer=layer, number=number, site=site) for score in named)
 
 
@@ -87,21 +93,26 @@ def is_right_on_own_cache(sides: Sides, layer: int, *, port_sides: Sides | None 
     """
     port_sides = port_sides or on_port_input(sides, layer)
     site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
-    pair = sides.target.read_cache(layer)
-    if port_sides is None or site is None or pair is None or sides.weights is None:
+    if port_sides is None or site is None or sides.weights is None:
         return False
-    keys, values = pair[0].float(), pair[1].float()
     with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
         inputs = _read_inputs(sides, layer, weights)
+        held = _read_held(sides.target, layer, inputs)
+        if held is None:
+            return False
+        inputs = replace(inputs, cached=held)
         trial = _open_trial(port_sides, layer, inputs, site=site, takes_own=True)
-        change = replace_stage(
-            Site.ATTN_CONTEXT,
-            lambda evaluation: attend_view(
-                evaluation, replace(right_view(evaluation), keys=keys, values=values)
-            ),
-        )
-        (score,) = trial.judge([Hypothesis(mistakes=(), parameters=(), change=change)])
-    return score.leaves <= RIGHT_RHO
+        return trial.null().leaves <= RIGHT_RHO
+
+
+def _read_held(target: CaptureSource, layer: int, inputs: DecodedInputs) -> CachePair | None:
+    """Read what the port's cache of a layer holds, float32 [B,K,S,D] each; None if mm2 does not know its form."""
+    pair = target.read_cache(layer)
+    spec, batch_shape = inputs.spec, inputs.attention_mask.shape
+    shape = (batch_shape[0], spec.num_key_value_heads, batch_shape[1], spec.head_dim)
+    if pair is None or any(tuple(part.shape) != shape for part in pair):
+        return None
+    return pair[0].float(), pair[1].float()
 
 
 def _is_common(sides: Sides, layer: int, site: Site) -> bool:
@@ -123,7 +134,7 @@ def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights) -> DecodedInp
             row = torch.empty(1, weights.spec.hidden_size, dtype=weights.tensors.dtype)
             table.read_weight_into(EMBEDDING, row, rows=range(token, token + 1))
             padding[f"token {token}"] = row[0].float()
-    return DecodedInputs(
+    inputs = DecodedInputs(
         spec=weights.spec,
         weights=LayerWeights(weights.tensors),
         attention_mask=tokens.attention_mask,
@@ -131,17 +142,32 @@ def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights) -> DecodedInp
         # Decoded tokens are computed as if they were prefilled; mistakes replace what they read.
         decode_start=tokens.attention_mask.shape[1],
         is_decoded=decoded_tokens(tokens.attention_mask, num_decoded, by_row=True),
-        caches=dict(_other_caches(sides.target, layer, head_dim=weights.spec.head_dim)),
+        caches={},
         padding=padding,
     )
+    return replace(inputs, caches=dict(_other_caches(sides.target, layer, inputs)))
 
 
-def _other_caches(target: CaptureSource, layer: int, *, head_dim: int) -> Iterable[tuple[int, CachePair]]:
-    """Yield the keys and values of other layers that the port shows, float32 [B,K,S,D]; nearest layers first."""
-    for other in sorted(target.layers, key=lambda index: abs(index - layer)):
-        if other != layer and {Site.K_ROPE, Site.V_PROJ} <= set(target.sites(other)):
-            keys, values = target.read(other, Site.K_ROPE), target.read(other, Site.V_PROJ)
-            yield other, (keys.float(), split_heads(values.float(), head_dim))
+def _other_caches(
+    target: CaptureSource, layer: int, inputs: DecodedInputs
+) -> Iterator[tuple[int, CachePair]]:
+    """Yield the right keys and values of the nearest layers, float32 [B,K,S,D], on the port's own input of each."""
+    head_dim = inputs.spec.head_dim
+    for other in sorted(target.layers, key=lambda index: abs(index - layer))[1 : 1 + _MOST_OTHERS]:
+        shown = set(target.sites(other))
+        if {Site.K_ROPE, Site.V_PROJ} <= shown:
+            keys, values = target.read(other, Site.K_ROPE).float(), target.read(other, Site.V_PROJ).float()
+        elif Site.INPUT in shown and inputs.weights.has_layer(other):
+            states = target.read(other, Site.INPUT).float()
+            computed = Evaluation(
+                replace(inputs, weights=inputs.weights.of_layer(other)),
+                with_given({Site.INPUT: states}),
+                tokens=inputs.real_tokens,
+            )
+            keys, values = computed[Site.K_ROPE], computed[Site.V_PROJ]
+        else:
+            continue
+        yield other, (keys, split_heads(values, head_dim))
 
 
 def _open_trial(sides: Sides, layer: int, inputs: DecodedInputs, *, site: Site, takes_own: bool) -> Trial:
@@ -152,11 +178,15 @@ def _open_trial(sides: Sides, layer: int, inputs: DecodedInputs, *, site: Site, 
     is_padding = (inputs.attention_mask == 0)[..., None]
     given = {Site.INPUT: golden.read(layer, Site.INPUT).float()}
     on_input = Evaluation(inputs, with_given(given), tokens=tokens)
-    base = on_input
+    # Over what the port's cache holds, if that is to be taken as it is.
+    attention: dict[GraphNode, Stage] = {}
+    if inputs.cached is not None:
+        attention[Site.ATTN_CONTEXT] = lambda evaluation: attend_view(evaluation, right_view(evaluation))
     if takes_own and set(_OWN) <= set(target.sites(layer)):
         own = {shown: target.read(layer, shown).float() for shown in _OWN}
         own[Site.V_PROJ] = own[Site.V_PROJ].masked_fill(is_padding, 0.0)
-        base = Evaluation(inputs, with_given({**given, **own}), tokens=tokens)
+        given |= own
+    base = Evaluation(inputs, {**with_given(given), **attention}, tokens=tokens)
     exact_on_input, exact = on_input.rows(site), base.rows(site)
     port = batch.rows(target.read(layer, site), site).float()
     settled = settled_tokens(on_input, 0.0)

@@ -33,6 +33,7 @@ class Recorder(Generic[SiteKind]):
         taps: Place of each site: a submodule of `module`, and which of its inputs or outputs.
         keep: `copy_to_host` or `copy_on_device`; copies a tensor when its hook fires.
         feeds: Tensors that replace the module's own at some sites, brought to the shape, dtype and device of those.
+            Columns that the module has beyond them, padding of a bucket, stay its own.
 
     Attributes:
         tensors: The copies by site, as far as the module has run.

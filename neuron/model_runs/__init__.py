@@ -3,6 +3,7 @@
 - `model_request`: a run before it starts
 - `passes`: the prefill and the decoding steps of a run, on paper
 - `model_executor`: runs passes of a port on all ranks, and records its sites
+- `rank_join`: what all ranks recorded of a pass, joined
 - `pass_result`: the outcome of one pass
 - `cache_record`: keys and values of a port's cache, followed from pass to pass
 - `assembly`: values of all passes in the golden's layout

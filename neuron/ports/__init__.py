@@ -13,12 +13,12 @@
 - `exposure`: the sites that a port shows, on one rank or several
 - `returned`: the output, keys and values that a port returned
 - `model_target`: a whole port, found, built, loaded; `model_exposure`: its sites; `model_returned`: its results
-- `model_batch`: the sizes of a whole port's batch; `model_classes`: classes of its submodules, here and elsewhere
-- `nxdi_model`: whole ports on NxDI; `nxdi_loaded`: their applications, built, loaded and called
-- `nxdi_capture`: NxDI's tensor capture of a pass, read as sites
 - `vllm_neuron_model`: whole ports for the vLLM Neuron plugin; `packed_request`: the tokens of their passes;
   `divided_tokens`: the ranks' parts of them;
   `block_cache`: their paged cache; `plain_checkpoint`: the folder that they load, without FP8; `residual_stream`:
   layers that pass it on as two summands
+- `model_batch`: the sizes of a whole port's batch; `model_classes`: classes of its submodules, here and elsewhere
+- `nxdi_model`: whole ports on NxDI; `nxdi_loaded`: their applications, built, loaded and called
+- `nxdi_capture`: NxDI's tensor capture of a pass, read as sites
 - `port_errors`: translation of errors raised by a port's code
 """

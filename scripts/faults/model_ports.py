@@ -121,6 +121,13 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         names=("decode_mask_short",),
     ),
     _decode(
+        name="cache_fp8_behind_mask",
+        port="caches.py:CacheFp8BehindMask",
+        layers=(0,),
+        sites=_ATTENTION,
+        names=("decode_mask_short",),
+    ),
+    _decode(
         name="cache_hidden_one_row_off",
         port="caches.py:CacheHiddenOneRowOff",
         layers=(0,),

@@ -191,6 +191,13 @@ class CacheFp8WithScales(OwnCache):
         return ((values.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(values.dtype)
 
 
+class CacheFp8BehindMask(CacheFp8WithScales):
+    """The cache is in FP8 with scales, which is right, and the mask of a step ends one entry early."""
+
+    def mask(self, position_ids):
+        return super().mask(position_ids - 1)
+
+
 class CacheOtherLayout(OwnCache):
     """A right port that shows its cache as [B,P,K·D], which mm2 does not know."""
 

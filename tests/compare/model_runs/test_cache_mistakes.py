@@ -1,4 +1,4 @@
-"""Contents of caches: each mistake is named by its own content, and right content by none."""
+"""Content of a cache: each mistake is named by its own content, and right content by none."""
 
 from __future__ import annotations
 

@@ -73,3 +73,12 @@ def test_each_mistake_changes_the_decoded_tokens(layer: Evaluation, mistake: obj
         changed = layer.changed(hypothesis.change)[Site.ATTN_CONTEXT]
         assert changed.isfinite().all()
         assert not torch.allclose(changed, right, rtol=1e-3, atol=1e-4), hypothesis.parameters
+
+
+def test_steps_read_what_the_cache_holds(layer: Evaluation) -> None:
+    inputs = layer.inputs
+    assert isinstance(inputs, DecodedInputs)
+    right = right_view(layer)
+    held = replace(inputs, cached=(right.keys.flip(1), right.values))
+    of_held = Evaluation(held, with_given({Site.INPUT: layer[Site.INPUT]}), tokens=layer.tokens)
+    assert not torch.allclose(attend_view(of_held, right_view(of_held)), layer[Site.ATTN_CONTEXT])

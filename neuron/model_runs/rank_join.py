@@ -1,0 +1,159 @@
+"""RankJoin: what all ranks recorded of a whole port's pass, joined on the lead.
+
+B prompts, s columns of a pass, P entries of the cache, K kv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from minimax_tools.capture.passes import CachePair
+from minimax_tools.capture.recorder import Recorder
+from minimax_tools.errors import TargetError
+from minimax_tools.model.site_layouts import Replicated, are_equal_bits
+from minimax_tools.model.sites import ModelSite, Site, parse_site
+from neuron.devices.runtime import Runtime
+from neuron.model_runs.model_request import ModelSetup
+from neuron.ports.model_exposure import ModelExposure
+from neuron.ports.model_returned import ModelResult, read_cache
+from neuron.runs.rank_assembly import RankAssembly
+
+
+class RankJoin:
+    """Joins the tensors of all ranks, which all call it; `recorders` are those of the layers, in their order."""
+
+    def __init__(
+        self,
+        setup: ModelSetup,
+        *,
+        runtime: Runtime,
+        exposure: ModelExposure,
+        recorders: Sequence[Recorder[Site]],
+        model_recorder: Recorder[ModelSite],
+    ) -> None:
+        self._setup = setup
+        self._runtime = runtime
+        self._exposure = exposure
+        self._recorders = recorders
+        self._model_recorder = model_recorder
+        self._what = f"target {setup.target.name}"
+
+    def join_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Return the lead's logits, on the CPU; None on other ranks, whose own may be a part or nothing."""
+        return logits.to("cpu") if self._runtime.ranks.is_lead else None
+
+    def join_sites(
+        self, result: ModelResult, batch_shape: tuple[int, int]
+    ) -> tuple[dict[int, dict[Site, torch.Tensor]], dict[ModelSite, torch.Tensor]]:
+        """Return the recorded and returned sites of all ranks, on the CPU of the lead."""
+        layers: dict[int, dict[Site, torch.Tensor]] = {}
+        # A port may pad each pass to a bucket of its own, on the right.
+        batch_size, num_columns = batch_shape
+        padded_shape = (batch_size, self._count_columns(batch_shape))
+        spec = self._setup.spec
+        for index, recorder in enumerate(self._recorders):
+            exposure = self._exposure.exposures[index]
+            what = f"{self._what}, layer {index}"
+            assembly = RankAssembly(
+                runtime=self._runtime, exposure=exposure, batch_shape=padded_shape, what=what
+            )
+            for site in self._setup.sites:
+                piece = recorder.tensors.get(site)
+                tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
+                if tensor is not None and exposure.accepts(site, tensor, spec, padded_shape):
+                    layers.setdefault(index, {})[site] = _first_columns(tensor, num_columns, site)
+        model: dict[ModelSite, torch.Tensor] = {}
+        for model_site in self._exposure.taps:
+            recorded = self._model_recorder.tensors.get(model_site)
+            pieces = self._runtime.messages.gather(None if recorded is None else recorded.to("cpu"))
+            if pieces and pieces[0] is not None:
+                whole = _unflattened(pieces[0], batch_size)
+                model[model_site] = _first_columns(whole, num_columns, model_site)
+        for name, tensor in result.sites.items():
+            _add_returned(name, tensor.to("cpu"), layers, model, sites=self._setup.sites)
+        return layers, model
+
+    def _count_columns(self, batch_shape: tuple[int, int]) -> int:
+        """Return the number of columns that the port computes in a pass over [B,s]: s, or those of its bucket."""
+        batch_size, num_columns = batch_shape
+        hidden_size = self._setup.spec.hidden_size
+        for recorder in self._recorders:
+            for site in (Site.INPUT, Site.OUTPUT):
+                states = recorder.tensors.get(site)
+                if states is not None and states.shape[-1] == hidden_size:
+                    return max(states.numel() // (batch_size * hidden_size), num_columns)
+        return num_columns
+
+    def join_cache(self, module: nn.Module, past: object) -> list[CachePair] | None:
+        """Return keys and values of all kv heads by layer, on the CPU of the lead; None if they cannot be read."""
+        cache = read_cache(module, past, num_layers=self._setup.spec.num_hidden_layers)
+        own: list[CachePair] | None = None
+        if cache is not None:
+            own = [(keys.to("cpu", copy=True), values.to("cpu", copy=True)) for keys, values in cache]
+        of_ranks = [pairs for pairs in self._runtime.messages.gather(own) if pairs is not None]
+        if len(of_ranks) < self._runtime.ranks.degree:
+            return None
+        return [
+            (
+                self._join_heads([pairs[layer][0] for pairs in of_ranks], layer=layer),
+                self._join_heads([pairs[layer][1] for pairs in of_ranks], layer=layer),
+            )
+            for layer in range(self._setup.spec.num_hidden_layers)
+        ]
+
+    def _join_heads(self, pieces: list[torch.Tensor], *, layer: int) -> torch.Tensor:
+        layout = self._exposure.cache_layout
+        if layout is None and self._exposure.exposures:
+            # Cached keys are divided as the keys are.
+            layout = self._exposure.exposures[layer].layouts.get(Site.K_ROPE)
+        if len(pieces) == 1:
+            return pieces[0]
+        if layout is None:
+            if all(are_equal_bits(pieces[0], piece) for piece in pieces[1:]):
+                return pieces[0]
+            raise TargetError(
+                f"{self._what}: which kv heads of the cache a rank holds cannot be told",
+                expected="a layout, such as sites = {'cache': '@shard(1)'}",
+                next_step="Name it in the port's `sites`.",
+            )
+        return (layout or Replicated()).assemble(pieces, what=f"{self._what}, cache of layer {layer}")
+
+
+def _first_columns(tensor: torch.Tensor, num_columns: int, site: Site | ModelSite) -> torch.Tensor:
+    """Return the first columns of a site's tensor [B,columns,…] or [B,N,columns,D], and of another shape all of it."""
+    dim = 2 if site.has_heads_dim else 1
+    return tensor.narrow(dim, 0, min(num_columns, tensor.shape[dim])) if tensor.ndim > dim else tensor
+
+
+def _unflattened(tensor: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Return [B·s,H] as [B,s,H]; other shapes as they are."""
+    is_flat = tensor.ndim == 2 and tensor.shape[0] % batch_size == 0
+    return tensor.unflatten(0, (batch_size, -1)) if is_flat else tensor
+
+
+def _add_returned(
+    name: str,
+    tensor: torch.Tensor,
+    layers: dict[int, dict[Site, torch.Tensor]],
+    model: dict[ModelSite, torch.Tensor],
+    *,
+    sites: Sequence[Site],
+) -> None:
+    """Add a site that a compiled port returned: `layer_3.output`, or `final_norm`."""
+    prefix, _, short = name.partition(".")
+    if short and prefix.startswith("layer_") and prefix.removeprefix("layer_").isdecimal():
+        site = parse_site(short)
+        if site in sites:
+            layers.setdefault(int(prefix.removeprefix("layer_")), {})[site] = tensor
+        return
+    try:
+        model[ModelSite(name)] = tensor
+    except ValueError:
+        raise TargetError(
+            f"the port returned the site {name!r}, which mm2 does not know",
+            expected="layer_N.SITE, embedding or final_norm",
+            next_step="Rename it in what the port returns as `sites`.",
+        ) from None
