@@ -25,6 +25,7 @@ from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance
 from minimax_tools.results.prompt_results import PromptRanking
+from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import AnsweredPrompt, token_rows
 from minimax_tools.text.tokenizer import encode_texts
 from neuron.devices.ranks import Ranks
@@ -82,6 +83,7 @@ def port_figures(name: str, ranking: PromptRanking, *, wrong_from: int | None) -
             *largest,
             Figure.plain(f"{name}: largest share outside, of its limit", max(shares)),
             Figure.exactly(f"{name}: prompts flagged of {len(results)}", len(differing), wanted=0),
+            Figure.exactly(f"{name}: flagged together", ranking.is_beyond_together, wanted=0),
         ]
     early = [
         result.number
@@ -90,7 +92,8 @@ def port_figures(name: str, ranking: PromptRanking, *, wrong_from: int | None) -
     ]
     return [
         *largest,
-        Figure.at_least(f"{name}: prompts flagged of {len(results)}", len(differing), 1),
+        Figure.plain(f"{name}: prompts flagged of {len(results)}", len(differing)),
+        Figure.exactly(f"{name}: fails", ranking.verdict is Verdict.FAIL, wanted=1),
         Figure.exactly(f"{name}: flagged before pass {wrong_from}", len(early), wanted=0),
     ]
 

@@ -75,20 +75,20 @@ class PromptJudge:
         return self.limits.widening(self.level.num_tokens)
 
     def judge_together(self, results: Sequence[PromptResult]) -> tuple[PhaseShare, ...]:
-        """Judge each phase over all prompts: by the share of its tokens that are farther than every variant."""
+        """Judge each phase over all prompts: by the share of its tokens that are farther than variants that round."""
         prefills = [result.prefill for result in results]
         decodes = [result.decode for result in results if result.decode is not None]
         shares = []
         for name, phases in (("prefill", prefills), ("decode", decodes)):
             num_tokens = sum(len(phase.tokens) for phase in phases)
             if num_tokens:
-                num_outside = sum(phase.share_outside * len(phase.tokens) for phase in phases)
+                num_outside = sum(phase.share_outside_rounding * len(phase.tokens) for phase in phases)
                 shares.append(
                     PhaseShare(
                         phase=name,
                         num_tokens=num_tokens,
                         share=num_outside / num_tokens,
-                        limit=self.limits.share_together(num_tokens, num_prompts=len(phases)),
+                        limit=self.limits.limit_together(num_tokens, num_prompts=len(phases)),
                     )
                 )
         return tuple(shares)
@@ -110,8 +110,9 @@ class PromptJudge:
             noises=tuple(noises.tolist()),
             excesses=tuple(map(_finite, excesses.tolist())),
             beyond=tuple(tokens[is_beyond].tolist()),
-            share_outside=float((~(divergences <= rounding_noise(part))).double().mean()),
-            share_limit=self.limits.share_of(len(tokens)),
+            share_outside=float((~(divergences <= noises)).double().mean()),
+            share_outside_rounding=float((~(divergences <= rounding_noise(part))).double().mean()),
+            share_limit=self.limits.limit_alone(len(tokens)),
             first_choice=choices[0] if choices else None,
             num_choices=len(choices),
         )

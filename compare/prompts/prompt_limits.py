@@ -18,11 +18,10 @@ class PromptLimits:
         pooled_distance: Share of the pooled noise of distances that is added to a distance's own.
         usual_tokens: Tokens of a list beyond which the limits grow, with the fourth root of their number: the more
             tokens are judged, the farther the worst of a right port lies.
-        usual_share: Share of tokens at which a right port is farther from the golden than two variants that only round.
-        share_deviations: Deviations of that share that are allowed, over all prompts of a list.
+        share_alone: Share of a prompt's tokens at which a right port may be farther from the golden than every variant.
+        share_together: The same over all prompts, of the two variants that only round: a right port is like a third.
+        share_deviations: Deviations of either share that are allowed, for the number of tokens.
         tokens_apart: Number of a prompt's tokens that vary apart, where all prompts are judged together.
-        share_alone: Limit on that share in one phase of one prompt: its tokens vary together.
-        fewest_alone: Tokens below which such a phase is not judged by its share.
     """
 
     excess: float = 5.0
@@ -30,23 +29,22 @@ class PromptLimits:
     pooled: float = 0.5
     pooled_distance: float = 1.0
     usual_tokens: int = 5000
-    usual_share: float = 1 / 3
+    share_alone: float = 0.25
+    share_together: float = 1 / 3
     share_deviations: float = 4.0
     tokens_apart: int = 4
-    share_alone: float = 0.9
-    fewest_alone: int = 8
 
     def widening(self, num_tokens: int) -> float:
         """Return the factor on the limits of single tokens, for a list of so many."""
         return math.sqrt(math.sqrt(max(num_tokens / self.usual_tokens, 1.0)))
 
-    def share_of(self, num_tokens: int) -> float:
+    def limit_alone(self, num_tokens: int) -> float:
         """Return the limit on the share of one phase of one prompt; above 1, none can break it."""
-        return self.share_alone if num_tokens >= self.fewest_alone else 2.0
+        return self._share_limit(self.share_alone, num_tokens)
 
-    def share_together(self, num_tokens: int, *, num_prompts: int) -> float:
+    def limit_together(self, num_tokens: int, *, num_prompts: int) -> float:
         """Return the limit on the share of one phase of all prompts; above 1, none can break it."""
-        num_apart = max(min(num_tokens, self.tokens_apart * num_prompts), 1)
-        return self.usual_share + self.share_deviations * math.sqrt(
-            self.usual_share * (1 - self.usual_share) / num_apart
-        )
+        return self._share_limit(self.share_together, min(num_tokens, self.tokens_apart * num_prompts))
+
+    def _share_limit(self, usual: float, num_tokens: int) -> float:
+        return usual + self.share_deviations * math.sqrt(usual * (1 - usual) / max(num_tokens, 1))

@@ -35,10 +35,12 @@ class PhaseResult:
     noises: tuple[float, ...]
     excesses: tuple[float | None, ...]
     beyond: tuple[int, ...]  # tokens whose error is beyond noise by itself
-    # Share of the tokens that are farther from the golden than the variants that only round, and the limit on it;
-    # above 1: no limit
+    # Share of the tokens that are farther from the golden than every variant, and the limit on it; above 1: no limit
     share_outside: float
     share_limit: float
+    share_outside_rounding: (
+        float  # the same, of the variants that only round; judged over all prompts together
+    )
     first_choice: DifferingChoice | None  # first token whose likeliest next token differs beyond noise
     num_choices: int  # number of such tokens
 
