@@ -31,7 +31,7 @@ from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.results.choices import PassLogits
 from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import Blame, Comparison, GeneratedRow, RouterDtype, SiteStatus, Verdict
+from minimax_tools.results.results import Blame, Comparison, GeneratedRow, SiteStatus, Verdict
 from reports.wording import word_layers
 
 # Name in the place of a site, in the blame of generated tokens.
@@ -172,7 +172,7 @@ def _conclude(
             frozenset(site.status for site in sites),
             blame,
             is_incomplete=is_stopped or num_undecided > 0 or is_end_unproved,
-            router_dtypes=router_dtypes,
+            warns=bool(router_dtypes) or any(finding.is_warning for finding in findings),
         ),
         sites=sites,
         blame=blame,
@@ -222,7 +222,7 @@ def _findings_part(findings: Sequence[ModelFinding]) -> ComparedPart:
         blame=tuple(
             Blame(layer=finding.layer, sites=finding.sites, reason=finding.reason)
             for finding in findings
-            if not finding.is_of_sites
+            if not (finding.is_of_sites or finding.is_warning)
         )
     )
 
@@ -266,10 +266,10 @@ def _decide_verdict(
     blame: tuple[Blame, ...],
     *,
     is_incomplete: bool,
-    router_dtypes: tuple[RouterDtype, ...],
+    warns: bool,
 ) -> Verdict:
     if blame or SiteStatus.FAIL in statuses:
         return Verdict.FAIL
     if is_incomplete or not any(status.is_compared for status in statuses):
         return Verdict.INCOMPARABLE
-    return Verdict.WARN if router_dtypes or SiteStatus.WARN in statuses else Verdict.PASS
+    return Verdict.WARN if warns or SiteStatus.WARN in statuses else Verdict.PASS

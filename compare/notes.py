@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from compare.limits.limit_context import backend_of, computes_in_float32
-from compare.model_runs.classes import word_classes
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
@@ -47,7 +46,6 @@ def gather_notes(
         *_floor_notes(sides.reference),
         *_generation_notes(sides),
         *_backend_notes(sides),
-        *_class_notes(sides),
         *_conversion_notes(sides.target),
         *_router_notes(router_dtypes),
         *_flip_notes(sites, sides),
@@ -212,12 +210,6 @@ def _backend_notes(sides: Sides) -> tuple[str, ...]:
         f"the limits were measured on {measured}, not on {backend}: up to {limits.slack:g} times a limit warns "
         f"(scripts/calibrate.py --backends {backend} measures them there)",
     )
-
-
-def _class_notes(sides: Sides) -> tuple[str, ...]:
-    """Name modules that the device gets in another class than a whole port's run had."""
-    passes = sides.target.read_passes()
-    return () if passes is None else word_classes(passes)
 
 
 def _conversion_notes(target: CaptureSource) -> tuple[str, ...]:

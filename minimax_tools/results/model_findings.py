@@ -27,6 +27,7 @@ class ModelFinding:
     look_at: str = ""  # the part of the port to look at
     parameters: Mapping[str, int | float | str] = field(default_factory=dict)
 
+    is_warning: bool = False  # whether it says that something was not judged, and not that it is wrong
     is_of_sites: bool = False  # whether sites of the comparison show it, which are blamed anyway
 
     @property

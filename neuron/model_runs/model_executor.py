@@ -27,7 +27,7 @@ from neuron.model_runs.passes import Pass
 from neuron.model_runs.rank_join import RankJoin
 from neuron.ports.exposure import router_dtypes
 from neuron.ports.model_batch import ModelBatch
-from neuron.ports.model_classes import CLASSES, ModelClasses
+from neuron.ports.model_classes import CLASSES, ModelClasses, for_the_device, is_cpu_mode
 from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
     CUT_TOKENS,
@@ -168,9 +168,21 @@ class ModelExecutor:
 
     @property
     def classes(self) -> ModelClasses | None:
-        """Classes of the port's submodules; None if the port does not tell them."""
-        found = getattr(eager_module(self.module), CLASSES, None)
-        return found if isinstance(found, ModelClasses) else None
+        """Classes of the port's submodules, and those that the device gets; None if the port does not tell them."""
+        eager = eager_module(self.module)
+        found = getattr(eager, CLASSES, None)
+        if isinstance(found, ModelClasses):
+            return found
+        # Ranks would have to build together.
+        if self.runtime.ranks.are_several or not is_cpu_mode():
+            return None
+        setup = self.setup
+        with for_the_device():
+            try:
+                there = setup.target.build(setup.spec, dtype=setup.dtype, batch=self._batch)
+            except TargetError:
+                return ModelClasses.compare(eager, None)
+        return ModelClasses.compare(eager, eager_module(there))
 
     def run(self, request: PassRequest) -> PassResult:
         """Run one pass on all ranks.

@@ -5,14 +5,21 @@ Ports choose modules by the device that they are built for. Then a run on the CP
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 # Attribute of a port that holds its `ModelClasses`.
 CLASSES = "classes"
-_LAYERS, _FIRST_LAYER = "layers.", "layers.0"
+# Variables by which the CPU stands for the device, in NxD and in the vLLM Neuron plugin.
+_CPU_MODES = ("NXD_CPU_MODE", "VLLM_NEURON_CPU_MODE")
+# The number of a layer in the path of a submodule.
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +47,26 @@ class ModelClasses:
         )
 
 
+def is_cpu_mode() -> bool:
+    """Decide whether the environment says that the CPU stands for the device."""
+    return any(os.environ.get(name) == "1" for name in _CPU_MODES)
+
+
+@contextmanager
+def for_the_device() -> Iterator[None]:
+    """Let what is built in the block be built as for the device, without memory."""
+    before = {name: value for name in _CPU_MODES if (value := os.environ.get(name)) is not None}
+    os.environ.update(dict.fromkeys(before, "0"))
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        os.environ.update(before)
+
+
 def _read(module: nn.Module) -> dict[str, str]:
     return {
         path: type(submodule).__name__
         for path, submodule in module.named_modules()
-        if path
-        and (not path.startswith(_LAYERS) or path == _FIRST_LAYER or path.startswith(f"{_FIRST_LAYER}."))
+        if path and ((found := _LAYER.search(path)) is None or found[1] == "0")
     }

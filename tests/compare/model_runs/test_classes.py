@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compare.model_runs.classes import word_classes
+from compare.model_runs.classes import judge_classes
 from minimax_tools.capture.passes import ModelPasses
 
 
@@ -14,16 +14,21 @@ def test_places_of_a_pair_of_classes_are_named_together() -> None:
         "sampler": ("", "Sampler"),
         "head": ("Linear", ""),
     }
-    assert word_classes(ModelPasses(num_passes=1, other_classes=other)) == (
-        "the device gets DeviceNorm for norm, layers.*.input_layernorm, where this run had Norm: that class is not "
-        "judged here",
-        "the device gets RankNorm for layers.*.self_attn.q_norm, where this run had Norm: that class is not judged "
-        "here",
-        "the device gets Sampler for sampler, where this run had none: that class is not judged here",
-        "the device has no head, a Linear in this run",
+    finding = judge_classes(ModelPasses(num_passes=1, other_classes=other))
+    assert finding is not None
+    assert (finding.mistake, finding.is_warning) == ("class_of_the_cpu", True)
+    assert finding.reason == "; ".join(
+        (
+            "the device gets DeviceNorm for norm, layers.*.input_layernorm, where this run had Norm: that class is not "
+            "judged here",
+            "the device gets RankNorm for layers.*.self_attn.q_norm, where this run had Norm: that class is not judged "
+            "here",
+            "the device gets Sampler for sampler, where this run had none: that class is not judged here",
+            "the device has no head, a Linear in this run",
+        )
     )
 
 
 def test_nothing_is_said_without_a_difference_or_where_nobody_looked() -> None:
-    assert word_classes(ModelPasses(num_passes=1, other_classes={})) == ()
-    assert word_classes(ModelPasses(num_passes=1)) == ()
+    assert judge_classes(ModelPasses(num_passes=1, other_classes={})) is None
+    assert judge_classes(ModelPasses(num_passes=1)) is None

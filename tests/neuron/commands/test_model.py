@@ -123,9 +123,9 @@ CLOSED_WRONG = (
     + """
 class Model(Closed):
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        if past_key_values is not None:
-            position_ids = torch.zeros_like(position_ids)
-        return self.right(input_ids, attention_mask, position_ids, past_key_values)
+        logits, cache = self.right(input_ids, attention_mask, position_ids, past_key_values)
+        # In decoding alone, the rows of the head are one off.
+        return (logits if past_key_values is None else logits.roll(1, dims=-1)), cache
 """
 )
 
@@ -279,3 +279,24 @@ def test_a_port_that_shows_no_layer_is_judged_by_its_logits(run_model: Any) -> N
     (finding,) = record["findings"]
     assert finding["number"] >= 1
     assert finding["sites"] == ["logits"]
+
+
+def test_a_class_that_only_the_cpu_gets_warns(run_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+import os
+
+class Model(Right):
+    def __init__(self, config):
+        super().__init__(config)
+        if os.environ.get("NXD_CPU_MODE") != "1":
+            self.model.norm = type("DeviceNorm", (type(self.model.norm),), {})(config.hidden_size, config.rms_norm_eps)
+"""
+    monkeypatch.setenv("NXD_CPU_MODE", "1")
+    result, record = run_model(source)
+    assert (result.exit_code, record["verdict"]) == (0, "warn")
+    (finding,) = record["findings"]
+    assert (finding["mistake"], finding["sites"]) == ("class_of_the_cpu", ["classes"])
+    assert "DeviceNorm" in finding["reason"]
+    monkeypatch.delenv("NXD_CPU_MODE")
+    result, record = run_model(source)
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
