@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minimax_tools.capture.passes import pass_name
 from minimax_tools.errors import format_count
+from minimax_tools.json_codec import decode
 from minimax_tools.results.followed import Followed
+from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.prompt_results import PhaseResult, PromptRanking, PromptResult
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_figure, word_layer
+from reports.model_findings import draw_findings, word_first
+from reports.wording import word_figure
 
 # More would push the verdict off the screen.
 _MOST_LISTED = 20  # prompts in the table
@@ -20,7 +22,6 @@ _MOST_DETAILED = 3  # prompts with a section of their own
 _MOST_TOKENS = 8  # tokens in a prompt's table
 # Characters of a text that are shown.
 _EXCERPT = 60
-_MOST_BLAMED = 4  # places that the last command blames
 _COLUMNS = (
     Column(title="prompt", is_text=True),
     Column(title="differs from", is_text=True),
@@ -136,28 +137,12 @@ def prompts_record(ranking: PromptRanking, *, target: str, followed: Followed | 
 
 
 def _draw_outcome(canvas: Canvas, record: Mapping[str, Any]) -> None:
-    """Draw the verdict of `mm2-test model`, what came first, and whom it blames."""
+    """Draw the verdict of `mm2-test model`, and what came first in that run."""
     canvas.gap()
-    blamed = [_word_place(entry) for entry in record.get("blame", [])]
+    findings = decode(tuple[ModelFinding, ...], record.get("findings", []))
     verdict = str(record.get("verdict", "incomparable")).upper()
-    canvas.line(verdict + (f": {blamed[0]}" if blamed else ""), style="bold red" if blamed else "")
-    for finding in record.get("findings", [])[:_MOST_BLAMED]:
-        mistake = f" ({finding['mistake']})" if finding.get("mistake") else ""
-        place = _word_pass(finding.get("number")) + _word_place(finding)
-        canvas.paragraph(f"{place}{mistake}: {finding.get('reason', '')}")
-    for entry, place in zip(record.get("blame", [])[:_MOST_BLAMED], blamed, strict=False):
-        canvas.paragraph(f"{place}: {entry.get('reason', '')}")
-    if len(blamed) > _MOST_BLAMED:
-        canvas.paragraph(f"and {len(blamed) - _MOST_BLAMED} more")
-
-
-def _word_place(entry: Mapping[str, Any]) -> str:
-    """Return layer and sites of a blame or finding in JSON, such as `layer 5, moe_delta`."""
-    return ", ".join((word_layer(entry.get("layer")), *entry.get("sites", [])))
-
-
-def _word_pass(number: int | None) -> str:
-    return "" if number is None else f"{pass_name(number)}, "
+    canvas.line(verdict + (f": {word_first(findings)}" if findings else ""), style="bold red" if findings else "")
+    draw_findings(canvas, findings)
 
 
 def _prompt_record(result: PromptResult) -> dict[str, Any]:

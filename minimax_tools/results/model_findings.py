@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from minimax_tools.model.sites import ModelSite
 
@@ -25,7 +26,7 @@ class ModelFinding:
     mistake: str | None = None  # name of the known mistake that explains it; None if none does
     what: str = ""  # the mistake in a sentence
     look_at: str = ""  # the part of the port to look at
-    parameters: Mapping[str, int | float | str] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # numbers or text, by name
 
     is_warning: bool = False  # whether it says that something was not judged, and not that it is wrong
     is_of_sites: bool = False  # whether sites of the comparison show it, which are blamed anyway
