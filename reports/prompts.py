@@ -141,7 +141,9 @@ def _draw_outcome(canvas: Canvas, record: Mapping[str, Any]) -> None:
     canvas.gap()
     findings = decode(tuple[ModelFinding, ...], record.get("findings", []))
     verdict = str(record.get("verdict", "incomparable")).upper()
-    canvas.line(verdict + (f": {word_first(findings)}" if findings else ""), style="bold red" if findings else "")
+    canvas.line(
+        verdict + (f": {word_first(findings)}" if findings else ""), style="bold red" if findings else ""
+    )
     draw_findings(canvas, findings)
 
 

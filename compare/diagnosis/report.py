@@ -26,7 +26,7 @@ _NEARLY_ALL = 0.9
 def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the diagnosis as JSON: `diagnosis` lists the named mistakes, layers ascending, best first."""
     return {
-        "diagnosis": to_json(diagnosis.findings),
+        "diagnosis": _mistake_records(diagnosis.findings),
         "layers": [
             {"layer": layer.layer, "sites": to_json(layer.sites), **_part_record(layer)}
             for layer in diagnosis.layers
@@ -87,12 +87,23 @@ def render_catalogue() -> str:
     return canvas.text
 
 
+def _mistake_records(findings: Sequence[MistakeFinding]) -> list[dict[str, Any]]:
+    """Return mistakes as JSON; `proof` is a key only where it was asked for."""
+    records = []
+    for finding in findings:
+        record = to_json(finding)
+        if finding.proof is None:
+            del record["proof"]
+        records.append(record)
+    return records
+
+
 def _part_record(part: LayerDiagnosis | SiteDiagnosis) -> dict[str, Any]:
     return {
         "unexplained": to_json(part.unexplained),
         "is_explained": bool(part.named),
         "is_right": part.is_right,
-        "nearest": to_json(part.nearest),
+        "nearest": _mistake_records(part.nearest),
         "num_hypotheses": part.num_hypotheses,
         "notes": list(part.notes),
     }

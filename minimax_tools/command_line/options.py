@@ -212,7 +212,7 @@ run_options = stack_options(
     dtype_option,
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random numbers."),
 )
-input_options = stack_options(
+text_options = stack_options(
     click.option("--prompt", "prompts", multiple=True, help="Text of a row. Repeat for several rows."),
     click.option(
         "--prompts-file",
@@ -220,6 +220,29 @@ input_options = stack_options(
         help="File of prompts: one per line, or a JSON list of strings.",
     ),
     click.option("--chat", is_flag=True, help="Apply the tokenizer's chat template. Default: raw text."),
+)
+padding_options = stack_options(
+    click.option(
+        "--padding-side",
+        type=click.Choice(["left", "right"]),
+        default="right",
+        show_default=True,
+        help="Side on which shorter rows are padded.",
+    ),
+    click.option(
+        "--pad-to",
+        callback=parse_lengths,
+        metavar="128,512",
+        help="Bucket lengths in tokens; rows are padded to the smallest that fits. Default: the longest row.",
+    ),
+)
+max_length_option = click.option(
+    "--max-length",
+    type=click.IntRange(min=1),
+    help="Longest row in tokens; longer rows are cut. Default: no limit.",
+)
+input_options = stack_options(
+    text_options,
     click.option(
         "--input-ids",
         multiple=True,
@@ -236,24 +259,8 @@ input_options = stack_options(
     click.option(
         "--batch-size", type=click.IntRange(min=1), default=1, help="Random rows of each length. Default: 1."
     ),
-    click.option(
-        "--padding-side",
-        type=click.Choice(["left", "right"]),
-        default="right",
-        show_default=True,
-        help="Side on which shorter rows are padded.",
-    ),
-    click.option(
-        "--pad-to",
-        callback=parse_lengths,
-        metavar="128,512",
-        help="Bucket lengths in tokens; rows are padded to the smallest that fits. Default: the longest row.",
-    ),
-    click.option(
-        "--max-length",
-        type=click.IntRange(min=1),
-        help="Longest row in tokens; longer rows are cut. Default: no limit.",
-    ),
+    padding_options,
+    max_length_option,
     click.option(
         "--start-positions",
         callback=_parse_start_positions,

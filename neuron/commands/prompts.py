@@ -17,12 +17,14 @@ from minimax_tools.command_line.options import (
     CaptureStore,
     dtype_option,
     grouped_as,
+    max_length_option,
     memory_budget_option,
     model_option,
     output_options,
-    parse_lengths,
+    padding_options,
     stack_options,
     store_options,
+    text_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError, format_count
@@ -80,7 +82,7 @@ class PromptOptions:
     limit: int | None  # most prompts
     num_decoded: int | None
     max_length: int | None
-    batch_size: int
+    prompts_at_once: int  # prompts per batch
     padding_side: str
     pad_to: tuple[int, ...]
     golden_logits: Path | None
@@ -106,12 +108,7 @@ class PromptOptions:
         help="Whole port to run: NAME(config) returns its module. Its code is executed. Default: none; the golden "
         "logits are made and kept for later runs.",
     ),
-    click.option("--prompt", "prompts", multiple=True, help="Text of a prompt. Repeat for several."),
-    click.option(
-        "--prompts-file",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="File of prompts: one per line, or a JSON list of strings.",
-    ),
+    text_options,
     click.option(
         "--continuation",
         "continuations",
@@ -125,9 +122,6 @@ class PromptOptions:
     ),
     click.option("--wrong", "only_wrong", is_flag=True, help="Take only samples that were answered wrongly."),
     click.option(
-        "--chat", is_flag=True, help="Apply the checkpoint's chat template to --prompt and --prompts-file."
-    ),
-    click.option(
         "--golden",
         type=click.Path(path_type=Path),
         help="Golden capture of the whole model, whose rows are the prompts. The worst is followed with it.",
@@ -140,27 +134,15 @@ class PromptOptions:
         metavar="N",
         help="Decode at most N tokens of an answer. Default: 32; without answers the last 4 tokens of each prompt.",
     ),
+    max_length_option,
     click.option(
-        "--max-length",
-        type=click.IntRange(min=2),
-        help="Longest prompt with its answer in tokens; longer ones are cut at the front. Default: the model's.",
-    ),
-    click.option(
-        "--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts per batch."
-    ),
-    click.option(
-        "--padding-side",
-        type=click.Choice(["left", "right"]),
-        default="right",
+        "--prompts-at-once",
+        type=click.IntRange(min=1),
+        default=4,
         show_default=True,
-        help="Side on which shorter prompts are padded.",
+        help="Prompts per batch.",
     ),
-    click.option(
-        "--pad-to",
-        callback=parse_lengths,
-        metavar="128,512",
-        help="Bucket lengths in tokens; prompts are padded to the smallest that fits. Default: the batch's longest.",
-    ),
+    padding_options,
     click.option(
         "--golden-logits",
         type=click.Path(path_type=Path, file_okay=False),
@@ -198,7 +180,7 @@ def prompts_command(options: PromptOptions) -> None:
             store=store,
             padding_side=options.padding_side,
             buckets=options.pad_to,
-            batch_size=options.batch_size,
+            batch_size=options.prompts_at_once,
         )
         if options.target is None:
             num_known = make_golden_logits(store, [p.row for p in prompts], reader=reader, spec=spec)

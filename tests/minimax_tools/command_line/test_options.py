@@ -18,8 +18,9 @@ from minimax_tools.model.span import Span
 from neuron.cli import main as mm2_test
 
 # These capture no run: two run no model, bisect keeps no sites of a golden's rows, trace runs nothing of its own,
-# weights and certify look at what others load and have captured.
-OTHERS = {"show", "check", "bisect", "trace", "weights", "certify"}
+# weights and certify look at what others load and have captured, model takes the golden's rows and all its sites, and
+# prompts have answers.
+OTHERS = {"show", "check", "bisect", "trace", "weights", "certify", "model", "prompts"}
 # A plan, the dimensions that all know, or what the golden alone tells stand for a model that is not given.
 NEED_NO_MODEL = {"extract-all", "check", "certify"}
 # Run by every command of mm2-gpu and mm2-test that runs a model.

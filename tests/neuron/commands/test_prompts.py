@@ -71,7 +71,9 @@ def loads(result: click.testing.Result) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("target", [f"{RIGHT}:Model", f"{PORTS}:LastToken", f"{PORTS}:Reordered"])
-@pytest.mark.parametrize("options", [("--batch-size", 1), ("--padding-side", "left", "--pad-to", "64"), ()])
+@pytest.mark.parametrize(
+    "options", [("--prompts-at-once", 1), ("--padding-side", "left", "--pad-to", "64"), ()]
+)
 def test_right_port_passes(target: str, options: tuple[object, ...], prompts: Command) -> None:
     result = prompts(target, *texts(), *options, "--json")
     record = loads(result)
@@ -130,7 +132,7 @@ def test_mistake_of_the_batch_is_told_from_one_of_the_prompt(name: str, prompts:
     assert record["verdict"] == "fail"
     assert record["worst_is_right_alone"]
     assert "Alone in its batch it is right" in prompts(f"{PORTS}:{name}", *options).stdout
-    alone = loads(prompts(f"{PORTS}:{name}", *options, "--batch-size", 1, "--json"))
+    alone = loads(prompts(f"{PORTS}:{name}", *options, "--prompts-at-once", 1, "--json"))
     assert alone["verdict"] == "pass"
 
 
@@ -167,7 +169,7 @@ def test_killed_run_continues_behind_its_last_batch(
 ) -> None:
     counted = tmp_path / "passes.txt"
     monkeypatch.setenv("COUNTED_PASSES", str(counted))
-    options = (*texts(with_answers=False), "--batch-size", 1, "--json")
+    options = (*texts(with_answers=False), "--prompts-at-once", 1, "--json")
     monkeypatch.setenv("MOST_PASSES", "7")  # five passes a batch: the second one dies
     assert prompts(f"{PORTS}:Counting", *options).exit_code == 3
     counted.unlink()
