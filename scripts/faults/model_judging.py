@@ -83,7 +83,8 @@ def judge_model_port(plant: ModelPlant, ground: ModelGround, *, backend: str, di
     if plant.num_ranks > 1:
         exit_code, stdout, stderr = _run_apart([*map(str, arguments), "--tp-degree", str(plant.num_ranks)])
     else:
-        result = click.testing.CliRunner().invoke(mm2_test, [str(argument) for argument in arguments])
+        runner = click.testing.CliRunner(env=plant.variables)
+        result = runner.invoke(mm2_test, [str(argument) for argument in arguments])
         exit_code, stdout, stderr = result.exit_code, result.stdout, result.stderr
     record: dict[str, Any] = json.loads(stdout) if stdout.strip() else {}
     first: dict[str, Any] = next(iter(record.get("findings", ())), {})

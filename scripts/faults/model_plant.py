@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from minimax_tools.text_enum import TextEnum
@@ -31,6 +32,7 @@ class ModelPlant:
     sites: tuple[str, ...] = ()  # sites of which at least one must be blamed
     names: tuple[str, ...] = ()  # names of mm2's catalogues that are right answers; empty for a right port
     num_ranks: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables of its run
     # Backends on which it can run: what torch traced for the CPU runs there alone.
     backends: tuple[str, ...] = ("cpu", "xla-cpu")
 

@@ -227,6 +227,7 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         port="passes.py:ClassOfTheCpu",
         sites=("classes",),
         names=("class_of_the_cpu",),
+        variables={"NXD_CPU_MODE": "1"},
     ),
     _prefill(
         name="ranks_shards_exchanged",
