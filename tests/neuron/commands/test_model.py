@@ -300,3 +300,42 @@ class Model(Right):
     monkeypatch.delenv("NXD_CPU_MODE")
     result, record = run_model(source)
     assert (result.exit_code, record["verdict"]) == (0, "pass")
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        # Each layer's weights under the names of layer 0.
+        (
+            "{n.replace(f'layers.{layer_idx}.', 'layers.0.'): t for n, t in found.items()}",
+            "the same weight twice",
+        ),
+        ("{} if layer_idx == 3 else found", "missing"),
+        ("found | {'model.extra': torch.zeros(1)}", "unexpected: model.extra"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(run_model: Any, returned: str, error: str) -> None:
+    result, _ = run_model(f"""
+class Model(Right):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        found = dict(super().convert_state_dict(tensors, config, layer_idx))
+        return {returned}
+""")
+    assert result.exit_code == 3
+    assert error in result.stderr
+
+
+def test_a_conversion_of_the_whole_model_serves_too(run_model: Any) -> None:
+    result, record = run_model("""
+class Model(Right):
+    def convert_state_dict(self, tensors, config):
+        converted = super().convert_state_dict(
+            {name: tensors[name] for name in tensors if "layers" not in name}, config, None
+        )
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            own = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+            converted |= super().convert_state_dict(own, config, layer)
+        return converted
+""")
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
