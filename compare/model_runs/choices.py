@@ -144,7 +144,7 @@ def _word(repetition: Repetition) -> str:
 
 
 def _logits_error(sides: Sides) -> float:
-    """Return the largest relative error of a token's logits against the golden's; 0 if a side lacks them."""
+    """Return the median token's relative error of the logits against the golden's; 0 if a side lacks them."""
     if any(ModelSite.LOGITS not in side.model_sites() for side in (sides.reference, sides.target)):
         return 0.0
     golden, port = (

@@ -362,6 +362,9 @@ def _compare_logits(
     repetitions = []
     for index, row in enumerate(rows.tolist()):
         earlier, later = before[index].double(), again[index].double()
+        if not bool(earlier.isfinite().all()):
+            # NaN the first time is judged where it arises.
+            continue
         difference = float((later - earlier).norm() / earlier.norm().clamp(min=_TINY))
         is_finite = math.isfinite(difference)
         # JSON has no NaN.

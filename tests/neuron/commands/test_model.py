@@ -339,3 +339,15 @@ class Model(Right):
         return converted
 """)
     assert (result.exit_code, record["verdict"]) == (0, "pass")
+
+
+def test_nan_is_blamed_where_it_arises_and_not_on_earlier_prompts(run_model: Any) -> None:
+    result, record = run_model("""
+class Model(Right):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx is None:
+            tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+        return super().convert_state_dict(tensors, config, layer_idx)
+""")
+    assert result.exit_code == 1
+    assert [finding["sites"] for finding in record["findings"]] == [["final_norm"]]
