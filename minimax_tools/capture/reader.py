@@ -166,13 +166,10 @@ class Capture(CaptureSource):
         return Generation.read(self.directory)
 
     def read_passes(self) -> ModelPasses | None:
-        path = self.directory / PASSES_NAME
-        self._proof.check_text(PASSES_NAME, path.read_bytes() if path.exists() else None)
-        return ModelPasses.read(self.directory)
+        return self._passes
 
     def read_cache(self, layer: int) -> CachePair | None:
-        passes = self.read_passes()
-        if passes is None or layer not in passes.cached_layers:
+        if self._passes is None or layer not in self._passes.cached_layers:
             return None
         keys, values = (
             self._read_optional(cache_file(layer), name, place=f"the cached {name} of layer {layer}")
@@ -187,10 +184,16 @@ class Capture(CaptureSource):
         return tail_tokens(self.read_attention_mask(), self.description.run.num_decoded + 1)
 
     @cached_property
+    def _passes(self) -> ModelPasses | None:
+        """The passes of a whole port's run; kept, because every layer's judgement asks for them."""
+        path = self.directory / PASSES_NAME
+        self._proof.check_text(PASSES_NAME, path.read_bytes() if path.exists() else None)
+        return ModelPasses.read(self.directory)
+
+    @property
     def _has_last_logits(self) -> bool:
         """True if the port's prefill returned logits of each prompt's last token alone."""
-        passes = self.read_passes()
-        return passes is not None and passes.logits is LogitsForm.LAST
+        return self._passes is not None and self._passes.logits is LogitsForm.LAST
 
     def read_entry(self, entry: Entry) -> torch.Tensor:
         tensor = self._load(entry.file, entry.site)
