@@ -27,7 +27,7 @@ def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> Capt
 
     Args:
         capture: A capture with a manifest, complete or not.
-        with_inputs: Whether to read the token rows, hidden states and generated tokens too.
+        with_inputs: Whether to read the token rows, hidden states, generated tokens and passes too.
     """
     num_tensors = 0
     # A set that keeps its order: a damaged file fails in the same words for all its tensors.
@@ -47,6 +47,7 @@ def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[tuple[Calla
         yield capture.read_inputs, 3  # ids, mask and positions
         yield capture.read_hidden_states, 1
         yield capture.read_generation, 0  # JSON
+        yield capture.read_passes, 0  # JSON
     for entry in capture.manifest.entries:
         yield partial(capture.read_entry, entry), 1
     for layer in capture.layers:
@@ -54,6 +55,7 @@ def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[tuple[Calla
             yield partial(capture.read_twin, layer, site), 1
         for name in _listed_names(capture, f"layer_{layer}.floor.safetensors"):
             yield partial(capture.read_floor, layer, name), 1
+        yield partial(capture.read_cache, layer), 2  # keys and values
     if capture.model_sites():
         for model_site in ModelSite:
             yield partial(capture.read_model_twin, model_site), 1

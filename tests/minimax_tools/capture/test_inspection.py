@@ -10,8 +10,10 @@ import torch
 
 from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.passes import PASSES_NAME, ModelPasses, cache_file
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
+from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -46,6 +48,31 @@ def test_each_fault_is_named_once(directory: Path) -> None:
     found = inspect_capture(Capture.open(directory))
     files = ("model.safetensors", "layer_0.floor.safetensors", "layer_1.fp32.safetensors")
     assert sorted(next(file for file in files if file in fault) for fault in found.faults) == sorted(files)
+
+
+@pytest.fixture
+def whole_port(describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> Path:
+    """The run of a whole port: 3 inputs, 2 values of a layer, its cached keys and values, and the passes."""
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        writer.write_layer(0, layer_of(0), cache=(torch.ones(2, 1, 3, 4), torch.zeros(2, 1, 3, 4)))
+        writer.write_json(PASSES_NAME, encode(ModelPasses(num_passes=1, cached_layers=(0,))))
+        writer.finish()
+    return tmp_path
+
+
+def test_the_cache_of_a_whole_port_is_read(whole_port: Path) -> None:
+    found = inspect_capture(Capture.open(whole_port))
+    assert (found.num_tensors, found.faults) == (7, ())
+    pair = {"keys": torch.ones(2, 1, 3, 4), "values": torch.ones(2, 1, 3, 4)}
+    safetensors.torch.save_file(pair, whole_port / cache_file(0))
+    (fault,) = inspect_capture(Capture.open(whole_port)).faults
+    assert "the cached values of layer 0" in fault
+
+
+def test_changed_passes_are_found(whole_port: Path) -> None:
+    (whole_port / PASSES_NAME).write_text("{}")
+    (fault,) = inspect_capture(Capture.open(whole_port)).faults
+    assert PASSES_NAME in fault
 
 
 def test_of_an_older_capture_the_twins_are_looked_at(directory: Path) -> None:
