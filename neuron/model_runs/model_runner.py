@@ -31,6 +31,7 @@ from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
 from minimax_tools.json_codec import encode
 from minimax_tools.model.run import single_layer_run
+from minimax_tools.model.site_layouts import are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import head_name
 from minimax_tools.text.tokenizer import read_end_tokens
@@ -193,12 +194,13 @@ class ModelRun:
     ) -> None:
         cache = self._follow_cache(results)
         layers = range(self._request.spec.num_hidden_layers)
+        before: torch.Tensor | None = None
         for layer in layers:
             shown = [
                 (model_pass, dict(result.layers.get(layer, {})))
                 for model_pass, result in zip(self._passes, results, strict=True)
             ]
-            self._write_layer(writer, layer, shown, cache=cache)
+            before = self._write_layer(writer, layer, shown, before=before, cache=cache)
         passes = list(zip(self._passes, results, strict=True))
         num_columns, vocab_size = self._request.inputs.sequence_length, self._request.spec.vocab_size
         model: dict[ModelSite, torch.Tensor] = {
@@ -250,9 +252,13 @@ class ModelRun:
         layer: int,
         shown: list[tuple[Pass, dict[Site, torch.Tensor]]],
         *,
+        before: torch.Tensor | None = None,
         cache: CacheRecord | None = None,
-    ) -> None:
-        """Store a layer's sites of all passes; one that a pass lacks is left out."""
+    ) -> torch.Tensor | None:
+        """Store a layer's sites of all passes; one that a pass lacks is left out, and an input that equals `before`.
+
+        `before` is what the layer before put out. Returns the layer's own output; None if it is not shown.
+        """
         num_columns = self._request.inputs.sequence_length
         tensors = {
             site: assemble_site(
@@ -269,6 +275,10 @@ class ModelRun:
             for site in self._request.sites
             if site not in tensors and (has_run or not exposures) and site is not Site.INPUT
         )
+        layer_input = tensors.get(Site.INPUT)
+        if before is not None and layer_input is not None and are_equal_bits(before, layer_input):
+            # A capture finds it as that output.
+            del tensors[Site.INPUT]
         writer.write_layer(
             layer,
             tensors,
@@ -276,6 +286,7 @@ class ModelRun:
             observed_dtypes=self._executor.router_dtypes,
             cache=None if cache is None else cache.layer(layer),
         )
+        return tensors.get(Site.OUTPUT)
 
     def _follow_cache(self, results: list[PassResult]) -> CacheRecord | None:
         record = CacheRecord(num_columns=self._request.inputs.sequence_length)

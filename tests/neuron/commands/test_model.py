@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.model.sites import Site
 
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 
@@ -163,6 +167,19 @@ def test_right_ports_pass_whole(run_model: Any, name: str) -> None:
     assert (result.exit_code, record["verdict"]) == (0, "pass")
     assert (record["compared"], record["of"]) == (71, 71)
     assert "findings" not in record
+
+
+def test_an_input_is_stored_only_where_another_layer_did_not_make_it(run_model: Any, tmp_path: Path) -> None:
+    # Layers 1 to 3 each get the output of another layer than the one before.
+    run_model(ORDERED.format(order="(0, 2, 1, 3)"))
+    capture = Capture.open(tmp_path / "run")
+    stored = [entry.layer for entry in capture.manifest.entries if entry.site == "input"]
+    assert stored == [0, 1, 2, 3]
+    run_model(RIGHT_PORTS["eager"])
+    capture = Capture.open(tmp_path / "run")
+    stored = [entry.layer for entry in capture.manifest.entries if entry.site == "input"]
+    assert stored == [0]
+    assert torch.equal(capture.read(2, Site.INPUT), capture.read(1, Site.OUTPUT))
 
 
 def test_the_suspect_layer_runs_alone_and_its_mistake_is_named(run_model: Any) -> None:
