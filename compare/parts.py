@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import MappingProxyType
 
 from compare.blame.blame import blame_layer, excused_sites
 from compare.blame.location import locate_blamed
@@ -107,11 +106,11 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
     cache, is_excused = CacheJudgement(), False
     if split is not None and not layer_input.is_inherited and layer_input.is_recorded:
         is_decoding_wrong = fault is not None and fault.number > 0
-        cache = judge_cache(sides, layer, split=split, is_decoding_wrong=is_decoding_wrong, port_sides=sides)
+        cache = judge_cache(sides, layer, split=split, is_decoding_wrong=is_decoding_wrong)
         if (
             cache.holds_fewer_bits
             and _is_of_cache(fault, blame_of_all, layer=layer, judge=judge, sides=sides)
-            and is_right_on_own_cache(sides, layer, port_sides=sides)
+            and is_right_on_own_cache(sides, layer)
         ):
             blame, fault, is_excused = (), None, True
     if layer_input.is_inherited:
@@ -218,9 +217,7 @@ def _blame_batch(
     """Blame sites of a layer by the tokens of the sides' batch alone."""
     judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
     results = {site: judge.judge(site) for site in sites}
-    return blame_layer(
-        results, layer=layer, given=layer_input.known, is_chained=False, recomputed=MappingProxyType({})
-    )
+    return blame_layer(results, layer=layer, given=layer_input.known, is_chained=False)
 
 
 def _with_fault(results: tuple[SiteResult, ...], fault: PassFault | None) -> tuple[SiteResult, ...]:

@@ -23,7 +23,6 @@ from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT
 from compare.model_runs.passes import PassSplit
 from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput
-from compare.sides.port_input import on_port_input
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import CacheChange, CachePair, pass_name
@@ -59,26 +58,22 @@ def judge_cache(
     *,
     split: PassSplit,
     is_decoding_wrong: bool,
-    port_sides: Sides | None = None,
 ) -> CacheJudgement:
     """Judge the cache of a layer after the prefill and after each step.
 
     Args:
-        sides: Both captures of a whole port's run, with the golden's weights.
+        sides: Both captures of a whole port's run; the golden has this layer on the port's own input.
         layer: The layer.
         split: The tokens by pass.
-        is_decoding_wrong: Whether the layer's decoded tokens are wrong; of a port that shows no sites, the logits'.
-        port_sides: Sides whose golden has this layer on the port's own input; None to compute them here.
+        is_decoding_wrong: Whether the layer's decoded tokens are wrong.
 
     Raises:
-        IncomparableError: The weights are another model's.
-        CheckpointError: They cannot be read.
+        CheckpointError: The weights cannot be read.
     """
     pair = sides.target.read_cache(layer)
-    port_sides = port_sides or on_port_input(sides, layer)
-    if pair is None or port_sides is None:
+    if pair is None:
         return CacheJudgement()
-    golden, head_dim = port_sides.reference, pair[0].shape[-1]
+    golden, head_dim = sides.reference, pair[0].shape[-1]
     right = _read_pair(golden, layer)
     if any(part.shape != expected.shape for part, expected in zip(pair, right, strict=True)):
         return CacheJudgement(
@@ -93,7 +88,7 @@ def judge_cache(
     if own is not None and _is_cast(pair, own, mask):
         # The port's own keys and values are judged as sites.
         return CacheJudgement(findings=changes)
-    wrong = _find_wrong_passes(port_sides, layer, pair, split)
+    wrong = _find_wrong_passes(sides, layer, pair, split)
     if not wrong:
         return CacheJudgement(findings=changes)
     content = CacheContent(
@@ -164,13 +159,13 @@ class _CachedAsSites(Capture):
 
 
 def _find_wrong_passes(
-    port_sides: Sides, layer: int, pair: CachePair, split: PassSplit
+    sides: Sides, layer: int, pair: CachePair, split: PassSplit
 ) -> dict[int, tuple[str, ...]]:
     """Return what is wrong, `keys` or `values`, by pass; steps that are only wrong together count as all steps."""
-    target = _CachedAsSites(port_sides.target, port_sides.target.manifest, layer=layer, pair=pair)
+    target = _CachedAsSites(sides.target, sides.target.manifest, layer=layer, pair=pair)
     # Twice as many figures are judged as without the cache.
-    criteria = replace(port_sides.criteria, num_figures=2 * port_sides.criteria.num_figures)
-    sides = replace(port_sides, target=target, criteria=criteria)
+    criteria = replace(sides.criteria, num_figures=2 * sides.criteria.num_figures)
+    sides = replace(sides, target=target, criteria=criteria)
 
     def judge(batch: Batch) -> tuple[str, ...]:
         judge_site = LayerJudge(

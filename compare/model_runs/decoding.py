@@ -41,7 +41,7 @@ _OWN = (Site.Q_ROPE, Site.K_ROPE, Site.V_PROJ)
 
 
 def diagnose_decoding(
-    sides: Sides, layer: int, *, number: int, blamed: Iterable[Site] = (), port_sides: Sides | None = None
+    sides: Sides, layer: int, *, number: int, blamed: Iterable[Site] = ()
 ) -> tuple[ModelFinding, ...]:
     """Name the mistakes of decoding that explain a layer whose prefill is right; () if none does.
 
@@ -51,13 +51,12 @@ def diagnose_decoding(
         number: The first step that is wrong.
         blamed: Sites of the layer to blame there. Unless queries, keys or values are among them, the port's own are
             taken as they are, and only what it reads of the cache is in question.
-        port_sides: Sides whose golden has this layer on the port's own input; None to compute them here.
 
     Raises:
         IncomparableError: The weights are another model's.
         CheckpointError: The weights cannot be read.
     """
-    port_sides = port_sides or on_port_input(sides, layer)
+    port_sides = on_port_input(sides, layer)
     site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
     if port_sides is None or site is None or sides.weights is None:
         return ()
@@ -82,18 +81,17 @@ def diagnose_decoding(
     return tuple(_finding(score, layer=layer, number=number, site=site) for score in named)
 
 
-def is_right_on_own_cache(sides: Sides, layer: int, *, port_sides: Sides | None = None) -> bool:
+def is_right_on_own_cache(sides: Sides, layer: int) -> bool:
     """Decide whether a layer's decoded tokens are right, if what the port's cache holds is taken as it is.
 
-    `port_sides` have the golden on the port's own input of the layer; None to compute it here.
+    The golden of `sides` has the layer on the port's own input.
 
     Raises:
         IncomparableError: The weights are another model's.
         CheckpointError: The weights cannot be read.
     """
-    port_sides = port_sides or on_port_input(sides, layer)
     site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
-    if port_sides is None or site is None or sides.weights is None:
+    if site is None or sides.weights is None:
         return False
     with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
         inputs = _read_inputs(sides, layer, weights)
@@ -101,7 +99,7 @@ def is_right_on_own_cache(sides: Sides, layer: int, *, port_sides: Sides | None 
         if held is None:
             return False
         inputs = replace(inputs, cached=held)
-        trial = _open_trial(port_sides, layer, inputs, site=site, takes_own=True)
+        trial = _open_trial(sides, layer, inputs, site=site, takes_own=True)
         return trial.null().leaves <= RIGHT_RHO
 
 

@@ -448,7 +448,7 @@ class Summands(MiniMaxM2ForCausalLM):
 
 
 class SwappedSummands(Swapped):
-    """The same with gate and up exchanged in layer 2."""
+    """The model with gate and up exchanged in layer 2."""
 
     backbone_class = _SummandBackbone
 
