@@ -92,6 +92,14 @@ def read_end_tokens(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
+def until_end(row: list[int], end_tokens: frozenset[int]) -> list[int]:
+    """Cut generated tokens after the first that ends the text."""
+    for index, token in enumerate(row):
+        if token in end_tokens:
+            return row[: index + 1]
+    return row
+
+
 def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER_NAME
     if not has_tokenizer(folder):

@@ -16,9 +16,6 @@ from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.passes import (
     PASSES_NAME,
-    Choice,
-    LogitsForm,
-    MisplacedLogits,
     ModelPasses,
     Repetition,
     pass_name,
@@ -33,23 +30,22 @@ from minimax_tools.json_codec import encode
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.site_layouts import are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.weight_names import head_name
-from minimax_tools.text.tokenizer import read_end_tokens
+from minimax_tools.text.tokenizer import read_end_tokens, until_end
 from neuron.devices.runtime import Runtime
 from neuron.model_runs.assembly import assemble_logits, assemble_site, last_logits
 from neuron.model_runs.cache_record import CacheRecord
+from neuron.model_runs.logits_record import (
+    compare_repetition,
+    find_misplaced,
+    list_choices,
+    logits_form,
+)
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.pass_result import PassResult
 from neuron.model_runs.passes import Pass, next_pass, plan_passes
 from neuron.ports.model_batch import ModelBatch
 
-# Least norm to divide by.
-_TINY = 1e-30
-# Words of the vocabulary by which logits are told apart.
-_NUM_WORDS = 1024
-# Another column's logits are nearer than this share of the right column's distance.
-_NEARER = 0.1
 # Bound of numbers in JSON, which has no infinity.
 _HUGE = 1e30
 
@@ -167,7 +163,7 @@ class ModelRun:
             again = self._executor.run(PassRequest(model_pass=repeated, is_first=is_first, records=False))
             before = last_logits(model_pass, result.logits)[rows]
             later = last_logits(repeated, again.logits)
-            repetitions += _compare_logits(model_pass.number, rows, before, later)
+            repetitions += compare_repetition(model_pass.number, rows, before, later)
         return tuple(repetitions), self._generate(rows) if self._request.max_new_tokens else None
 
     def _generate(self, rows: torch.Tensor) -> list[list[int]]:
@@ -186,7 +182,7 @@ class ModelRun:
             tokens.append(chosen[:, None])
             if len(tokens) == self._request.max_new_tokens:
                 in_order = torch.cat(tokens, dim=1)[rows.argsort()]
-                return [_until_end(row, end_tokens) for row in in_order.tolist()]
+                return [until_end(row, end_tokens) for row in in_order.tolist()]
             model_pass = next_pass(model_pass, tokens[-1], last_position=spec.max_position_embeddings - 1)
 
     def _write(
@@ -229,14 +225,14 @@ class ModelRun:
             encode(
                 ModelPasses(
                     num_passes=len(passes),
-                    logits=self._logits_form(results[0]),
+                    logits=logits_form(*passes[0]),
                     layer_calls=tuple(result.layer_calls for result in results),
                     cached_layers=() if cache is None else tuple(layers),
                     cache_form="" if cache is None else str(cache.form),
                     cache_shift=0 if cache is None else cache.shift,
                     cache_changes=() if cache is None else cache.changes(),
-                    choices=self._choices(results),
-                    misplaced=self._find_misplaced(results[0]),
+                    choices=tuple(choice for ran in passes for choice in list_choices(*ran)),
+                    misplaced=find_misplaced(*passes[0], spec=self._request.spec, reader=self._reader),
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
                     padded_logits_above=_clipped(max(above)) if above else None,
                     repetitions=repetitions,
@@ -296,58 +292,6 @@ class ModelRun:
             record.add(model_pass, result.cache)
         return record
 
-    def _logits_form(self, prefill: PassResult) -> LogitsForm:
-        num_columns = self._passes[0].columns.shape[1]
-        return LogitsForm.LAST if prefill.logits.shape[1] == 1 < num_columns else LogitsForm.ALL
-
-    def _find_misplaced(self, prefill: PassResult) -> tuple[MisplacedLogits, ...]:
-        """Find rows whose only logits are those of another column than the last real token's."""
-        normed, spec = prefill.model.get(ModelSite.FINAL_NORM), self._request.spec
-        if self._logits_form(prefill) is not LogitsForm.LAST or normed is None or normed.shape[1] == 1:
-            return ()
-        model_pass = self._passes[0]
-        num_words = min(_NUM_WORDS, spec.vocab_size)
-        weight = torch.empty(num_words, spec.hidden_size)
-        self._reader.read_weight_into(head_name(spec), weight, rows=range(num_words))
-        # Logits of every column, [B,s,words], and those returned, [B,1,words].
-        right = normed.float() @ weight.T
-        error = (right - prefill.logits[..., :num_words].float()).norm(dim=-1)
-        misplaced = []
-        for row, last in enumerate(model_pass.last_columns.tolist()):
-            nearest = int(error[row].nan_to_num(nan=torch.inf).argmin())
-            # The right column's own error is that of rounding; another column must be nearer by far.
-            if nearest != last and float(error[row, nearest]) < _NEARER * float(error[row, last]):
-                is_padding = int(model_pass.columns[row, nearest]) < 0
-                misplaced.append(MisplacedLogits(row=row, column=nearest, is_padding=is_padding))
-        return tuple(misplaced)
-
-    def _choices(self, results: list[PassResult]) -> tuple[Choice, ...]:
-        """List what the port chose after each pass, beside its own likeliest token."""
-        choices = []
-        for model_pass, result in zip(self._passes, results, strict=True):
-            if result.tokens is None:
-                continue
-            logits = last_logits(model_pass, result.logits).float()
-            likeliest = logits.argmax(-1)
-            for row, chosen in enumerate(result.tokens.tolist()):
-                best = int(likeliest[row])
-                is_token = 0 <= chosen < logits.shape[-1]
-                column = _column_of_choice(result.logits[row], chosen)
-                behind = float(logits[row, best] - logits[row, chosen]) if is_token else float("inf")
-                choices.append(
-                    Choice(
-                        number=model_pass.number,
-                        row=row,
-                        chosen=chosen,
-                        likeliest=best,
-                        # JSON has no infinity and no NaN.
-                        behind=behind if math.isfinite(behind) else None,
-                        column=column,
-                        is_padding=column is not None and int(model_pass.columns[row, column]) < 0,
-                    )
-                )
-        return tuple(choices)
-
     def _describe(self) -> Description:
         request, golden = self._request, self._request.golden
         source = f"tokens: {request.inputs.source}"
@@ -366,41 +310,6 @@ class ModelRun:
         )
 
 
-def _compare_logits(
-    number: int, rows: torch.Tensor, before: torch.Tensor, again: torch.Tensor
-) -> list[Repetition]:
-    """Compare the logits [B,·] that a pass gave for the same prompts twice; `rows` [B] are the prompts by number."""
-    repetitions = []
-    for index, row in enumerate(rows.tolist()):
-        earlier, later = before[index].double(), again[index].double()
-        if not bool(earlier.isfinite().all()):
-            # NaN the first time is judged where it arises.
-            continue
-        difference = float((later - earlier).norm() / earlier.norm().clamp(min=_TINY))
-        is_finite = math.isfinite(difference)
-        # JSON has no NaN.
-        repetitions.append(
-            Repetition(
-                number=number, row=row, difference=difference if is_finite else 0.0, is_finite=is_finite
-            )
-        )
-    return repetitions
-
-
-def _column_of_choice(logits: torch.Tensor, chosen: int) -> int | None:
-    """Return the last column of a row's logits [s,·] whose likeliest token was chosen; None if there is none."""
-    columns = (logits.float().argmax(-1) == chosen).nonzero().flatten().tolist()
-    return columns[-1] if columns and len(logits) > 1 else None
-
-
 def _clipped(value: float) -> float:
     """Return a finite number for JSON: infinities become huge, and NaN is taken for the largest."""
     return _HUGE if math.isnan(value) else min(max(value, -_HUGE), _HUGE)
-
-
-def _until_end(row: list[int], end_tokens: frozenset[int]) -> list[int]:
-    """Cut a row after the first token that ends the text."""
-    for index, token in enumerate(row):
-        if token in end_tokens:
-            return row[: index + 1]
-    return row

@@ -21,7 +21,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs, num_tokens_left
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.text.tokenizer import read_end_tokens
+from minimax_tools.text.tokenizer import read_end_tokens, until_end
 from neuron.builtin.layer import KeyValues
 from neuron.runs.decoding import Cache
 from neuron.runs.device_request import DeviceRequest
@@ -67,8 +67,8 @@ def generate_greedily(
         for row_positions in inputs.row_positions()
     ]
     return [
-        _until_end(row[:left], end_tokens)
-        for row, left in zip(torch.cat(tokens, dim=1), num_left, strict=True)
+        until_end(row[:left], end_tokens)
+        for row, left in zip(torch.cat(tokens, dim=1).tolist(), num_left, strict=True)
     ]
 
 
@@ -144,12 +144,3 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
             next_step="Find the layer that makes them: mm2-test sweep --golden DIR.",
         )
     return logits.argmax(dim=-1, keepdim=True)
-
-
-def _until_end(row: torch.Tensor, end_tokens: frozenset[int]) -> list[int]:
-    """Cut a row after the first token that ends the text."""
-    tokens: list[int] = row.tolist()
-    for index, token in enumerate(tokens):
-        if token in end_tokens:
-            return tokens[: index + 1]
-    return tokens
