@@ -3,8 +3,9 @@
 An engine computes a long prompt in several passes (chunks), and then one token of each prompt in every pass (decoding).
 A pass holds tokens of several requests one after another, a row for each. A dump records the position of each row's
 token in its prompt. A request's rows begin behind those of the request before, and go on as long as positions follow
-each other: rows with the positions 5 6 7 0 1 are three tokens of one request, and two of the next. A map is the user's
-file that describes a dump (`--map`).
+each other: rows with the positions 5 6 7 0 1 are three tokens of one request, and two of the next. A run without a
+cache computes the whole prompt in every pass: of such passes the longest is read. A map is the user's file that
+describes a dump (`--map`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minimax_tools.errors import CaptureError, IncomparableError
@@ -32,7 +33,9 @@ class PassRecord:
     positions: tuple[int, ...]  # position in its prompt of each row's token; rows of padding may follow
     # Tokens of each request that are computed when the pass ends; empty if not recorded.
     ends: tuple[int, ...] = ()
-    is_decode: bool = False  # whether each request has one row
+    is_decode: bool = (
+        False  # whether each request has one row; not so if the pass computes a whole prompt again
+    )
 
     def stretches(self) -> Iterator[tuple[str, Stretch]]:
         """Yield each request with its rows, without padding.
@@ -57,7 +60,7 @@ class PassRecord:
     def _length(self, number: int, *, first_row: int) -> int:
         """Return the number of rows of the request of this number."""
         start = self.positions[first_row]
-        if self.is_decode:
+        if self.is_decode and not self.is_whole_prompt:
             return 1
         if self.ends:
             return max(self.ends[number] - start, 1)  # a request in a pass has a row at least
@@ -66,6 +69,11 @@ class PassRecord:
         while length < len(positions) and positions[length] == start + length:
             length += 1
         return length
+
+    @property
+    def is_whole_prompt(self) -> bool:
+        """True if the rows are one request's tokens from its first on, without padding, as in a run without a cache."""
+        return len(self.requests) == 1 and self.positions == tuple(range(len(self.positions)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,33 +102,49 @@ class Schedule:
     stretches: Mapping[str, tuple[Stretch, ...]]  # of each request, from its first token on, without gaps
     # Tokens of each pass, padding included; a pass whose record has `ends` is left out.
     num_tokens: Mapping[str, int]
+    # Errors to raise if one of these requests is meant: a token of it, or of one beside it in a pass, was computed in
+    # no pass or in two.
+    broken: Mapping[str, CaptureError] = field(default_factory=dict)
 
     @classmethod
     def of(cls, passes: Iterable[PassRecord]) -> Schedule:
         """Join passes, whatever their order.
 
         Raises:
-            CaptureError: A pass does not tell whose rows it has, or a token was computed in no pass or in two.
+            CaptureError: A pass does not tell whose rows it has, or each request has a token that was computed in no
+                pass or in two.
         """
         passes = tuple(passes)
         found: dict[str, list[Stretch]] = defaultdict(list)
+        cached = {request for record in passes if not record.is_whole_prompt for request in record.requests}
         for record in passes:
             for request, stretch in record.stretches():
                 found[request].append(stretch)
         joined = {
-            request: tuple(sorted(found[request], key=lambda stretch: stretch.start))
+            request: _join(found[request], is_cached=request in cached)
             for request in sorted(found, key=_natural)
         }
-        for request, stretches in joined.items():
-            _refuse_gaps(request, stretches)
+        broken = {
+            request: error
+            for request, stretches in joined.items()
+            if (error := _find_gap(request, stretches)) is not None
+        }
+        # Rows of a request beside a broken one may have been taken for the other's.
+        for record in passes:
+            errors = [broken[request] for request in record.requests if request in broken]
+            if errors and not record.is_decode:
+                broken |= {request: broken.get(request, errors[0]) for request in record.requests}
+        if broken and len(broken) == len(joined):
+            raise next(iter(broken.values()))
         return cls(
-            stretches=joined,
+            stretches={request: joined[request] for request in joined if request not in broken},
+            broken=broken,
             num_tokens={record.step: len(record.positions) for record in passes if not record.ends},
         )
 
     @property
     def requests(self) -> tuple[str, ...]:
-        """The requests, in the natural order of their names."""
+        """The requests of which all tokens are held, in the natural order of their names."""
         return tuple(self.stretches)
 
     def length(self, request: str) -> int:
@@ -133,12 +157,17 @@ class Schedule:
         `named` are the requests that the map or the tokens tell, in the prompts' order; empty if neither does.
 
         Raises:
-            CaptureError: The map names a request that is not there, or nothing tells which of several is meant.
+            CaptureError: The map names a request that is not there, nothing tells which of several is meant, or a token
+                of a chosen request was computed in no pass or in two.
             IncomparableError: A request has fewer tokens than its prompt.
         """
         chosen = named or self._by_length(lengths) or self.requests
         unknown = [request for request in chosen if request not in self.stretches]
-        if unknown or len(chosen) != len(lengths):
+        are_told = len(chosen) == len(lengths)
+        meant = [error for request, error in self.broken.items() if not are_told or request in unknown]
+        if meant:
+            raise meant[0]
+        if unknown or not are_told:
             raise CaptureError(
                 f"{directory}: which requests are the prompts cannot be told",
                 expected=f"{len(lengths)} requests, of {word_lengths(lengths)} tokens",
@@ -161,11 +190,13 @@ class Schedule:
 
     def _by_length(self, lengths: tuple[int, ...]) -> tuple[str, ...]:
         """Return the only request of each prompt's length; none if lengths do not tell them apart."""
-        by_length = {self.length(request): request for request in self.requests}
-        are_unique = len(by_length) == len(self.requests) and len(set(lengths)) == len(lengths)
-        if not are_unique or by_length.keys() != set(lengths):
+        by_length: dict[int, list[str]] = defaultdict(list)
+        for request in self.requests:
+            by_length[self.length(request)].append(request)
+        are_unique = len(set(lengths)) == len(lengths)
+        if not are_unique or any(len(by_length[length]) != 1 for length in lengths):
             return ()
-        return tuple(by_length[length] for length in lengths)
+        return tuple(by_length[length][0] for length in lengths)
 
 
 def word_lengths(lengths: tuple[int, ...]) -> str:
@@ -173,24 +204,35 @@ def word_lengths(lengths: tuple[int, ...]) -> str:
     return ", ".join(str(length) for length in lengths)
 
 
-def _refuse_gaps(request: str, stretches: tuple[Stretch, ...]) -> None:
-    """Raise if a token of a request was computed in no pass, or in two."""
+def _join(stretches: Iterable[Stretch], *, is_cached: bool) -> tuple[Stretch, ...]:
+    """Sort a request's stretches; of passes that each compute the whole prompt anew, keep the longest alone.
+
+    With `is_cached`, a pass holds other tokens or requests too, so no pass computes the prompt anew.
+    """
+    ordered = tuple(sorted(stretches, key=lambda stretch: (stretch.start, stretch.length)))
+    is_repeated = len({stretch.length for stretch in ordered}) < len(ordered)
+    return ordered if is_cached or is_repeated else ordered[-1:]
+
+
+def _find_gap(request: str, stretches: tuple[Stretch, ...]) -> CaptureError | None:
+    """Return the error of a request of which a token was computed in no pass, or in two; None if it has none."""
     reached = 0
     for stretch in stretches:
         if stretch.start > reached:
-            raise CaptureError(
+            return CaptureError(
                 f"tokens {reached} to {stretch.start - 1} of request {request} were computed in no pass",
                 expected="all passes of a prompt from its first token on",
                 found=f"pass {stretch.step} begins at position {stretch.start}",
                 next_step="Capture with prefix caching off, and all passes. Else: " + _NAME_THE_PASSES,
             )
         if stretch.start < reached:
-            raise CaptureError(
+            return CaptureError(
                 f"token {stretch.start} of request {request} was computed in two passes",
                 found=f"pass {stretch.step} begins there, and another went to position {reached - 1}",
                 next_step="Keep the dump of each run in a folder of its own. Else: " + _NAME_THE_PASSES,
             )
         reached = stretch.stop
+    return None
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:

@@ -37,6 +37,19 @@ def test_decoded_rows_whose_positions_follow_by_chance_are_of_their_requests() -
     assert (places(schedule, "a")[1], places(schedule, "b")[1]) == (("1", 0, 3, 1), ("1", 1, 4, 1))
 
 
+def test_of_passes_that_compute_the_whole_prompt_anew_the_longest_counts() -> None:
+    """transformers without a cache, as vLLM Neuron's reference run: its decode passes hold all tokens so far."""
+    passes = [record("prefill", "a", [0, 1, 2]), record("decode", "a", [0, 1, 2, 3], is_decode=True)]
+    schedule = Schedule.of([*passes, record("other", "b", [0, 1, 2])])
+    assert places(schedule, "a") == [("decode", 0, 0, 4)]
+    assert places(schedule, "b") == [("other", 0, 0, 3)]
+
+
+def test_run_that_was_dumped_twice_is_no_run_without_a_cache() -> None:
+    with pytest.raises(CaptureError, match="token 0 of request a was computed in two passes"):
+        Schedule.of([record("0", "a", [0, 1, 2]), record("1", "a", [0, 1, 2])])
+
+
 def test_known_ends_tell_requests_whose_positions_follow() -> None:
     passes = [record("0", "b", [0, 1, 2], ends=(3,)), record("1", "ab", [0, 1, 2, 3, 4], ends=(3, 5))]
     schedule = Schedule.of(passes)
@@ -72,8 +85,21 @@ class TestChoice:
 
     def test_another_number_of_requests_is_refused_with_their_names(self) -> None:
         with pytest.raises(CaptureError, match="found a of 3, b of 2") as caught:
-            self.SCHEDULE.choose((3,), named=(), directory=HERE)
+            self.SCHEDULE.choose((4,), named=(), directory=HERE)
         assert "as requests in a map" in str(caught.value)
+
+    def test_the_only_request_of_a_prompts_length_is_chosen_among_others(self) -> None:
+        assert self.SCHEDULE.choose((3,), named=(), directory=HERE) == ("a",)
+        three = Schedule.of([record("0", "abc", [0, 1, 2, 0, 1, 0, 1, 2])])
+        with pytest.raises(CaptureError, match="which requests are the prompts cannot be told"):
+            three.choose((3,), named=(), directory=HERE)
+
+    def test_request_with_a_gap_is_an_error_only_if_it_is_meant(self) -> None:
+        schedule = Schedule.of([record("0", "a", [0, 1, 2, 0]), record("1", "b", [4, 5])])
+        assert schedule.choose((3,), named=(), directory=HERE) == ("a",)
+        for lengths, named in (((6,), ("b",)), ((3, 6), ())):
+            with pytest.raises(CaptureError, match="tokens 0 to 3 of request b were computed in no pass"):
+                schedule.choose(lengths, named=named, directory=HERE)
 
     def test_request_that_is_too_short_is_refused(self) -> None:
         with pytest.raises(IncomparableError, match="fewer tokens of request b than its prompt has"):
