@@ -16,6 +16,7 @@ from enum import Enum
 import torch
 
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites, SiteTerm
+from minimax_tools.dumps.rank_rows import rows_dim
 from minimax_tools.dumps.rows import TokenRows, join_passes, take_stretch
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.errors import CaptureError, TargetError
@@ -157,13 +158,20 @@ class DumpAssembly:
         ]
         if term.joins_heads:
             tensors = [tensor.flatten(-2) for tensor in tensors]
+        rows = term.rows_in(step)
+        if rows.are_divided:
+            return torch.cat(tensors, dim=rows_dim(tuple(tensors[0].shape)))
+        return rows.take(self._join_ranks(term, tensors, what=what))
+
+    def _join_ranks(self, term: SiteTerm, tensors: list[torch.Tensor], *, what: str) -> torch.Tensor:
+        """Put the pieces of ranks together that each have rows of all tokens."""
         if len(tensors) == 1:
             return tensors[0]
         # A layout that nobody declared is a guess by the site, which equal tensors on all ranks disprove.
         are_equal = all(torch.equal(tensors[0], tensor) for tensor in tensors[1:])
         layout = Replicated() if are_equal and not term.is_declared else term.layout
         try:
-            return layout.assemble(tensors, what=f"{what} ({term.module} of {directory})")
+            return layout.assemble(tensors, what=f"{what} ({term.module} of {self.found.dump.directory})")
         except TargetError as error:
             raise CaptureError(
                 error.what,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minimax_tools.dumps.piece import Dump, DumpPiece
 from minimax_tools.dumps.place import SitePlace
 from minimax_tools.dumps.placed_capture import SiteKey
+from minimax_tools.dumps.rank_rows import RankRows
 from minimax_tools.dumps.schedule import Schedule
 from minimax_tools.model.site_layouts import SiteLayout
 
@@ -22,12 +24,29 @@ class SiteTerm:
     pieces: Mapping[tuple[str, int], DumpPiece]
     layout: SiteLayout  # how the ranks' pieces are put together
     is_declared: bool  # whether the map or the dump declares the layout; else the site's usual one is tried
+    # Tokens that the ranks' rows are of, by label of the pass; in other passes each rank has all tokens.
+    rank_rows: Mapping[str, RankRows] = field(default_factory=dict)
     joins_heads: bool = False  # whether heads and their channels are two dims, which are one in mm2's shape
 
     @property
     def steps(self) -> frozenset[str]:
         """Labels of the passes that hold the tensor."""
         return frozenset(step for step, _ in self.pieces)
+
+    def rows_in(self, step: str) -> RankRows:
+        """Return the tokens that the ranks' rows are of in one pass."""
+        return self.rank_rows.get(step, RankRows())
+
+    def count_rows(self, step: str) -> int:
+        """Count the rows of the whole tensor in one pass; 0 if the pass does not hold it."""
+        pieces = self.of_pass(step)
+        if not pieces:
+            return 0
+        rows = self.rows_in(step)
+        if rows.own is not None:
+            return rows.own[1] - rows.own[0]
+        num_rows = math.prod(next(iter(pieces.values())).shape[:-1])
+        return num_rows * len(pieces) if rows.are_divided else num_rows
 
     def of_pass(self, step: str) -> dict[int, DumpPiece]:
         """Return the pieces of one pass, by rank."""

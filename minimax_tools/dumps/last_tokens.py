@@ -8,7 +8,6 @@ B prompts, S their padded length, R rows of the site's tensor in one pass, F cha
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -155,5 +154,4 @@ def _num_layer_rows(found: FoundSites, step: str) -> int:
 
 def _num_rows(site: FoundSite, step: str) -> int:
     """Count the rows of a site's tensor in one pass; 0 if the pass does not hold it."""
-    pieces = site.terms[0].of_pass(step)
-    return math.prod(next(iter(pieces.values())).shape[:-1]) if pieces else 0
+    return site.terms[0].count_rows(step)

@@ -51,6 +51,9 @@ class Dump:
     is_whole_model: bool = False
     # Requests and positions of each pass; empty if the tool does not record them.
     records: tuple[PassRecord, ...] = ()
+    notes: tuple[
+        str, ...
+    ] = ()  # sentences on what of the directory is left out, and on names that are changed
 
 
 def list_pieces(

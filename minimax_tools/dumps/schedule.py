@@ -33,9 +33,10 @@ class PassRecord:
     positions: tuple[int, ...]  # position in its prompt of each row's token; rows of padding may follow
     # Tokens of each request that are computed when the pass ends; empty if not recorded.
     ends: tuple[int, ...] = ()
-    is_decode: bool = (
-        False  # whether each request has one row; not so if the pass computes a whole prompt again
-    )
+    # Whether each request has one row, unless the pass computes a whole prompt again.
+    is_decode: bool = False
+    # Number of the data-parallel replica that ran the pass, from 0, and how many there are.
+    replica: tuple[int, int] = (0, 1)
 
     def stretches(self) -> Iterator[tuple[str, Stretch]]:
         """Yield each request with its rows, without padding.

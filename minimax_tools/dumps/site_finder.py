@@ -15,6 +15,7 @@ from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.piece import Dump, DumpPiece, word_modules
 from minimax_tools.dumps.place import SitePlace
 from minimax_tools.dumps.placed_capture import SiteKey
+from minimax_tools.dumps.rank_rows import RankRows, count_rows
 from minimax_tools.dumps.schedule import Schedule
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.dumps.usual_names import (
@@ -29,6 +30,8 @@ from minimax_tools.model.site_layouts import Partial, Replicated, Sharded, SiteL
 from minimax_tools.model.sites import ModelSite, Site
 
 _NUM_NAMED = 6
+# Serving engines compute these only for the tokens to sample from.
+_BEHIND_LAYERS = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 
 
 def find_sites(dump: Dump, names: NameMap) -> FoundSites:
@@ -46,7 +49,7 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
     for piece in dump.pieces:
         pieces = zeros if _stands_for_nothing(dump, piece) else by_module[piece.module]
         pieces.append(piece)
-    finder = _Finder(dump, by_module, wanted=wanted)
+    finder = _Finder(dump, by_module, wanted=wanted, num_ranks=num_ranks)
     sites = {**_find_usual(finder, dump, names), **_find_named(finder, names, by_module)}
     _settle_outputs(sites, dump)
     sites, rank_notes = _with_all_ranks(sites, num_ranks=num_ranks, dump=dump)
@@ -133,14 +136,22 @@ class _Finder:
         dump: The dump.
         by_module: The dump's pieces by module.
         wanted: Labels of the passes to read.
+        num_ranks: Ranks that the port was divided among.
     """
 
     def __init__(
-        self, dump: Dump, by_module: Mapping[str, list[DumpPiece]], *, wanted: frozenset[str]
+        self,
+        dump: Dump,
+        by_module: Mapping[str, list[DumpPiece]],
+        *,
+        wanted: frozenset[str],
+        num_ranks: int,
     ) -> None:
         self._dump = dump
         self._by_module = by_module
         self._wanted = wanted
+        self._num_ranks = num_ranks
+        self._records = {record.step: record for record in dump.records if not record.ends}
 
     def find(self, site: Site | ModelSite | str, source: SumOfPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
         """Return the site's terms in each layer that holds all of them; `source` has a place for each term."""
@@ -159,15 +170,33 @@ class _Finder:
             pieces = [piece for piece in place.choose(self._by_module[module]) if piece.step in self._wanted]
             if pieces:
                 layout, is_declared = self._layout(site, place, pieces[0])
+                by_pass_and_rank = self._by_pass_and_rank(pieces)
                 terms[layer] = SiteTerm(
                     place=place,
                     module=module,
-                    pieces=self._by_pass_and_rank(pieces),
+                    pieces=by_pass_and_rank,
+                    rank_rows={} if place.layout is not None else self._rank_rows(site, by_pass_and_rank),
                     layout=layout,
                     is_declared=is_declared,
                     joins_heads=site in (Site.Q_NORM, Site.K_NORM) and len(pieces[0].shape) == 4,
                 )
         return terms
+
+    def _rank_rows(
+        self, site: Site | ModelSite | str, pieces: Mapping[tuple[str, int], DumpPiece]
+    ) -> dict[str, RankRows]:
+        """Return the tokens that the ranks' rows are of, in passes where these are not all tokens of the pass."""
+        found = {}
+        for (step, _), piece in pieces.items():
+            record = self._records.get(step)
+            if record is None:
+                continue
+            if site in _BEHIND_LAYERS and count_rows(piece.shape) == len(record.requests):
+                continue  # a row for each request alone
+            rows = RankRows.of(piece.shape, record, num_ranks=self._num_ranks)
+            if rows != RankRows():
+                found[step] = rows
+        return found
 
     def _layout(
         self, site: Site | ModelSite | str, place: SitePlace, piece: DumpPiece
@@ -283,9 +312,13 @@ def _with_all_ranks(
 
 def _missing_ranks(term: SiteTerm, num_ranks: int) -> set[int]:
     """Return the ranks whose piece is needed and missing in some pass."""
-    if num_ranks == 1 or isinstance(term.layout, Replicated):
-        return set()
-    return {rank for step in term.steps for rank in set(range(num_ranks)) - term.of_pass(step).keys()}
+    is_whole = isinstance(term.layout, Replicated)
+    return {
+        rank
+        for step in term.steps
+        if num_ranks > 1 and (term.rows_in(step).are_divided or not is_whole)
+        for rank in set(range(num_ranks)) - term.of_pass(step).keys()
+    }
 
 
 def _names_nothing(
@@ -312,6 +345,7 @@ def _notes(found: FoundSites, names: NameMap, zeros: Sequence[DumpPiece]) -> Ite
     if found.unmapped:
         number = f"{len(found.unmapped)} modules map" if len(found.unmapped) > 1 else "1 module maps"
         yield f"{number} to no site: {_some(word_modules(found.unmapped))}"
+    yield from found.dump.notes
     if zeros:
         named = _some(word_modules(map(str, zeros)))
         yield f"a single zero stands for what the tool did not find: {named}"

@@ -106,8 +106,12 @@ def usual_places(
         for site, names in _FUSED_PAIRS.items():
             places[site] = tuple(tuple(SitePlace.parse(name) for name in terms) for terms in names)
     if format_name == "vllm-neuron":
-        # It keeps the first of several outputs: only the model's author knows whether that is a layer's whole output.
+        # It keeps the first of several outputs. Whether that is a layer's whole output, `stream_proof` finds out.
         places[Site.OUTPUT] = ()
+        for site in Site:
+            # A tensor that the model's code gives to `capture_tensor` under the site's name.
+            by_hand = (SitePlace.parse(f"manual.{_LAYER}.{site}"),)
+            places[site] = (*places.get(site, ()), by_hand)
     return places
 
 

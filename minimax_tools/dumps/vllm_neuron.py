@@ -2,30 +2,61 @@
 
 The first output of each module is kept, no inputs. The tokens of all requests of a pass lie one after another, padded
 to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`. In that folder,
-`{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined.
+`{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined. Speculative
+decoding writes two such trees, `target/` and `draft/`.
+
+| written | read |
+|---|---|
+| a pass without tensors (warm-up, or metadata alone) | left out |
+| `draft/` beside `target/` | left out |
+| `manual.q_rope`, `manual.q_rope_1`, … (`capture_tensor` in each layer) | `manual.layers.{n}.q_rope` |
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, list_pieces
+from minimax_tools.dumps.piece import Dump, DumpPiece, find_layer, list_pieces
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.errors import CaptureError
 
 NAME = "vllm-neuron"
 LAYOUT = "dp0/prefill_s<S>_<n>/<module>/rank0.pt"
 
+_TARGET, _DRAFT = "target", "draft"
 _REPLICA = re.compile(r"dp(\d+)")
 _PASS = re.compile(r"(?P<phase>prefill_s|decode_b)(?P<size>\d+)_(?P<number>\d+)")
 _FILE = re.compile(r"rank(\d+)\.pt")
+# A name that was captured before in the same pass gets the number of the times.
+_MANUAL = re.compile(r"manual\.(?P<name>[^.]+?)(_(?P<number>\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """The folder of one forward pass."""
+
+    label: str
+    folder: Path
+    replica: tuple[int, int]  # number of the replica, from 0, and how many there are
+
+    @property
+    def metadata_path(self) -> Path:
+        return self.folder / f"{self.folder.name}_meta.json"
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no tensor was written."""
+        return next(self.folder.glob("*/rank*.pt"), None) is None
 
 
 def recognises(directory: Path) -> bool:
-    """Decide whether the folder holds replicas with passes in them, or is one."""
-    return bool(_passes(directory))
+    """Decide whether the folder holds replicas with passes in them, or is one, or holds the target model's."""
+    return bool(_passes(_root(directory)))
 
 
 def read_dump(directory: Path) -> Dump:
@@ -34,43 +65,82 @@ def read_dump(directory: Path) -> Dump:
     Raises:
         CaptureError: A file is damaged.
     """
-    passes = _passes(directory)
-    pieces = tuple(
+    root = _root(directory)
+    all_passes = _passes(root)
+    passes = [one for one in all_passes if not one.is_empty]
+    pieces = [
         piece
-        for step, folder in passes
-        for path in sorted(folder.glob("*/rank*.pt"))
+        for one in passes
+        for path in sorted(one.folder.glob("*/rank*.pt"))
         if (match := _FILE.fullmatch(path.name)) is not None
         for piece in list_pieces(
-            path, directory=directory, module=path.parent.name, step=step, rank=int(match[1])
+            path, directory=directory, module=path.parent.name, step=one.label, rank=int(match[1])
         )
-    )
+    ]
+    named, manual_notes = _name_by_layer(pieces)
     return Dump(
         directory=directory,
         format=NAME,
-        pieces=pieces,
-        steps=tuple(step for step, _ in passes),
+        pieces=named,
+        steps=tuple(one.label for one in passes),
         num_ranks=1 + max((piece.rank for piece in pieces), default=0),
         is_packed=True,
         records=_read_records(passes),
+        notes=(*_notes(directory, root, num_empty=len(all_passes) - len(passes)), *manual_notes),
     )
 
 
-def _read_records(passes: list[tuple[str, Path]]) -> tuple[PassRecord, ...]:
+def _notes(directory: Path, root: Path, *, num_empty: int) -> Iterator[str]:
+    if num_empty:
+        passes = "pass holds" if num_empty == 1 else "passes hold"
+        yield f"{num_empty} {passes} no tensor, and left out"
+    if root != directory:
+        others = f"; {_DRAFT}/ is another model's" if (directory / _DRAFT).is_dir() else ""
+        yield f"{_TARGET}/ is read{others}"
+
+
+def _name_by_layer(pieces: Iterable[DumpPiece]) -> tuple[tuple[DumpPiece, ...], tuple[str, ...]]:
+    """Put the layer into the names of tensors captured by hand once in each layer; return notes on it too.
+
+    The numbers of such tensors count calls. They are those of layers if there are as many as layers.
+    """
+    pieces = tuple(pieces)
+    layers = sorted({layer for piece in pieces if (layer := find_layer(piece.module)) is not None})
+    numbers: dict[str, set[int]] = defaultdict(set)
+    manual = {piece.module: match for piece in pieces if (match := _MANUAL.fullmatch(piece.module))}
+    for match in manual.values():
+        numbers[match["name"]].add(int(match["number"] or 0))
+    of_layers = {name for name, found in numbers.items() if found == set(range(len(layers)))}
+    named = []
+    for piece in pieces:
+        match = manual.get(piece.module)
+        if match is not None and match["name"] in of_layers:
+            layer = layers[int(match["number"] or 0)]
+            piece = replace(piece, module=f"manual.layers.{layer}.{match['name']}")
+        named.append(piece)
+    return tuple(named), tuple(
+        f"manual.{name} was captured {len(layers)} times in a pass: once in each layer, in their order"
+        for name in sorted(of_layers)
+    )
+
+
+def _read_records(passes: list[_Pass]) -> tuple[PassRecord, ...]:
     """Read the metadata beside each pass; nothing if any pass has none."""
-    paths = [(step, folder / f"{folder.name}_meta.json") for step, folder in passes]
-    if not all(path.exists() for _, path in paths):
+    if not all(one.metadata_path.exists() for one in passes):
         return ()
-    return tuple(_read_record(step, path) for step, path in paths)
+    return tuple(_read_record(one) for one in passes)
 
 
-def _read_record(step: str, path: Path) -> PassRecord:
+def _read_record(one: _Pass) -> PassRecord:
+    path = one.metadata_path
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         return PassRecord(
-            step=step,
+            step=one.label,
             requests=tuple(str(request) for request in meta["req_ids"]),
             positions=tuple(int(position) for position in meta["positions"]),
             is_decode=path.parent.name.startswith("decode_b"),
+            replica=one.replica,
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CaptureError(
@@ -81,23 +151,29 @@ def _read_record(step: str, path: Path) -> PassRecord:
         ) from error
 
 
-def _passes(directory: Path) -> list[tuple[str, Path]]:
-    """Return labels and folders of the passes, prefills first."""
+def _root(directory: Path) -> Path:
+    """Return the folder of the target model; the directory itself if it is not divided."""
+    target = directory / _TARGET
+    return target if target.is_dir() and _passes(target) else directory
+
+
+def _passes(directory: Path) -> list[_Pass]:
+    """Return the passes, prefills first."""
     replicas = {
         int(match[1]): path for path in _folders(directory) if (match := _REPLICA.fullmatch(path.name))
     }
     if not replicas:
         replicas = {0: directory}
     found = []
-    for replica, folder in sorted(replicas.items()):
+    for place, (replica, folder) in enumerate(sorted(replicas.items())):
         for path in _folders(folder):
             match = _PASS.fullmatch(path.name)
             if match is not None:
                 label = f"dp{replica}/{path.name}" if len(replicas) > 1 else path.name
                 is_decode = match["phase"] == "decode_b"
                 order = (is_decode, replica, int(match["number"]), int(match["size"]))
-                found.append((order, label, path))
-    return [(label, path) for _, label, path in sorted(found)]
+                found.append((order, _Pass(label=label, folder=path, replica=(place, len(replicas)))))
+    return [one for _, one in sorted(found, key=lambda item: item[0])]
 
 
 def _folders(directory: Path) -> list[Path]:
