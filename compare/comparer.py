@@ -29,10 +29,10 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.model.span import word_layers
 from minimax_tools.results.choices import PassLogits
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Blame, Comparison, GeneratedRow, SiteStatus, Verdict
-from reports.wording import word_layers
 
 # Name in the place of a site, in the blame of generated tokens.
 GENERATED_TOKENS = "generated_tokens"

@@ -12,9 +12,9 @@ from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import format_count
 from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import word_layers
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
 from minimax_tools.results.results import Blame, RouterDtype, SiteResult
-from reports.wording import word_layers
 
 
 def gather_notes(

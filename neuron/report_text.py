@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from minimax_tools.errors import format_count
 from minimax_tools.machine.size import format_size
+from minimax_tools.model.span import word_layers
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
 from reports.canvas import Canvas, Column, Row
-from reports.wording import word_layers
 
 # Names of the phases, which every `LayerTimes` has: read, regroup, transfer, compile, run, copy back.
 _PHASES = tuple(LayerTimes().by_phase())

@@ -15,18 +15,12 @@ from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import format_count
 from minimax_tools.json_codec import encode
 from minimax_tools.model.sites import SITE_LEVELS, Site
+from minimax_tools.model.span import word_layers
 from reports.canvas import Canvas, Column, Row
 from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
 from reports.dumps import draw_dump, dump_record
 from reports.json_values import to_json
-from reports.wording import (
-    word_figure,
-    word_layer,
-    word_layers,
-    word_shape,
-    word_sites_by_layer,
-    word_variants,
-)
+from reports.wording import word_figure, word_layer, word_shape, word_sites_by_layer, word_variants
 
 # With more layers than this, each layer has one line instead of a table.
 _MOST_DETAILED_LAYERS = 4

@@ -13,9 +13,10 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.usual_names import INPUT_IDS
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import word_layers
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_layers, word_shape
+from reports.wording import word_shape
 
 _COLUMNS = (
     Column(title="tensor", is_text=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from minimax_tools.errors import format_count
+from minimax_tools.model.span import word_layers
 from minimax_tools.results.choices import LogitsResult
 from minimax_tools.results.results import (
     BlameGroup,
@@ -18,14 +19,7 @@ from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
 from reports.model_findings import draw_findings, draw_passes, word_first
-from reports.wording import (
-    word_figure,
-    word_layer,
-    word_layers,
-    word_place,
-    word_sites,
-    word_sites_by_layer,
-)
+from reports.wording import word_figure, word_layer, word_place, word_sites, word_sites_by_layer
 
 # More of each would push the verdict off the screen.
 _MOST_BLAMED = 6  # groups of blame with their reasons

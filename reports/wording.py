@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from minimax_tools.errors import format_count
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import word_layers
 
 # A longer run of sites is named by its first and its last.
 _MOST_NAMED_SITES = 4
@@ -50,16 +51,6 @@ def word_layer(layer: int | None) -> str:
     return "model" if layer is None else f"layer {layer}"
 
 
-def word_layers(layers: Iterable[int | None]) -> str:
-    """Return layers as ranges, such as `layers 0-3, 5`; None stands for the model outside its layers."""
-    wanted = set(layers)
-    numbers = sorted(layer for layer in wanted if layer is not None)
-    words = []
-    if numbers:
-        words.append(("layer " if len(numbers) == 1 else "layers ") + ", ".join(_ranges(numbers)))
-    return " and ".join([*words, *(["model"] if None in wanted else [])])
-
-
 def word_place(layer: int | None, sites: Iterable[str]) -> str:
     """Return a place to look at, such as `layer 5, moe_delta`."""
     return ", ".join([word_layer(layer), *sites])
@@ -88,10 +79,3 @@ def word_sites_by_layer(places: Iterable[tuple[int | None, str]]) -> tuple[str, 
     for layer, sites in sites_of.items():
         layers_with.setdefault(tuple(sites), []).append(layer)
     return tuple(f"{word_layers(layers)}: {', '.join(sites)}" for sites, layers in layers_with.items())
-
-
-def _ranges(numbers: Sequence[int]) -> list[str]:
-    starts = [number for number in numbers if number - 1 not in numbers]
-    stops = [number for number in numbers if number + 1 not in numbers]
-    pairs = zip(starts, stops, strict=True)
-    return [f"{start}" if start == stop else f"{start}-{stop}" for start, stop in pairs]

@@ -30,8 +30,8 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame, Comparison, SiteStatus
-from reports.wording import word_layers
 
 # From the number of layers that are diagnosed to the context of their progress.
 OpenProgress = Callable[[int], AbstractContextManager[Progress]]

@@ -13,9 +13,10 @@ from compare.diagnosis.mistake import Mistake, Value
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.proof.wording import draw_proofs, word_outcomes
+from minimax_tools.model.span import word_layers
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_figure, word_layers, word_place
+from reports.wording import word_figure, word_place
 
 # Mistakes that are listed of a group of layers.
 _MOST_LISTED = 3

@@ -16,7 +16,7 @@ import torch
 
 from minimax_tools.errors import BackendError, UsageError, format_count, list_names
 from minimax_tools.machine.size import parse_size
-from reports.wording import word_layers
+from minimax_tools.model.span import word_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,9 +16,12 @@ one token of a tensor, and a map is a user's YAML about a dump.
 - `place`: the place of a site in a dump, in a map's notation
 - `usual_names`: places of MiniMax-M2's sites
 - `site_finder`: the sites found among a dump's pieces
+- `rank_rows`: the tokens that the rows of a rank's tensor are of
+- `stream_proof`: the residual stream, found by what its tensors must satisfy
 - `found_sites`: the result of that search
 - `schedule`: the tokens of each request in each pass
 - `rows`: real tokens taken out of tensors and laid out as a batch
+- `other_side`: the other capture, as far as it tells how a dump is to be read
 - `row_finder`: the rows that are real tokens
 - `last_tokens`: rows computed only for the tokens to sample from
 - `assembly`: pieces of ranks and passes put together

@@ -10,7 +10,9 @@ B prompts, S their padded length, T real tokens of all prompts, T' rows of one p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -23,6 +25,8 @@ from minimax_tools.errors import CaptureError, TargetError
 from minimax_tools.model.site_layouts import Replicated
 
 _NUM_NAMED = 4
+# Running sums kept of a pass: a layer's input, the stream behind its attention, and its output.
+_NUM_SUMS = 3
 
 
 class TokenKind(Enum):
@@ -38,6 +42,10 @@ class DumpAssembly:
     """The tensors of a dump, read one site at a time."""
 
     found: FoundSites  # the dump's sites, and the groups of passes to read, `found.passes`
+    # Of each pass, the last running sums by the modules of their terms: the next layer's sum continues one of them.
+    _sums: dict[str, dict[tuple[str, ...], torch.Tensor]] = field(
+        default_factory=lambda: defaultdict(dict), repr=False
+    )
 
     def read_pass(self, site: FoundSite, step: str, *, what: str) -> torch.Tensor:
         """Read a site from one pass, padding included, in mm2's shape of the site.
@@ -45,6 +53,8 @@ class DumpAssembly:
         Raises:
             CaptureError: A file is damaged, or the pieces do not fit the map or the usual names.
         """
+        if site.is_running_sum:
+            return self._read_running_sum(site.terms, step, what=what)
         terms = [self._read_term(term, step, what=what) for term in site.terms]
         if site.transpose:
             terms = [_transpose(term, site.transpose, what=what) for term in terms]
@@ -52,15 +62,24 @@ class DumpAssembly:
             return _weigh_chosen(*terms, what=what)
         if len(terms) == 1:
             return terms[0]
-        if any(term.shape != terms[0].shape for term in terms):
-            raise CaptureError(
-                f"{what} cannot be added up",
-                expected="terms of one shape",
-                found=", ".join(str(list(term.shape)) for term in terms),
-                next_step="Correct the sum in the map.",
-            )
+        _refuse_other_shapes(terms, what=what)
         # Kernels add in float32 and round once.
         return torch.stack([term.to(torch.float32) for term in terms]).sum(dim=0).to(terms[0].dtype)
+
+    def _read_running_sum(self, terms: tuple[SiteTerm, ...], step: str, *, what: str) -> torch.Tensor:
+        """Add each term to the sum of those before it, rounded to the dtype of the first."""
+        modules = tuple(term.module for term in terms)
+        sums = self._sums[step]
+        num_done = max((len(done) for done in sums if modules[: len(done)] == done), default=0)
+        total = sums[modules[:num_done]] if num_done else self._read_term(terms[0], step, what=what)
+        for number in range(max(num_done, 1), len(terms)):
+            term = self._read_term(terms[number], step, what=what)
+            _refuse_other_shapes([total, term], what=what)
+            total = (total.to(torch.float32) + term.to(torch.float32)).to(total.dtype)
+        sums[modules] = total
+        while len(sums) > _NUM_SUMS:
+            del sums[next(iter(sums))]
+        return total
 
     def read_tokens(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str) -> torch.Tensor:
         """Read a site's real tokens, the places of which `rows` tells, from all passes: [T,F], [T,N,D] or [T].
@@ -180,6 +199,16 @@ class DumpAssembly:
                 next_step=f"It was taken to be {layout}: a map says otherwise, "
                 "with @replicate, @shard(dim) or @partial behind the place.",
             ) from error
+
+
+def _refuse_other_shapes(terms: Sequence[torch.Tensor], *, what: str) -> None:
+    if any(term.shape != terms[0].shape for term in terms):
+        raise CaptureError(
+            f"{what} cannot be added up",
+            expected="terms of one shape",
+            found=", ".join(str(list(term.shape)) for term in terms),
+            next_step="Correct the sum in the map.",
+        )
 
 
 def _weigh_chosen(affinities: torch.Tensor, chosen: torch.Tensor, *, what: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites
 from minimax_tools.dumps.last_tokens import LastToken, find_last_tokens, mark_tokens, read_last_tokens
 from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.other_side import OtherSide
 from minimax_tools.dumps.piece import DumpPiece, find_layer, word_module, word_modules
 from minimax_tools.dumps.placed_capture import PlacedCapture
 from minimax_tools.dumps.row_finder import find_rows
@@ -44,29 +46,24 @@ class DumpCapture(PlacedCapture[FoundSite]):
     Args:
         found: The dump's sites.
         names: The user's map of the dump, which tells what its files do not.
-        mask: bool [B,S] of the batch to lay tensors out as; None for the batch that the dump's own lengths give, or,
-            without lengths, for tensors as they are.
-        input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None if they are not known.
+        other: The capture whose batch tensors are laid out as; None for the batch that the dump's own lengths give,
+            or, without lengths, for tensors as they are.
     """
 
     may_omit_inputs = True
 
-    def __init__(
-        self,
-        found: FoundSites,
-        names: NameMap,
-        *,
-        mask: torch.Tensor | None = None,
-        input_ids: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, found: FoundSites, names: NameMap, *, other: OtherSide | None = None) -> None:
         super().__init__(found.dump.directory, found.sites)
         self.found = found  # the sites, and the groups of passes to read
         self._names = names
         self._assembly = DumpAssembly(found=found)
-        self._rows = find_rows(self._assembly, names, mask=mask, input_ids=input_ids)
-        self._mask = batch_mask(self._rows.lengths) if mask is None and self._rows is not None else mask
+        self._rows = find_rows(self._assembly, names, other=other)
+        self._mask = None if other is None else other.mask
+        if self._mask is None and self._rows is not None:
+            self._mask = batch_mask(self._rows.lengths)
+        self._hidden_size = None if other is None else other.hidden_size
         self._last_tokens = self._find_last_tokens()
-        self.notes = (*found.notes, *self._partial_notes())
+        self.notes = (*found.notes, *self._partial_notes(), *self._padding_notes())
 
     @classmethod
     def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> DumpCapture:
@@ -86,18 +83,18 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
         self._refuse_part_of_heads(other)
-        mask = other.read_attention_mask()
-        return self if mask is None else self.aligned(mask, other.read_input_ids())
+        side = OtherSide.of(other)
+        return self if side is None else self.aligned(side)
 
-    def aligned(self, mask: torch.Tensor, input_ids: torch.Tensor | None) -> DumpCapture:
-        """Return this capture laid out as another batch, given its mask and, if they are known, its token ids [B,S].
+    def aligned(self, other: OtherSide) -> DumpCapture:
+        """Return this capture laid out as the other side's batch.
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.
             CaptureError: A file is damaged.
         """
-        aligned = DumpCapture(self.found, self._names, mask=mask.bool(), input_ids=input_ids)
-        aligned._check_tokens(input_ids)
+        aligned = DumpCapture(self.found, self._names, other=other)
+        aligned._check_tokens(other.input_ids)
         return aligned
 
     def listing(self) -> DumpListing:
@@ -105,7 +102,8 @@ class DumpCapture(PlacedCapture[FoundSite]):
         # Sites of each tensor; an inner dict keeps each site once, in order.
         sites: dict[str, dict[str, None]] = defaultdict(dict)
         for (_, site), found_site in self.found.sites.items():
-            for term in found_site.terms:
+            # The terms of a running sum are sites themselves.
+            for term in () if found_site.is_running_sum else found_site.terms:
                 for piece in term.pieces.values():
                     sites[_template(piece)][str(site)] = None
         pieces: dict[str, list[DumpPiece]] = defaultdict(list)
@@ -192,10 +190,37 @@ class DumpCapture(PlacedCapture[FoundSite]):
         kind = TokenKind.HEADS if has_heads_dim else TokenKind.CHANNELS
         tokens = self._assembly.read_tokens(found_site, self._rows, kind=kind, what=what)
         if not has_heads_dim:
-            return lay_out(tokens, self._mask)
+            return lay_out(self._without_zero_channels(tokens), self._mask)
         heads = tokens.shape[1:]
         batch: torch.Tensor = lay_out(tokens.flatten(1), self._mask).unflatten(-1, heads)
         return batch.transpose(1, 2)
+
+    def _without_zero_channels(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Cut the channels behind the hidden size off [T,F], if the port padded it and they are zero."""
+        padded = self._padded_size
+        if padded is None or self._hidden_size is None or tokens.shape[-1] != padded:
+            return tokens
+        return tokens if bool(tokens[:, self._hidden_size :].any()) else tokens[:, : self._hidden_size]
+
+    @cached_property
+    def _padded_size(self) -> int | None:
+        """The hidden size that the port padded its own to, as its embedding shows; None if it did not."""
+        found_site = self.found.sites.get((None, ModelSite.EMBEDDING))
+        width = 0 if found_site is None else _own_width(found_site)
+        return width if self._hidden_size is not None and width > self._hidden_size else None
+
+    def _padding_notes(self) -> tuple[str, ...]:
+        if self._padded_size is None or self._hidden_size is None:
+            return ()
+        num_channels = self._padded_size - self._hidden_size
+        embedding = self.found.sites[None, ModelSite.EMBEDDING]
+        first = self._assembly.read_pass(embedding, self.found.passes[0][0], what=str(ModelSite.EMBEDDING))
+        if bool(first[..., self._hidden_size :].any()):
+            return ()
+        return (
+            f"proved: the hidden size is padded to {self._padded_size}; the last {num_channels} channels are zero, "
+            "and are cut off",
+        )
 
     def _refuse_part_of_heads(self, other: CaptureSource) -> None:
         """Refuse a tool's lone rank that holds a part of the other side's heads, if no map says of how many ranks."""

@@ -62,6 +62,8 @@ class FoundSite:
     transpose: tuple[int, ...] = ()
     # Whether the terms are affinities of all experts [T,E] and the chosen experts [T,k], which give their weights.
     is_of_affinities: bool = False
+    # Whether each term is added to the sum of those before it, and that sum rounded; else all are added, then rounded.
+    is_running_sum: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +80,5 @@ class FoundSites:
     schedule: Schedule | None = None  # passes joined along the prompts; None to read them as `passes` says
     not_joined: str = ""  # reason why passes that record their requests cannot be joined; empty otherwise
     unmapped: tuple[str, ...] = ()  # modules that map to no site
+    # What the layers' modules return first, by layer, where a format does not tell whether that is the whole output.
+    layer_returns: Mapping[int, FoundSite] = field(default_factory=dict)

@@ -9,16 +9,19 @@ import torch
 
 from minimax_tools.dumps.assembly import DumpAssembly, TokenKind
 from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.other_side import OtherSide
 from minimax_tools.dumps.rows import TokenRows
 from minimax_tools.dumps.schedule import Schedule, word_lengths
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.dumps.usual_names import ATTENTION_MASK, INPUT_IDS
 from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.model.sites import ModelSite
+
+# Share of a token's channels that are equal if the embedding is the same token's.
+_LEAST_EQUAL = 0.99
 
 
-def find_rows(
-    assembly: DumpAssembly, names: NameMap, *, mask: torch.Tensor | None, input_ids: torch.Tensor | None
-) -> TokenRows | None:
+def find_rows(assembly: DumpAssembly, names: NameMap, *, other: OtherSide | None) -> TokenRows | None:
     """Find the rows of a dump that are real tokens: as the map says, else the dump, else the other side.
 
     A schedule tells, for a dump that records its requests, the rows of each request in each pass.
@@ -26,8 +29,7 @@ def find_rows(
     Args:
         assembly: The dump's tensors.
         names: The user's map.
-        mask: bool [B,S], the real tokens of the other side's batch; None if it is not known.
-        input_ids: int64 [B,S], the other side's tokens; None if they are not known.
+        other: The other side of the comparison; None without one.
 
     Returns:
         None if nothing tells.
@@ -36,13 +38,12 @@ def find_rows(
         IncomparableError: The prompts are of other lengths than the other side's.
         CaptureError: A file is damaged, or the map and the dump do not fit.
     """
-    other_lengths = () if mask is None else _lengths(mask)
+    other_lengths = () if other is None else other.lengths
     schedule = assembly.found.schedule
     if schedule is not None:
         requests = names.requests
-        if not requests and mask is not None and input_ids is not None:
-            prompts = [row[is_real] for row, is_real in zip(input_ids, mask, strict=True)]
-            requests = _find_requests(assembly, names, schedule, prompts)
+        if not requests and other is not None:
+            requests = _find_requests(assembly, names, schedule, other)
         lengths = names.lengths or other_lengths
         lengths = lengths or tuple(schedule.length(name) for name in requests or schedule.requests)
         _refuse_other_lengths(assembly, lengths, other_lengths)
@@ -85,25 +86,46 @@ def _scheduled_rows(
 
 
 def _find_requests(
-    assembly: DumpAssembly, names: NameMap, schedule: Schedule, prompts: list[torch.Tensor]
+    assembly: DumpAssembly, names: NameMap, schedule: Schedule, other: OtherSide
 ) -> tuple[str, ...]:
-    """Find the request with each prompt's tokens, in the prompts' order; none if the dump's ids do not tell."""
-    site = assembly.found.sites.get((None, INPUT_IDS))
-    if site is None or not set(assembly.found.passes[0]) <= site.terms[0].steps:
-        return ()
-    ids_of = {}
-    for request in schedule.requests:
-        rows = _scheduled_rows(schedule, names, (request,), (schedule.length(request),))
-        ids_of[request] = assembly.read_tokens(site, rows, kind=TokenKind.NUMBER, what=INPUT_IDS)
-    chosen: list[str] = []
-    for prompt in prompts:
-        fitting = [request for request, ids in ids_of.items() if _begins_with(ids, prompt)]
-        if not fitting:
-            return ()
-        # Taken out: of two equal prompts, each has a request of its own.
-        del ids_of[fitting[0]]
-        chosen.append(fitting[0])
-    return tuple(chosen)
+    """Find each prompt's request by its token ids, else by their embeddings; none if neither tells all of them.
+
+    A prompt that was run more often than it is wanted is not told.
+    """
+    for key, kind, values, are_same in (
+        (INPUT_IDS, TokenKind.NUMBER, other.input_ids, torch.equal),
+        (ModelSite.EMBEDDING, TokenKind.CHANNELS, other.embedding, _are_same_embeddings),
+    ):
+        site = assembly.found.sites.get((None, key))
+        steps = {stretch.step for request in schedule.requests for stretch in schedule.stretches[request]}
+        if values is None or site is None or not steps <= site.terms[0].steps:
+            continue
+        held = {}
+        for request in schedule.requests:
+            rows = _scheduled_rows(schedule, names, (request,), (schedule.length(request),))
+            held[request] = assembly.read_tokens(site, rows, kind=kind, what=str(key))
+        chosen: list[str] = []
+        prompts = other.prompts(values)
+        for prompt in prompts:
+            fitting = [
+                request
+                for request, tokens in held.items()
+                if len(tokens) >= len(prompt) and are_same(tokens[: len(prompt)].to(prompt.dtype), prompt)
+            ]
+            num_equal = sum(torch.equal(prompt, one) for one in prompts)
+            if len(fitting) == num_equal:
+                # Of two equal prompts, each has a request of its own.
+                chosen.append(next(request for request in fitting if request not in chosen))
+        if len(chosen) == len(prompts):
+            return tuple(chosen)
+    return ()
+
+
+def _are_same_embeddings(held: torch.Tensor, prompt: torch.Tensor) -> bool:
+    """Decide whether embeddings [n,H'] are those of a prompt [n,H]; H' may be padded."""
+    channels = min(held.shape[-1], prompt.shape[-1])
+    is_equal = held[..., :channels] == prompt[..., :channels]
+    return bool((is_equal.double().mean(dim=-1) >= _LEAST_EQUAL).all())
 
 
 def _find_packing(assembly: DumpAssembly, names: NameMap, *, num_prompts: int) -> bool | None:
@@ -154,7 +176,3 @@ def _tells_real_rows(mask: torch.Tensor) -> bool:
     """Decide whether a tensor is [B,S'] of 0 and 1, with a real token in every row."""
     is_binary = mask.ndim == 2 and bool(((mask == 0) | (mask == 1)).all())
     return is_binary and bool(mask.any(dim=1).all())
-
-
-def _begins_with(tokens: torch.Tensor, prompt: torch.Tensor) -> bool:
-    return len(tokens) >= len(prompt) and torch.equal(tokens[: len(prompt)].to(prompt.dtype), prompt)

@@ -1,4 +1,4 @@
-"""Site finder: finds the sites among a dump's pieces, by names and headers; only single numbers are read."""
+"""Site finder: finds the sites among a dump's pieces, by names and headers, and by proof where names do not tell."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from minimax_tools.dumps.place import SitePlace
 from minimax_tools.dumps.placed_capture import SiteKey
 from minimax_tools.dumps.rank_rows import RankRows, count_rows
 from minimax_tools.dumps.schedule import Schedule
+from minimax_tools.dumps.stream_proof import prove_stream
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.dumps.usual_names import (
     AFFINITIES,
     HEAD_INPUT,
+    LAYER_ITSELF,
     SumOfPlaces,
     usual_layout,
     usual_places,
@@ -60,8 +62,10 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
     # Only modules of sites tell passes: a module that one pass calls several times, such as an expert's, tells none.
     called = {piece.step for module in used for piece in by_module[module]}
     left = tuple(step for step in dump.steps if step in called - wanted)
+    returns = {} if Site.OUTPUT in names.sites or not names.has_usual_names else _find_returns(finder, sites)
     found_sites = FoundSites(
         dump=dump,
+        layer_returns=returns,
         sites=sites,
         num_ranks=num_ranks,
         passes=passes,
@@ -70,7 +74,8 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
         not_joined=not_joined,
         unmapped=unmapped,
     )
-    return replace(found_sites, notes=(*_notes(found_sites, names, zeros), *rank_notes))
+    found_sites = prove_stream(found_sites)
+    return replace(found_sites, notes=(*found_sites.notes, *_notes(found_sites, names, zeros), *rank_notes))
 
 
 def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[SiteKey, FoundSite]:
@@ -101,6 +106,15 @@ def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, Fo
             for key, terms in finder.find(Site.ROUTER_WEIGHTS, source).items():
                 sites.setdefault(key, _find_weights(terms))
     return sites
+
+
+def _find_returns(finder: _Finder, sites: Mapping[SiteKey, FoundSite]) -> dict[int, FoundSite]:
+    """Return what the layers' modules return, in layers whose output no name tells."""
+    return {
+        layer: FoundSite(terms=terms)
+        for (layer, site), terms in finder.find(Site.OUTPUT, (LAYER_ITSELF,)).items()
+        if layer is not None and (layer, site) not in sites
+    }
 
 
 def _find_weights(terms: tuple[SiteTerm, ...]) -> FoundSite:

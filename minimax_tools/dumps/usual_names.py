@@ -61,6 +61,8 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
     ATTENTION_MASK: (":input[attention_mask]", "model:input[attention_mask]"),
     HEAD_INPUT: ("model.norm:input", "norm:input"),
 }
+# What a layer's module returns: its output, or one of two addends of it.
+LAYER_ITSELF = SitePlace.parse(_LAYER)
 # In place of the above for models that fuse each residual add into the norm behind it, as vLLM's and SGLang's do. Their
 # norms and layers take and return pairs: a value, and the residual that it is to be added to. A tuple is a sum.
 _FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = {
@@ -106,7 +108,7 @@ def usual_places(
         for site, names in _FUSED_PAIRS.items():
             places[site] = tuple(tuple(SitePlace.parse(name) for name in terms) for terms in names)
     if format_name == "vllm-neuron":
-        # It keeps the first of several outputs. Whether that is a layer's whole output, `stream_proof` finds out.
+        # It keeps the first of several outputs. `stream_proof` finds out whether that is a layer's whole output.
         places[Site.OUTPUT] = ()
         for site in Site:
             # A tensor that the model's code gives to `capture_tensor` under the site's name.

@@ -1,9 +1,9 @@
-"""Span: a half-open range of decoder layers, written `A:B`."""
+"""Span: a half-open range of decoder layers, written `A:B`; and any layers in words."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from minimax_tools.errors import UsageError
@@ -81,3 +81,20 @@ class Span:
 
     def __str__(self) -> str:
         return f"layer {self.start}" if len(self) == 1 else f"layers {self.start} to {self.last}"
+
+
+def word_layers(layers: Iterable[int | None]) -> str:
+    """Return layers as ranges, such as `layers 0-3, 5`; None stands for the model outside its layers."""
+    wanted = set(layers)
+    numbers = sorted(layer for layer in wanted if layer is not None)
+    words = []
+    if numbers:
+        words.append(("layer " if len(numbers) == 1 else "layers ") + ", ".join(_ranges(numbers)))
+    return " and ".join([*words, *(["model"] if None in wanted else [])])
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    starts = [number for number in numbers if number - 1 not in numbers]
+    stops = [number for number in numbers if number + 1 not in numbers]
+    pairs = zip(starts, stops, strict=True)
+    return [f"{start}" if start == stop else f"{start}-{stop}" for start, stop in pairs]

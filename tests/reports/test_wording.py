@@ -9,7 +9,6 @@ from reports.wording import (
     word_figure,
     word_fraction,
     word_index,
-    word_layers,
     word_place,
     word_shape,
     word_sites,
@@ -49,13 +48,6 @@ def test_shapes_and_positions() -> None:
     assert word_shape((1, 96, 3072)) == "1x96x3072"
     assert word_shape(()) == "scalar"
     assert word_index((0, 17, 2044)) == "0,17,2044"
-
-
-def test_layers_become_ranges() -> None:
-    assert word_layers([0, 1, 2, 5, 7, 8]) == "layers 0-2, 5, 7-8"
-    assert word_layers([3]) == "layer 3"
-    assert word_layers([1, 0, None]) == "layers 0-1 and model"
-    assert word_layers([None]) == "model"
 
 
 def test_places() -> None:

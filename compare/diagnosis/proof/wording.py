@@ -7,8 +7,9 @@ from typing import Protocol
 
 from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome, ProofWay, SiteProof
 from compare.diagnosis.repair import lines_for_layers
+from minimax_tools.model.span import word_layers
 from reports.canvas import Canvas
-from reports.wording import word_figure, word_layers
+from reports.wording import word_figure
 
 _MOST_EDITS = 3  # lines that differ by a number from layer to layer are told for so many layers
 

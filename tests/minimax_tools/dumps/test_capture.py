@@ -9,10 +9,12 @@ import torch
 
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.other_side import OtherSide
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
-MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+OTHER = OtherSide(mask=MASK)
 
 
 def save(folder: Path, name: str, tensor: torch.Tensor) -> None:
@@ -31,16 +33,16 @@ def read_map(folder: Path, text: str) -> NameMap:
 def test_flat_rows_are_padded_as_the_other_tensors_are(tmp_path: Path) -> None:
     save(tmp_path, "layers.0:output.0", torch.zeros(2, 4, 5))
     save(tmp_path, "layers.0.mlp.gate:output.0", torch.arange(8.0)[:, None])
-    capture = DumpCapture.open(tmp_path, NameMap()).aligned(MASK, None)
+    capture = DumpCapture.open(tmp_path, NameMap()).aligned(OTHER)
     assert capture.read(0, Site.ROUTER_LOGITS)[..., 0].tolist() == [[0, 1, 2], [4, 5, 0]]
 
 
 def test_flat_rows_alone_tell_nothing(tmp_path: Path) -> None:
     save(tmp_path, "layers.0.mlp.gate:output.0", torch.arange(8.0)[:, None])
-    capture = DumpCapture.open(tmp_path, NameMap()).aligned(MASK, None)
+    capture = DumpCapture.open(tmp_path, NameMap()).aligned(OTHER)
     with pytest.raises(CaptureError, match="router_logits of layer 0.*nothing tells which rows are real"):
         capture.read(0, Site.ROUTER_LOGITS)
-    packed = DumpCapture.open(tmp_path, read_map(tmp_path, "rows: packed")).aligned(MASK, None)
+    packed = DumpCapture.open(tmp_path, read_map(tmp_path, "rows: packed")).aligned(OTHER)
     assert packed.read(0, Site.ROUTER_LOGITS)[..., 0].tolist() == [[0, 1, 2], [3, 4, 0]]
 
 
@@ -50,7 +52,7 @@ def test_residuals_beside_norms_are_recognised(tmp_path: Path) -> None:
         save(tmp_path, f"{name}:output.0", delta)
         save(tmp_path, f"{name}:output.1", residual)
     save(tmp_path, "layers.0.post_attention_layernorm:input.0", torch.full((5, 2), 9.0))
-    capture = DumpCapture.open(tmp_path, NameMap()).aligned(MASK, None)
+    capture = DumpCapture.open(tmp_path, NameMap()).aligned(OTHER)
     assert capture.read(0, Site.OUTPUT)[0, 0, 0] == 4.0
     assert capture.read(0, Site.ATTN_RESIDUAL)[0, 0, 0] == 3.0
     assert capture.read(0, Site.POST_NORM)[0, 0, 0] == 1.0
@@ -68,7 +70,7 @@ def test_a_layers_input_is_the_output_before_it(tmp_path: Path) -> None:
 def test_heads_are_laid_out_before_tokens(tmp_path: Path) -> None:
     save(tmp_path, "layers.0.rotary:output.0", torch.arange(24).reshape(2, 3, 2, 2))
     text = 'sites: {q_rope: {from: "layers.{layer}.rotary", transpose: [0, 2, 1, 3]}}'
-    capture = DumpCapture.open(tmp_path, read_map(tmp_path, text)).aligned(MASK, None)
+    capture = DumpCapture.open(tmp_path, read_map(tmp_path, text)).aligned(OTHER)
     heads = capture.read(0, Site.Q_ROPE)
     assert heads.shape == (2, 2, 3, 2)
     assert heads[0, 1].tolist() == [[2, 3], [6, 7], [10, 11]]
@@ -83,7 +85,7 @@ def test_lengths_of_its_own_lay_out_a_dump_alone(tmp_path: Path) -> None:
     assert mask is not None
     assert mask.tolist() == MASK.tolist()
     with pytest.raises(IncomparableError, match="is of other prompts than the capture on the other side"):
-        capture.aligned(MASK.flip(0), None)
+        capture.aligned(OtherSide(mask=MASK.flip(0)))
 
 
 def test_single_prompt_per_pass_is_put_together(tmp_path: Path) -> None:
@@ -92,5 +94,5 @@ def test_single_prompt_per_pass_is_put_together(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         torch.save(tensor[:, None], folder / "rank0.pt")
     names = read_map(tmp_path, "steps: [prefill_s4_0, prefill_s4_1]")
-    capture = DumpCapture.open(tmp_path, names).aligned(MASK, None)
+    capture = DumpCapture.open(tmp_path, names).aligned(OTHER)
     assert capture.read(0, Site.MOE_DELTA)[..., 0].tolist() == [[0, 1, 2], [10, 11, 0]]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.span import Span
+from minimax_tools.model.span import Span, word_layers
 
 
 def test_half_open_notation_leaves_the_stop_out() -> None:
@@ -48,3 +48,10 @@ def test_membership_knows_layers_only() -> None:
 
 def test_words() -> None:
     assert (str(Span.single(3)), str(Span(3, 6))) == ("layer 3", "layers 3 to 5")
+
+
+def test_layers_become_ranges() -> None:
+    assert word_layers([0, 1, 2, 5, 7, 8]) == "layers 0-2, 5, 7-8"
+    assert word_layers([3]) == "layer 3"
+    assert word_layers([1, 0, None]) == "layers 0-1 and model"
+    assert word_layers([None]) == "model"
