@@ -22,7 +22,7 @@ from minimax_tools.dumps.rank_rows import rows_dim
 from minimax_tools.dumps.rows import TokenRows, join_passes, take_stretch
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.errors import CaptureError, TargetError
-from minimax_tools.model.site_layouts import Replicated
+from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 
 _NUM_NAMED = 4
 # Running sums kept of a pass: a layer's input, the stream behind its attention, and its output.
@@ -187,7 +187,7 @@ class DumpAssembly:
         if len(tensors) == 1:
             return tensors[0]
         # A layout that nobody declared is a guess by the site, which equal tensors on all ranks disprove.
-        are_equal = all(torch.equal(tensors[0], tensor) for tensor in tensors[1:])
+        are_equal = all(are_equal_bits(tensors[0], tensor) for tensor in tensors[1:])
         layout = Replicated() if are_equal and not term.is_declared else term.layout
         try:
             return layout.assemble(tensors, what=f"{what} ({term.module} of {self.found.dump.directory})")

@@ -220,6 +220,9 @@ class _Finder:
             return place.layout, True
         if piece.dims is not None:
             return read_dims(piece.dims), True
+        if site is ModelSite.LOGITS and self._dump.num_ranks == self._num_ranks:
+            # Each rank may have a part of the vocabulary: so it is if the ranks' pieces differ.
+            return Sharded(dim=-1), False
         return usual_layout(site), False
 
     def _by_pass_and_rank(self, pieces: Iterable[DumpPiece]) -> dict[tuple[str, int], DumpPiece]:

@@ -36,6 +36,7 @@ _ROUNDING = 2.0**-7
 # Share of the values that must be equal but for rounding.
 _LEAST_SHARE = 0.99
 _DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA)
+_STREAM = (Site.ATTN_RESIDUAL, Site.OUTPUT)
 # The stream behind attention, and behind the experts, in words.
 _TO_ATTENTION = "the stream before the layer + attention"
 _TO_EXPERTS = f"{_TO_ATTENTION} + experts"
@@ -60,14 +61,14 @@ class _Stream:
 def prove_stream(found: FoundSites) -> FoundSites:
     """Return the sites with the outputs, and the stream behind attention, that the dump's values prove.
 
-    Only layers whose output has no usual name are looked at. One pass is read, and none if there is no such layer.
+    One pass is read, and none if these sites of all layers were found by name.
 
     Raises:
         CaptureError: A file is damaged.
     """
     layers = sorted({layer for layer, site in found.sites if layer is not None and site in _DELTAS})
     step = _choose_step(found)
-    if step is None or all((layer, Site.OUTPUT) in found.sites for layer in layers):
+    if step is None or all((layer, site) in found.sites for layer in layers for site in _STREAM):
         return found
     prover = _Prover(found, step=step)
     for layer in layers:

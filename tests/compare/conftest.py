@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import click.testing
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from compare.cli import main as mm2_compare
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights
@@ -23,6 +30,9 @@ from minimax_tools.model.run import Mode, Run, sweep_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.results import Comparison
+from neuron.cli import main as mm2_test
+
+Command = Callable[..., click.testing.Result]
 
 # What becomes of a stored tensor; None where it is not stored.
 Change = Callable[[torch.Tensor], torch.Tensor] | None
@@ -30,6 +40,23 @@ Changes = Mapping[tuple[int | None, Site | ModelSite], Change]
 Judge = Callable[..., Comparison]
 
 NUM_LAYERS = 4
+
+# Gate and up swapped in layer 1, and there alone.
+SWAPPED = """
+import sys
+sys.path.insert(0, {examples!r})
+import port
+import torch
+
+class DecoderLayer(port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        if layer_idx == 1:
+            gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
+            state["moe.gate_up_proj"] = torch.cat((up, gate), dim=1)
+        return state
+"""
+EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,3 +206,49 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _by_site(tensors: Mapping[str, torch.Tensor]) -> dict[Site, torch.Tensor]:
     return {Site(name): tensor for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="session")
+def dumps() -> Iterator[ModuleType]:
+    """`foreign_dumps.py`, which writes a capture's values as the other tools do."""
+    path = Path(__file__).parents[1] / "foreign_dumps.py"
+    specification = importlib.util.spec_from_file_location("foreign_dumps", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    yield module
+    del sys.modules[specification.name]
+
+
+@pytest.fixture(scope="session")
+def runs(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
+    """The whole model on the example port, right and with gate and up swapped in layer 1."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "swapped.py").write_text(SWAPPED.format(examples=str(EXAMPLES)))
+    captures = {}
+    for name, path in (("right", EXAMPLES / "port.py"), ("swapped", folder / "swapped.py")):
+        arguments = ["full", "--model", str(toy), "--golden", str(golden), "--backend", "cpu", "--quiet"]
+        arguments += ["--target", f"{path}:DecoderLayer", "--output-dir", str(folder / name)]
+        result = click.testing.CliRunner().invoke(mm2_test, arguments)
+        assert result.exit_code == (0 if name == "right" else 1), result.output
+        captures[name] = Capture.open(folder / name)
+    return captures
+
+
+@pytest.fixture
+def compare(golden: Path, command: Command, tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Judges a dump against the golden: exit code and JSON; `text` is the map's."""
+
+    def run(
+        target: Path, text: str | None = None, *options: object, reference: Path = golden
+    ) -> tuple[int, dict[str, Any]]:
+        arguments = ["--gpu-path", reference, "--neuron-path", target, "--json", "--quiet", *options]
+        if text is not None:
+            (tmp_path / "map.yaml").write_text(text)
+            arguments += ["--neuron-map", tmp_path / "map.yaml"]
+        result = command(mm2_compare, *arguments)
+        return result.exit_code, json.loads(result.stdout)
+
+    return run
