@@ -40,6 +40,7 @@ _STREAM = (Site.ATTN_RESIDUAL, Site.OUTPUT)
 # The stream behind attention, and behind the experts, in words.
 _TO_ATTENTION = "the stream before the layer + attention"
 _TO_EXPERTS = f"{_TO_ATTENTION} + experts"
+_NORM_TELLS = "the norm behind returns it, scaled by token and by channel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +84,7 @@ def prove_stream(found: FoundSites) -> FoundSites:
 
 
 class _Prover:
-    """One pass of a dump, followed layer by layer."""
+    """A walk through one pass of a dump, layer by layer."""
 
     def __init__(self, found: FoundSites, *, step: str) -> None:
         self._found = found
@@ -115,7 +116,7 @@ class _Prover:
         normed = self._read((layer, Site.POST_NORM))
         if key not in self._found.sites and normed is not None and _is_normed(behind, normed):
             self.proved[key] = behind.site
-            self.reasons[f"attn_residual is {_TO_ATTENTION}: {_word_norm(normed)}"].append(layer)
+            self.reasons[f"attn_residual is {_TO_ATTENTION}: {_NORM_TELLS}"].append(layer)
 
     def _prove_output(self, layer: int, total: _Stream | None) -> _Stream | None:
         """Return the stream behind a layer whose output no name tells; None if nothing proves it."""
@@ -126,9 +127,9 @@ class _Prover:
             how = "bit for bit" if torch.equal(held.values, total.values) else "but for rounding"
             reason = f"{_name(held)} is the layer's output: {_TO_EXPERTS}, {how}"
         elif held is not None and normed is not None and _is_normed(held, normed):
-            reason = f"{_name(held)} is the layer's output: {_word_norm(normed)}"
+            reason = f"{_name(held)} is the layer's output: {_NORM_TELLS}"
         elif total is not None and normed is not None and _is_normed(total, normed):
-            reason = f"output is {_TO_EXPERTS}: {_word_norm(normed)}"
+            reason = f"output is {_TO_EXPERTS}: {_NORM_TELLS}"
             held = total
         if not reason or held is None:
             self.unproved.append(layer)
@@ -223,10 +224,6 @@ def _real_rows(found: FoundSites, step: str) -> torch.Tensor | None:
 
 def _name(stream: _Stream) -> str:
     return word_module(stream.site.terms[0].module)
-
-
-def _word_norm(normed: _Stream) -> str:
-    return f"{_name(normed)} returns it, scaled by token and by channel"
 
 
 def _word_proofs(reasons: Mapping[str, Sequence[int]]) -> Iterator[str]:

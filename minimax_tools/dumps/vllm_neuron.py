@@ -92,8 +92,8 @@ def read_dump(directory: Path) -> Dump:
 
 def _notes(directory: Path, root: Path, *, num_empty: int) -> Iterator[str]:
     if num_empty:
-        passes = "pass holds" if num_empty == 1 else "passes hold"
-        yield f"{num_empty} {passes} no tensor, and left out"
+        words = "pass holds no tensor, and is" if num_empty == 1 else "passes hold no tensor, and are"
+        yield f"{num_empty} {words} left out"
     if root != directory:
         others = f"; {_DRAFT}/ is another model's" if (directory / _DRAFT).is_dir() else ""
         yield f"{_TARGET}/ is read{others}"
