@@ -15,7 +15,6 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.opening import DumpReading, open_sides
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -35,13 +34,10 @@ _MODULES = {
     "block_sparse_moe.gate": Site.ROUTER_LOGITS,
     "block_sparse_moe": Site.MOE_DELTA,
 }
-# Of several outputs of a layer the tool dumps the first, which may lack the residual. So mm2 does not take it for the
-# site `output` until a map says that it is the whole output, as here.
-_MAP = 'sites: {output: "model.layers.{layer}"}\n'
 
 
 def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> CaptureSource:
-    """Write a run as vLLM Neuron would into a new directory, and open it as `mm2-compare --map` does.
+    """Write a run as vLLM Neuron would into a new directory, and open it as `mm2-compare` does.
 
     The run's rows are padded on the right. The dump has the batch of the golden.
     """
@@ -63,13 +59,8 @@ def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> C
         "dp_rank": 0,
     }
     (directory / "dp0" / f"{name}_meta.json").write_text(json.dumps(meta))
-    path = directory.with_name(f"{directory.name}_map.yaml")
-    path.write_text(_MAP)
     _, dump = open_sides(
-        golden.directory,
-        directory,
-        reference_reading=DumpReading(),
-        target_reading=DumpReading(names=NameMap.read(path)),
+        golden.directory, directory, reference_reading=DumpReading(), target_reading=DumpReading()
     )
     return dump
 
