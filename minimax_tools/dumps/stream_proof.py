@@ -29,8 +29,8 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
 
-# With fewer tokens a norm's scales fit any tensor.
-_LEAST_TOKENS = 8
+# With fewer tokens a norm's scales fit any tensor; more cost time and prove nothing else.
+_LEAST_TOKENS, _MOST_TOKENS = 8, 256
 # BF16 rounds a value by up to 2⁻⁸ of it. A norm rounds twice.
 _ROUNDING = 2.0**-7
 # Share of the values that must be equal but for rounding.
@@ -62,10 +62,8 @@ class _Stream:
 def prove_stream(found: FoundSites) -> FoundSites:
     """Return the sites with the outputs, and the stream behind attention, that the dump's values prove.
 
-    One pass is read, and none if these sites of all layers were found by name.
-
-    Raises:
-        CaptureError: A file is damaged.
+    One pass is read, and none if these sites of all layers were found by name. What cannot be read proves nothing: a
+    damaged file is an error when its site is read.
     """
     layers = sorted({layer for layer, site in found.sites if layer is not None and site in _DELTAS})
     step = _choose_step(found)
@@ -148,19 +146,18 @@ class _Prover:
 
     def _read_site(self, site: FoundSite | None) -> _Stream | None:
         """Read a tensor's real tokens; None if the pass lacks it, or it has other rows or dims."""
-        if site is None or any(self._step not in term.steps for term in site.terms):
+        if site is None or site.transpose or any(self._step not in term.steps for term in site.terms):
             return None
         try:
             values = self._assembly.read_pass(site, self._step, what="a tensor of the residual stream")
         except CaptureError:
-            # What cannot be put together proves nothing here; reading it as a site says why.
             return None
         values = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values[None]
         if self._rows is not None:
             if len(values) <= int(self._rows.max()):
                 return None
             values = values[self._rows]
-        return _Stream(site=site, values=values)
+        return _Stream(site=site, values=values[:_MOST_TOKENS].clone())
 
 
 def _are_equal(held: _Stream, total: _Stream) -> bool:
