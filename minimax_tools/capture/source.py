@@ -40,6 +40,8 @@ class CaptureSource(ABC):
     digest_note: str = _NO_DIGESTS  # what was read without a digest to check it; empty if everything has one
     # Whether `laid_out_as` found the token ids equal to those of a comparison's other side.
     has_checked_tokens: bool = False
+    # Whether `laid_out_as` can give its prompts another padding, and leave out prompts that the other side lacks.
+    takes_other_layouts: bool = False
     # Whether a layer may be held without what computes its input (the layer before), as in dumps of chosen modules. A
     # failure there may be inherited, so the judge leaves it undecided.
     may_omit_inputs: bool = False

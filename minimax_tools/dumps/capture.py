@@ -51,6 +51,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
     """
 
     may_omit_inputs = True
+    takes_other_layouts = True
 
     def __init__(self, found: FoundSites, names: NameMap, *, other: OtherSide | None = None) -> None:
         super().__init__(found.dump.directory, found.sites)

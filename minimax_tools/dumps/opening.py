@@ -83,6 +83,8 @@ def open_sides(
 ) -> tuple[CaptureSource, CaptureSource]:
     """Open two captures to be compared; another tool's dump is laid out as the batch of the other side.
 
+    Of two dumps, the target is laid out as the reference's batch, if the reference tells its own.
+
     Other captures keep their padding.
 
     Raises:
@@ -91,7 +93,9 @@ def open_sides(
         UsageError: As for `open_source`.
     """
     first, second = open_source(reference, reference_reading), open_source(target, target_reading)
-    return first.laid_out_as(second), second.laid_out_as(first)
+    # Of two dumps the target may hold more requests, such as a warm-up's: its batch is the reference's.
+    keeps_batch = second.takes_other_layouts and first.read_attention_mask() is not None
+    return first if keeps_batch else first.laid_out_as(second), second.laid_out_as(first)
 
 
 def _next_step(directory: Path) -> str:

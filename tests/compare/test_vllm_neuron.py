@@ -223,6 +223,20 @@ class TestPasses:
         assert (exit_code, record["compared"]) == (0, COMPARED)
         assert told(record, "1 pass holds no tensor, and is left out")
 
+    def test_other_requests_are_left_out_also_where_a_dump_is_the_golden(
+        self, dumps: Any, runs: Any, write: Any, compare: Any
+    ) -> None:
+        reference, folder = write(name="reference"), write("swapped")
+        dumps.write_vllm_neuron(folder / "warm", runs["right"], passes=[[(0, 0, 15)]], names=("9", "9"))
+        [warm] = (folder / "warm" / "dp0").iterdir()
+        name = "prefill_s64_7"
+        (warm / f"{warm.name}_meta.json").rename(warm / f"{name}_meta.json")
+        warm.rename(folder / "dp0" / name)
+        shutil.rmtree(folder / "warm")
+        exit_code, record = compare(folder, reference=reference)
+        assert (exit_code, record["compared"]) == (1, COMPARED)
+        assert [blame["layer"] for blame in record["blame"]] == [1]
+
     def test_target_model_of_speculative_decoding_is_read(self, write: Any, compare: Any) -> None:
         folder = write(name="both/target").parent
         write("swapped", name="both/draft")
