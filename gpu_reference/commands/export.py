@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from gpu_reference.export.module_names import ModuleNames
+from gpu_reference.export.golden_pair import open_golden_pair
+from gpu_reference.export.site_modules import SiteModules
 from gpu_reference.export.vllm_neuron import NAME, ReferenceExport, export_reference
-from gpu_reference.export.yardstick import open_yardstick
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
 
@@ -75,9 +75,9 @@ def export_command(
     vLLM Neuron's accuracy debugger compares a port with Hugging Face in float32 and in BF16. It loads the model whole
     for both, and rounds MiniMax-M2's router to BF16. The files written here replace those captures.
     """
-    names = ModuleNames.parse(modules)
-    yardstick = open_yardstick(golden, float32_golden, allows_uncertified=allow_uncertified)
-    export = export_reference(yardstick, output_dir, names=names, num_decoded=num_decoded)
+    site_modules = SiteModules.parse(modules)
+    pair = open_golden_pair(golden, float32_golden, allows_uncertified=allow_uncertified)
+    export = export_reference(pair, output_dir, modules=site_modules, num_decoded=num_decoded)
     if as_json:
         print_json(_record(export, format_name))
     else:

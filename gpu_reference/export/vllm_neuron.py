@@ -25,13 +25,12 @@ from pathlib import Path
 
 import torch
 
-from gpu_reference.export.module_names import ModuleNames
-from gpu_reference.export.yardstick import Yardstick
+from gpu_reference.export.golden_pair import GoldenPair
+from gpu_reference.export.site_modules import SiteModules
 from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.new_folder import new_folder
-from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model.sites import Site
 
 NAME = "vllm-neuron"
@@ -65,14 +64,14 @@ class ReferenceExport:
 
 
 def export_reference(
-    yardstick: Yardstick, output: Path, *, names: ModuleNames, num_decoded: int
+    pair: GoldenPair, output: Path, *, modules: SiteModules, num_decoded: int
 ) -> ReferenceExport:
-    """Write the goldens as reference captures; one layer's site is in memory at a time, and one prompt's cache.
+    """Write the goldens as reference captures; one site is in memory at a time, and one prompt's cache.
 
     Args:
-        yardstick: The goldens.
-        output: A folder that is absent or empty, the debugger's `output_dir`.
-        names: The modules of the sites.
+        pair: The goldens.
+        output: A folder that is absent or empty: the debugger's `output_dir`.
+        modules: The modules of the sites.
         num_decoded: Number of tokens at the end of each row that were decoded one by one; 0 for none.
 
     Raises:
@@ -80,29 +79,30 @@ def export_reference(
         CaptureError: A golden is damaged.
         CheckpointError: The disk is too small, or the folder cannot be written.
     """
-    _refuse_unservable_rows(yardstick, num_decoded)
-    passes = tuple(_passes_of(length, num_decoded) for length in yardstick.inputs.lengths)
-    entries = [entry for entry in yardstick.entries if names.find_site(entry.site) is not None]
-    cached_layers = _cached_layers(yardstick)
-    size_bytes = _count_bytes(yardstick, entries, passes, cached_layers)
+    _refuse_unservable_rows(pair, num_decoded)
+    passes = tuple(_passes_of(length, num_decoded) for length in pair.inputs.lengths)
+    cached_layers = _cached_layers(pair.golden)
+    # As if all were float32.
+    size_bytes = 2 * _FLOAT32_BYTES * _count_values(pair, modules, passes, cached_layers)
     with new_folder(output, size_bytes=size_bytes, remedy="Free disk, or export fewer prompts.") as folder:
         for capture, captures, cache in (
-            (yardstick.float32_golden, "hf_fp32", "fp32_kv.pt"),
-            (yardstick.golden, "hf_bf16", "hf_kv.pt"),
+            (pair.float32_golden, "hf_fp32", "fp32_kv.pt"),
+            (pair.golden, "hf_bf16", "hf_kv.pt"),
         ):
             writer = _Writer(
-                folder=folder, capture=capture, is_real=yardstick.inputs.attention_mask.bool(), passes=passes
+                folder=folder, capture=capture, is_real=pair.inputs.attention_mask.bool(), passes=passes
             )
-            for entry in entries:
-                writer.write_module(entry, captures=captures, names=names)
+            for entry, module in _modules_of(capture, modules):
+                writer.write_module(entry, captures=captures, module=module)
             writer.write_metadata(captures)
             if cached_layers:
                 writer.write_caches(cache, cached_layers)
+    written = _modules_of(pair.golden, modules)
     return ReferenceExport(
         directory=output,
         passes=passes,
-        layers=tuple(sorted({entry.layer for entry in entries if entry.layer is not None})),
-        modules=tuple(_module(entry, names) for entry in entries),
+        layers=tuple(sorted({entry.layer for entry, _ in written if entry.layer is not None})),
+        modules=tuple(module for _, module in written),
         cached_layers=cached_layers,
     )
 
@@ -116,20 +116,14 @@ class _Writer:
     is_real: torch.Tensor  # bool [B,S], True on tokens that are no padding
     passes: tuple[tuple[ReferencePass, ...], ...]  # passes of each prompt
 
-    def write_module(self, entry: Entry, *, captures: str, names: ModuleNames) -> None:
-        """Write the value of a module in every pass of every prompt."""
-        site = names.find_site(entry.site)
-        assert site is not None, "only entries of modules are written"
-        # The float32 golden lists the same site in a file of its own.
-        own_entry = self.capture.entry(entry.layer, site)
-        assert own_entry is not None, "the goldens hold the same sites"
-        rows = token_rows(self.capture.read_entry(own_entry), site)
+    def write_module(self, entry: Entry, *, captures: str, module: str) -> None:
+        """Write a module's value [B,S,F] in every pass of every prompt."""
+        values = self.capture.read_entry(entry)
         for prompt, pass_, folder in self._pass_folders(captures):
-            tokens = rows[prompt, self.is_real[prompt]][: pass_.num_tokens]
-            module_folder = folder / _module(entry, names)
-            module_folder.mkdir(parents=True)
+            tokens = values[prompt, self.is_real[prompt]][: pass_.num_tokens]
+            (folder / module).mkdir(parents=True)
             # Cloned, or the whole row's memory would be saved.
-            torch.save(tokens[None].clone(), module_folder / "rank0.pt")
+            torch.save(tokens[None].clone(), folder / module / "rank0.pt")
 
     def write_metadata(self, captures: str) -> None:
         """Write each pass's requests and positions."""
@@ -176,11 +170,11 @@ def _passes_of(num_tokens: int, num_decoded: int) -> tuple[ReferencePass, ...]:
     )
 
 
-def _refuse_unservable_rows(yardstick: Yardstick, num_decoded: int) -> None:
-    for row, positions in enumerate(yardstick.inputs.row_positions()):
+def _refuse_unservable_rows(pair: GoldenPair, num_decoded: int) -> None:
+    for row, positions in enumerate(pair.inputs.row_positions()):
         if positions[0] != 0:
             raise UsageError(
-                f"row {row} of {yardstick.golden.directory} begins at position {positions[0]}",
+                f"row {row} of {pair.golden.directory} begins at position {positions[0]}",
                 expected="rows that begin at position 0, as an engine's prompts do",
                 next_step="Make both goldens with --prompts-file or --input-ids.",
             )
@@ -192,30 +186,27 @@ def _refuse_unservable_rows(yardstick: Yardstick, num_decoded: int) -> None:
             )
 
 
-def _cached_layers(yardstick: Yardstick) -> tuple[int, ...]:
+def _modules_of(capture: Capture, modules: SiteModules) -> list[tuple[Entry, str]]:
+    """Return the tensors of a golden that are modules' first outputs, and the modules."""
+    found = ((entry, modules.find(entry.site, entry.layer)) for entry in capture.manifest.entries)
+    return [(entry, module) for entry, module in found if module is not None]
+
+
+def _cached_layers(golden: Capture) -> tuple[int, ...]:
     """Return the layers of which keys and values are held, ascending."""
-    golden = yardstick.golden
     return tuple(layer for layer in golden.layers if set(_CACHED_SITES) <= set(golden.sites(layer)))
 
 
-def _count_bytes(
-    yardstick: Yardstick,
-    entries: list[Entry],
+def _count_values(
+    pair: GoldenPair,
+    modules: SiteModules,
     passes: tuple[tuple[ReferencePass, ...], ...],
     cached_layers: tuple[int, ...],
 ) -> int:
-    """Return the bytes of all values that will be written, as if all were float32."""
-    num_places = prod(yardstick.inputs.batch_shape)  # padding included
+    """Count the values that will be written of one golden."""
+    num_places = prod(pair.inputs.batch_shape)  # padding included
     num_written = sum(pass_.num_tokens for of_prompt in passes for pass_ in of_prompt)
-    num_channels = sum(prod(entry.shape) // num_places for entry in entries)
-    caches = [
-        entry for entry in yardstick.entries if entry.layer in cached_layers and entry.site in _CACHED_SITES
-    ]
-    num_cached = sum(prod(entry.shape) // num_places for entry in caches) * yardstick.inputs.num_tokens
-    return 2 * _FLOAT32_BYTES * (num_written * num_channels + num_cached)
-
-
-def _module(entry: Entry, names: ModuleNames) -> str:
-    site = names.find_site(entry.site)
-    assert site is not None, "only entries of modules are written"
-    return names.module(site, entry.layer)
+    caches = [pair.golden.entry(layer, site) for layer in cached_layers for site in _CACHED_SITES]
+    num_channels = sum(prod(entry.shape) for entry, _ in _modules_of(pair.golden, modules)) // num_places
+    num_cached = sum(prod(entry.shape) for entry in caches if entry is not None) // num_places
+    return num_channels * num_written + num_cached * pair.inputs.num_tokens

@@ -8,6 +8,7 @@ from pathlib import Path
 from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.cache_capture import CacheCapture, holds_caches
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format
 from minimax_tools.dumps.legacy import LegacyCapture
@@ -64,6 +65,13 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
                 next_step="Give the map to the side that another tool wrote, or name its --format too.",
             )
         return LegacyCapture.open(directory)
+    if holds_caches(directory):
+        if not reading.is_default:
+            raise UsageError(
+                f"{directory} holds vLLM Neuron's caches: they take no format and no map",
+                next_step="Give them to the side that another tool wrote.",
+            )
+        return CacheCapture.open(directory)
     raise CaptureError(
         f"no capture at {directory}",
         expected=f"{MANIFEST_NAME}, or {LEGACY_LAYOUT}, or the files of {', '.join(FORMATS)}",
@@ -74,8 +82,8 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
 
 
 def is_others(directory: Path) -> bool:
-    """Decide whether a format and a map may apply to a directory: it is neither mm2's own nor legacy."""
-    return not ((directory / MANIFEST_NAME).exists() or is_legacy(directory))
+    """Decide whether a format and a map may apply to a directory: its layout does not tell all."""
+    return not ((directory / MANIFEST_NAME).exists() or is_legacy(directory) or holds_caches(directory))
 
 
 def open_sides(

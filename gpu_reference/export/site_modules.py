@@ -1,4 +1,4 @@
-"""ModuleNames: the modules whose first outputs are sites, as another tool names them.
+"""SiteModules: the modules whose first outputs are sites, as another tool names them.
 
 The names are those of transformers' MiniMax-M2, from which such a tool makes its own reference captures. A port may use
 others: `moe_delta=model.layers.{layer}.block_sparse_moe`.
@@ -37,59 +37,61 @@ _TRANSFORMERS_MODULES: Mapping[Site | ModelSite, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleNames:
-    """The module of each site that is a module's first output, with `{layer}` for the number of the layer."""
+class SiteModules:
+    """The module of each site that is a module's first output."""
 
-    names: Mapping[Site | ModelSite, str] = field(default_factory=lambda: _TRANSFORMERS_MODULES)
+    # Paths of modules, with `{layer}` for the number of the layer
+    paths: Mapping[Site | ModelSite, str] = field(default_factory=lambda: _TRANSFORMERS_MODULES)
 
     @classmethod
-    def parse(cls, texts: Iterable[str]) -> ModuleNames:
+    def parse(cls, texts: Iterable[str]) -> SiteModules:
         """Read texts like `moe_delta=model.layers.{layer}.block_sparse_moe`; other sites keep their usual modules.
 
         Raises:
             UsageError: A text names no such site, or a module that cannot be that site's; or two sites have one module.
         """
-        names = dict(_TRANSFORMERS_MODULES)
+        paths = dict(_TRANSFORMERS_MODULES)
         for text in texts:
-            site_name, _, module = (part.strip() for part in text.partition("="))
-            site = next((site for site in names if site == site_name), None)
+            name, _, path = (part.strip() for part in text.partition("="))
+            site = next((site for site in paths if site == name), None)
             if site is None:
                 raise UsageError(
-                    f"--module {text}: {site_name!r} is not the first output of a module",
-                    expected="SITE=MODULE with one of " + ", ".join(names),
+                    f"--module {text}: {name!r} is not the first output of a module",
+                    expected="SITE=MODULE with one of " + ", ".join(paths),
                 )
-            if not _is_module_of(site, module):
+            if not _is_path_of(site, path):
                 raise UsageError(
                     f"--module {text} names no module of {site}",
                     expected=f"{site}={_TRANSFORMERS_MODULES[site]}, or another module of that kind",
                 )
-            names[site] = module
-        _refuse_one_module_for_two(names)
-        return cls(names=names)
+            paths[site] = path
+        _refuse_one_path_for_two(paths)
+        return cls(paths=paths)
 
-    def module(self, site: Site | ModelSite, layer: int | None) -> str:
-        """Return the module's path, such as `model.layers.7.mlp`; `layer` is None outside the layers."""
-        return self.names[site].replace(_LAYER, str(layer))
+    def find(self, site: str, layer: int | None) -> str | None:
+        """Return the module of the site of this name, such as `model.layers.7.mlp`; None if no module returns it.
 
-    def find_site(self, name: str) -> Site | ModelSite | None:
-        """Return the site of this name; None if it is not the first output of a module."""
-        return next((site for site in self.names if site == name), None)
+        `layer` is None outside the layers.
+        """
+        return next(
+            (path.replace(_LAYER, str(layer)) for own, path in self.paths.items() if own == site), None
+        )
 
 
-def _is_module_of(site: Site | ModelSite, module: str) -> bool:
+def _is_path_of(site: Site | ModelSite, path: str) -> bool:
     """Decide whether a path can be a site's module: it has a layer's number exactly if the site has a layer."""
-    parts = module.replace(_LAYER, "0").split(".")
+    parts = path.replace(_LAYER, "0").split(".")
     is_path = all(part.isidentifier() or part.isdecimal() for part in parts)
-    return is_path and module.count(_LAYER) == (1 if isinstance(site, Site) else 0)
+    return is_path and path.count(_LAYER) == (1 if isinstance(site, Site) else 0)
 
 
-def _refuse_one_module_for_two(names: Mapping[Site | ModelSite, str]) -> None:
+def _refuse_one_path_for_two(paths: Mapping[Site | ModelSite, str]) -> None:
     owners: dict[str, Site | ModelSite] = {}
-    for site, module in names.items():
-        first = owners.setdefault(module, site)
+    for site, path in paths.items():
+        first = owners.setdefault(path, site)
         if first is not site:
             raise UsageError(
                 f"--module gives {first} and {site} one module",
-                found=module,
+                found=path,
                 next_step="Name another module for one of them.",
             )

@@ -1,4 +1,4 @@
-"""Yardstick: a BF16 golden and a float32 golden of the same tokens, by which another tool judges a port.
+"""GoldenPair: a BF16 golden and a float32 golden of the same tokens, by which another tool judges a port.
 
 Such a tool divides the port's distance from float32 by BF16's distance from float32. A port is a chained run, so both
 goldens must be chained runs too. The float32 twins within a golden will not do: each is computed from the golden's
@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.digests import dtype_name
-from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError, IncomparableError, UsageError, list_names
@@ -27,20 +26,15 @@ _WITH_MODEL = "same_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Yardstick:
-    """Two goldens that belong together; made by `open_yardstick`."""
+class GoldenPair:
+    """Two goldens that belong together; made by `open_golden_pair`."""
 
     golden: Capture  # in BF16
     float32_golden: Capture  # of the same model, tokens, layers and sites
     inputs: Inputs  # tokens of both
 
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """The tensors of the BF16 golden; the float32 golden holds the same sites."""
-        return self.golden.manifest.entries
 
-
-def open_yardstick(golden: Path, float32_golden: Path, *, allows_uncertified: bool = False) -> Yardstick:
+def open_golden_pair(golden: Path, float32_golden: Path, *, allows_uncertified: bool = False) -> GoldenPair:
     """Open two goldens, and prove from their manifests that they belong together.
 
     Args:
@@ -60,7 +54,7 @@ def open_yardstick(golden: Path, float32_golden: Path, *, allows_uncertified: bo
         _refuse_dtype(capture, dtype_name(dtype))
         _refuse_uncertified(capture, allows_uncertified=allows_uncertified)
     _refuse_strangers(*pair)
-    return Yardstick(golden=pair[0], float32_golden=pair[1], inputs=pair[0].read_inputs())
+    return GoldenPair(golden=pair[0], float32_golden=pair[1], inputs=pair[0].read_inputs())
 
 
 def _refuse_no_golden(capture: Capture) -> None:
@@ -69,7 +63,7 @@ def _refuse_no_golden(capture: Capture) -> None:
             f"{capture.directory} is no golden",
             expected="a capture of mm2-gpu",
             found=f"a run of {capture.description.provenance.target} on a device",
-            next_step="Name a golden: only the trusted side can be a yardstick.",
+            next_step="Name a golden: only the trusted side can judge.",
         )
     if not capture.is_complete:
         raise CaptureError(
