@@ -11,6 +11,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.cache_capture import CacheCapture, holds_caches
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format
+from minimax_tools.dumps.joined_capture import MODULES_FOLDER, JoinedCapture
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, is_legacy
 from minimax_tools.dumps.name_map import NameMap
@@ -55,6 +56,10 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
                 next_step="Give them to the side that another tool wrote.",
             )
         return Capture.open(directory)
+    if _holds_both(directory):
+        return JoinedCapture(
+            directory, open_source(directory / MODULES_FOLDER, reading), CacheCapture.open(directory)
+        )
     name = reading.format or reading.names.format
     if name is not None or find_format(directory) is not None:
         return DumpCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
@@ -83,7 +88,8 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
 
 def is_others(directory: Path) -> bool:
     """Decide whether a format and a map may apply to a directory: its layout does not tell all."""
-    return not ((directory / MANIFEST_NAME).exists() or is_legacy(directory) or holds_caches(directory))
+    tells_all = (directory / MANIFEST_NAME).exists() or is_legacy(directory) or holds_caches(directory)
+    return not tells_all or _holds_both(directory)
 
 
 def open_sides(
@@ -118,3 +124,8 @@ def _next_step(directory: Path) -> str:
 
 def _is_capture(path: Path) -> bool:
     return not is_others(path) or find_format(path) is not None
+
+
+def _holds_both(directory: Path) -> bool:
+    """Decide whether a directory holds a dump of modules and caches of the same run."""
+    return (directory / MODULES_FOLDER).is_dir() and holds_caches(directory)
