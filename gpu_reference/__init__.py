@@ -5,6 +5,7 @@
 - `streaming`: the model run with one layer's weights in memory
 - `pipeline`: the model run by several processes, each with one slice of a plan
 - `certification`: the check of a finished golden
+- `export`: goldens written as reference captures of other tools
 - `commands`, `options`, `cli`, `__main__`: the command
 """
 

@@ -11,6 +11,7 @@ from gpu_reference.commands.capture import (
     single_layer_command,
 )
 from gpu_reference.commands.certify import certify_command
+from gpu_reference.commands.export import export_command
 from gpu_reference.commands.show import show_command
 from minimax_tools.command_line.console import Mm2Group
 
@@ -29,6 +30,7 @@ for _command in (
     single_layer_command,
     multi_layer_command,
     certify_command,
+    export_command,
     show_command,
 ):
     main.add_command(_command)

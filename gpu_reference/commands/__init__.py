@@ -4,5 +4,6 @@
 - `golden_run`: the run of one process behind them
 - `planned_run`: the run of one rank of a plan behind extract-all
 - `certify`: the check of a finished golden
+- `export`: goldens written as another tool's reference captures
 - `show`: the content of a capture
 """

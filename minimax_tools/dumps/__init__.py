@@ -27,6 +27,8 @@ one token of a tensor, and a map is a user's YAML about a dump.
 - `assembly`: pieces of ranks and passes put together
 - `placed_capture`: a capture whose sites have places in its files
 - `capture`: a dump as a capture
+- `cache_capture`: keys and values out of vLLM Neuron's cache as a capture
+- `joined_capture`: a dump of modules and caches of the same run as one capture
 - `legacy`: the `.pt` files of scripts before mm2 as a capture
 - `legacy_layout`: the tensors in such files
 """

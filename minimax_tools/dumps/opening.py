@@ -8,8 +8,10 @@ from pathlib import Path
 from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.cache_capture import CacheCapture, holds_caches
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format
+from minimax_tools.dumps.joined_capture import MODULES_FOLDER, JoinedCapture
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, is_legacy
 from minimax_tools.dumps.name_map import NameMap
@@ -54,6 +56,10 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
                 next_step="Give them to the side that another tool wrote.",
             )
         return Capture.open(directory)
+    if _holds_both(directory):
+        return JoinedCapture(
+            directory, open_source(directory / MODULES_FOLDER, reading), CacheCapture.open(directory)
+        )
     name = reading.format or reading.names.format
     if name is not None or find_format(directory) is not None:
         return DumpCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
@@ -64,6 +70,13 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
                 next_step="Give the map to the side that another tool wrote, or name its --format too.",
             )
         return LegacyCapture.open(directory)
+    if holds_caches(directory):
+        if not reading.is_default:
+            raise UsageError(
+                f"{directory} holds vLLM Neuron's caches: they take no format and no map",
+                next_step="Give them to the side that another tool wrote.",
+            )
+        return CacheCapture.open(directory)
     raise CaptureError(
         f"no capture at {directory}",
         expected=f"{MANIFEST_NAME}, or {LEGACY_LAYOUT}, or the files of {', '.join(FORMATS)}",
@@ -74,8 +87,9 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
 
 
 def is_others(directory: Path) -> bool:
-    """Decide whether a format and a map may apply to a directory: it is neither mm2's own nor legacy."""
-    return not ((directory / MANIFEST_NAME).exists() or is_legacy(directory))
+    """Decide whether a format and a map may apply to a directory: its layout does not tell all."""
+    tells_all = (directory / MANIFEST_NAME).exists() or is_legacy(directory) or holds_caches(directory)
+    return not tells_all or _holds_both(directory)
 
 
 def open_sides(
@@ -114,3 +128,8 @@ def _next_step(directory: Path) -> str:
 
 def _is_capture(path: Path) -> bool:
     return not is_others(path) or find_format(path) is not None
+
+
+def _holds_both(directory: Path) -> bool:
+    """Decide whether a directory holds a dump of modules and caches of the same run."""
+    return (directory / MODULES_FOLDER).is_dir() and holds_caches(directory)

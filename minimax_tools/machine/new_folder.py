@@ -73,7 +73,7 @@ def refuse_occupied(output: Path) -> None:
         raise UsageError(
             f"{output} exists",
             expected="a new or empty folder",
-            next_step="Name another --output, or remove it.",
+            next_step="Name another folder, or remove it.",
         )
 
 

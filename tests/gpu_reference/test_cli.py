@@ -37,10 +37,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("name", ["extract-all", "full", "single-layer", "multi-layer", "show"])
+@pytest.mark.parametrize("name", ["extract-all", "full", "single-layer", "multi-layer", "export", "show"])
 def test_help_starts_with_a_verb_and_ends_with_an_example(command: Any, name: str) -> None:
     lines = command(main, name, "--help").stdout.strip().splitlines()
-    assert lines[2].split()[0] in ("Capture", "Print")
+    assert lines[2].split()[0] in ("Capture", "Write", "Print")
     assert lines[-1].strip().startswith(f"Example: mm2-gpu {name} ")
 
 

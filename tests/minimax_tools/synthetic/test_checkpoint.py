@@ -318,7 +318,7 @@ def test_vocabulary_without_room_for_a_tokenizer_is_refused(tmp_path: Path) -> N
 
 def test_occupied_output_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"exists: expected a new or empty folder\. Name another --output"):
+    with pytest.raises(UsageError, match=r"exists: expected a new or empty folder\. Name another folder"):
         write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

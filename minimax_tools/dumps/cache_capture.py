@@ -1,0 +1,215 @@
+"""CacheCapture: keys and values out of vLLM Neuron's paged cache, read as the sites k_rope and v_proj.
+
+Its KV-cache analysis puts each prompt's blocks in order and writes them as `kv_analysis/vllm_kv.pt`, with the prompts'
+folders beside each other:
+
+    prompt_analysis/prompt_0/kv_analysis/vllm_kv.pt    {"layers.0.self_attn": (keys, values), …}
+
+Keys (rotated) and values are [1,K,S,D]. The file tells neither tokens nor model. It has the prompt and the tokens that
+were fed behind it, so it may be longer than the golden's row; what follows the row is not read.
+
+B prompts, S tokens, K kv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.piece import find_layer
+from minimax_tools.dumps.rows import batch_mask
+from minimax_tools.dumps.tensor_file import load_restricted
+from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.model.sites import ModelSite, Site
+
+FILE = "vllm_kv.pt"
+LAYOUT = f"prompt_0/kv_analysis/{FILE}"
+
+# Folders above the file, from a report's, down to the file's own.
+_PLACES = (
+    f"prompt_analysis/prompt_*/kv_analysis/{FILE}",
+    f"prompt_*/kv_analysis/{FILE}",
+    f"kv_analysis/{FILE}",
+    FILE,
+)
+_PROMPT = re.compile(r"prompt_(\d+)")
+_LAYER = re.compile(r"(.*\.)?layers\.\d+\.self_attn(\..+)?")
+# Site of each half of a layer's pair.
+_HALVES = {Site.K_ROPE: 0, Site.V_PROJ: 1}
+_SAME_PROMPTS = "Make the golden with the same prompts, in the same order."
+
+# Keys and values of each layer, [1,K,S,D].
+_Cache = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class CacheCapture(CaptureSource):
+    """The caches of one or several prompts, opened for reading; `CaptureSource` describes its methods.
+
+    All caches are in memory: a quarter of a megabyte for a token of MiniMax-M2.
+
+    Args:
+        directory: The folder that was named.
+        caches: The cache of each prompt, by the path of its file.
+        mask: bool [B,S] of the batch to lay tensors out as; None to pad the prompts on the right.
+    """
+
+    may_omit_inputs = True
+
+    def __init__(
+        self, directory: Path, caches: Mapping[Path, _Cache], *, mask: torch.Tensor | None = None
+    ) -> None:
+        self.directory = directory
+        self._by_path = caches
+        self._caches = tuple(caches.values())
+        self._mask = batch_mask(tuple(map(_num_tokens, self._caches))) if mask is None else mask
+
+    @classmethod
+    def open(cls, directory: Path) -> CacheCapture:
+        """Open a folder of this layout.
+
+        Raises:
+            CaptureError: The folder holds no such file, or one is damaged.
+        """
+        caches = {path: _read_cache(path) for path in _find_files(directory)}
+        if not caches:
+            raise CaptureError(
+                f"no caches at {directory}",
+                expected=LAYOUT,
+                next_step="Name the folder that holds the prompts' folders.",
+            )
+        first_path, first = next(iter(caches.items()))
+        for path, cache in caches.items():
+            if cache.keys() != first.keys():
+                raise CaptureError(
+                    f"{path} is of other layers than {first_path}",
+                    expected=f"{len(first)} layers",
+                    found=str(len(cache)),
+                    next_step="Run its KV-cache analysis again, on all prompts.",
+                )
+        return cls(directory, caches)
+
+    def laid_out_as(self, other: CaptureSource) -> CaptureSource:
+        mask = other.read_attention_mask()
+        if mask is None:
+            return self
+        lengths = [int(row.sum()) for row in mask]
+        if len(lengths) != len(self._caches):
+            raise IncomparableError(
+                f"{self.directory} is of other prompts than {other.directory}",
+                expected=f"the caches of {len(lengths)} prompts",
+                found=str(len(self._caches)),
+                next_step=_SAME_PROMPTS,
+            )
+        for length, (path, cache) in zip(lengths, self._by_path.items(), strict=True):
+            if _num_tokens(cache) < length:
+                raise IncomparableError(
+                    f"{path} holds fewer tokens than the prompt of {other.directory} has",
+                    expected=f"{length} or more",
+                    found=str(_num_tokens(cache)),
+                    next_step=_SAME_PROMPTS,
+                )
+        return CacheCapture(self.directory, self._by_path, mask=mask.bool())
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted(self._caches[0]))
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        return (Site.V_PROJ, Site.K_ROPE) if layer in self._caches[0] else ()
+
+    def not_exposed(self, layer: int) -> tuple[Site, ...]:
+        held = self.sites(layer)
+        return tuple(site for site in Site if site not in held)
+
+    def model_sites(self) -> tuple[ModelSite, ...]:
+        return ()
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        """Read k_rope [B,K,S,D] or v_proj [B,S,K·D]; zeros on padding."""
+        if site not in self.sites(layer):
+            raise CaptureError(f"{self.directory} holds no {site} of layer {layer}", expected=LAYOUT)
+        # Tokens first: [S,K,D] of each prompt.
+        prompts = [cache[layer][_HALVES[site]][0].transpose(0, 1) for cache in self._caches]
+        batch = prompts[0].new_zeros((*self._mask.shape, *prompts[0].shape[1:]))
+        for row, (tokens, is_real) in enumerate(zip(prompts, self._mask, strict=True)):
+            batch[row, is_real] = tokens[: int(is_real.sum())]
+        return batch.transpose(1, 2) if site.has_heads_dim else batch.flatten(-2)
+
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        raise CaptureError(f"{self.directory} holds no {site}", expected=LAYOUT)
+
+    def read_attention_mask(self) -> torch.Tensor:
+        return self._mask.to(torch.int64)
+
+
+def holds_caches(directory: Path) -> bool:
+    """Decide whether a folder holds caches, or the prompts' folders with them."""
+    return bool(_find_files(directory))
+
+
+def _find_files(directory: Path) -> tuple[Path, ...]:
+    """Return the file of each prompt, in the prompts' order; () without one."""
+    found = next((paths for place in _PLACES if (paths := list(directory.glob(place)))), [])
+    return tuple(sorted(found, key=lambda path: _prompt_number(path.relative_to(directory))))
+
+
+def _prompt_number(path: Path) -> int:
+    match = next((match for part in path.parts if (match := _PROMPT.fullmatch(part))), None)
+    return 0 if match is None else int(match[1])
+
+
+def _read_cache(path: Path) -> _Cache:
+    value = load_restricted(path)
+    caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, pair in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(name, str) and _LAYER.fullmatch(name):
+            layer = find_layer(name)
+            assert layer is not None, "the name has a layer's number"
+            caches[layer] = _check_pair(pair, what=f"{name} in {path}")
+    lengths = {keys.shape[2] for keys, _ in caches.values()}
+    if len(lengths) != 1:
+        raise CaptureError(
+            f"{path} holds no cache",
+            expected='{"layers.0.self_attn": (keys, values), …} of one length',
+            found=f"{len(caches)} layers of {len(lengths)} lengths",
+            next_step="Copy it again from the host that wrote it.",
+        )
+    return caches
+
+
+def _num_tokens(cache: _Cache) -> int:
+    """Return S, the number of tokens that a prompt's cache holds."""
+    keys, _ = next(iter(cache.values()))
+    return keys.shape[2]
+
+
+def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a layer's keys and values.
+
+    Raises:
+        CaptureError: They are not [1,K,S,D] in a dtype of 16 or more bits.
+    """
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(torch.is_tensor, pair))
+    shapes = [list(tensor.shape) for tensor in pair] if is_pair else []
+    if not is_pair or shapes[0] != shapes[1] or len(shapes[0]) != 4 or shapes[0][0] != 1:
+        raise CaptureError(
+            f"{what} is no pair of keys and values",
+            expected="two tensors [1,heads,tokens,head_dim]",
+            found=", ".join(map(str, shapes)) or type(pair).__name__,
+            next_step="Write one file for each prompt, as its KV-cache analysis does.",
+        )
+    keys, values = pair
+    if not all(tensor.is_floating_point() and tensor.element_size() >= 2 for tensor in pair):
+        raise CaptureError(
+            f"{what} is quantised, and its scales are not in the file",
+            expected="bfloat16, float16 or float32",
+            found=dtype_name(keys.dtype),
+            next_step="Run with an unquantised cache, or multiply by the scales first.",
+        )
+    return keys, values

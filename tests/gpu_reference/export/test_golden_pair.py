@@ -1,0 +1,122 @@
+"""Goldens that belong together, and those that do not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_reference.cli import main
+from gpu_reference.export.golden_pair import open_golden_pair
+from minimax_tools.errors import CaptureError, IncomparableError, UsageError
+
+
+@pytest.fixture
+def copied(golden: Path, tmp_path: Path) -> Path:
+    """A copy of the golden, to change."""
+    return Path(shutil.copytree(golden, tmp_path / "copied"))
+
+
+def change_manifest(directory: Path, change: Any) -> Path:
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    return directory
+
+
+def drop_certificate(manifest: dict[str, Any]) -> None:
+    del manifest["certificate"]
+
+
+def test_goldens_of_the_same_tokens_belong_together(golden: Path, float32_golden: Path) -> None:
+    pair = open_golden_pair(golden, float32_golden)
+    assert pair.inputs.lengths == (48, 33)
+    assert pair.golden.directory == golden
+
+
+def test_swapped_goldens_are_refused(golden: Path, float32_golden: Path) -> None:
+    with pytest.raises(UsageError, match=r"--golden .* was not computed in bfloat16: .* found float32"):
+        open_golden_pair(float32_golden, golden)
+
+
+def test_golden_without_a_certificate_is_refused_unless_allowed(copied: Path, float32_golden: Path) -> None:
+    change_manifest(copied, drop_certificate)
+    with pytest.raises(IncomparableError, match=r"is not certified\. Certify it: .*--allow-uncertified"):
+        open_golden_pair(copied, float32_golden)
+    assert open_golden_pair(copied, float32_golden, allows_uncertified=True).inputs.lengths == (48, 33)
+
+
+def test_golden_certified_without_its_model_is_refused_unless_allowed(
+    copied: Path, float32_golden: Path, command: Any
+) -> None:
+    assert command(main, "certify", "--golden", copied, "--quiet").exit_code == 0
+    with pytest.raises(IncomparableError, match="was certified without its model"):
+        open_golden_pair(copied, float32_golden)
+    open_golden_pair(copied, float32_golden, allows_uncertified=True)
+
+
+@pytest.mark.parametrize("allows_uncertified", [False, True])
+def test_void_certificate_is_refused_always(
+    copied: Path, float32_golden: Path, allows_uncertified: bool
+) -> None:
+    change_manifest(copied, lambda manifest: manifest["entries"].pop())
+    with pytest.raises(IncomparableError, match="was changed after it was certified"):
+        open_golden_pair(copied, float32_golden, allows_uncertified=allows_uncertified)
+
+
+@pytest.mark.parametrize("allows_uncertified", [False, True])
+def test_failed_certificate_is_refused_always(
+    copied: Path, float32_golden: Path, allows_uncertified: bool
+) -> None:
+    def fail(manifest: dict[str, Any]) -> None:
+        manifest["certificate"]["checks"][0] |= {"outcome": "failed", "found": "a test"}
+
+    change_manifest(copied, fail)
+    with pytest.raises(IncomparableError, match=r"failed certification, .*: a test"):
+        open_golden_pair(copied, float32_golden, allows_uncertified=allows_uncertified)
+
+
+def test_incomplete_golden_is_refused(copied: Path, float32_golden: Path) -> None:
+    change_manifest(copied, lambda manifest: manifest.update(complete=False))
+    with pytest.raises(CaptureError, match="is incomplete"):
+        open_golden_pair(copied, float32_golden)
+
+
+def test_run_on_a_device_is_refused(copied: Path, float32_golden: Path) -> None:
+    change_manifest(copied, lambda manifest: manifest.update(side="neuron"))
+    with pytest.raises(IncomparableError, match=r"is no golden: expected a capture of mm2-gpu"):
+        open_golden_pair(copied, float32_golden)
+
+
+def test_other_tokens_are_refused(copied: Path, float32_golden: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        drop_certificate(manifest)
+        manifest["inputs_digest"] = "0" * 64
+
+    change_manifest(copied, change)
+    with pytest.raises(IncomparableError, match=r"do not belong together: found tokens: "):
+        open_golden_pair(copied, float32_golden, allows_uncertified=True)
+
+
+def test_other_sites_are_refused(copied: Path, float32_golden: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        drop_certificate(manifest)
+        manifest["entries"] = [entry for entry in manifest["entries"] if entry["site"] != "q_norm"]
+
+    change_manifest(copied, change)
+    with pytest.raises(IncomparableError, match=r"one side alone holds q_norm of layer 0, "):
+        open_golden_pair(copied, float32_golden, allows_uncertified=True)
+
+
+def test_another_model_is_refused(copied: Path, float32_golden: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        drop_certificate(manifest)
+        manifest["provenance"]["model"]["spec_digest"] = "0" * 64
+
+    change_manifest(copied, change)
+    with pytest.raises(IncomparableError, match=r"do not belong together: found config\.json differs"):
+        open_golden_pair(copied, float32_golden, allows_uncertified=True)

@@ -1,0 +1,105 @@
+"""Modules and caches of one run of vLLM Neuron, judged together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compare.cli import main as mm2_compare
+from minimax_tools.capture.reader import Capture
+from minimax_tools.dumps.joined_capture import JoinedCapture
+from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.opening import DumpReading, open_source
+from minimax_tools.errors import IncomparableError
+from minimax_tools.model.sites import ModelSite, Site
+
+MODULES = {
+    "input_layernorm": Site.INPUT_NORM,
+    "self_attn": Site.ATTN_DELTA,
+    "post_attention_layernorm": Site.POST_NORM,
+    "mlp": Site.MOE_DELTA,
+}
+OUTPUTS = 'sites:\n  output: "model.layers.{layer}:output"\n'
+Keys = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def write_run(directory: Path, golden: Path, change_keys: Keys = lambda _, keys: keys) -> Path:
+    """The golden's values as an engine's: a pass and a cache of each prompt."""
+    source = Capture.open(golden)
+    mask = source.read_attention_mask().bool()
+    for prompt, is_real in enumerate(mask):
+        length = int(is_real.sum())
+        folder = directory / f"tensor_compare/neuron/dp0/prefill_s{length}_0"
+        values = {"model.embed_tokens": source.read_model(ModelSite.EMBEDDING)}
+        caches = {}
+        for layer in source.layers:
+            values |= {
+                f"model.layers.{layer}.{name}": source.read(layer, site) for name, site in MODULES.items()
+            }
+            values[f"model.layers.{layer}"] = source.read(layer, Site.OUTPUT)
+            keys = change_keys(layer, source.read(layer, Site.K_ROPE)[prompt : prompt + 1][:, :, is_real])
+            own_values = source.read(layer, Site.V_PROJ)[prompt, is_real].unflatten(-1, (keys.shape[1], -1))
+            caches[f"layers.{layer}.self_attn"] = (keys, own_values.transpose(0, 1)[None])
+        for module, value in values.items():
+            (folder / module).mkdir(parents=True)
+            torch.save(value[prompt, is_real], folder / module / "rank0.pt")
+        meta = {"req_ids": [str(prompt)], "positions": list(range(length)), "dp_rank": 0}
+        (folder / f"{folder.name}_meta.json").write_text(json.dumps(meta))
+        cache_folder = directory / f"prompt_{prompt}" / "kv_analysis"
+        cache_folder.mkdir(parents=True)
+        torch.save(caches, cache_folder / "vllm_kv.pt")
+    (directory / "map.yaml").write_text(OUTPUTS)
+    return directory
+
+
+def judge(toy: Path, golden: Path, run: Path, command: Any) -> dict[str, Any]:
+    named = ["--gpu-path", golden, "--neuron-path", run, "--map", run / "map.yaml", "--model", toy]
+    record: dict[str, Any] = json.loads(command(mm2_compare, *named, "--json").stdout)
+    return record
+
+
+def test_sites_of_both_are_held(golden: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path, golden)
+    joined = open_source(run, DumpReading(names=NameMap.read(run / "map.yaml")))
+    assert isinstance(joined, JoinedCapture)
+    assert {Site.MOE_DELTA, Site.V_PROJ, Site.K_ROPE, Site.OUTPUT} <= set(joined.sites(2))
+    assert joined.not_exposed(2)[0] is Site.Q_PROJ
+    source = Capture.open(golden)
+    is_real = source.read_attention_mask().bool()
+    laid_out = joined.laid_out_as(source)
+    for site in (Site.MOE_DELTA, Site.V_PROJ):
+        assert torch.equal(laid_out.read(2, site)[is_real], source.read(2, site)[is_real])
+
+
+def test_right_run_passes_with_its_caches(toy: Path, golden: Path, tmp_path: Path, command: Any) -> None:
+    record = judge(toy, golden, write_run(tmp_path, golden), command)
+    assert record["verdict"] == "pass"
+    judged = {(result["layer"], result["site"]) for result in record["sites"] if result["status"] == "pass"}
+    assert {(layer, site) for layer in range(4) for site in ("k_rope", "v_proj")} <= judged
+
+
+def test_wrong_keys_are_blamed_in_their_layer(toy: Path, golden: Path, tmp_path: Path, command: Any) -> None:
+    run = write_run(tmp_path, golden, lambda layer, keys: keys * 1.05 if layer == 2 else keys)
+    record = judge(toy, golden, run, command)
+    assert record["verdict"] == "fail"
+    [blamed] = record["blame"]
+    assert (blamed["layer"], blamed["sites"][-1]) == (2, "k_rope")
+
+
+def test_blocks_in_the_wrong_order_are_blamed(toy: Path, golden: Path, tmp_path: Path, command: Any) -> None:
+    run = write_run(tmp_path, golden, lambda layer, keys: keys.roll(16, dims=2) if layer == 1 else keys)
+    [blamed] = judge(toy, golden, run, command)["blame"]
+    assert (blamed["layer"], blamed["sites"][-1]) == (1, "k_rope")
+
+
+def test_caches_of_fewer_prompts_are_refused(golden: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path, golden)
+    shutil.rmtree(run / "prompt_1")
+    with pytest.raises(IncomparableError, match="the caches of 2 prompts, found 1"):
+        open_source(run).laid_out_as(Capture.open(golden))
