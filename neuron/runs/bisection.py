@@ -147,7 +147,7 @@ def bisect_layers(
         # The smallest error in the MoE's delta that a sweep would see: the report compares the bisection's with it.
         sweep_visible=judge.sweep_visible(span),
     )
-    return bisection, CompileReport.of(prober.counts)
+    return bisection, CompileReport.of(prober.counts, compiler=runtime.compiler and str(runtime.compiler))
 
 
 @dataclass

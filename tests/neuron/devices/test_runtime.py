@@ -15,9 +15,10 @@ from minimax_tools.errors import BackendError
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.backend import Backend, choose_backend
+from neuron.devices.compile_counts import CompileCounts
 from neuron.devices.distributed import probe_group, process_group
 from neuron.devices.ranks import Ranks
-from neuron.devices.runtime import CompileCounts, open_runtime
+from neuron.devices.runtime import open_runtime
 
 MOST_GRAPHS = 3
 
