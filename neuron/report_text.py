@@ -46,10 +46,11 @@ def find_warnings(report: RunReport) -> Iterator[str]:
     compiles = report.compiles
     if compiles.later_layers:
         yield "a graph depends on the layer: a number, a shape or a slice differs between layers"
-    for condition in compiles.recompiles:
-        yield f"a graph was compiled anew, because this does not hold for every layer: {condition}"
+    if compiles.recompiles:
+        # All begin alike: a number that differs between layers, for instance.
+        yield f"the first graph that did not serve a later layer was made for {compiles.recompiles[0]}"
     for graph_break in compiles.graph_breaks:
-        yield f"the graph breaks, and what is there runs uncompiled: {graph_break}"
+        yield f"the graph breaks at {graph_break}: this line runs uncompiled"
     for operation in compiles.fallbacks:
         yield f"{operation} ran on the CPU instead of the device"
     if report.generation_error is not None:

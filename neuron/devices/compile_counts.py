@@ -11,13 +11,13 @@ Counted = TypeVar("Counted")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBreak:
-    """A break of a graph that torch.compile makes of a layer: the code there runs outside of any graph."""
+    """A break of a graph that torch.compile makes of a layer: a line that runs outside of any graph."""
 
     reason: str
-    place: str | None = None  # file and line, with its code; None if nothing was compiled before the break
+    place: str | None = None  # the line: its file, number and code; None if torch does not know it
 
     def __str__(self) -> str:
-        return self.reason if self.place is None else f"{self.place}: {self.reason}"
+        return f"{self.place or 'an unknown line'}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

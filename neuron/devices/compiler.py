@@ -5,6 +5,7 @@ A lazy backend (XLA) makes graphs itself, and needs none.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -22,9 +23,11 @@ from neuron.devices.compile_counts import CompileCounts, GraphBreak
 
 # Values of --compile beside the compilers' names.
 AUTO, OFF = "auto", "off"
-# Far above the layers and shapes of any run. With torch's own limit of 8, a graph that is compiled for every layer would
-# run uncompiled from the ninth layer on, with a log line alone.
+# Far above the layers and shapes of any run. With torch's own limit of 8, a graph that is compiled for every layer
+# would run uncompiled from the ninth layer on, with a log line alone.
 _MOST_GRAPHS = 1 << 16
+# Number of a frame and of its graph, such as `0/1: `.
+_GRAPH_NUMBER = re.compile(r"^\d+/\d+: ")
 # Settings of torch.compile with which nothing runs uncompiled in silence.
 _STRICT: Mapping[str, Any] = MappingProxyType(
     {
@@ -102,7 +105,7 @@ def count_torch_compiles() -> CompileCounts:
         seconds=utils.cumulative_time_spent_ns["entire_frame_compile"] / 1e9,
         graph_breaks=Counter(_read_break(found) for found in utils.graph_break_reasons),
         recompiles=Counter(
-            _first_line(compile_metrics.recompile_reason)
+            _read_condition(compile_metrics.recompile_reason)
             for compile_metrics in utils.get_compilation_metrics()
             if compile_metrics.recompile_reason
         ),
@@ -123,9 +126,21 @@ def _read_break(found: Any) -> GraphBreak:
     reason = _first_line(found.reason)
     if not found.user_stack:
         return GraphBreak(reason=reason)
-    frame = found.user_stack[-1]
+    # The innermost line of the port, or of what it imports: torch's own lines beneath it say little.
+    of_torch = Path(torch.__file__).parent
+    outside = [frame for frame in found.user_stack if of_torch not in Path(frame.filename).parents]
+    frame = (outside or found.user_stack)[-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     return GraphBreak(reason=reason, place=f"{place} `{frame.line}`" if frame.line else place)
+
+
+def _read_condition(text: str) -> str:
+    """Return the condition that kept torch from using a graph, in Python, with the line that it comes from.
+
+    The text begins with the graph's number, and may end in advice on torch's own settings.
+    """
+    condition = _first_line(text).partition("(HINT:")[0]
+    return " ".join(_GRAPH_NUMBER.sub("", condition).split())
 
 
 def _first_line(text: str) -> str:

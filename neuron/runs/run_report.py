@@ -18,9 +18,12 @@ class CompileReport:
     first_layer: int  # number of graphs compiled for the first layer that ran
     later_layers: int  # number of graphs compiled after it; 0 if all layers share their graphs
     fallbacks: tuple[str, ...]  # operations that ran on the CPU instead of the device
-    compiler: str | None = None  # backend of torch.compile; None if each layer ran as it is, or XLA made the graphs
+    compiler: str | None = (
+        None  # backend of torch.compile; None if each layer ran as it is, or XLA made the graphs
+    )
     graph_breaks: tuple[GraphBreak, ...] = ()  # breaks of the graphs that torch.compile made
-    recompiles: tuple[str, ...] = ()  # conditions for which torch.compile made a graph anew
+    # Conditions of the first layer's graphs that later layers did not meet, each of which made a graph anew.
+    recompiles: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, counts: Sequence[CompileCounts], *, compiler: str | None = None) -> CompileReport:
@@ -28,14 +31,14 @@ class CompileReport:
         before, end = counts[0], counts[-1]
         # A resumed run may have run no layer.
         after_first = counts[1] if len(counts) > 1 else before
-        of_run = end.since(before)
+        of_run, of_later_layers = end.since(before), end.since(after_first)
         return cls(
             first_layer=after_first.since(before).compiles,
-            later_layers=end.since(after_first).compiles,
+            later_layers=of_later_layers.compiles,
             fallbacks=tuple(sorted(of_run.fallbacks)),
             compiler=compiler,
             graph_breaks=tuple(of_run.graph_breaks),
-            recompiles=tuple(of_run.recompiles),
+            recompiles=tuple(of_later_layers.recompiles),
         )
 
 

@@ -134,7 +134,8 @@ class TestGraphs:
     def test_layer_built_anew_has_the_graphs_of_the_one_before(
         self, counted: dict[str, dict[str, Any]]
     ) -> None:
-        assert graphs(counted["BuiltPerLayer"]) == {"first_layer": 0, "later_layers": 0, "fallbacks": []}
+        found = graphs(counted["BuiltPerLayer"])
+        assert (found["first_layer"], found["later_layers"], found["fallbacks"]) == (0, 0, [])
 
     def test_graph_that_depends_on_the_layer_is_counted_and_warned_of(
         self, counted: dict[str, dict[str, Any]]
