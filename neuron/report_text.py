@@ -46,6 +46,8 @@ def find_warnings(report: RunReport) -> Iterator[str]:
     compiles = report.compiles
     if compiles.later_layers:
         yield "a graph depends on the layer: a number, a shape or a slice differs between layers"
+    if compiles.compiler and not (compiles.first_layer or compiles.later_layers):
+        yield "torch.compile made no graph, and layers ran as they are: is TORCHDYNAMO_DISABLE or such a variable set?"
     if compiles.recompiles:
         # All begin alike: a number that differs between layers, for instance.
         yield f"the first graph that did not serve a later layer was made for {compiles.recompiles[0]}"

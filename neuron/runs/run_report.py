@@ -36,7 +36,7 @@ class CompileReport:
             first_layer=after_first.since(before).compiles,
             later_layers=of_later_layers.compiles,
             fallbacks=tuple(sorted(of_run.fallbacks)),
-            compiler=compiler,
+            compiler=compiler if len(counts) > 1 else None,
             graph_breaks=tuple(of_run.graph_breaks),
             recompiles=tuple(of_later_layers.recompiles),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuron.devices.compile_counts import GraphBreak
 from neuron.report_text import find_warnings, render_report
 from neuron.runs.run_report import CompileReport, RunReport
@@ -9,8 +11,8 @@ from neuron.runs.run_report import CompileReport, RunReport
 BREAK = GraphBreak(reason="Failed to trace builtin operator", place='port.py:7 `print("x")`')
 
 
-def report(*, later_layers: int = 0, **told: object) -> RunReport:
-    compiles = CompileReport(first_layer=1, later_layers=later_layers, fallbacks=(), **told)  # type: ignore[arg-type]
+def report(*, first_layer: int = 1, later_layers: int = 0, **told: Any) -> RunReport:
+    compiles = CompileReport(first_layer=first_layer, later_layers=later_layers, fallbacks=(), **told)
     return RunReport(compiles=compiles)
 
 
@@ -36,3 +38,9 @@ def test_graph_for_each_layer_is_warned_of_with_the_condition_of_the_first() -> 
     general, particular = find_warnings(report(later_layers=2, compiler="eager", recompiles=conditions))
     assert general.startswith("a graph depends on the layer")
     assert particular.endswith("was made for layer_idx == 0 # h * self.layer_idx")
+
+
+def test_compiler_that_made_no_graph_is_warned_of() -> None:
+    (warning,) = find_warnings(report(first_layer=0, compiler="eager"))
+    assert warning.startswith("torch.compile made no graph")
+    assert list(find_warnings(report(first_layer=0))) == []
