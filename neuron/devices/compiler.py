@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import TargetError, UsageError
 from minimax_tools.text_enum import TextEnum
 from neuron.devices.backend import Backend
 from neuron.devices.compile_counts import CompileCounts, GraphBreak
@@ -47,20 +47,30 @@ class Compiler(TextEnum):
     AOT_EAGER = "aot_eager"  # the graph of aten operations, run as it is
     EAGER = "eager"  # the graph as it was captured, run as it is
 
-    def compile(self, module: nn.Module) -> Callable[..., Any]:
-        """Return a function that runs `module` in graphs, which are compiled at its first call, for fixed shapes."""
+    def compile(self, module: nn.Module, *, what: str) -> Callable[..., Any]:
+        """Return a function that runs `module` in graphs, which are compiled at its first call, for fixed shapes.
+
+        The function raises TargetError, which begins with `what`, if no graph can be made.
+        """
         # TorchNeuron refuses graphs of dynamic shapes, and a layer's shapes are fixed.
         options: dict[str, Any] = {"guard_filter_fn": _select_guards}
         compiled = torch.compile(module, backend=str(self), dynamic=False, options=options)
 
         def run(*arguments: object, **keywords: object) -> Any:
-            import torch._dynamo
+            import torch._dynamo.exc
             import torch._dynamo.utils
 
             # The reasons of the newest compiles are kept, 64 by default.
             torch._dynamo.utils.set_compilation_metrics_limit(_MOST_GRAPHS)
-            with torch._dynamo.config.patch(**_STRICT):
-                return compiled(*arguments, **keywords)
+            try:
+                with torch._dynamo.config.patch(**_STRICT):
+                    return compiled(*arguments, **keywords)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                raise TargetError(
+                    f"{what} cannot be compiled by torch.compile for {self}",
+                    found=f"{type(error).__name__}: {_first_line(str(error))}",
+                    next_step=f"--compile {OFF} runs it operation by operation; see --debug for the traceback.",
+                ) from error
 
         return run
 

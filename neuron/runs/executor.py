@@ -187,13 +187,12 @@ class LayerExecutor:
         position_ids = layer_input.position_ids.to(device, copy=True)
         keywords = {} if past is None else {PAST: tuple(tensor.to(device, copy=True) for tensor in past)}
         arguments = ", ".join((*_ARGUMENTS, *keywords))
-        compiler = self.runtime.compiler
-        compiled = f", compiled by torch.compile for {compiler} (not with --compile off)" if compiler else ""
-        next_step = f"It is called as module({arguments}){compiled}; see --debug for the traceback."
+        next_step = f"It is called as module({arguments}); see --debug for the traceback."
         name, shape = self.setup.target.name, list(states.shape)
         activity = f"running layer {layer} of target {name} on hidden states {shape}"
         with port_errors(f"{what} failed while it ran", activity=activity, next_step=next_step):
-            run = compiler.compile(recorded) if compiler else recorded
+            compiler = self.runtime.compiler
+            run = compiler.compile(recorded, what=what) if compiler else recorded
             result, tensors = run(
                 {site: tensor.to(device) for site, tensor in border.items()},
                 states,

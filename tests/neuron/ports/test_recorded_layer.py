@@ -31,7 +31,11 @@ def as_it_is(layer: RecordedLayer) -> Callable[..., Any]:
     return layer
 
 
-@pytest.fixture(params=[as_it_is, Compiler.EAGER.compile], ids=["as it is", "compiled"])
+def in_graphs(layer: RecordedLayer) -> Callable[..., Any]:
+    return Compiler.EAGER.compile(layer, what="the layer")
+
+
+@pytest.fixture(params=[as_it_is, in_graphs])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[RecordedLayer], Callable[..., Any]]]:
     """The way that a layer becomes a function."""
     torch.compiler.reset()
@@ -82,7 +86,7 @@ class TestGraphs:
         before = count_torch_compiles().compiles
         for _ in range(3):
             layer = Layer()
-            result, tensors = call(Compiler.EAGER.compile, layer, TAPS, {})
+            result, tensors = call(in_graphs, layer, TAPS, {})
             with torch.no_grad():
                 assert result.equal(layer(STATES))
                 assert tensors[Site.Q_PROJ].equal(layer.first(STATES))
@@ -94,8 +98,8 @@ class TestGraphs:
     def test_other_sites_or_places_are_another_graph(self, taps: dict[Site, Tap]) -> None:
         torch.compiler.reset()
         layer = Layer()
-        call(Compiler.EAGER.compile, layer, TAPS, {})
-        _, tensors = call(Compiler.EAGER.compile, layer, taps, {})
+        call(in_graphs, layer, TAPS, {})
+        _, tensors = call(in_graphs, layer, taps, {})
         _, expected = call(as_it_is, layer, taps, {})
         assert set(tensors) == set(expected)
         assert all(tensor.equal(expected[site]) for site, tensor in tensors.items())
