@@ -103,3 +103,12 @@ class TestGraphs:
         _, expected = call(as_it_is, layer, taps, {})
         assert set(tensors) == set(expected)
         assert all(tensor.equal(expected[site]) for site, tensor in tensors.items())
+
+    def test_value_fed_after_a_run_without_it_is_used(self) -> None:
+        torch.compiler.reset()
+        layer, fed = Layer(), torch.full((1, 2, 4), 3.0)
+        for feeds in ({}, {Site.MOE_DELTA: fed}, {Site.MOE_DELTA: fed * 2}, {}):
+            result, tensors = call(in_graphs, layer, TAPS, feeds)
+            expected, _ = call(as_it_is, layer, TAPS, feeds)
+            assert result.equal(expected)
+            assert tensors[Site.MOE_DELTA].equal(feeds.get(Site.MOE_DELTA, tensors[Site.MOE_DELTA]))
