@@ -33,7 +33,7 @@ from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes,
 from minimax_tools.provenance import library_versions, numeric_environment
 from minimax_tools.text.prompts import InputRequest, build_inputs
 from minimax_tools.text_enum import TextEnum
-from neuron.devices.backend import Backend, choose_backend
+from neuron.devices.backend import NO_FALLBACK, Backend, choose_backend
 from neuron.devices.machine import Machine
 from neuron.ports.targets import find_target
 from neuron.runs.footprint import DeviceFootprint
@@ -99,6 +99,18 @@ _SETTINGS: Mapping[str, _Setting] = MappingProxyType(
         ),
         "NEURON_CUSTOM_SILU": _Setting(
             _is_on, Level.NOTE, "another SiLU: the last bits differ", "Set it as production does."
+        ),
+        NO_FALLBACK: _Setting(
+            lambda value: not _is_on(value),
+            Level.WARN,
+            "lets a graph that fails on the device run uncompiled, with a log line alone",
+            "Unset it: mm2 sets it to 1.",
+        ),
+        "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS": _Setting(
+            lambda value: not _is_on(value),
+            Level.NOTE,
+            "lets an operation that fails on the device run on the CPU",
+            "Set it to 1 to see the failure; a run names what ran on the CPU.",
         ),
         "XLA_DISABLE_FUNCTIONALIZATION": _Setting(
             lambda value: not _is_on(value),

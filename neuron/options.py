@@ -30,6 +30,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.prompts import InputRequest, build_inputs
 from neuron.devices.backend import Backend
+from neuron.devices.compiler import AUTO, OFF, Compiler
 from neuron.devices.ranks import Ranks
 from neuron.process.record import LAYER_TIMEOUT_S
 from neuron.process.status import limit_layers
@@ -47,6 +48,7 @@ class DeviceOptions:
     golden: Path | None
     target: str
     backend: str  # a `Backend` by name, or `auto`
+    compile_with: str  # a `Compiler` by name, `auto` or `off`
     ranks: Ranks
     random_input: bool
     prefetch: bool | None
@@ -73,6 +75,15 @@ backend_option = click.option(
     default="auto",
     show_default=True,
     help="Backend that computes; auto takes the best one on this machine.",
+)
+compile_option = click.option(
+    "--compile",
+    "compile_with",
+    type=click.Choice([AUTO, OFF, *(str(compiler) for compiler in Compiler)]),
+    default=AUTO,
+    show_default=True,
+    help="Backend of torch.compile that runs each layer, its sites as outputs of the graph; auto is neuron on "
+    "--backend neuron, and off elsewhere.",
 )
 # A port may hang. The limit is no argument of a command: it is noted for the supervisor, which ends the process.
 layer_timeout_option = click.option(
@@ -115,6 +126,7 @@ def _device_options(*further: Decorator) -> Decorator:
         ),
         target_option,
         backend_option,
+        compile_option,
         rank_options,
         *further,
         click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),

@@ -19,6 +19,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.ranks.failure import RankFailedError
 from minimax_tools.ranks.rank_place import RankPlace
 from neuron.devices.backend import Backend, choose_backend
+from neuron.devices.compiler import AUTO
 from neuron.devices.distributed import refuse_launched
 from neuron.devices.ranks import Ranks, read_ranks
 from neuron.devices.runtime import Runtime, open_runtime
@@ -81,7 +82,8 @@ def rank_options(command: Command) -> Command:
             end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))
         if ranks.is_lead:
             return command(**options, ranks=ranks)
-        return _follow_lead(options["backend"], ranks)
+        # Not all of these commands run layers alone, and compile them.
+        return _follow_lead(options["backend"], options.get("compile_with", AUTO), ranks)
 
     decorated: Command = _OPTIONS(run_on_ranks)  # type: ignore[assignment]  # functools.wraps keeps its signature
     return decorated
@@ -102,12 +104,15 @@ def _take_ranks(options: dict[str, Any], place: RankPlace) -> Ranks:
         raise
 
 
-def _follow_lead(backend: str, ranks: Ranks) -> None:
+def _follow_lead(backend: str, compile_with: str, ranks: Ranks) -> None:
     """Work for rank 0 until it sends no more. Drop the port's output, which would mix with the results."""
     show_warnings_only()
     speak_as(f"rank {ranks.rank}")
     try:
-        with native_output_dropped(), open_runtime(backend, ranks=ranks) as runtime:
+        with (
+            native_output_dropped(),
+            open_runtime(backend, compile_with=compile_with, ranks=ranks) as runtime,
+        ):
             _run_assignments(runtime)
     except RankFailedError:
         # The failed rank reports it.

@@ -24,8 +24,9 @@ def render_report(report: RunReport) -> str:
     canvas = Canvas(width=None, is_terminal=None)
     compiles = report.compiles
     if compiles.first_layer or compiles.later_layers:
+        by = f" by torch.compile for {compiles.compiler}" if compiles.compiler else ""
         canvas.line(
-            f"graphs compiled: {compiles.first_layer} for the first layer, {compiles.later_layers} after it"
+            f"graphs compiled{by}: {compiles.first_layer} for the first layer, {compiles.later_layers} after it"
         )
     if report.effects is not None and not _list_changed(report):
         num_checked = len(report.effects)
@@ -45,6 +46,13 @@ def find_warnings(report: RunReport) -> Iterator[str]:
     compiles = report.compiles
     if compiles.later_layers:
         yield "a graph depends on the layer: a number, a shape or a slice differs between layers"
+    if compiles.compiler and not (compiles.first_layer or compiles.later_layers):
+        yield "torch.compile made no graph, and layers ran as they are: is TORCHDYNAMO_DISABLE or such a variable set?"
+    if compiles.recompiles:
+        # All begin alike: a number that differs between layers, for instance.
+        yield f"the first graph that did not serve a later layer was made for {compiles.recompiles[0]}"
+    for graph_break in compiles.graph_breaks:
+        yield f"the graph breaks at {graph_break}: this line runs uncompiled"
     for operation in compiles.fallbacks:
         yield f"{operation} ran on the CPU instead of the device"
     if report.generation_error is not None:

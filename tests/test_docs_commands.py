@@ -17,7 +17,16 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 
-PAGES = ("golden", "ports", "verdicts", "diagnosis", "ranks-and-decoding", "several-boxes", "troubleshooting")
+PAGES = (
+    "golden",
+    "ports",
+    "torch-neuron",
+    "verdicts",
+    "diagnosis",
+    "ranks-and-decoding",
+    "several-boxes",
+    "troubleshooting",
+)
 
 # Blocks of a page that need what is not on this machine: the hub, the reader's own files, an installation.
 NOT_HERE = ("MiniMaxAI/", "/data/", "my_port.py", "their_dump", "pip install")

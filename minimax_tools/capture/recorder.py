@@ -36,7 +36,7 @@ class Recorder(Generic[SiteKind]):
             Columns that the module has beyond them, padding of a bucket, stay its own.
 
     Attributes:
-        tensors: The copies by site, as far as the module has run.
+        tensors: The copies by site, as far as the module has run since the block began, or since `start`.
     """
 
     def __init__(
@@ -53,6 +53,11 @@ class Recorder(Generic[SiteKind]):
         self._feeds: dict[SiteKind, torch.Tensor] = dict(feeds or {})
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.tensors: dict[SiteKind, torch.Tensor] = {}
+
+    def start(self, feeds: Mapping[SiteKind, torch.Tensor]) -> None:
+        """Forget the copies of an earlier run, and replace the module's own tensors by `feeds` from now on."""
+        self.tensors = {}
+        self._feeds = dict(feeds)
 
     def record(self, site: SiteKind, tensor: torch.Tensor) -> None:
         """Keep a tensor that a hook cannot see."""

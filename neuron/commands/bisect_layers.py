@@ -33,7 +33,7 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.commands.device_run import print_report
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
-from neuron.options import backend_option, prefetch_option, target_option
+from neuron.options import backend_option, compile_option, prefetch_option, target_option
 from neuron.ports.targets import find_target
 from neuron.rank_options import rank_options
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
@@ -55,6 +55,7 @@ from reports.bisection import bisection_record, render_bisection
 )
 @target_option
 @backend_option
+@compile_option
 @rank_options
 @span_options
 @click.option(
@@ -89,6 +90,7 @@ def bisect_command(
     golden: Path,
     target: str,
     backend: str,
+    compile_with: str,
     ranks: Ranks,
     span: Span | None,
     extent: Extent | None,
@@ -135,7 +137,7 @@ def bisect_command(
     folder = resolve_model(model, layers=layers)
     with (
         output_set_aside(),
-        open_runtime(backend, ranks=ranks) as runtime,
+        open_runtime(backend, compile_with=compile_with, ranks=ranks) as runtime,
         CheckpointReader(folder, layers=layers) as reader,
     ):
         bisection, compiles = bisect_layers(

@@ -134,7 +134,7 @@ def _run_port(
     folder = resolve_model(options.model, layers=layers)
     request = build_request(options, spec, run, golden, folder=folder)
     with (
-        open_runtime(options.backend, ranks=options.ranks) as runtime,
+        open_runtime(options.backend, compile_with=options.compile_with, ranks=options.ranks) as runtime,
         CheckpointReader(folder, layers=layers) as reader,
         LayerProgress(request.num_layers, label="Device") as progress,
     ):

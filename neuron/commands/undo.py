@@ -48,7 +48,7 @@ def prove_layer(options: DeviceOptions, layer: int, mistakes: tuple[str, ...]) -
     name = f"{run.name}_undone"
     with (
         output_set_aside(),
-        open_runtime(options.backend, ranks=options.ranks) as runtime,
+        open_runtime(options.backend, compile_with=options.compile_with, ranks=options.ranks) as runtime,
         CheckpointReader(folder, layers=layers) as reader,
     ):
         prover = PortProver(

@@ -16,6 +16,8 @@ from minimax_tools.text_enum import TextEnum
 
 # The variable that says which device torch_xla drives, through XLA's device plug-ins (PJRT).
 _PJRT_DEVICE = "PJRT_DEVICE"
+# TorchNeuron's variable: with 1, a compiled graph that fails is an error.
+NO_FALLBACK = "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION"
 
 
 class Backend(TextEnum):
@@ -88,6 +90,8 @@ def open_device(backend: Backend) -> torch.device:
     if backend is Backend.CPU:
         return torch.device("cpu")
     if backend is Backend.NEURON:
+        # Early releases run a graph that fails on the device op by op, with a log line alone.
+        os.environ.setdefault(NO_FALLBACK, "1")
         return torch.device("neuron")
     if backend is Backend.XLA_CPU:
         # Before torch_xla is imported: its import would choose a device itself.

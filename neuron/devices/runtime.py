@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from minimax_tools.ranks.failure import failing_together
 from minimax_tools.ranks.messages import RankMessages
 from neuron.devices.backend import Backend, choose_backend, open_device
+from neuron.devices.compile_counts import CompileCounts
+from neuron.devices.compiler import AUTO, Compiler, choose_compiler, count_torch_compiles
 from neuron.devices.distributed import (
     PATIENCE,
     model_parallel,
@@ -25,24 +28,6 @@ from neuron.devices.spmd import Spmd, open_spmd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompileCounts:
-    """Counts since this process began, or between two such counts; all zero without XLA."""
-
-    compiles: int  # graphs compiled
-    fallbacks: Mapping[str, int]  # times that an operation ran on the CPU instead of the device, by its name
-    seconds: float = 0.0  # time of compiling
-
-    def since(self, earlier: CompileCounts) -> CompileCounts:
-        """Subtract an earlier count."""
-        grown = {name: count - earlier.fallbacks.get(name, 0) for name, count in self.fallbacks.items()}
-        return CompileCounts(
-            compiles=self.compiles - earlier.compiles,
-            fallbacks={name: count for name, count in grown.items() if count},
-            seconds=self.seconds - earlier.seconds,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """An open backend; made by `open_runtime`."""
 
@@ -51,6 +36,7 @@ class Runtime:
     ranks: Ranks = field(default_factory=Ranks)  # the processes that share a layer
     messages: RankMessages = field(default_factory=RankMessages)  # messages between these processes
     spmd: Spmd | None = None  # devices of this process that share a layer; None for one device
+    compiler: Compiler | None = None  # what makes graphs of a layer; None to run it as it is
 
     @property
     def sharing(self) -> Mapping[str, int | str]:
@@ -69,21 +55,24 @@ class Runtime:
     def count_compiles(self) -> CompileCounts:
         """Count the graphs compiled in this process so far, and the operations that ran on the CPU instead."""
         if not self.backend.is_lazy:
-            return CompileCounts(compiles=0, fallbacks={})
+            fallbacks = _native_fallbacks() if self.backend is Backend.NEURON else {}
+            return replace(count_torch_compiles(), fallbacks=fallbacks)
         from torch_xla.debug import metrics
 
         # A tuple: number of samples, their sum in nanoseconds, and the samples.
         compile_times = metrics.metric_data("CompileTime")
         # torch_xla counts an operation under its `aten::` name only when it runs on the CPU.
-        fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
+        names = [name for name in metrics.counter_names() if name.startswith("aten::")]
         return CompileCounts(
             compiles=int(metrics.counter_value("UncachedCompile") or 0),
-            fallbacks={name: int(metrics.counter_value(name) or 0) for name in fallbacks},
+            fallbacks={name: int(metrics.counter_value(name) or 0) for name in names},
             seconds=compile_times[1] / 1e9 if compile_times else 0.0,
         )
 
     def peak_memory_bytes(self) -> int | None:
         """Return the device's peak memory since the process began; None for the host, and if it is unknown."""
+        if self.backend is Backend.NEURON:
+            return int(torch.neuron.max_memory_allocated())  # type: ignore[attr-defined]  # as in `synchronise`
         if self.backend is not Backend.NEURON_XLA:
             return None
         from torch_xla.core import xla_model
@@ -99,7 +88,7 @@ class Runtime:
 
 @contextmanager
 def open_runtime(
-    name: str, *, ranks: Ranks | None = None, patience: timedelta = PATIENCE
+    name: str, *, compile_with: str = AUTO, ranks: Ranks | None = None, patience: timedelta = PATIENCE
 ) -> Iterator[Runtime]:
     """Open a backend with its process group for the block.
 
@@ -107,6 +96,7 @@ def open_runtime(
 
     Args:
         name: `auto`, or a value of `Backend`.
+        compile_with: `auto`, `off`, or a value of `Compiler`.
         ranks: The ranks that share a layer; None for a single rank. They are processes, which all run already. On
             xla-cpu, devices of this process stand for them, and `Runtime.spmd` has them instead.
         patience: Longest wait for the other ranks in a collective call.
@@ -114,11 +104,13 @@ def open_runtime(
     Raises:
         BackendError: The backend is not available here, or its process group computes wrong sums.
         MissingExtraError: torch_xla is not installed.
+        UsageError: The backend has no such compiler.
         RankFailedError: Another rank failed.
         RankTimeoutError: The other ranks do not make the same calls.
     """
     backend = choose_backend(name)
     refuse_launched(backend)
+    compiler = choose_compiler(compile_with, backend)
     ranks, spmd = ranks or Ranks(), None
     if backend is Backend.XLA_CPU and ranks.are_several:
         spmd, ranks = open_spmd(ranks), Ranks()
@@ -140,7 +132,9 @@ def open_runtime(
         messages.open()
         if ranks.are_several:
             probe_group(host, group=messages.group)
-        yield Runtime(backend=backend, device=device, ranks=ranks, messages=messages, spmd=spmd)
+        yield Runtime(
+            backend=backend, device=device, ranks=ranks, messages=messages, spmd=spmd, compiler=compiler
+        )
         if ranks.is_lead:
             # Tells the other ranks that no more work comes.
             messages.send(None)
@@ -152,3 +146,11 @@ def cut_graph(device: torch.device) -> None:
         import torch_xla
 
         torch_xla.sync()
+
+
+def _native_fallbacks() -> Counter[str]:
+    """Count the operations that the native backend ran on the CPU in this process so far, by name."""
+    import torch_neuronx
+
+    # A list with a name for each time.
+    return Counter(torch_neuronx.get_fallback_ops())

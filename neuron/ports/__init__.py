@@ -11,6 +11,7 @@
 - `nxdi_sites`: the sites that a layer on NxDI shows
 - `traced`: layers that were compiled into files; `tracing`: the compilation
 - `exposure`: the sites that a port shows, on one rank or several
+- `recorded_layer`: a layer that returns its sites, so that a compiler keeps them
 - `returned`: the output, keys and values that a port returned
 - `model_target`: a whole port, found, built, loaded; `model_exposure`: its sites; `model_returned`: its results
 - `vllm_neuron_model`: whole ports for the vLLM Neuron plugin; `packed_request`: the tokens of their passes;

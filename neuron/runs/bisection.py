@@ -31,6 +31,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Bisection, Chain, Probe
 from minimax_tools.text_enum import TextEnum
+from neuron.devices.compiler import AUTO, OFF, choose_compiler
 from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import LayerExecutor
@@ -147,7 +148,7 @@ def bisect_layers(
         # The smallest error in the MoE's delta that a sweep would see: the report compares the bisection's with it.
         sweep_visible=judge.sweep_visible(span),
     )
-    return bisection, CompileReport.of(prober.counts)
+    return bisection, CompileReport.of(prober.counts, compiler=runtime.compiler and str(runtime.compiler))
 
 
 @dataclass
@@ -246,6 +247,8 @@ def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
         "dtype": dtype_name(request.dtype),
         **request.target.sharing(runtime),
     }
+    if runtime.compiler is not choose_compiler(AUTO, runtime.backend):
+        options["compile"] = runtime.compiler or OFF
     return tuple(
         argument
         for name, value in options.items()

@@ -48,6 +48,7 @@ class PortSetup:
         conversion = self.target.conversion
         converted = {} if conversion is None else conversion.as_options()
         undone = {"undone": [str(undo) for undo in self.undone]} if self.undone else {}
+        compiled = {} if runtime.compiler is None else {"compile": str(runtime.compiler)}
         return Provenance(
             model=model,
             model_source=self.model_source,
@@ -56,7 +57,7 @@ class PortSetup:
             dtypes={"weights": dtype_name(self.dtype)},
             target=self.target.name,
             target_digest=self.target.source_digest,
-            options={**options, **self.target.sharing(runtime), **converted, **undone},
+            options={**options, **self.target.sharing(runtime), **converted, **undone, **compiled},
         )
 
 

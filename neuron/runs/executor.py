@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from compare.diagnosis.proof.undo import Undo
-from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
@@ -21,6 +20,7 @@ from minimax_tools.model.sites import Site
 from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
 from neuron.ports.port_errors import port_errors
+from neuron.ports.recorded_layer import RecordedLayer
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
 from neuron.process.status import doing
 from neuron.runs.device_request import PortSetup
@@ -132,18 +132,20 @@ class LayerExecutor:
         # Golden values at the border of the component to run: they replace what the port computes there.
         border = {site: assembly.cut(site, tensor) for site, tensor in request.border.items()}
         taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in border}
-        recorder = Recorder(module, taps, keep=copy_on_device, feeds=border)
-        with torch.no_grad(), recorder:
-            result = self._forward(module, assembly.cut_past(layer_input), layer=request.layer, what=what)
+        recorded = RecordedLayer(module, taps)
+        with torch.no_grad(), recorded.recorder:
+            result, shown = self._forward(
+                recorded, assembly.cut_past(layer_input), border, layer=request.layer, what=what
+            )
         rank_output = find_output(result, tuple(layer_input.hidden_states.shape), what=what)
         rank_key_values = find_key_values(result, batch_shape, what=what) if request.keeps_past else None
         # The device still computes: the host reads meanwhile.
         self._resident.prepare_next(request.next_layer)
         self.runtime.synchronise()
         stopwatch.mark_computed()
-        _require_reached(border, recorder, what=what)
+        _require_reached(border, shown, what=what)
         # All ranks join, in this order.
-        tensors = self._join_sites(recorder, assembly, sites)
+        tensors = self._join_sites(shown, assembly, sites)
         output = assembly.join(Site.OUTPUT, rank_output.to("cpu"))
         key_values = None if rank_key_values is None else assembly.join_past(rank_key_values)
         if output is None:
@@ -168,8 +170,16 @@ class LayerExecutor:
         _require_exposed(request.border, exposure, what=what)
         return exposure
 
-    def _forward(self, module: nn.Module, layer_input: LayerInput, *, layer: int, what: str) -> object:
-        """Call the port, and return what it returns."""
+    def _forward(
+        self,
+        recorded: RecordedLayer,
+        layer_input: LayerInput,
+        border: Mapping[Site, torch.Tensor],
+        *,
+        layer: int,
+        what: str,
+    ) -> tuple[object, Mapping[Site, torch.Tensor]]:
+        """Call the port, compiled if the run compiles; return what it returns, and its sites."""
         device, past = self.runtime.device, layer_input.past
         # Copied, because a port may work in place. Copied from the host, so that no graph depends on the layer before.
         states = layer_input.hidden_states.to(self.setup.dtype).to(device, copy=True)
@@ -181,15 +191,24 @@ class LayerExecutor:
         name, shape = self.setup.target.name, list(states.shape)
         activity = f"running layer {layer} of target {name} on hidden states {shape}"
         with port_errors(f"{what} failed while it ran", activity=activity, next_step=next_step):
-            return module(states, attention_mask, position_ids, **keywords)
+            compiler = self.runtime.compiler
+            run = compiler.compile(recorded, what=what) if compiler else recorded
+            result, tensors = run(
+                {site: tensor.to(device) for site, tensor in border.items()},
+                states,
+                attention_mask,
+                position_ids,
+                **keywords,
+            )
+            return result, tensors
 
     def _join_sites(
-        self, recorder: Recorder[Site], assembly: RankAssembly, sites: tuple[Site, ...]
+        self, shown: Mapping[Site, torch.Tensor], assembly: RankAssembly, sites: tuple[Site, ...]
     ) -> dict[Site, torch.Tensor]:
         """Return the recorded tensors that fit their sites, joined over all ranks, on the CPU, in execution order."""
         tensors, spec = {}, self.setup.spec
         for site in sites:
-            piece = recorder.tensors.get(site)
+            piece = shown.get(site)
             tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
             if tensor is not None and assembly.exposure.accepts(site, tensor, spec, assembly.batch_shape):
                 tensors[site] = tensor
@@ -205,9 +224,11 @@ def _require_exposed(border: Mapping[Site, torch.Tensor], exposure: Exposure, *,
         )
 
 
-def _require_reached(border: Mapping[Site, torch.Tensor], recorder: Recorder[Site], *, what: str) -> None:
+def _require_reached(
+    border: Mapping[Site, torch.Tensor], shown: Mapping[Site, torch.Tensor], *, what: str
+) -> None:
     """Refuse a run in which a golden value was not used: no tensor passed at its site, so none was replaced."""
-    unused = [str(site) for site in border if site not in recorder.tensors]
+    unused = [str(site) for site in border if site not in shown]
     if unused:
         raise TargetError(
             f"{what} took no golden value at {', '.join(unused)}: no tensor passed there while it ran",

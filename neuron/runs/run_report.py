@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from neuron.devices.runtime import CompileCounts
+from neuron.devices.compile_counts import CompileCounts, GraphBreak
 from neuron.runs.layer_times import LayerTimes
 
 
@@ -18,17 +18,27 @@ class CompileReport:
     first_layer: int  # number of graphs compiled for the first layer that ran
     later_layers: int  # number of graphs compiled after it; 0 if all layers share their graphs
     fallbacks: tuple[str, ...]  # operations that ran on the CPU instead of the device
+    compiler: str | None = (
+        None  # backend of torch.compile; None if each layer ran as it is, or XLA made the graphs
+    )
+    graph_breaks: tuple[GraphBreak, ...] = ()  # breaks of the graphs that torch.compile made
+    # Conditions of the first layer's graphs that later layers did not meet, each of which made a graph anew.
+    recompiles: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, counts: Sequence[CompileCounts]) -> CompileReport:
+    def of(cls, counts: Sequence[CompileCounts], *, compiler: str | None = None) -> CompileReport:
         """Build the report from counts: one before the first layer that ran, and one after each."""
         before, end = counts[0], counts[-1]
         # A resumed run may have run no layer.
         after_first = counts[1] if len(counts) > 1 else before
+        of_run, of_later_layers = end.since(before), end.since(after_first)
         return cls(
             first_layer=after_first.since(before).compiles,
-            later_layers=end.since(after_first).compiles,
-            fallbacks=tuple(sorted(end.since(before).fallbacks)),
+            later_layers=of_later_layers.compiles,
+            fallbacks=tuple(sorted(of_run.fallbacks)),
+            compiler=compiler if len(counts) > 1 else None,
+            graph_breaks=tuple(of_run.graph_breaks),
+            recompiles=tuple(of_later_layers.recompiles),
         )
 
 

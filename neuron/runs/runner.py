@@ -84,7 +84,7 @@ class DeviceRun:
             TargetError: The port could not be built, loaded or run.
             MemoryBudgetError: A layer would exceed the budget.
         """
-        request = self._request
+        request, compiler = self._request, self._runtime.compiler
         with (
             self._executor,
             self._profiler or nullcontext(),
@@ -99,7 +99,7 @@ class DeviceRun:
             writer.finish()
             generation_error = self._try_to_generate(writer) if request.max_new_tokens else None
         return RunReport(
-            compiles=CompileReport.of(self._counts),
+            compiles=CompileReport.of(self._counts, compiler=compiler and str(compiler)),
             effects=tuple(self._effects) if request.checks_capture else None,
             profile=tuple(self._profiler.layers) if self._profiler else None,
             num_layers=request.num_layers,

@@ -144,6 +144,8 @@ def test_a_backend_that_is_not_here_fails(machine: Any) -> None:
         ("NEURON_FUSE_SOFTMAX", "1", "0", Level.NOTE),
         ("NEURON_CUSTOM_SILU", "1", "0", Level.NOTE),
         ("XLA_DISABLE_FUNCTIONALIZATION", "0", "1", Level.WARN),
+        ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "0", "1", Level.WARN),
+        ("TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS", "0", "1", Level.NOTE),
     ],
 )
 def test_what_changes_numbers_is_named(

@@ -69,6 +69,8 @@ class PortProcess:
         yield from ("single-layer", "--layer", str(layer), "--model", self.model, "--golden", self.golden)
         yield from ("--target", self.target, "--backend", provenance.backend)
         yield from ("--dtype", provenance.dtypes["weights"], "--output-dir", folder, "--json", "--quiet")
+        # A run on the native backend compiles unless told not to.
+        yield from ("--compile", str(provenance.options.get("compile", "off")))
         for option in ("tp_degree", "ep_degree", "reduce_dtype"):
             if option in provenance.options:
                 yield from (f"--{option.replace('_', '-')}", str(provenance.options[option]))

@@ -236,7 +236,8 @@ def test_a_step_compiles_as_much_as_the_whole_pass_and_nothing_later(
     fast = "--xla_backend_optimization_level=0"
     (result,) = serve([(*common, "--decode", 3, "--output-dir", tmp_path / "decoded")], XLA_FLAGS=fast)
     assert result["exit_code"] == 0, result["stderr"]
-    assert json.loads(result["stdout"])["graphs"] == {"first_layer": 6, "later_layers": 0, "fallbacks": []}
+    graphs = json.loads(result["stdout"])["graphs"]
+    assert (graphs["first_layer"], graphs["later_layers"], graphs["fallbacks"]) == (6, 0, [])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,250 @@
+"""Layers run by torch.compile on the CPU: the same values in one graph, and what breaks or repeats it is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minimax_tools.errors import UsageError
+from neuron.devices.backend import Backend
+from neuron.devices.compile_counts import CompileCounts, GraphBreak
+from neuron.devices.compiler import Compiler, choose_compiler
+
+REPOSITORY = Path(__file__).parents[3]
+EVERY_SITE = f"{REPOSITORY / 'scripts/examples/port.py'}:DecoderLayer"
+
+PORTS = """
+from neuron.builtin.layer import DeviceLayer
+
+
+class Printing(DeviceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        print("running")
+        return super().forward(hidden_states, attention_mask, position_ids)
+
+
+class NumberOfTheLayer(DeviceLayer):
+    reuse = False
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        return super().forward(hidden_states * (1 + self.layer_idx), attention_mask, position_ids)
+
+
+class ReadsAValue(DeviceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        if hidden_states.abs().max().item() > 1e9:
+            hidden_states = hidden_states * 2
+        return super().forward(hidden_states, attention_mask, position_ids)
+
+
+class BuiltPerLayer(DeviceLayer):
+    reuse = False
+
+
+class Broken(DeviceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        return hidden_states @ hidden_states
+"""
+
+
+def run_two_layers(serve: Any, model: Path, folder: Path, **runs: tuple[object, ...]) -> dict[str, Any]:
+    """Run layers 0 and 1 from tokens: for each name a target, its compiler and options. All run in one process."""
+    (folder / "ports.py").write_text(PORTS)
+    commands = []
+    for name, (target, compiler, *options) in runs.items():
+        target = f"{folder / 'ports.py'}:{target}" if f"class {target}(" in PORTS else target
+        place = ("--model", model, "--target", target, "--backend", "cpu", "--compile", compiler)
+        where = ("--layers", "0:2", "--seq-len", "12,7", "--json", "--output-dir", folder / name)
+        commands.append(["multi-layer", *place, *where, *options])
+    return dict(zip(runs, serve(commands), strict=True))
+
+
+@pytest.fixture(scope="module")
+def compiled(serve: Any, small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Runs of one process, by name."""
+    return run_two_layers(
+        serve,
+        small,
+        tmp_path_factory.mktemp("compiled"),
+        off=(EVERY_SITE, "off"),
+        eager=(EVERY_SITE, "eager"),
+        printing=("Printing", "eager"),
+        number=("NumberOfTheLayer", "eager"),
+    )
+
+
+@pytest.fixture(scope="module")
+def further(serve: Any, small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """More runs of one process, by name."""
+    return run_two_layers(
+        serve,
+        small,
+        tmp_path_factory.mktemp("further"),
+        off=(EVERY_SITE, "off"),
+        aot_eager=(EVERY_SITE, "aot_eager"),
+        item=("ReadsAValue", "eager"),
+        anew=("BuiltPerLayer", "eager"),
+        broken=("Broken", "eager"),
+        checked=("builtin", "aot_eager", "--check-capture"),
+    )
+
+
+def record(result: dict[str, Any]) -> dict[str, Any]:
+    assert result["exit_code"] == 0, result["stderr"]
+    found: dict[str, Any] = json.loads(result["stdout"])
+    return found
+
+
+def sites(result: dict[str, Any], layer: int) -> dict[str, torch.Tensor]:
+    return load_file(Path(record(result)["directory"]) / f"layer_{layer}.safetensors")
+
+
+def differing_sites(runs: dict[str, dict[str, Any]], one: str, other: str) -> list[str]:
+    """The sites of both layers that differ between two runs, in any bit."""
+    pairs = [(sites(runs[one], layer), sites(runs[other], layer)) for layer in (0, 1)]
+    for expected, found in pairs:
+        assert set(found) == set(expected)
+        assert len(found) >= 17
+    return [name for expected, found in pairs for name in expected if not found[name].equal(expected[name])]
+
+
+class TestValues:
+    def test_every_site_is_that_of_the_layer_uncompiled(self, compiled: dict[str, dict[str, Any]]) -> None:
+        assert differing_sites(compiled, "off", "eager") == []
+
+    @pytest.mark.slow
+    def test_every_site_is_the_same_through_aten_graphs(self, further: dict[str, dict[str, Any]]) -> None:
+        assert differing_sites(further, "off", "aot_eager") == []
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler: apt install g++")
+    def test_inductor_passes_against_the_golden_in_one_graph(
+        self, process: Any, toy: Path, golden: Path
+    ) -> None:
+        done = process(
+            *("sweep", "--model", toy, "--golden", golden, "--target", EVERY_SITE, "--backend", "cpu"),
+            *("--compile", "inductor", "--json"),
+        )
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert (told["verdict"], told["compared"]) == ("pass", told["of"])
+        assert (told["graphs"]["first_layer"], told["graphs"]["later_layers"]) == (1, 0)
+
+    def test_compiler_is_in_the_captures_provenance(self, compiled: dict[str, dict[str, Any]]) -> None:
+        manifests = [
+            json.loads((Path(record(compiled[name])["directory"]) / "manifest.json").read_text())
+            for name in ("off", "eager")
+        ]
+        options = [manifest["provenance"]["options"] for manifest in manifests]
+        assert ["compile" in found for found in options] == [False, True]
+        assert options[1]["compile"] == "eager"
+
+    @pytest.mark.slow
+    def test_recording_that_is_checked_compiles_the_layer_without_its_sites_too(
+        self, further: dict[str, dict[str, Any]]
+    ) -> None:
+        found = record(further["checked"])
+        assert (found["graphs"]["first_layer"], found["graphs"]["later_layers"]) == (2, 0)
+        assert all(effect["num_changed"] == 0 for effect in found["capture_effects"])
+
+
+class TestGraphs:
+    def test_resident_layer_takes_one_graph_for_all_layers(self, compiled: dict[str, dict[str, Any]]) -> None:
+        graphs = record(compiled["eager"])["graphs"]
+        assert (graphs["compiler"], graphs["first_layer"], graphs["later_layers"]) == ("eager", 1, 0)
+        assert (graphs["graph_breaks"], graphs["recompiles"]) == ([], [])
+
+    @pytest.mark.slow
+    def test_layers_built_anew_share_a_graph(self, further: dict[str, dict[str, Any]]) -> None:
+        assert record(further["anew"])["graphs"]["later_layers"] == 0
+
+    def test_nothing_is_compiled_unless_it_is_asked_for(self, compiled: dict[str, dict[str, Any]]) -> None:
+        graphs = record(compiled["off"])["graphs"]
+        assert (graphs["compiler"], graphs["first_layer"], graphs["later_layers"]) == (None, 0, 0)
+
+    def test_line_that_breaks_the_graph_is_named_with_torchs_reason(
+        self, compiled: dict[str, dict[str, Any]]
+    ) -> None:
+        (found,) = record(compiled["printing"])["graphs"]["graph_breaks"]
+        assert found["place"] == 'ports.py:7 `print("running")`'
+        assert "builtin" in found["reason"]
+
+    @pytest.mark.slow
+    def test_value_that_is_read_breaks_the_graph_and_makes_others(
+        self, further: dict[str, dict[str, Any]]
+    ) -> None:
+        graphs = record(further["item"])["graphs"]
+        (found,) = graphs["graph_breaks"]
+        assert found["place"].startswith("ports.py:24 `if hidden_states.abs().max().item() > 1e9:")
+        assert "item()" in found["reason"]
+        assert graphs["first_layer"] > 1
+
+    def test_number_of_the_layer_makes_a_graph_for_each_and_is_named(
+        self, compiled: dict[str, dict[str, Any]]
+    ) -> None:
+        graphs = record(compiled["number"])["graphs"]
+        assert graphs["later_layers"] == 1
+        assert "layer_idx == 0" in graphs["recompiles"][0]
+
+    @pytest.mark.slow
+    def test_layer_that_does_not_compile_ends_the_run_and_names_the_compiler(
+        self, further: dict[str, dict[str, Any]]
+    ) -> None:
+        result = further["broken"]
+        assert result["exit_code"] == 3
+        assert "layer 0 cannot be compiled by torch.compile for eager" in result["stderr"]
+        assert "--compile off runs it operation by operation" in result["stderr"]
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("name", "backend", "chosen"),
+        [
+            ("auto", Backend.NEURON, Compiler.NEURON),
+            ("auto", Backend.CPU, None),
+            ("auto", Backend.XLA_CPU, None),
+            ("off", Backend.NEURON, None),
+            ("off", Backend.NEURON_XLA, None),
+            ("aot_eager", Backend.NEURON, Compiler.AOT_EAGER),
+            ("inductor", Backend.CPU, Compiler.INDUCTOR),
+        ],
+    )
+    def test_compiler_goes_with_the_backend(
+        self, name: str, backend: Backend, chosen: Compiler | None
+    ) -> None:
+        assert choose_compiler(name, backend) is chosen
+
+    @pytest.mark.parametrize(
+        ("name", "backend", "message"),
+        [
+            ("eager", Backend.XLA_CPU, "--compile eager does not go with the backend xla-cpu"),
+            ("neuron", Backend.CPU, "--compile neuron makes no graphs for the backend cpu"),
+            ("inductor", Backend.NEURON, "--compile inductor makes no graphs for the backend neuron"),
+        ],
+    )
+    def test_compiler_that_the_backend_does_not_have_is_refused(
+        self, name: str, backend: Backend, message: str
+    ) -> None:
+        with pytest.raises(UsageError, match=message):
+            choose_compiler(name, backend)
+
+
+def test_breaks_and_conditions_since_an_earlier_time_are_what_came_after() -> None:
+    here, there = GraphBreak(reason="print", place="port.py:3"), GraphBreak(reason="item")
+    earlier = CompileCounts(compiles=1, fallbacks={}, graph_breaks={here: 2}, recompiles={"a == 1": 1})
+    later = CompileCounts(
+        compiles=2, fallbacks={}, graph_breaks={here: 2, there: 1}, recompiles={"a == 1": 1, "a == 2": 1}
+    )
+    grown = later.since(earlier)
+    assert (grown.graph_breaks, grown.recompiles) == ({there: 1}, {"a == 2": 1})
+    assert str(there) == "an unknown line: item"
