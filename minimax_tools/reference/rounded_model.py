@@ -40,7 +40,11 @@ class RoundedModel:
     progress: Progress = field(default_factory=NoProgress)
 
     def run(
-        self, batches: Sequence[Inputs], *, streams: Sequence[torch.Tensor] | None = None, first_layer: int = 0
+        self,
+        batches: Sequence[Inputs],
+        *,
+        streams: Sequence[torch.Tensor] | None = None,
+        first_layer: int = 0,
     ) -> list[torch.Tensor]:
         """Compute the last layer's output of each batch: [C,B,S,H], float32.
 

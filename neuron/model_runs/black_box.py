@@ -21,7 +21,7 @@ from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
-from minimax_tools.text.answered_prompts import AnsweredPrompt
+from minimax_tools.text.answered_prompts import split_rows
 from neuron.prompt_runs.golden_maker import make_golden_logits
 
 _LOGITS = str(ModelSite.LOGITS)
@@ -36,7 +36,8 @@ def judge_black_box(
         CheckpointError: A weight cannot be read.
         CaptureError: The run is damaged, or golden logits cannot be written.
     """
-    prompts = _read_prompts(capture)
+    rows = capture.read_inputs().real_rows()
+    prompts = split_rows(rows, num_decoded=capture.description.run.num_decoded)
     store = LogitsStore.open(folder, reader=reader, spec=spec)
     make_golden_logits(store, [prompt.row for prompt in prompts], reader=reader, spec=spec)
     goldens = [store.read(prompt.row) for prompt in prompts]
@@ -45,20 +46,6 @@ def judge_black_box(
         tokens, logits = _read_logits(capture, row)
         ports.append(PortLogits(tokens=tokens, logits=golden.measure(logits, tokens)))
     return _conclude(comparison, judge_logits(prompts, goldens, ports, through="all layers"))
-
-
-def _read_prompts(capture: Capture) -> list[AnsweredPrompt]:
-    """Return the run's rows as prompts, their decoded tokens as answers."""
-    num_decoded = capture.description.run.num_decoded
-    return [
-        AnsweredPrompt(
-            name=f"row {number}",
-            prompt_ids=tuple(row[: len(row) - num_decoded]),
-            answer_ids=tuple(row[len(row) - num_decoded :]),
-            prompt="",
-        )
-        for number, row in enumerate(capture.read_inputs().real_rows())
-    ]
 
 
 def _read_logits(capture: Capture, row: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,10 @@
+"""Replacement of a whole port's stream by the golden's, for a port of which no layer can run alone.
+
+The stream is the hidden states that pass from layer to layer. The logits that follow tell whether what lies behind the
+point of replacement is right.
+
+- `stream`: the golden's stream at a point, for passes and for golden logits
+- `replaced_judge`: judges the logits of a run with a replaced stream
+- `replaced_port`: a whole port in memory, run with a replaced stream
+- `whole_bisection`: the search for a whole port's last wrong part
+"""

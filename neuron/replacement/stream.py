@@ -1,0 +1,73 @@
+"""The golden's stream at a point of the model, for the passes of a port and for golden logits.
+
+B prompts, S columns of the golden's batch, s columns of a pass, T tokens of a row, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import IncomparableError
+from minimax_tools.golden_logits.stream_start import StreamStart
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from neuron.model_runs.passes import Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GoldenStream:
+    """The stream of a golden of the whole model; a point is a layer's number, or the number of layers.
+
+    Raises:
+        IncomparableError: The golden lacks the stream at some points.
+    """
+
+    golden: Capture
+    inputs: Inputs
+    spec: ModelSpec
+
+    def __post_init__(self) -> None:
+        missing = [
+            layer
+            for layer in range(self.spec.num_hidden_layers)
+            if self.golden.entry(layer, Site.OUTPUT) is None
+        ]
+        if self.golden.entry(0, Site.INPUT) is None or missing:
+            what = f"the output of layer {missing[0]}" if missing else "the input of layer 0"
+            raise IncomparableError(
+                f"the golden {self.golden.directory} lacks {what}",
+                expected="the input of layer 0, and the output of every layer",
+                next_step="Capture it with mm2-gpu extract-all, or mm2-gpu full.",
+            )
+
+    def read(self, point: int) -> torch.Tensor:
+        """Read the stream at a point: [B,S,H] in the golden's dtype.
+
+        Raises:
+            CaptureError: The golden cannot be read.
+        """
+        return self.golden.read(0, Site.INPUT) if point == 0 else self.golden.read(point - 1, Site.OUTPUT)
+
+    def start(self, point: int) -> StreamStart:
+        """Return the stream at a point as golden logits begin with it.
+
+        Raises:
+            CaptureError: The golden cannot be read.
+        """
+        stream = self.read(point)
+        rows = zip(self.inputs.real_rows(), stream, self.inputs.attention_mask, strict=True)
+        return StreamStart(
+            layer=point,
+            states={tuple(row): states_sh[mask.bool()] for row, states_sh, mask in rows},
+        )
+
+
+def cut_stream(stream: torch.Tensor, model_pass: Pass) -> torch.Tensor:
+    """Return a pass's columns [B,s,H] of a stream [B,S,H]; padding is zero."""
+    rows = torch.arange(len(stream))[:, None]
+    states = stream[rows, model_pass.columns.clamp(min=0)]
+    return states.masked_fill((model_pass.columns < 0)[..., None], 0.0)
