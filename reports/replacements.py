@@ -84,8 +84,8 @@ def stream_search_record(search: StreamSearch) -> dict[str, Any]:
 def blind_spots(search: StreamSearch) -> tuple[str, ...]:
     """Tell in sentences what the runs could not have seen."""
     faint = (
-        "A mistake that moves the logits less than rounding does, in all layers behind the point of replacement, is not "
-        "seen: --exhaustive replaces the stream at every layer, from the last on."
+        "A mistake that moves the logits less than rounding does, in all layers behind the point of replacement, is "
+        "not seen: --exhaustive replaces the stream at every layer, from the last on."
     )
     if search.finding is None:
         return (faint,)
