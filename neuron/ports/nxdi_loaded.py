@@ -45,6 +45,33 @@ class NxdiOutput:
     tokens: torch.Tensor | None  # tokens that NxDI's sampler chose, [B]; None if it does not sample
 
 
+def prefill_arguments(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+) -> dict[str, Any]:
+    """Return the arguments by which an application prefills prompts [B,S], padded on the right."""
+    positions = torch.where(attention_mask.bool(), position_ids, 1)
+    return _arguments(input_ids, attention_mask, positions)
+
+
+def step_arguments(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments by which an application computes a token of each prompt, [B,1]."""
+    cached = torch.arange(int(position_ids.max())) < position_ids
+    return _arguments(input_ids, cached.to(input_ids.dtype), position_ids)
+
+
+def _arguments(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+) -> dict[str, Any]:
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "seq_ids": torch.arange(len(input_ids)),
+        # Top k, top p and temperature, which a greedy sampler does not read.
+        "sampling_params": torch.ones(len(input_ids), 3),
+    }
+
+
 class LoadedApplication:
     """An application with its weights, on the CPU or on Neuron."""
 
@@ -148,10 +175,9 @@ class LoadedApplication:
     ) -> NxdiOutput:
         """Compute prompts [B,S], padded on the right; captured tensors are written into a folder."""
         self._application.reset()
-        positions = torch.where(attention_mask.bool(), position_ids, 1)
-        num_columns = self._neuron_config.max_context_length
-        keywords = self._replacing(replaced, num_columns=num_columns)
-        return self._call(input_ids, attention_mask, positions, captured=captured, **keywords)
+        arguments = prefill_arguments(input_ids, attention_mask, position_ids)
+        arguments |= self._replacing(replaced, num_columns=self._neuron_config.max_context_length)
+        return self._call(arguments, captured=captured)
 
     def decode(
         self,
@@ -162,9 +188,8 @@ class LoadedApplication:
         replaced: ReplacedStream | None = None,
     ) -> NxdiOutput:
         """Compute a token of each prompt, [B,1], behind those in the cache at smaller positions."""
-        cached = torch.arange(int(position_ids.max())) < position_ids
-        keywords = self._replacing(replaced, num_columns=1)
-        return self._call(input_ids, cached.to(input_ids.dtype), position_ids, captured=captured, **keywords)
+        arguments = step_arguments(input_ids, position_ids) | self._replacing(replaced, num_columns=1)
+        return self._call(arguments, captured=captured)
 
     def read_cache(self) -> list[CachePair] | None:
         """Return this rank's keys and values [B,K,P,D] of each layer, entries by position; None on a device."""
@@ -180,27 +205,10 @@ class LoadedApplication:
             for keys, values in zip(flat[::2], flat[1::2], strict=True)
         ]
 
-    def _call(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        *,
-        captured: Path,
-        **keywords: Any,
-    ) -> NxdiOutput:
-        batch_size = len(input_ids)
+    def _call(self, arguments: dict[str, Any], *, captured: Path) -> NxdiOutput:
         if self.captures:
-            keywords["tensor_capture_hook"] = self._capture_hook(captured)
-        result = self._application(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            seq_ids=torch.arange(batch_size),
-            # Top k, top p and temperature, which a greedy sampler does not read.
-            sampling_params=torch.ones(batch_size, 3),
-            **keywords,
-        )
+            arguments["tensor_capture_hook"] = self._capture_hook(captured)
+        result = self._application(**arguments)
         # Without a sampler NxDI returns the logits a second time, as `tokens`. On the CPU its sampler reads the rank's
         # own part of the vocabulary, whatever the port.
         is_of_a_part = self._settings.is_on_cpu and self._settings.ranks.are_several
