@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+
+from neuronx_distributed.utils.tensor_replacement.registry import RuntimeRegister
+from neuronx_distributed_inference.utils.tensor_replacement.registry import TensorReplacementRegister
 
 
 class TensorCaptureConfig:
@@ -14,6 +18,25 @@ class TensorCaptureConfig:
         self.capture_inputs = capture_inputs
 
 
+class TensorReplacementConfig:
+    """The folders and modules of a tensor replacement."""
+
+    def __init__(self, *, ref_dir, neuron_dir, tf_map, neuron_config, module_map=None):
+        for folder in (ref_dir, neuron_dir):
+            if not Path(folder).is_dir():
+                raise FileNotFoundError(folder)
+        if type(tf_map) is not dict:
+            raise FileNotFoundError("the map is no dict")
+        register = TensorReplacementRegister.get_instance(
+            ref_dir=ref_dir,
+            neuron_dir=neuron_dir,
+            tr_map=tf_map,
+            config=neuron_config,
+            ref_equiv_map=module_map,
+        )
+        RuntimeRegister.module_superset = register.module_superset
+
+
 class NeuronConfig:
     """The config of the device; unknown options are left alone, as NxDI does."""
 
@@ -21,6 +44,9 @@ class NeuronConfig:
         self.batch_size = options.get("batch_size", 1)
         self.seq_len = options.get("seq_len", 128)
         self.max_context_length = options.get("max_context_length", self.seq_len)
+        self.enable_bucketing = options.get("enable_bucketing", False)
+        self.sequence_parallel_enabled = options.get("sequence_parallel_enabled", False)
+        self.tensor_replacement_config = None
         self.padding_side = options.get("padding_side", "right")
         self.tp_degree = options.get("tp_degree", 1)
         self.torch_dtype = options["torch_dtype"]
