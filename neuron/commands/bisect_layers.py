@@ -92,8 +92,8 @@ from reports.bisection import bisection_record, render_bisection
     "num_decoded",
     type=click.IntRange(min=0),
     metavar="N",
-    help="With --whole: decode the last N tokens of each prompt one at a time. Default: 4, or fewer if a prompt is "
-    "shorter.",
+    help="With --whole: decode the last N tokens of each prompt one at a time. More of them "
+    "show smaller mistakes. Default: 32, or half of the shortest prompt.",
 )
 @click.option("--anew", "is_anew", is_flag=True, help="Ignore the probes of earlier runs.")
 @prefetch_option

@@ -91,8 +91,8 @@ class ReplacementOptions:
         "num_decoded",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Decode the last N tokens of each prompt one at a time; each gives one more distribution to judge. "
-        "Default: 4, or fewer if a prompt is shorter.",
+        help="Decode the last N tokens of each prompt one at a time; more of them show smaller mistakes. "
+        "Default: 32, or half of the shortest prompt.",
     ),
     click.option(
         "--bucket",
