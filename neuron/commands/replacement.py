@@ -11,7 +11,6 @@ import torch
 
 from compare.chains.stream_search import search_stream
 from minimax_tools.capture.reader import Capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json
 from minimax_tools.command_line.options import (
@@ -24,9 +23,6 @@ from minimax_tools.command_line.options import (
 from minimax_tools.errors import UsageError
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.model.run import sweep_run
-from minimax_tools.model.sites import Site
-from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
 from neuron.commands.bisect_whole import choose_num_decoded
@@ -36,7 +32,6 @@ from neuron.replacement.replaced_judge import ReplacedJudge
 from neuron.replacement.run_folder import RunFolder, RunPlan
 from neuron.replacement.stream import GoldenStream
 from neuron.replacement.vllm_neuron_files import refuse_requests, write_tensors, write_token_ids
-from neuron.runs.golden_inputs import GoldenInputs, digest_sites
 from reports.replacements import render_stream_search, stream_search_record
 
 NXDI, VLLM_NEURON = "nxdi", "vllm-neuron"
@@ -134,7 +129,7 @@ def replacement_command(options: ReplacementOptions) -> None:
         )
     golden = Capture.open(options.golden)
     with CheckpointReader(resolve_model(options.model)) as reader:
-        stream = _open_stream(golden, spec=spec, reader=reader)
+        stream = GoldenStream.open(golden, reader=reader, spec=spec, dtype=torch.bfloat16)
         folder = _open_folder(options, stream)
         judge = ReplacedJudge(
             stream=stream,
@@ -166,19 +161,10 @@ def replacement_command(options: ReplacementOptions) -> None:
     end_command(search.verdict.exit_code)
 
 
-def _open_stream(golden: Capture, *, spec: ModelSpec, reader: CheckpointReader) -> GoldenStream:
-    span = Span(0, spec.num_hidden_layers)
-    sources = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
-    sources.verify(model=ModelFingerprint.of(reader, spec, span), dtype=torch.bfloat16)
-    return GoldenStream(golden=golden, inputs=golden.read_inputs(), spec=spec)
-
-
 def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder:
     """Open the folder of the runs, and write it if it is new."""
     inputs, spec = stream.inputs, stream.spec
     num_decoded = choose_num_decoded(inputs, options.num_decoded)
-    layers = range(spec.num_hidden_layers)
-    sites = [(layer, site) for layer in layers for site in (Site.INPUT, Site.OUTPUT)]
     bucket = 0
     if options.tool == NXDI:
         bucket = options.bucket or -(-inputs.sequence_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
@@ -189,7 +175,7 @@ def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder
         refuse_requests(inputs, num_decoded=num_decoded)
     plan = RunPlan(
         tool=options.tool,
-        golden_digest=digest_sites(stream.golden, sites),
+        golden_digest=stream.digest(),
         model_name=options.model,
         num_layers=spec.num_hidden_layers,
         hidden_size=spec.hidden_size,

@@ -9,13 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
-from minimax_tools.errors import IncomparableError
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.golden_logits.stream_start import StreamStart
 from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from neuron.model_runs.passes import Pass
+from neuron.runs.golden_inputs import GoldenInputs, digest_sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +49,34 @@ class GoldenStream:
                 expected="the input of layer 0, and the output of every layer",
                 next_step="Capture it with mm2-gpu extract-all, or mm2-gpu full.",
             )
+
+    @classmethod
+    def open(
+        cls, golden: Capture, *, reader: CheckpointReader, spec: ModelSpec, dtype: torch.dtype
+    ) -> GoldenStream:
+        """Return the stream of a golden that fits a run on the model that `reader` reads.
+
+        Raises:
+            UsageError: The run is not in BF16.
+            IncomparableError: The golden is of another model or dtype, or lacks the stream at some points.
+        """
+        if dtype is not torch.bfloat16:
+            raise UsageError(
+                "logits are judged by the noise of BF16",
+                expected="--dtype bfloat16",
+                found=dtype_name(dtype),
+                next_step="Leave out --dtype.",
+            )
+        span = Span(0, spec.num_hidden_layers)
+        sources = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
+        sources.verify(model=ModelFingerprint.of(reader, spec, span), dtype=dtype)
+        return cls(golden=golden, inputs=golden.read_inputs(), spec=spec)
+
+    def digest(self, *, header: str = "") -> str:
+        """Return the sha256 over the digests of the stream at all points, after `header`, a text to include."""
+        layers = range(self.spec.num_hidden_layers)
+        sites = [(layer, site) for layer in layers for site in (Site.INPUT, Site.OUTPUT)]
+        return digest_sites(self.golden, sites, header=header)
 
     def read(self, point: int) -> torch.Tensor:
         """Read the stream at a point: [B,S,H] in the golden's dtype.

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from compare.chains.stream_search import search_stream
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import UsageError
-from minimax_tools.model.run import sweep_run
-from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Chain, Probe
 from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch, name_point
@@ -33,7 +26,6 @@ from neuron.ports.model_batch import ModelBatch
 from neuron.replacement.replaced_judge import ReplacedJudge
 from neuron.replacement.replaced_port import ReplacedPort
 from neuron.replacement.stream import GoldenStream
-from neuron.runs.golden_inputs import GoldenInputs, digest_sites
 from neuron.runs.journal import Journal, open_journal
 
 logger = logging.getLogger(__name__)
@@ -61,13 +53,13 @@ def bisect_whole(
         CaptureError: The directory is in use or holds something else, or the golden cannot be read.
     """
     assert request.golden is not None, "the stream is a golden's"
-    stream = open_stream(request.golden, request=request, reader=reader)
+    stream = GoldenStream.open(request.golden, reader=reader, spec=request.spec, dtype=request.dtype)
     passes = plan_passes(request.inputs, request.run.num_decoded)
     batch = ModelBatch.of(request.inputs, num_decoded=request.run.num_decoded, max_new_tokens=0)
     judge = ReplacedJudge(
         stream=stream, num_decoded=request.run.num_decoded, reader=reader, folder=logits_folder
     )
-    description = _describe(request, runtime, reader=reader, golden=request.golden)
+    description = _describe(request, runtime, reader=reader, stream=stream)
     with (
         open_journal(directory, description, is_anew=is_anew) as journal,
         ModelExecutor(
@@ -83,27 +75,6 @@ def bisect_whole(
             target=request.target.name,
             is_exhaustive=is_exhaustive,
         )
-
-
-def open_stream(golden: Capture, *, request: ModelRequest, reader: CheckpointReader) -> GoldenStream:
-    """Return the stream of a golden that fits the run.
-
-    Raises:
-        UsageError: The run is not in BF16.
-        IncomparableError: The golden is of another model or dtype, or lacks the stream of a layer.
-    """
-    if request.dtype is not torch.bfloat16:
-        raise UsageError(
-            "logits are judged by the noise of BF16",
-            expected="--dtype bfloat16",
-            found=str(request.dtype).removeprefix("torch."),
-            next_step="Leave out --dtype.",
-        )
-    spec = request.spec
-    span = Span(0, spec.num_hidden_layers)
-    sources = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
-    sources.verify(model=ModelFingerprint.of(reader, spec, span), dtype=request.dtype)
-    return GoldenStream(golden=golden, inputs=request.inputs, spec=spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,20 +109,18 @@ def _parts_behind(point: Point, *, num_layers: int) -> Span:
 
 
 def _describe(
-    request: ModelRequest, runtime: Runtime, *, reader: CheckpointReader, golden: Capture
+    request: ModelRequest, runtime: Runtime, *, reader: CheckpointReader, stream: GoldenStream
 ) -> Description:
     """Describe all that a run's result depends on. A bisection resumes only from a journal of this description."""
-    span = Span(0, request.spec.num_hidden_layers)
-    sites = [(layer, site) for layer in span for site in (Site.INPUT, Site.OUTPUT)]
-    options: Mapping[str, object] = {
-        "golden": digest_sites(golden, sites, header=golden.description.noise_floor)
-    }
+    span, golden = Span(0, request.spec.num_hidden_layers), stream.golden.description
     return Description(
         side=DEVICE_SIDE,
         run=request.run,
         provenance=request.provenance(
-            runtime, model=ModelFingerprint.of(reader, request.spec, span), options=options
+            runtime,
+            model=ModelFingerprint.of(reader, request.spec, span),
+            options={"golden": stream.digest(header=golden.noise_floor)},
         ),
         inputs_digest=request.inputs.digest(),
-        input_source=f"golden {golden.description.run.name}",
+        input_source=f"golden {golden.run.name}",
     )

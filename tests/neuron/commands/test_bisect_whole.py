@@ -67,6 +67,18 @@ class Mute(ClosedRight):
     # Shows no layer, and takes no other stream.
     replace_stream = None
 
+class Compiled(Right):
+    # Its layers are seen, and never called: a compiled graph has taken their weights.
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        hooked = [dict(layer._forward_pre_hooks) for layer in self.model.layers]
+        for layer in self.model.layers:
+            layer._forward_pre_hooks.clear()
+        try:
+            return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        finally:
+            for layer, hooks in zip(self.model.layers, hooked):
+                layer._forward_pre_hooks.update(hooks)
+
 class Swapped(Right):
     def convert_state_dict(self, tensors, config, layer_idx):
         if layer_idx == 2:
@@ -148,6 +160,12 @@ def test_port_that_takes_no_other_stream_is_refused(bisect: Any) -> None:
     assert result.exit_code == 3
     assert "does not show its layers" in result.stderr
     assert "replace_stream(layer, states)" in result.stderr
+
+
+def test_stream_that_was_not_taken_is_no_verdict(bisect: Any) -> None:
+    result, _ = bisect("Compiled")
+    assert result.exit_code == 3
+    assert "did not take the stream that was to replace its own at point 2" in result.stderr
 
 
 def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy: Path, golden: Path) -> None:
