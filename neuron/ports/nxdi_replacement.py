@@ -10,6 +10,7 @@ B prompts, S columns of the pass, C columns of the bucket, H hidden.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +65,8 @@ def make_config(neuron_config: Any, *, num_layers: int, hidden_size: int) -> Any
             ref_dir=str(reference),
             neuron_dir=str(shapes),
             tf_map=dict(map_steps(None, num_layers=num_layers, num_steps=len(_STEPS))),
-            neuron_config=neuron_config,
+            # NxDI saves the config that gets this one: within itself it would have no end.
+            neuron_config=copy.deepcopy(neuron_config),
         )
 
 

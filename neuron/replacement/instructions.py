@@ -23,13 +23,14 @@ add_stream_points(self)
 #    The graph is compiled once for all points.
 #      batch_size={batch_size}, max_context_length={plan.bucket}, enable_bucketing=False, padding_side="right",
 #      output_logits=True, sequence_parallel_enabled=False, seq_len at least {plan.bucket + plan.num_decoded}
+import copy
 from neuronx_distributed_inference.models.config import TensorReplacementConfig
 from neuron.ports.nxdi_replacement import map_steps
 neuron_config.tensor_replacement_config = TensorReplacementConfig(
     ref_dir={str(directory / REFERENCE)!r},
     neuron_dir={str(directory / SHAPES)!r},
     tf_map=map_steps({point!r}, num_layers={plan.num_layers}, num_steps={plan.num_steps}),
-    neuron_config=neuron_config,
+    neuron_config=copy.deepcopy(neuron_config),
 )
 
 # 3. Each run, behind application.compile(…) and application.load(…): {_word_run(folder, point)}.

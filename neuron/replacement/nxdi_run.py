@@ -39,6 +39,7 @@ def replacement_config(neuron_config: Any, folder: str | Path, *, point: int | N
         ref_dir=str(opened.directory / REFERENCE),
         neuron_dir=str(opened.directory / SHAPES),
         tf_map=dict(map_steps(point, num_layers=plan.num_layers, num_steps=plan.num_steps)),
+        # It may hold a config of this kind already: NxDI's register reads sizes alone.
         neuron_config=neuron_config,
     )
 

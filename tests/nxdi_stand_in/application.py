@@ -12,6 +12,7 @@ from neuronx_distributed.utils import cpu_mode
 from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
 from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry
 from neuronx_distributed.utils.tensor_replacement import modify_model_for_tensor_replacement
+from neuronx_distributed_inference.models.config import to_dict
 from torch import nn
 
 
@@ -77,6 +78,7 @@ class NeuronBaseForCausalLM(nn.Module):
         assert not cpu_mode()
         assert not torch.distributed.is_initialized()
         assert not parallel_state.model_parallel_is_initialized()
+        to_dict(self.config)
         self.is_compiled = True
 
     def load(self, path):

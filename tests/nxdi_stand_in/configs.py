@@ -27,6 +27,7 @@ class TensorReplacementConfig:
                 raise FileNotFoundError(folder)
         if type(tf_map) is not dict:
             raise FileNotFoundError("the map is no dict")
+        self.tr_map, self.config = tf_map, neuron_config
         register = TensorReplacementRegister.get_instance(
             ref_dir=ref_dir,
             neuron_dir=neuron_dir,
@@ -70,3 +71,14 @@ class InferenceConfig:
     def get_neuron_config_cls(cls):
         """Return the class of the device's config."""
         return NeuronConfig
+
+
+def to_dict(value):
+    """Return a config as NxDI saves it beside a compiled graph: all that is in it, however deep."""
+    if isinstance(value, dict):
+        return {name: to_dict(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [to_dict(item) for item in value]
+    return (
+        {name: to_dict(item) for name, item in vars(value).items()} if hasattr(value, "__dict__") else value
+    )

@@ -46,7 +46,7 @@ class ByHand(Swapped):
 
 # A porter's own script: an application is compiled once, and runs with the stream replaced at one point after another.
 BY_HAND = """
-import os, sys
+import copy, os, sys
 from pathlib import Path
 import torch
 from neuronx_distributed_inference.models.config import NeuronConfig, TensorReplacementConfig
@@ -63,7 +63,7 @@ options = dict(batch_size=2, max_context_length=128, seq_len=128, enable_bucketi
 neuron_config = NeuronConfig(**{**options, **other}, torch_dtype=torch.bfloat16, output_logits=True)
 neuron_config.tensor_replacement_config = TensorReplacementConfig(
     ref_dir=f"{folder}/reference", neuron_dir=f"{folder}/shapes",
-    tf_map=map_steps(None, num_layers=4, num_steps=17), neuron_config=neuron_config,
+    tf_map=map_steps(None, num_layers=4, num_steps=17), neuron_config=copy.deepcopy(neuron_config),
 )
 values = vars(target_config(ModelSpec.from_folder(Path(toy)), ranks=None))
 values.pop("ranks", None)
