@@ -150,6 +150,28 @@ def test_wrong_layer_is_named(search: Any, name: str) -> None:
     assert points == [2, 4, 3]
 
 
+@pytest.mark.parametrize("name", ["Swapped", "SwappedSummands"])
+def test_mm2_runs_a_model_itself(
+    run: Any, tmp_path: Path, toy: Path, golden: Path, stand_in: None, name: str
+) -> None:
+    target = f"vllm-neuron:{PORTS / 'vllm_neuron_port.py'}:{name}"
+    arguments = (
+        "bisect",
+        "--whole",
+        "--model",
+        toy,
+        "--golden",
+        golden,
+        "--target",
+        target,
+        "--backend",
+        "cpu",
+    )
+    result = run(*arguments, "--output-dir", tmp_path / "search", "--decode", 3, "--json", "--quiet")
+    assert result.exit_code == 1, result.stderr
+    assert [blame["layer"] for blame in json.loads(result.stdout)["blame"]] == [2]
+
+
 class TestReplaceStream:
     STATES = torch.arange(8.0).reshape(4, 2)
 
