@@ -26,7 +26,10 @@ def render_stream_search(
     """Draw a search as text: verdict, runs, the wrong part, and what was not seen (see `Canvas`)."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(search), style=_STYLES[search.verdict])
-    canvas.line(f"judged the logits of {format_count(len(search.runs), 'run')}")
+    canvas.line(
+        f"judged {search.num_judged} of {format_count(search.num_parts, 'part')} of the model by the logits of "
+        f"{format_count(len(search.runs), 'run')}"
+    )
     canvas.facts([("reference", search.reference), ("target", search.target or "run by hand")])
     if search.runs:
         canvas.gap()
@@ -62,7 +65,8 @@ def stream_search_record(search: StreamSearch) -> dict[str, Any]:
         ]
     return {
         "verdict": search.verdict.value,
-        "compared": len(search.runs),
+        "compared": search.num_judged,
+        "of": search.num_parts,
         "blame": blame,
         "reference": search.reference,
         "target": search.target,

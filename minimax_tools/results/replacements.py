@@ -46,10 +46,30 @@ class StreamSearch:
         return Verdict.PASS if self.finding is None else Verdict.FAIL
 
     @property
+    def num_parts(self) -> int:
+        """Number of parts of the model: its layers, one behind them, and one before them."""
+        return self.num_layers + 2
+
+    @property
+    def num_judged(self) -> int:
+        """Number of parts that are known to be right, and the wrong one."""
+        known = [
+            count_parts_behind(run.point, num_layers=self.num_layers) for run in self.runs if run.is_right
+        ]
+        if self.finding is not None:
+            known.append(count_parts_behind(self.finding.point, num_layers=self.num_layers))
+        return max(known, default=0)
+
+    @property
     def wrong_layer(self) -> int | None:
         """The layer that is wrong; None if none is, or what is wrong lies outside the layers."""
         point = None if self.finding is None else self.finding.point
         return None if point == self.num_layers else point
+
+
+def count_parts_behind(point: Point, *, num_layers: int) -> int:
+    """Return the number of parts of a model behind a point."""
+    return num_layers + 2 if point is None else num_layers - point + 1
 
 
 def name_part(point: Point, *, num_layers: int) -> str:

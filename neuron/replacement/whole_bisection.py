@@ -17,7 +17,13 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Chain, Probe
-from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch, name_point
+from minimax_tools.results.replacements import (
+    Point,
+    ReplacedRun,
+    StreamSearch,
+    count_parts_behind,
+    name_point,
+)
 from neuron.devices.runtime import Runtime
 from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelRequest
@@ -88,7 +94,8 @@ class _JournalledRuns:
     def judge_run(self, point: Point) -> ReplacedRun:
         num_layers = self.judge.stream.spec.num_hidden_layers
         where = f"the stream is replaced at the {name_point(point, num_layers=num_layers)}"
-        parts = _parts_behind(point, num_layers=num_layers)
+        # A run is stored under the parts that it judges, counted from the model's end.
+        parts = Span(0, count_parts_behind(point, num_layers=num_layers))
         probe = self.journal.find(parts)
         if probe is not None:
             logger.info("A run where %s: done before.", where)
@@ -101,11 +108,6 @@ class _JournalledRuns:
         )
         self.journal.add(Probe(span=parts, chains=(chain,)))
         return run
-
-
-def _parts_behind(point: Point, *, num_layers: int) -> Span:
-    """Return the parts behind a point as a span, counted from the model's end: a run is stored under them."""
-    return Span(0, num_layers + 2 if point is None else num_layers - point + 1)
 
 
 def _describe(

@@ -40,6 +40,7 @@ def test_single_wrong_part_is_found(part: Point, is_exhaustive: bool) -> None:
     assert found.finding is not None
     assert found.finding.point == part
     assert found.wrong_layer == (None if part == NUM_LAYERS else part)
+    assert found.num_judged == (NUM_LAYERS + 2 if part is None else NUM_LAYERS - part + 1)
     assert is_exhaustive or len(found.runs) <= MOST_RUNS
 
 

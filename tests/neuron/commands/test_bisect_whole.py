@@ -120,7 +120,7 @@ def bisect(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
 def test_right_port_is_not_blamed(bisect: Any, name: str, options: tuple[object, ...]) -> None:
     result, record = bisect(name, *options)
     assert (result.exit_code, record["verdict"]) == (0, "pass")
-    assert record["blame"] == []
+    assert (record["blame"], record["compared"], record["of"]) == ([], 6, 6)
     assert len(record["runs"]) == (6 if options == ("--exhaustive",) else 4)
 
 
@@ -173,7 +173,7 @@ def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy:
     arguments = ("bisect", "--whole", "--model", toy, "--golden", golden, "--backend", "cpu", "--quiet")
     target = ("--target", f"{tmp_path / 'whole_ports.py'}:Swapped", "--output-dir", tmp_path / "search")
     text = run(*arguments, *target).stdout
-    assert text.startswith("FAIL: layer 2\njudged the logits of 3 runs")
+    assert text.startswith("FAIL: layer 2\njudged 3 of 6 parts of the model by the logits of 3 runs")
     assert "final norm's input  right" in text
 
 
