@@ -8,6 +8,7 @@ From the lowest floor up:
 - `ports`: a port, found, built, loaded, and its sites
 - `runs`: a run, from hidden states to the capture
 - `model_runs`: a run of a whole port, from token ids to logits
+- `replacement`: the golden's stream in place of a whole port's own, and the search for its last wrong layer
 - `prompt_runs`: runs of many prompts through a whole port, and the way from the worst to its layer
 - `weight_trace`: where every element of a port's weights comes from, and whether that is right
 - `check`: findings about a machine's devices, settings, memory and time

@@ -11,6 +11,7 @@ from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.check import check_command
 from neuron.commands.model import model_command
 from neuron.commands.prompts import prompts_command
+from neuron.commands.replacement import replacement_command
 from neuron.commands.run import (
     component_command,
     full_command,
@@ -41,6 +42,7 @@ for _command in (
     prompts_command,
     component_command,
     bisect_command,
+    replacement_command,
     weights_command,
     trace_command,
     check_command,

@@ -6,6 +6,7 @@
 - `curves`: its table of a chained run's error
 - `data`: a comparison as JSON and CSV, and the three files of a report
 - `bisection`: a bisection as text and JSON
+- `replacements`: a search by replaced streams as text and JSON
 - `prompts`: a ranking of prompts as text and JSON
 - `captures`: the contents of a capture as text and JSON
 - `contents`: the sites in a capture, with statistics

@@ -3,4 +3,5 @@
 - `noise_level`: the usual noise of golden logits, pooled over prompts
 - `prompt_limits`: limits that right ports keep
 - `prompt_judge`: from a prompt's logits to its result
+- `logits_verdict`: the logits of all rows of a run, in one value
 """

@@ -2,6 +2,7 @@
 
 - `token_logits`: next-token logits of a row, at the likeliest tokens and in sum at the others
 - `golden_logits`: those of the exact model, and of right models that round
+- `stream_start`: the golden's stream at the input of a layer, where they may begin
 - `logits_run`: computes golden logits of many rows, one layer of weights in memory
 - `logits_store`: golden logits in a folder, under the model's fingerprint
 """

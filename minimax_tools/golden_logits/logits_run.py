@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from minimax_tools.golden_logits.golden_logits import KINDS, MOST_CANDIDATES, GoldenLogits, following_tokens
+from minimax_tools.golden_logits.stream_start import StreamStart
 from minimax_tools.golden_logits.token_logits import TokenLogits, join_tokens
-from minimax_tools.model.inputs import pad_rows
+from minimax_tools.model.inputs import Inputs, pad_rows
 from minimax_tools.reference.rounded_model import RoundedHead, RoundedModel
 
 # Rows of similar length are computed side by side, up to so many tokens with their padding: attention's scores and the
@@ -21,8 +22,12 @@ _BATCH_TOKENS = 2048
 _MOST_LOGITS = 2**27
 
 
-def compute_golden_logits(model: RoundedModel, rows: Sequence[Sequence[int]]) -> list[GoldenLogits]:
+def compute_golden_logits(
+    model: RoundedModel, rows: Sequence[Sequence[int]], *, start: StreamStart | None = None
+) -> list[GoldenLogits]:
     """Compute the golden logits of rows of token ids, in their order; `model` computes the copies of KINDS.
+
+    With `start`, the copies begin with the golden's stream there, not with the embedding.
 
     Raises:
         CheckpointError: A weight cannot be read.
@@ -38,7 +43,7 @@ def compute_golden_logits(model: RoundedModel, rows: Sequence[Sequence[int]]) ->
         )
         for group in groups
     ]
-    outputs = model.run(batches)
+    outputs = model.run(batches) if start is None else _run_from(model, rows, groups, batches, start)
     head = model.head()
     found: dict[int, GoldenLogits] = {}
     for group, states_cbsh in zip(groups, outputs, strict=True):
@@ -46,6 +51,20 @@ def compute_golden_logits(model: RoundedModel, rows: Sequence[Sequence[int]]) ->
             input_ids = torch.tensor(rows[index])
             found[index] = _score(head, states_cbsh[:, place, : len(input_ids)], input_ids, row=index)
     return [found[index] for index in range(len(rows))]
+
+
+def _run_from(
+    model: RoundedModel,
+    rows: Sequence[Sequence[int]],
+    groups: list[list[int]],
+    batches: list[Inputs],
+    start: StreamStart,
+) -> list[torch.Tensor]:
+    streams = [
+        start.pad([tuple(rows[index]) for index in group], num_columns=batch.sequence_length)
+        for group, batch in zip(groups, batches, strict=True)
+    ]
+    return model.run(batches, streams=streams, first_layer=start.layer)
 
 
 def _group(rows: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -25,6 +25,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError
 from minimax_tools.golden_logits.golden_logits import KINDS, MOST_CANDIDATES, GoldenLogits
+from minimax_tools.golden_logits.stream_start import StreamStart
 from minimax_tools.golden_logits.token_logits import TokenLogits
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.whole_file import whole_capture_file, whole_file
@@ -33,7 +34,7 @@ from minimax_tools.model.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 # Another number for another computation of golden logits: those of earlier versions are computed anew.
-_VERSION = 1
+_VERSION = 2
 MODEL_FILE = "model.json"
 # Usual name of the folder, beneath that of all captures.
 LOGITS_FOLDER = "golden_logits"
@@ -47,10 +48,15 @@ class LogitsStore:
 
     directory: Path  # the model's own folder
     model: ModelFingerprint
+    start: StreamStart | None = None  # stream that the logits are computed from; None for the embedding
 
     @classmethod
-    def open(cls, folder: Path, *, reader: CheckpointReader, spec: ModelSpec) -> LogitsStore:
+    def open(
+        cls, folder: Path, *, reader: CheckpointReader, spec: ModelSpec, start: StreamStart | None = None
+    ) -> LogitsStore:
         """Open the store of a checkpoint beneath `folder`, and make it if it is missing.
+
+        With `start`, the store holds the logits that follow from the golden's stream there.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
@@ -63,6 +69,8 @@ class LogitsStore:
             "candidates": MOST_CANDIDATES,
             "fingerprint": encode(fingerprint),
             "content_digest": digest_content(reader.index),
+            # Absent without one: the folders of whole models keep their names.
+            **({} if start is None else {"stream": {"layer": start.layer, "sha256": start.digest()}}),
         }
         text = json.dumps(record, indent=2, sort_keys=True)
         directory = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -77,7 +85,7 @@ class LogitsStore:
                 found=str(error),
                 next_step="Choose another --golden-logits.",
             ) from error
-        return cls(directory=directory, model=fingerprint)
+        return cls(directory=directory, model=fingerprint, start=start)
 
     def has(self, row: Sequence[int]) -> bool:
         """Decide whether a row's golden logits are stored, whole and undamaged."""

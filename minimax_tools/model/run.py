@@ -196,6 +196,13 @@ def bisect_run(span: Span) -> Run:
     return Run(name=name, span=span, mode=Mode.CHAINED, sites=SITE_LEVELS["layer"])
 
 
+def whole_bisect_run(num_hidden_layers: int, *, num_decoded: int) -> Run:
+    """Return a run of a whole port whose stream is replaced, at another point in each of its runs."""
+    return replace(
+        model_run(num_hidden_layers, sites_level="layer", num_decoded=num_decoded), name="bisect_whole"
+    )
+
+
 def component_run(layer: int, component: Component) -> Run:
     """Return a run of one component of a layer, from the golden's values."""
     boundary = BOUNDARIES[component]

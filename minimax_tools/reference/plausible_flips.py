@@ -36,6 +36,9 @@ class PlausibleFlips:
         best = scores_cbse.topk(k + 1, dim=-1)
         experts = best.indices[..., :k].clone()
         is_plausible = best.values[..., k - 1] - best.values[..., k] <= self._reach(scores_cbse)
+        # Rounding may have flipped a copy's experts already: another flip would undo that.
+        own = experts.sort(dim=-1).values
+        is_plausible &= (own == own[:1]).all(dim=-1)
         generator = torch.Generator().manual_seed(self.seed)
         for copy in range(self.num_copies - NUM_FLIPPING, self.num_copies):
             flips = is_plausible[copy]

@@ -39,18 +39,24 @@ class RoundedModel:
     kinds: tuple[RoundingKind, ...]  # of each copy, ascending, as `Rounding` demands
     progress: Progress = field(default_factory=NoProgress)
 
-    def run(self, batches: Sequence[Inputs]) -> list[torch.Tensor]:
+    def run(
+        self,
+        batches: Sequence[Inputs],
+        *,
+        streams: Sequence[torch.Tensor] | None = None,
+        first_layer: int = 0,
+    ) -> list[torch.Tensor]:
         """Compute the last layer's output of each batch: [C,B,S,H], float32.
+
+        With `streams`, all copies begin with the input of `first_layer` given there, [B,S,H] for each batch; behind the
+        last layer that is its output.
 
         Raises:
             CheckpointError: A weight cannot be read.
         """
-        embedding = ModelTensors.open(self.reader, self.spec, torch.bfloat16, with_layers=False)[EMBEDDING]
-        states = [
-            embedding[batch.input_ids].float().repeat(len(self.kinds), 1, 1) for batch in batches
-        ]  # [R,S,H]
-        del embedding
-        for layer in range(self.spec.num_hidden_layers):
+        inputs = self._embed(batches) if streams is None else streams
+        states = [hidden.float().repeat(len(self.kinds), 1, 1) for hidden in inputs]  # [R,S,H]
+        for layer in range(first_layer, self.spec.num_hidden_layers):
             num_bytes = self.reader.num_bytes_read
             tensors = LayerTensors.open(self.reader, self.spec, layer, torch.bfloat16)
             # Several batches read each weight again.
@@ -65,6 +71,10 @@ class RoundedModel:
             ]
             self.progress.advance(layer, num_bytes=self.reader.num_bytes_read - num_bytes)
         return [hidden.unflatten(0, (len(self.kinds), -1)) for hidden in states]
+
+    def _embed(self, batches: Sequence[Inputs]) -> list[torch.Tensor]:
+        embedding = ModelTensors.open(self.reader, self.spec, torch.bfloat16, with_layers=False)[EMBEDDING]
+        return [embedding[batch.input_ids] for batch in batches]
 
     def head(self) -> RoundedHead:
         """Return the head of all copies, its weights in memory."""

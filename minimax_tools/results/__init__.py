@@ -6,4 +6,5 @@
 - `choices`: experts and next tokens that a port chooses otherwise
 - `followed`: what came of following the worst prompt to a layer
 - `probes`: the runs of a bisection
+- `replacements`: runs of a whole port with the golden's stream in place of its own
 """

@@ -38,6 +38,19 @@ class AnsweredPrompt:
         return (*self.prompt_ids, *self.answer_ids)
 
 
+def split_rows(rows: Sequence[Sequence[int]], *, num_decoded: int) -> list[AnsweredPrompt]:
+    """Return rows of token ids as prompts without a text, their last `num_decoded` tokens as answers."""
+    return [
+        AnsweredPrompt(
+            name=f"row {number}",
+            prompt_ids=tuple(row[: len(row) - num_decoded]),
+            answer_ids=tuple(row[len(row) - num_decoded :]),
+            prompt="",
+        )
+        for number, row in enumerate(rows)
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
     """The lengths to which prompts and answers are cut."""

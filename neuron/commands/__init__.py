@@ -6,6 +6,8 @@
 - `prompts`: prompts whose next tokens a whole port predicts otherwise, ranked, and the worst followed to its layer
 - `undo`: a proof that a mistake is what is wrong in a layer, by undoing it
 - `bisect_layers`: the wrong layers of a range, found by running parts of it
+- `bisect_whole`: the last wrong layer of a whole port, found by replacing its stream
+- `replacement`: the same by runs that a porter makes by hand, with files for NxDI and vLLM Neuron
 - `weights`: the place of every element of a layer's weights in a port
 - `trace`: one layer of a port compiled into a file
 - `check`: this machine, and whether a layer fits

@@ -24,12 +24,14 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.run import bisect_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
+from neuron.commands.bisect_whole import WholeBisection, refuse_options_of_layers
 from neuron.commands.device_run import print_report
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
@@ -70,13 +72,29 @@ from reports.bisection import bisection_record, render_bisection
     "extent",
     flag_value=Extent.EXHAUSTIVE,
     type=Extent,
-    help="Run every layer alone instead of halves of the range; --chain-length then changes no result.",
+    help="Run every layer alone instead of halves of the range; --chain-length then changes no result. With --whole: "
+    "replace the stream at every layer, from the last on.",
 )
 @click.option(
     "--chain-length",
     type=click.IntRange(1, LONGEST_CHAIN),
     help="Layers per chain, run one after the other before they are judged. Longer chains hide small errors. "
     "Default: 2; 8 in float32.",
+)
+@click.option(
+    "--whole",
+    "is_whole",
+    is_flag=True,
+    help="The target is a whole port, as of mm2-test model, of which no layer can run alone: replace its stream by the "
+    "golden's at one layer in each run, and judge its logits.",
+)
+@click.option(
+    "--decode",
+    "num_decoded",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With --whole: decode the last N tokens of each prompt one at a time. More of them "
+    "show smaller mistakes. Default: 32, or half of the shortest prompt.",
 )
 @click.option("--anew", "is_anew", is_flag=True, help="Ignore the probes of earlier runs.")
 @prefetch_option
@@ -95,6 +113,8 @@ def bisect_command(
     span: Span | None,
     extent: Extent | None,
     chain_length: int | None,
+    is_whole: bool,
+    num_decoded: int | None,
     is_anew: bool,
     prefetch: bool | None,
     memory_budget: int | None,
@@ -112,7 +132,33 @@ def bisect_command(
     Exits with 1 if a layer is wrong, or a chain is far beyond its limit. Exits with 0 if no error was large enough to
     be seen; the output says how large that is. A chain a little beyond its limit drifts: that is a warning, which exits
     with 0 too, and the search goes on behind it, with more runs.
+
+    With --whole, the last wrong layer is found: the one behind which the golden's stream makes the logits right, and
+    before which it does not.
     """
+    if is_whole:
+        refuse_options_of_layers(
+            layers=span is not None,
+            all=extent is Extent.ALL,
+            chain_length=chain_length is not None,
+            prefetch=prefetch is not None,
+        )
+        WholeBisection(
+            model=model,
+            golden=golden,
+            target=target,
+            backend=backend,
+            ranks=ranks,
+            num_decoded=num_decoded,
+            is_exhaustive=extent is Extent.EXHAUSTIVE,
+            is_anew=is_anew,
+            memory_budget=memory_budget,
+            dtype=dtype,
+            store=store,
+            as_json=as_json,
+        ).run()
+    if num_decoded is not None:
+        raise UsageError("--decode is an option of --whole", next_step="Add --whole, or leave out --decode.")
     spec = ModelSpec.from_folder(resolve_config(model))
     span = (span or Span(0, spec.num_hidden_layers)).within(spec.num_hidden_layers)
     capture = Capture.open(golden)

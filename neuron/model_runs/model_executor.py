@@ -5,7 +5,8 @@ Each of several ranks has an executor. The lead's sends its passes to the others
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from neuron.ports.model_returned import (
     JOIN_TOKENS,
     PAST,
     PREFILLS_BY_ROW,
+    REPLACE_STREAM,
     ModelResult,
     parse_result,
     require_decoding,
@@ -67,7 +69,8 @@ class PassRequest:
     model_pass: Pass
     is_first: bool  # whether a new batch begins: no past is given
     records: bool = True  # whether to keep the sites and the cache
-    # Layer whose input is replaced by a tensor, [B,s,H]; None to replace nothing.
+    # Layer whose input is replaced by a tensor, [B,s,H]; the number of layers for what the final norm is given; None to
+    # replace nothing.
     fed: tuple[int, torch.Tensor] | None = None
 
 
@@ -258,23 +261,44 @@ class ModelExecutor:
             layer_calls=tuple(self._calls),
         )
 
-    def _feeding(self, request: PassRequest) -> Any:
-        """Replace one layer's input while a pass runs."""
+    @contextmanager
+    def _feeding(self, request: PassRequest) -> Iterator[None]:
+        """Replace what a layer, or the final norm, is given while a pass runs."""
         if request.fed is None:
-            return ExitStack()
-        layer, states = request.fed
-        if not self.exposure.layers:
+            yield
+            return
+        point, states = request.fed
+        eager = eager_module(self.module)
+        replace_stream = getattr(eager, REPLACE_STREAM, None)
+        if replace_stream is not None:
+            replace_stream(point, states.to(self.runtime.device))
+            yield
+            replace_stream(None, None)
+            return
+        cut_tokens = getattr(eager, CUT_TOKENS, None)
+        if cut_tokens is not None and request.model_pass.number == 0:
+            states = cut_tokens(states)
+        with self._feed_recorder(point, states) as recorder:
+            yield
+        if not recorder.tensors:
+            raise TargetError(
+                f"{self._what} did not take the stream that was to replace its own at point {point}",
+                expected="a port whose layers are called as modules",
+                found="a layer that never ran, or one within a compiled graph",
+                next_step=f"Give the port the method {REPLACE_STREAM}(layer, states): see docs/whole-ports.md.",
+            )
+
+    def _feed_recorder(self, point: int, states: torch.Tensor) -> Recorder[Site]:
+        layers = self.exposure.layers
+        if not layers:
             raise TargetError(
                 f"{self._what} does not show its layers: none can run alone",
-                next_step="Name the list of layers in the port's `sites`, as scripts/examples/model_port.py has it.",
+                next_step="Name the list of layers in the port's `sites`, as scripts/examples/model_port.py has it; or "
+                f"give it the method {REPLACE_STREAM}(layer, states).",
             )
-        cut_tokens = getattr(eager_module(self.module), CUT_TOKENS, None)
-        if cut_tokens is not None:
-            states = cut_tokens(states)
-        tap = self.exposure.exposures[layer].taps[Site.INPUT]
-        return Recorder(
-            self.exposure.layers[layer], {Site.INPUT: tap}, keep=copy_on_device, feeds={Site.INPUT: states}
-        )
+        index, site = (point, Site.INPUT) if point < len(layers) else (len(layers) - 1, Site.OUTPUT)
+        tap = self.exposure.exposures[index].taps[site]
+        return Recorder(layers[index], {site: tap}, keep=copy_on_device, feeds={site: states})
 
     def _forward(self, request: PassRequest) -> ModelResult:
         """Call the port, and keep what it returns as past."""

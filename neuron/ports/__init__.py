@@ -18,8 +18,11 @@
   `divided_tokens`: the ranks' parts of them;
   `block_cache`: their paged cache; `plain_checkpoint`: the folder that they load, without FP8; `residual_stream`:
   layers that pass it on as two summands
+- `vllm_neuron_stream`: points of such models at which their stream can be replaced
 - `model_batch`: the sizes of a whole port's batch; `model_classes`: classes of its submodules, here and elsewhere
-- `nxdi_model`: whole ports on NxDI; `nxdi_loaded`: their applications, built, loaded and called
+- `nxdi_model`: whole ports on NxDI; `nxdi_settings`: how their applications are built; `nxdi_loaded`: loaded and called
 - `nxdi_capture`: NxDI's tensor capture of a pass, read as sites
+- `nxdi_points`: modules at which NxDI's tensor replacement can replace the stream; `nxdi_replacement`: its files and
+  arguments
 - `port_errors`: translation of errors raised by a port's code
 """

@@ -16,6 +16,7 @@ class ModelBatch:
     num_prefilled: int  # tokens of the shortest prompt in the prefill
     first_position: int  # smallest position of a real token
     is_left_padded: bool
+    replaces_stream: bool = False  # whether passes will replace the stream (see `REPLACE_STREAM`)
 
     @classmethod
     def of(cls, inputs: Inputs, *, num_decoded: int, max_new_tokens: int) -> ModelBatch:

@@ -25,6 +25,9 @@ KEEPS_CACHE = "keeps_cache"
 PREFILLS_BY_ROW = "prefills_by_row"
 # Methods of a port that divides the tokens of a pass among ranks: whole sites from parts, and a layer's input cut.
 JOIN_TOKENS, CUT_TOKENS = "join_tokens", "cut_tokens"
+# Method of a port that replaces its stream itself: the next pass takes states [B,S,H] for what a layer is given, by the
+# layer's number, or for what the final norm is given, by the number of layers. `None, None` ends it.
+REPLACE_STREAM = "replace_stream"
 # Method of a port that returns its cache.
 READ_CACHE = "read_cache"
 

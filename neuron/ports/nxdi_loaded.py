@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,118 +23,18 @@ from torch import nn
 
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.errors import TargetError
-from neuron.devices.ranks import Ranks
-from neuron.ports.model_batch import ModelBatch
 from neuron.ports.nxdi import is_cpu_mode, log_to_stderr
 from neuron.ports.nxdi_capture import captured_modules
-from neuron.ports.nxdi_config import ABSENT_KEYS, OPTIONS
+from neuron.ports.nxdi_config import OPTIONS
 from neuron.ports.nxdi_layer import CPU_MODE_VARIABLE
+from neuron.ports.nxdi_replacement import replacement_arguments
+from neuron.ports.nxdi_settings import NxdiSettings
 
 logger = logging.getLogger(__name__)
 
-# The cache's length is a multiple of this: NxDI's kernels take no other.
-_LENGTH_MULTIPLE = 128
-# Keys that NxDI's application reads in its config, which transformers' configs have.
-_CONFIG_KEYS: Mapping[str, object] = {
-    **ABSENT_KEYS,
-    "is_encoder_decoder": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "use_return_dict": True,
-}
-# mm2's additions to config.json.
-_ADDED_KEYS = ("batch", "ranks")
-# On the CPU the stages share a module of the largest bucket, because NxDI's mask fits no other; and no kernel runs.
-_CPU_OPTIONS: Mapping[str, object] = {
-    "on_cpu": True,
-    "enable_bucketing": False,
-    "context_encoding_buckets": None,
-    "token_generation_buckets": None,
-    # Else NxDI takes it for prompts of some lengths.
-    "attn_kernel_enabled": False,
-}
 _WORLD_SIZE = "WORLD_SIZE"
-_OPTIONS_STEP = f"Correct {OPTIONS} of the port's class or module."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NxdiSettings:
-    """The settings that decide how an application is built."""
-
-    application_class: Any  # a subclass of NeuronBaseForCausalLM
-    module: ModuleType  # the module that defines it
-    config: Any  # the keys of config.json as attributes, with the run's `batch` and `ranks`
-    dtype: torch.dtype
-    is_on_cpu: bool
-
-    @property
-    def batch(self) -> ModelBatch:
-        """The sizes of the run's batch."""
-        batch: ModelBatch = self.config.batch
-        return batch
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that share the model."""
-        ranks: Ranks = self.config.ranks
-        return ranks
-
-    def build_config(self, folder: Path, **overriding: object) -> Any:
-        """Build NxDI's config of the model, with that of the device; the port's options override mm2's.
-
-        Raises:
-            TargetError: The options contradict the run.
-        """
-        config_class = self.application_class.get_config_cls()
-        neuron_config = config_class.get_neuron_config_cls()(**self._options())
-        self._check(neuron_config)
-        own = {name: value for name, value in vars(self.config).items() if name not in _ADDED_KEYS}
-        values = {**_CONFIG_KEYS, **own, "_name_or_path": str(folder), **overriding}
-        return config_class(neuron_config, **values)
-
-    def _options(self) -> dict[str, object]:
-        length = -(-self.batch.num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-        own = {**getattr(self.module, OPTIONS, {}), **getattr(self.application_class, OPTIONS, {})}
-        options: dict[str, object] = {
-            "tp_degree": self.ranks.degree,
-            "batch_size": self.batch.num_prompts,
-            "seq_len": length,
-            "torch_dtype": self.dtype,
-            "router_config": {"act_fn": self.config.scoring_func, "dtype": torch.float32},
-            "output_logits": True,
-            # The likeliest token: what mm2 can judge.
-            "on_device_sampling_config": {"do_sample": False, "top_k": 1},
-            **own,
-        }
-        options.setdefault("moe_tp_degree", options["tp_degree"])
-        if self.is_on_cpu:
-            # In the context pass NxDI pads the mask to `max_context_length`, and in its module to `seq_len`.
-            options |= {**_CPU_OPTIONS, "max_context_length": options["seq_len"]}
-        if options["on_device_sampling_config"] is None:
-            # On the CPU NxDI would take the second tensor for keys of the cache.
-            options["output_logits"] = False
-        return options
-
-    def _check(self, neuron_config: Any) -> None:
-        """Refuse options that this run cannot have, all at once."""
-        batch = self.batch
-        faults = []
-        if neuron_config.batch_size != batch.num_prompts:
-            faults.append(f"batch_size {neuron_config.batch_size} for {batch.num_prompts} prompts")
-        if neuron_config.seq_len < batch.num_tokens:
-            faults.append(f"seq_len {neuron_config.seq_len} for {batch.num_tokens} tokens")
-        if neuron_config.padding_side != "right":
-            faults.append(f"padding_side {neuron_config.padding_side!r}, where mm2 pads on the right")
-        if self.is_on_cpu and neuron_config.is_continuous_batching:
-            faults.append("is_continuous_batching, for which NxDI builds each stage apart on the CPU")
-        if self.is_on_cpu and neuron_config.tp_degree != self.ranks.degree:
-            faults.append(f"tp_degree {neuron_config.tp_degree} for --tp-degree {self.ranks.degree}")
-        if faults:
-            raise TargetError(
-                f"{self.application_class.__name__} cannot be set up for this run",
-                found="; ".join(faults),
-                next_step=_OPTIONS_STEP,
-            )
+# A point of the stream, and states [B,S,H] that replace it there.
+ReplacedStream = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +43,33 @@ class NxdiOutput:
 
     logits: torch.Tensor  # [B,1,vocab], of each prompt's last token
     tokens: torch.Tensor | None  # tokens that NxDI's sampler chose, [B]; None if it does not sample
+
+
+def prefill_arguments(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+) -> dict[str, Any]:
+    """Return the arguments by which an application prefills prompts [B,S], padded on the right."""
+    positions = torch.where(attention_mask.bool(), position_ids, 1)
+    return _arguments(input_ids, attention_mask, positions)
+
+
+def step_arguments(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments by which an application computes a token of each prompt, [B,1]."""
+    cached = torch.arange(int(position_ids.max())) < position_ids
+    return _arguments(input_ids, cached.to(input_ids.dtype), position_ids)
+
+
+def _arguments(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+) -> dict[str, Any]:
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "seq_ids": torch.arange(len(input_ids)),
+        # Top k, top p and temperature, which a greedy sampler does not read.
+        "sampling_params": torch.ones(len(input_ids), 3),
+    }
 
 
 class LoadedApplication:
@@ -169,10 +95,12 @@ class LoadedApplication:
     @classmethod
     def _on_cpu(cls, settings: NxdiSettings, folder: Path) -> LoadedApplication:
         config = settings.build_config(folder)
-        application = settings.application_class(str(folder), config)
+        application = settings.build_application(folder, config)
         with _group_left_open():
             application.to_cpu()
         opened = cls(application, settings=settings, folder=folder)
+        if settings.batch.replaces_stream:
+            opened._enable_replacement()
         if opened.captures:
             opened._enable_capture()
         return opened
@@ -185,7 +113,8 @@ class LoadedApplication:
 
         config = settings.build_config(folder)
         _close_groups()
-        if config.neuron_config.tensor_capture_config is None:
+        replaces_stream = settings.batch.replaces_stream
+        if config.neuron_config.tensor_capture_config is None and not replaces_stream:
             # Names of modules are those of any number of layers; one layer is built fast.
             small = settings.application_class(
                 str(folder), settings.build_config(folder, num_hidden_layers=1)
@@ -198,7 +127,7 @@ class LoadedApplication:
                 "capture_inputs": True,
             }
             config.neuron_config.tensor_capture_config = _tensor_capture_config(capture)
-        application = settings.application_class(str(folder), config)
+        application = settings.build_application(folder, config)
         # The compiled program is loaded at once, and not kept: it fits this run's sizes and sites alone.
         with tempfile.TemporaryDirectory(prefix="mm2_nxdi_") as compiled:
             application.compile(compiled)
@@ -242,16 +171,25 @@ class LoadedApplication:
         position_ids: torch.Tensor,
         *,
         captured: Path,
+        replaced: ReplacedStream | None = None,
     ) -> NxdiOutput:
         """Compute prompts [B,S], padded on the right; captured tensors are written into a folder."""
         self._application.reset()
-        positions = torch.where(attention_mask.bool(), position_ids, 1)
-        return self._call(input_ids, attention_mask, positions, captured=captured)
+        arguments = prefill_arguments(input_ids, attention_mask, position_ids)
+        arguments |= self._replacing(replaced, num_columns=self._neuron_config.max_context_length)
+        return self._call(arguments, captured=captured)
 
-    def decode(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, captured: Path) -> NxdiOutput:
+    def decode(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        captured: Path,
+        replaced: ReplacedStream | None = None,
+    ) -> NxdiOutput:
         """Compute a token of each prompt, [B,1], behind those in the cache at smaller positions."""
-        cached = torch.arange(int(position_ids.max())) < position_ids
-        return self._call(input_ids, cached.to(input_ids.dtype), position_ids, captured=captured)
+        arguments = step_arguments(input_ids, position_ids) | self._replacing(replaced, num_columns=1)
+        return self._call(arguments, captured=captured)
 
     def read_cache(self) -> list[CachePair] | None:
         """Return this rank's keys and values [B,K,P,D] of each layer, entries by position; None on a device."""
@@ -267,32 +205,37 @@ class LoadedApplication:
             for keys, values in zip(flat[::2], flat[1::2], strict=True)
         ]
 
-    def _call(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        *,
-        captured: Path,
-    ) -> NxdiOutput:
-        batch_size = len(input_ids)
-        keywords: dict[str, Any] = {}
+    def _call(self, arguments: dict[str, Any], *, captured: Path) -> NxdiOutput:
         if self.captures:
-            keywords["tensor_capture_hook"] = self._capture_hook(captured)
-        result = self._application(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            seq_ids=torch.arange(batch_size),
-            # Top k, top p and temperature, which a greedy sampler does not read.
-            sampling_params=torch.ones(batch_size, 3),
-            **keywords,
-        )
+            arguments["tensor_capture_hook"] = self._capture_hook(captured)
+        result = self._application(**arguments)
         # Without a sampler NxDI returns the logits a second time, as `tokens`. On the CPU its sampler reads the rank's
         # own part of the vocabulary, whatever the port.
         is_of_a_part = self._settings.is_on_cpu and self._settings.ranks.are_several
         is_sampled = self._neuron_config.on_device_sampling_config is not None and not is_of_a_part
         return NxdiOutput(logits=result.logits, tokens=result.tokens if is_sampled else None)
+
+    def _replacing(self, replaced: ReplacedStream | None, *, num_columns: int) -> dict[str, Any]:
+        """Return the arguments of a pass by which its stream is replaced; none if the graph takes none."""
+        if not self._settings.batch.replaces_stream:
+            return {}
+        point, states = (None, None) if replaced is None else replaced
+        config = self._settings.config
+        shape = (self._neuron_config.batch_size, num_columns, config.hidden_size)
+        arguments = replacement_arguments(
+            point,
+            states,
+            num_layers=config.num_hidden_layers,
+            shape=shape,
+            dtype=self._neuron_config.torch_dtype,
+        )
+        return {"tf_args": arguments}
+
+    def _enable_replacement(self) -> None:
+        """Hook the points, as NxDI itself does when it compiles an application, and not in `to_cpu`."""
+        from neuronx_distributed.utils.tensor_replacement import modify_model_for_tensor_replacement
+
+        modify_model_for_tensor_replacement(self.module)
 
     def _capture_hook(self, directory: Path) -> Any:
         from neuronx_distributed_inference.utils.tensor_capture_utils import get_tensor_capture_hook

@@ -29,12 +29,13 @@ from neuron.devices.weights import WeightLoader
 from neuron.ports.model_batch import ModelBatch
 from neuron.ports.model_classes import ModelClasses
 from neuron.ports.model_exposure import CACHE, LAYERS
-from neuron.ports.model_returned import ModelResult
+from neuron.ports.model_returned import REPLACE_STREAM, ModelResult
 from neuron.ports.model_target import ModelTarget
 from neuron.ports.nxdi import PREFIX, require_nxdi
 from neuron.ports.nxdi_capture import read_captured
 from neuron.ports.nxdi_layout import NxdiLayout
-from neuron.ports.nxdi_loaded import LoadedApplication, NxdiSettings
+from neuron.ports.nxdi_loaded import LoadedApplication, ReplacedStream
+from neuron.ports.nxdi_settings import NxdiSettings
 from neuron.ports.nxdi_sites import LAYER, find_sites
 from neuron.ports.port_errors import port_errors
 from neuron.ports.sources import import_callable
@@ -56,6 +57,10 @@ class NxdiModel(nn.Module):
         self._application: LoadedApplication | None = None
         self.sites: dict[str, str] = {}
         self.classes: ModelClasses | None = None  # None if the module tree cannot be seen
+        self._replaced: ReplacedStream | None = None
+        if settings.batch.replaces_stream:
+            # Only then does the graph take another stream.
+            setattr(self, REPLACE_STREAM, self._replace_stream)
 
     def open(self, folder: Path, spec: ModelSpec, *, is_on_cpu: bool) -> None:
         """Build the application and load the checkpoint in `folder`."""
@@ -91,9 +96,13 @@ class NxdiModel(nn.Module):
         with tempfile.TemporaryDirectory(prefix="mm2_nxdi_") as folder:
             captured = Path(folder)
             if attention_mask.shape[1] == input_ids.shape[1]:
-                output = application.prefill(input_ids, attention_mask, position_ids, captured=captured)
+                output = application.prefill(
+                    input_ids, attention_mask, position_ids, captured=captured, replaced=self._replaced
+                )
             else:
-                output = application.decode(input_ids, position_ids, captured=captured)
+                output = application.decode(
+                    input_ids, position_ids, captured=captured, replaced=self._replaced
+                )
             sites = {}
             if application.captures and self._settings.ranks.is_lead:
                 batch_size, num_columns = input_ids.shape
@@ -108,6 +117,9 @@ class NxdiModel(nn.Module):
         vocabulary = slice(self._settings.config.vocab_size)
         is_exact = torch.equal(narrow[..., vocabulary].to(logits.dtype), logits[..., vocabulary])
         return narrow if is_exact else logits
+
+    def _replace_stream(self, point: int | None, states: torch.Tensor | None) -> None:
+        self._replaced = None if point is None or states is None else (point, states)
 
     def read_cache(self, _: object) -> list[CachePair] | None:
         """Return this rank's keys and values by layer; None on a device, where NxDI keeps them."""

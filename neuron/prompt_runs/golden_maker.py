@@ -9,14 +9,13 @@ from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.golden_logits.golden_logits import KINDS
 from minimax_tools.golden_logits.logits_run import compute_golden_logits
 from minimax_tools.golden_logits.logits_store import LogitsStore
+from minimax_tools.golden_logits.stream_start import Row
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounded_model import RoundedModel
 
 # Values of hidden states in memory at a time, of all copies and prompts: 4 GB in float32. The weights of all layers are
 # read once for so many.
 _MOST_STATES = 2**30
-
-Row = tuple[int, ...]
 
 
 def make_golden_logits(
@@ -33,9 +32,10 @@ def make_golden_logits(
     groups = list(_group(missing, spec))
     for number, group in enumerate(groups, start=1):
         label = "Golden logits" + (f" {number}/{len(groups)}" if len(groups) > 1 else "")
-        with LayerProgress(spec.num_hidden_layers, label=label) as progress:
+        num_layers = spec.num_hidden_layers - (0 if store.start is None else store.start.layer)
+        with LayerProgress(num_layers, label=label) as progress:
             model = RoundedModel(spec=spec, reader=reader, kinds=KINDS, progress=progress)
-            for golden in compute_golden_logits(model, group):
+            for golden in compute_golden_logits(model, group, start=store.start):
                 store.write(golden)
     return len(distinct) - len(missing)
 

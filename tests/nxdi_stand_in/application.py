@@ -11,6 +11,8 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.utils import cpu_mode
 from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
 from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry
+from neuronx_distributed.utils.tensor_replacement import modify_model_for_tensor_replacement
+from neuronx_distributed_inference.models.config import to_dict
 from torch import nn
 
 
@@ -76,14 +78,18 @@ class NeuronBaseForCausalLM(nn.Module):
         assert not cpu_mode()
         assert not torch.distributed.is_initialized()
         assert not parallel_state.model_parallel_is_initialized()
+        to_dict(self.config)
         self.is_compiled = True
 
     def load(self, path):
         """Load what was compiled; the module is out of sight then."""
         assert self.is_compiled
         self._build()
+        if self.neuron_config.tensor_replacement_config is not None:
+            modify_model_for_tensor_replacement(self.models[0].model)
         capture = self.neuron_config.tensor_capture_config
-        enable_tensor_capture(self.models[0].model, modules_to_capture=capture.modules_to_capture)
+        if capture is not None:
+            enable_tensor_capture(self.models[0].model, modules_to_capture=capture.modules_to_capture)
         module = self.models[0].model
         self.models = [SimpleNamespace(model=lambda *inputs: module(*inputs))] * 2
 
@@ -101,7 +107,14 @@ class NeuronBaseForCausalLM(nn.Module):
         """Begin with new prompts."""
 
     def forward(
-        self, input_ids, attention_mask, position_ids, seq_ids, sampling_params, tensor_capture_hook=None
+        self,
+        input_ids,
+        attention_mask,
+        position_ids,
+        seq_ids,
+        sampling_params,
+        tensor_capture_hook=None,
+        tf_args=(),
     ):
         """Pad a prefill to the bucket, and run it; a step's mask is padded alone."""
         bucket = self.neuron_config.seq_len
@@ -116,7 +129,7 @@ class NeuronBaseForCausalLM(nn.Module):
         if capture is not None and self.is_compiled:
             # A compiled graph returns the same tensors in every pass.
             TensorRegistry.get_instance().configure(modules=capture.modules_to_capture)
-        logits = stage.model(input_ids, attention_mask, position_ids)
+        logits = stage.model(input_ids, attention_mask, position_ids, *tf_args)
         sampler = self.neuron_config.on_device_sampling_config
         if capture is not None and tensor_capture_hook is not None:
             tensor_capture_hook(self, TensorRegistry.get_instance().take(capture.modules_to_capture))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+
+from neuronx_distributed.utils.tensor_replacement.registry import RuntimeRegister
+from neuronx_distributed_inference.utils.tensor_replacement.registry import TensorReplacementRegister
 
 
 class TensorCaptureConfig:
@@ -14,6 +18,26 @@ class TensorCaptureConfig:
         self.capture_inputs = capture_inputs
 
 
+class TensorReplacementConfig:
+    """The folders and modules of a tensor replacement."""
+
+    def __init__(self, *, ref_dir, neuron_dir, tf_map, neuron_config, module_map=None):
+        for folder in (ref_dir, neuron_dir):
+            if not Path(folder).is_dir():
+                raise FileNotFoundError(folder)
+        if type(tf_map) is not dict:
+            raise FileNotFoundError("the map is no dict")
+        self.tr_map, self.config = tf_map, neuron_config
+        register = TensorReplacementRegister.get_instance(
+            ref_dir=ref_dir,
+            neuron_dir=neuron_dir,
+            tr_map=tf_map,
+            config=neuron_config,
+            ref_equiv_map=module_map,
+        )
+        RuntimeRegister.module_superset = register.module_superset
+
+
 class NeuronConfig:
     """The config of the device; unknown options are left alone, as NxDI does."""
 
@@ -21,6 +45,9 @@ class NeuronConfig:
         self.batch_size = options.get("batch_size", 1)
         self.seq_len = options.get("seq_len", 128)
         self.max_context_length = options.get("max_context_length", self.seq_len)
+        self.enable_bucketing = options.get("enable_bucketing", False)
+        self.sequence_parallel_enabled = options.get("sequence_parallel_enabled", False)
+        self.tensor_replacement_config = None
         self.padding_side = options.get("padding_side", "right")
         self.tp_degree = options.get("tp_degree", 1)
         self.torch_dtype = options["torch_dtype"]
@@ -44,3 +71,14 @@ class InferenceConfig:
     def get_neuron_config_cls(cls):
         """Return the class of the device's config."""
         return NeuronConfig
+
+
+def to_dict(value):
+    """Return a config as NxDI saves it beside a compiled graph: all that is in it, however deep."""
+    if isinstance(value, dict):
+        return {name: to_dict(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [to_dict(item) for item in value]
+    return (
+        {name: to_dict(item) for name, item in vars(value).items()} if hasattr(value, "__dict__") else value
+    )

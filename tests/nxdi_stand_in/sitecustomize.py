@@ -21,11 +21,15 @@ _FILES = {
     "neuronx_distributed.utils": "computing.py",
     "neuronx_distributed.utils.tensor_capture": "tensor_capture.py",
     "neuronx_distributed.utils.tensor_capture.registry": "tensor_registry.py",
+    "neuronx_distributed.utils.tensor_replacement": "replacement_hooks.py",
+    "neuronx_distributed.utils.tensor_replacement.registry": "replacement_runtime.py",
     "neuronx_distributed_inference": None,
     "neuronx_distributed_inference.models": None,
     "neuronx_distributed_inference.models.config": "configs.py",
     "neuronx_distributed_inference.models.model_base": "application.py",
     "neuronx_distributed_inference.utils": None,
+    "neuronx_distributed_inference.utils.tensor_replacement": None,
+    "neuronx_distributed_inference.utils.tensor_replacement.registry": "replacement_register.py",
     "neuronx_distributed_inference.utils.tensor_capture_utils": "captured_files.py",
 }
 

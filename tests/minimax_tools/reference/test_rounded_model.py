@@ -66,6 +66,17 @@ def test_last_copy_makes_every_plausible_flip_and_no_other(scores: torch.Tensor)
     assert set(chosen[4, 0, 1].tolist()) in ({0, 1, 2}, {0, 1, 3})
 
 
+@pytest.mark.parametrize("flipped", [(), (4,), (1, 3, 4)])
+def test_flip_that_rounding_made_is_not_undone(scores: torch.Tensor, flipped: tuple[int, ...]) -> None:
+    for copy in range(1, 5):
+        # Rounding turned the almost equal scores round in these copies alone.
+        scores[copy, 1, 2:4] = torch.tensor([0.498, 0.5] if copy in flipped else [0.5, 0.498])
+    flips = PlausibleFlips(num_copies=5, num_experts_per_tok=3, seed=0)
+    chosen = flips.choose(scores).unflatten(0, (5, 1))
+    assert set(chosen[0, 0, 1].tolist()) == {0, 1, 2}
+    assert set(chosen[4, 0, 1].tolist()) == {0, 1, 3}
+
+
 def test_model_that_uses_all_experts_has_no_flips() -> None:
     scores = torch.rand(5, 2, 4)
     flips = PlausibleFlips(num_copies=5, num_experts_per_tok=4, seed=0)

@@ -1,0 +1,89 @@
+"""Search for the last wrong part of a port that is compiled whole, by replacing its stream at one point at a time.
+
+With the golden's stream at a point, the logits tell whether all parts behind it are right together. So a bisection
+whose layers are counted from the model's end finds the last wrong part: its probes begin at the end, and each is one
+run of the port. What lies before the wrong part is not judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from compare.chains.bisection import find_exhaustively, find_first
+from minimax_tools.model.span import Span
+from minimax_tools.results.probes import Chain, Probe
+from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
+
+# Judges the run with the stream replaced at a point; None if that run is still to be made.
+JudgeRun = Callable[[Point], ReplacedRun | None]
+
+
+def search_stream(
+    num_layers: int, judge_run: JudgeRun, *, reference: str, target: str, is_exhaustive: bool = False
+) -> StreamSearch:
+    """Search all parts of a model, in at most ⌈log2 of their number⌉ + 1 runs, up to the first that is missing.
+
+    With `is_exhaustive`, each part from the last on has a run of its own, up to the first that is wrong: the fewer
+    layers lie behind the point of replacement, the less noise hides a mistake.
+    """
+    runs = _JudgedRuns(num_layers=num_layers, judge_run=judge_run)
+    finding: ReplacedRun | None = None
+    is_finished, waits_for = True, None
+    try:
+        # One part for each layer, one behind the layers, and one before them.
+        parts = Span(0, num_layers + 2)
+        found = (
+            next(find_exhaustively(parts, runs.probe), None)
+            if is_exhaustive
+            else find_first(parts, runs.probe)
+        )
+        finding = None if found is None else runs.of_place(found.chain.span.last)
+    except _RunMissingError as missing:
+        is_finished, waits_for = False, missing.point
+    return StreamSearch(
+        num_layers=num_layers,
+        reference=reference,
+        target=target,
+        runs=tuple(runs.judged.values()),
+        is_finished=is_finished,
+        waits_for=waits_for,
+        finding=finding,
+    )
+
+
+class _RunMissingError(Exception):
+    """A run that the search needs has not been made."""
+
+    def __init__(self, point: Point) -> None:
+        super().__init__(point)
+        self.point = point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JudgedRuns:
+    """The runs of a search by their points, as probes over places: place 0 is the last part of the model."""
+
+    num_layers: int
+    judge_run: JudgeRun
+    judged: dict[Point, ReplacedRun] = field(default_factory=dict)
+
+    def probe(self, places: Span) -> Probe:
+        """Probe parts behind which all are right, by the run with the stream replaced before the first of them."""
+        run = self.of_place(places.last)
+        # Logits do not tell how small an error would have been seen.
+        chain = Chain(
+            span=places, is_right=run.is_right, excess=run.excess, visible=math.inf, reason=run.reason
+        )
+        return Probe(span=places, chains=(chain,))
+
+    def of_place(self, place: int) -> ReplacedRun:
+        """Return the run with the stream replaced before the part at a place; each is judged once."""
+        point = self.num_layers - place if place <= self.num_layers else None
+        if point not in self.judged:
+            run = self.judge_run(point)
+            if run is None:
+                raise _RunMissingError(point)
+            self.judged[point] = run
+        return self.judged[point]

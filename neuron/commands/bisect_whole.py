@@ -1,0 +1,110 @@
+"""`mm2-test bisect --whole`: the last wrong layer of a port that is compiled whole, found by replacing its stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.console import end_command, print_json
+from minimax_tools.command_line.options import CaptureStore
+from minimax_tools.errors import UsageError
+from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.run import whole_bisect_run
+from minimax_tools.model.spec import ModelSpec
+from neuron.devices.ranks import Ranks
+from neuron.devices.runtime import open_runtime
+from neuron.model_runs.model_request import ModelRequest
+from neuron.ports.targets import find_model_target
+from neuron.replacement.whole_bisection import bisect_whole
+from reports.replacements import render_stream_search, stream_search_record
+
+# Most tokens to decode, if --decode does not say. A compiled port shows the logits of each pass's last token alone:
+# with five of them, gate and up swapped in a layer of a toy stayed in the noise, with seventeen they did not.
+_USUAL_STEPS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBisection:
+    """The options of a bisection of a whole port. Their help texts explain them."""
+
+    model: str
+    golden: Path
+    target: str
+    backend: str  # a `Backend` by name, or `auto`
+    ranks: Ranks
+    num_decoded: int | None  # None for the usual number
+    is_exhaustive: bool
+    is_anew: bool
+    memory_budget: int | None  # in bytes
+    dtype: torch.dtype
+    store: CaptureStore
+    as_json: bool
+
+    def run(self) -> None:
+        """Search, print the result, and end the command."""
+        spec = ModelSpec.from_folder(resolve_config(self.model))
+        golden = Capture.open(self.golden)
+        inputs = golden.read_inputs()
+        run = whole_bisect_run(
+            spec.num_hidden_layers, num_decoded=choose_num_decoded(inputs, self.num_decoded)
+        )
+        directory = self.store.directory(DEVICE_SIDE, run.name)
+        folder = resolve_model(self.model)
+        with output_set_aside():
+            request = ModelRequest(
+                target=find_model_target(self.target),
+                spec=spec,
+                folder=folder,
+                dtype=self.dtype,
+                sites=(),
+                budget=MemoryBudget(self.memory_budget),
+                run=run,
+                model_source=self.model,
+                inputs=inputs,
+                golden=golden,
+                max_new_tokens=0,
+            )
+            with (
+                open_runtime(self.backend, ranks=self.ranks) as runtime,
+                CheckpointReader(folder) as reader,
+            ):
+                search = bisect_whole(
+                    request,
+                    runtime=runtime,
+                    reader=reader,
+                    directory=directory,
+                    logits_folder=self.store.captures / LOGITS_FOLDER,
+                    is_anew=self.is_anew,
+                    is_exhaustive=self.is_exhaustive,
+                )
+        if self.as_json:
+            print_json({**stream_search_record(search), "directory": str(directory)})
+        else:
+            click.echo(render_stream_search(search))
+        end_command(search.verdict.exit_code)
+
+
+def choose_num_decoded(inputs: Inputs, num_decoded: int | None) -> int:
+    """Return the number of tokens to decode: the one given, else the usual one, at most half of the shortest prompt."""
+    return min(_USUAL_STEPS, min(inputs.lengths) // 2) if num_decoded is None else num_decoded
+
+
+def refuse_options_of_layers(**given: bool) -> None:
+    """Raise UsageError if options were given that only a search by layers has, by their names."""
+    wrong = [f"--{name.replace('_', '-')}" for name, is_given in given.items() if is_given]
+    if wrong:
+        raise UsageError(
+            f"{', '.join(wrong)} and --whole were both given",
+            expected="a whole port, of which no layer runs alone",
+            next_step="Leave out one of them.",
+        )

@@ -1,0 +1,219 @@
+"""The command `mm2-test replacement`: the golden's stream in the files of NxDI and vLLM Neuron, and a search by it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from compare.chains.stream_search import search_stream
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import (
+    captures_option,
+    grouped_as,
+    model_option,
+    output_options,
+    stack_options,
+)
+from minimax_tools.errors import UsageError
+from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
+from neuron.commands.bisect_whole import choose_num_decoded
+from neuron.replacement.instructions import nxdi_instructions, vllm_neuron_instructions
+from neuron.replacement.nxdi_files import refuse_prompts, write_nxdi_files
+from neuron.replacement.replaced_judge import ReplacedJudge
+from neuron.replacement.run_folder import RunFolder, RunPlan
+from neuron.replacement.stream import GoldenStream
+from neuron.replacement.vllm_neuron_files import refuse_requests, write_tensors, write_token_ids
+from reports.replacements import render_stream_search, stream_search_record
+
+NXDI, VLLM_NEURON = "nxdi", "vllm-neuron"
+# NxDI's kernels take lengths that are multiples of this.
+_LENGTH_MULTIPLE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplacementOptions:
+    """The options of the command. Their help texts explain them."""
+
+    model: str
+    golden: Path
+    tool: str
+    layer: int | None
+    num_decoded: int | None
+    bucket: int | None
+    is_exhaustive: bool
+    output_dir: Path
+    captures: Path
+    as_json: bool
+
+
+@click.command(
+    "replacement",
+    cls=Mm2Command,
+    epilog="\b\nExample: mm2-test replacement --model DIR --golden GOLDEN --format nxdi --output-dir replaced",
+)
+@stack_options(
+    model_option,
+    click.option(
+        "--golden",
+        type=click.Path(path_type=Path),
+        required=True,
+        help="Golden capture of the whole model: gives the stream and the prompts.",
+    ),
+    click.option(
+        "--format",
+        "tool",
+        type=click.Choice([NXDI, VLLM_NEURON]),
+        required=True,
+        help="Tool that runs the port.",
+    ),
+    click.option(
+        "--layer",
+        type=click.IntRange(min=0),
+        help="Layer whose input is to be replaced in the next run; the number of layers for the final norm's. Default: "
+        "the one that the search needs next.",
+    ),
+    click.option(
+        "--decode",
+        "num_decoded",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Decode the last N tokens of each prompt one at a time; more of them show smaller mistakes. "
+        "Default: 32, or half of the shortest prompt.",
+    ),
+    click.option(
+        "--bucket",
+        type=click.IntRange(min=1),
+        metavar="C",
+        help="With nxdi: columns of a prefill in the compiled graph, its max_context_length. Default: the prompts' "
+        f"length, up to a multiple of {_LENGTH_MULTIPLE}.",
+    ),
+    click.option(
+        "--exhaustive",
+        "is_exhaustive",
+        is_flag=True,
+        help="Ask for a run at every layer, from the last on. Default: halve the layers.",
+    ),
+    click.option(
+        "--output-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        required=True,
+        help="Folder for the files, and for the logits of the runs.",
+    ),
+    captures_option,
+    output_options,
+    grouped_as("options", ReplacementOptions),
+)
+def replacement_command(options: ReplacementOptions) -> None:
+    """Bisect a port that is compiled whole: run it by hand, with the golden's stream in place of its own.
+
+    Writes the stream in the files of the tool's tensor replacement, and prints the lines to paste for one run. After
+    the run give the same command again: it judges the logits, and asks for the next run, until the last wrong layer is
+    named. Judged logits stay in the folder.
+
+    Exits with 3 while a run is missing, with 1 if a part of the model is wrong, with 0 if none is.
+    """
+    spec = ModelSpec.from_folder(resolve_config(options.model))
+    if options.layer is not None and options.layer > spec.num_hidden_layers:
+        raise UsageError(
+            f"--layer {options.layer} is no layer of the model",
+            expected=f"0 to {spec.num_hidden_layers}, the last for the final norm",
+        )
+    golden = Capture.open(options.golden)
+    with CheckpointReader(resolve_model(options.model)) as reader:
+        stream = GoldenStream.open(golden, reader=reader, spec=spec, dtype=torch.bfloat16)
+        folder = _open_folder(options, stream)
+        judge = ReplacedJudge(
+            stream=stream,
+            num_decoded=folder.plan.num_decoded,
+            reader=reader,
+            folder=options.captures / LOGITS_FOLDER,
+        )
+
+        def judge_run(point: Point) -> ReplacedRun | None:
+            rows = folder.read_logits(point)
+            return None if rows is None else judge.judge(point, rows)
+
+        search = search_stream(
+            spec.num_hidden_layers,
+            judge_run,
+            reference=str(golden.directory),
+            target="",
+            is_exhaustive=options.is_exhaustive,
+        )
+    lines = _next_lines(options, search, folder=folder, stream=stream)
+    if options.as_json:
+        print_json(
+            {**stream_search_record(search), "directory": str(folder.directory), "next": lines.splitlines()}
+        )
+    else:
+        click.echo(render_stream_search(search))
+        if lines:
+            click.echo(f"\n{lines}")
+    end_command(search.verdict.exit_code)
+
+
+def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder:
+    """Open the folder of the runs, and write it if it is new."""
+    inputs, spec = stream.inputs, stream.spec
+    num_decoded = choose_num_decoded(inputs, options.num_decoded)
+    bucket = 0
+    if options.tool == NXDI:
+        bucket = options.bucket or -(-inputs.sequence_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        refuse_prompts(inputs, bucket=bucket)
+    else:
+        if options.bucket is not None:
+            raise UsageError("--bucket is an option of --format nxdi", next_step="Leave it out.")
+        refuse_requests(inputs, num_decoded=num_decoded)
+    plan = RunPlan(
+        tool=options.tool,
+        golden_digest=stream.digest(),
+        model_name=options.model,
+        num_layers=spec.num_hidden_layers,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        num_decoded=num_decoded,
+        bucket=bucket,
+    )
+    folder, is_new = RunFolder.create(options.output_dir, plan, inputs)
+    if is_new:
+        if options.tool == NXDI:
+            write_nxdi_files(folder, stream)
+        else:
+            write_token_ids(folder)
+        folder.finish()
+    return folder
+
+
+def _next_lines(
+    options: ReplacementOptions, search: StreamSearch, *, folder: RunFolder, stream: GoldenStream
+) -> str:
+    """Return the lines for the run that comes next, and write its files; nothing if the search is finished."""
+    if options.layer is None and search.is_finished:
+        return ""
+    point = search.waits_for if options.layer is None else options.layer
+    if options.tool == NXDI:
+        lines = nxdi_instructions(folder, point)
+    else:
+        write_tensors(folder, stream, point)
+        lines = vllm_neuron_instructions(folder, point)
+    again = {
+        "--model": options.model,
+        "--golden": options.golden,
+        "--format": options.tool,
+        "--decode": folder.plan.num_decoded,
+        "--output-dir": options.output_dir,
+        "--captures": options.captures,
+        **({"--bucket": folder.plan.bucket} if options.tool == NXDI else {}),
+    }
+    words = [text for pair in again.items() for text in map(str, pair)]
+    flags = ["--exhaustive"] if options.is_exhaustive else []
+    return f"{lines}\n# Then:\n{shlex.join(['mm2-test', 'replacement', *words, *flags])}"

@@ -1,0 +1,207 @@
+"""RunFolder: the folder of a search whose runs are made by hand, on the device of a port.
+
+It holds what such a run needs, in the files of the tool that runs the port, and takes the logits of each run:
+
+| file | holds |
+|---|---|
+| `replacement.json` | the golden, the model, and the sizes of the run |
+| `inputs.safetensors` | token ids, mask and positions, int64 [B,S] |
+| `logits/NAME.safetensors` or `.pt` | the port's logits [B,t,V] of each row's last t tokens; NAME is the point's |
+
+NAME is `layer_3` for the input of layer 3, `final_norm`, or `unreplaced`. B prompts, S columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
+from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.json_codec import DecodeError, decode, encode
+from minimax_tools.machine.whole_file import whole_capture_file
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.results.replacements import Point
+from neuron.model_runs.passes import Pass, plan_passes
+from neuron.replacement.replaced_judge import RowLogits
+
+PLAN_NAME, INPUTS_NAME, LOGITS_NAME = "replacement.json", "inputs.safetensors", "logits"
+_SUFFIXES = (".safetensors", ".pt")
+_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """The golden, the model and the sizes of the runs of one folder."""
+
+    tool: str  # tool that runs the port: `nxdi` or `vllm-neuron`
+    golden_digest: str  # of the golden's stream at all points
+    model_name: str  # the model as the user named it
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_decoded: int  # tokens at the end of each row that are decoded
+    bucket: int  # columns of a prefill in the compiled graph; 0 if the graph has several
+    schema_version: int = _SCHEMA_VERSION
+
+    @property
+    def num_steps(self) -> int:
+        """Number of passes: the prefill, and one for each decoded token."""
+        return 1 + self.num_decoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """A folder of runs by hand."""
+
+    directory: Path
+    plan: RunPlan
+
+    @classmethod
+    def open(cls, directory: Path) -> RunFolder:
+        """Open a folder that `create` wrote.
+
+        Raises:
+            CaptureError: The folder holds none, or a damaged one.
+        """
+        path = directory / PLAN_NAME
+        try:
+            plan = decode(RunPlan, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, DecodeError) as error:
+            raise CaptureError(
+                f"{path} cannot be read",
+                found=f"{type(error).__name__}: {error}",
+                next_step="Write the folder with mm2-test replacement.",
+            ) from error
+        return cls(directory=directory, plan=plan)
+
+    @classmethod
+    def create(cls, directory: Path, plan: RunPlan, inputs: Inputs) -> tuple[RunFolder, bool]:
+        """Open the folder of a plan, and make it if there is none; return it, and whether it is new.
+
+        Raises:
+            UsageError: The folder holds another plan, or something else.
+            CaptureError: The folder cannot be written.
+        """
+        folder = cls(directory=directory, plan=plan)
+        if (directory / PLAN_NAME).exists():
+            folder._refuse_other(cls.open(directory).plan)
+            return folder, False
+        if directory.exists() and any(directory.iterdir()):
+            raise UsageError(
+                f"{directory} holds something else",
+                expected=f"a new or empty folder, or one with {PLAN_NAME}",
+                next_step="Name another --output-dir.",
+            )
+        (directory / LOGITS_NAME).mkdir(parents=True)
+        with whole_capture_file(directory / INPUTS_NAME) as path:
+            save_file({name: tensor.contiguous() for name, tensor in inputs.tensors().items()}, path)
+        return folder, True
+
+    def finish(self) -> None:
+        """Write the plan, behind all other files: a folder without it was not written whole.
+
+        Raises:
+            CaptureError: It cannot be written.
+        """
+        with whole_capture_file(self.directory / PLAN_NAME) as path:
+            path.write_text(json.dumps(encode(self.plan), indent=2) + "\n", encoding="utf-8")
+
+    def read_inputs(self) -> Inputs:
+        """Read the rows of the runs."""
+        return Inputs(**load_file(self.directory / INPUTS_NAME), source=str(self.directory))
+
+    def passes(self) -> list[Pass]:
+        """Plan the passes of each run."""
+        return plan_passes(self.read_inputs(), self.plan.num_decoded)
+
+    def logits_path(self, point: Point) -> Path:
+        """Return the file that takes the logits of the run with the stream replaced at a point."""
+        return self.directory / LOGITS_NAME / f"{self.name_run(point)}{_SUFFIXES[0]}"
+
+    def name_run(self, point: Point) -> str:
+        """Return the name of a run's files."""
+        if point is None:
+            return "unreplaced"
+        return "final_norm" if point == self.plan.num_layers else f"layer_{point}"
+
+    def write_logits(self, point: Point, logits: torch.Tensor) -> Path:
+        """Write the logits [B,t,V] of a run.
+
+        Raises:
+            CaptureError: They have another shape, or cannot be written.
+        """
+        path = self.logits_path(point)
+        self._check_shape(path, tuple(logits.shape))
+        with whole_capture_file(path) as temporary:
+            save_file({LOGITS_NAME: logits.detach().to("cpu").contiguous()}, temporary)
+        return path
+
+    def read_logits(self, point: Point) -> list[RowLogits] | None:
+        """Read the logits of a run, row by row; None if the run has not been made.
+
+        Raises:
+            CaptureError: The file is damaged, or holds no logits of these rows.
+        """
+        path = self.logits_path(point)
+        path = next(
+            (path.with_suffix(suffix) for suffix in _SUFFIXES if path.with_suffix(suffix).exists()), path
+        )
+        if not path.exists():
+            return None
+        held = list_tensors(path)
+        if len(held) != 1:
+            raise CaptureError(
+                f"{path} holds {len(held)} tensors",
+                expected="one, of logits [B,t,V]",
+                next_step="Write the logits of each row's last t tokens, and nothing else.",
+            )
+        self._check_shape(path, held[0].shape)
+        logits = read_tensor(path, held[0].keys)
+        num_tokens = logits.shape[1]
+        return [
+            RowLogits(
+                tokens=torch.arange(length - num_tokens, length),
+                logits=row_logits[:, : self.plan.vocab_size],
+            )
+            for length, row_logits in zip(self.read_inputs().lengths, logits, strict=True)
+        ]
+
+    def _check_shape(self, path: Path, shape: tuple[int, ...]) -> None:
+        lengths = self.read_inputs().lengths
+        least_vocabulary, most_tokens = self.plan.vocab_size, min(lengths)
+        fits = (
+            len(shape) == 3
+            and shape[0] == len(lengths)
+            and 1 <= shape[1] <= most_tokens
+            and shape[2] >= least_vocabulary
+        )
+        if not fits:
+            raise CaptureError(
+                f"the logits for {path} have another shape",
+                expected=f"[{len(lengths)},t,{least_vocabulary}] of each row's last t tokens, t at most {most_tokens}",
+                found=str(list(shape)),
+                next_step="Write those of all prompts in the golden's order, of the whole vocabulary.",
+            )
+
+    def _refuse_other(self, found: RunPlan) -> None:
+        here, there = self._fields(self.plan), self._fields(found)
+        differing = [name for name in here if here[name] != there.get(name)]
+        if differing:
+            raise UsageError(
+                f"{self.directory} was written for another {', '.join(differing)}",
+                expected="; ".join(f"{name} {here[name]}" for name in differing),
+                found="; ".join(f"{name} {there.get(name)}" for name in differing),
+                next_step="Name another --output-dir.",
+            )
+
+    @staticmethod
+    def _fields(plan: RunPlan) -> Mapping[str, Any]:
+        # The same model may be named in several ways: the golden's digest tells it.
+        return {name: value for name, value in encode(plan).items() if name != "model_name"}

@@ -1,0 +1,107 @@
+"""The golden's stream at a point of the model, for the passes of a port and for golden logits.
+
+B prompts, S columns of the golden's batch, s columns of a pass, T tokens of a row, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import IncomparableError, UsageError
+from minimax_tools.golden_logits.stream_start import StreamStart
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.run import sweep_run
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
+from neuron.model_runs.passes import Pass
+from neuron.runs.golden_inputs import GoldenInputs, digest_sites
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GoldenStream:
+    """The stream of a golden of the whole model; a point is a layer's number, or the number of layers.
+
+    Raises:
+        IncomparableError: The golden lacks the stream at some points.
+    """
+
+    golden: Capture
+    inputs: Inputs
+    spec: ModelSpec
+
+    def __post_init__(self) -> None:
+        missing = [
+            layer
+            for layer in range(self.spec.num_hidden_layers)
+            if self.golden.entry(layer, Site.OUTPUT) is None
+        ]
+        if self.golden.entry(0, Site.INPUT) is None or missing:
+            what = f"the output of layer {missing[0]}" if missing else "the input of layer 0"
+            raise IncomparableError(
+                f"the golden {self.golden.directory} lacks {what}",
+                expected="the input of layer 0, and the output of every layer",
+                next_step="Capture it with mm2-gpu extract-all, or mm2-gpu full.",
+            )
+
+    @classmethod
+    def open(
+        cls, golden: Capture, *, reader: CheckpointReader, spec: ModelSpec, dtype: torch.dtype
+    ) -> GoldenStream:
+        """Return the stream of a golden that fits a run on the model that `reader` reads.
+
+        Raises:
+            UsageError: The run is not in BF16.
+            IncomparableError: The golden is of another model or dtype, or lacks the stream at some points.
+        """
+        if dtype is not torch.bfloat16:
+            raise UsageError(
+                "logits are judged by the noise of BF16",
+                expected="--dtype bfloat16",
+                found=dtype_name(dtype),
+                next_step="Leave out --dtype.",
+            )
+        span = Span(0, spec.num_hidden_layers)
+        sources = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
+        sources.verify(model=ModelFingerprint.of(reader, spec, span), dtype=dtype)
+        return cls(golden=golden, inputs=golden.read_inputs(), spec=spec)
+
+    def digest(self, *, header: str = "") -> str:
+        """Return the sha256 over the digests of the stream at all points, after `header`, a text to include."""
+        layers = range(self.spec.num_hidden_layers)
+        sites = [(layer, site) for layer in layers for site in (Site.INPUT, Site.OUTPUT)]
+        return digest_sites(self.golden, sites, header=header)
+
+    def read(self, point: int) -> torch.Tensor:
+        """Read the stream at a point: [B,S,H] in the golden's dtype.
+
+        Raises:
+            CaptureError: The golden cannot be read.
+        """
+        return self.golden.read(0, Site.INPUT) if point == 0 else self.golden.read(point - 1, Site.OUTPUT)
+
+    def start(self, point: int) -> StreamStart:
+        """Return the stream at a point as golden logits begin with it.
+
+        Raises:
+            CaptureError: The golden cannot be read.
+        """
+        stream = self.read(point)
+        rows = zip(self.inputs.real_rows(), stream, self.inputs.attention_mask, strict=True)
+        return StreamStart(
+            layer=point,
+            states={tuple(row): states_sh[mask.bool()] for row, states_sh, mask in rows},
+        )
+
+
+def cut_stream(stream: torch.Tensor, model_pass: Pass) -> torch.Tensor:
+    """Return a pass's columns [B,s,H] of a stream [B,S,H]; padding is zero."""
+    rows = torch.arange(len(stream))[:, None]
+    states = stream[rows, model_pass.columns.clamp(min=0)]
+    return states.masked_fill((model_pass.columns < 0)[..., None], 0.0)

@@ -1,0 +1,136 @@
+"""Search by replaced streams as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minimax_tools.errors import format_count
+from minimax_tools.results.replacements import ReplacedRun, StreamSearch, name_part, name_point
+from minimax_tools.results.results import Verdict
+from reports.canvas import Canvas, Column, Row
+from reports.json_values import to_json
+from reports.wording import word_figure
+
+_STYLES = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.INCOMPARABLE: "bold yellow"}
+_COLUMNS = (
+    Column(title="run"),
+    Column(title="stream replaced at", is_text=True),
+    Column(title="logits", is_text=True),
+    Column(title="error\nof limit"),
+)
+
+
+def render_stream_search(
+    search: StreamSearch, *, width: int | None = None, is_terminal: bool | None = None
+) -> str:
+    """Draw a search as text: verdict, runs, the wrong part, and what was not seen (see `Canvas`)."""
+    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas.line(_headline(search), style=_STYLES[search.verdict])
+    canvas.line(
+        f"judged {search.num_judged} of {format_count(search.num_parts, 'part')} of the model by the logits of "
+        f"{format_count(len(search.runs), 'run')}"
+    )
+    canvas.facts([("reference", search.reference), ("target", search.target or "run by hand")])
+    if search.runs:
+        canvas.gap()
+        canvas.table(
+            _COLUMNS,
+            [
+                _row(number, run, num_layers=search.num_layers)
+                for number, run in enumerate(search.runs, start=1)
+            ],
+        )
+    if search.finding is not None:
+        canvas.section("Found")
+        canvas.paragraph(_reason(search, search.finding))
+    if search.is_finished:
+        canvas.section("Not seen")
+        for sentence in blind_spots(search):
+            canvas.paragraph(sentence)
+    return canvas.text
+
+
+def stream_search_record(search: StreamSearch) -> dict[str, Any]:
+    """Return a search as JSON: verdict, blame, runs, what was not seen, and the point of the run needed next."""
+    blame = []
+    if search.finding is not None:
+        is_layer = search.wrong_layer is not None
+        blame = [
+            {
+                "layer": search.wrong_layer,
+                "sites": ["output"] if is_layer else [],
+                "part": name_part(search.finding.point, num_layers=search.num_layers),
+                "reason": _reason(search, search.finding),
+            }
+        ]
+    return {
+        "verdict": search.verdict.value,
+        "compared": search.num_judged,
+        "of": search.num_parts,
+        "blame": blame,
+        "reference": search.reference,
+        "target": search.target,
+        "runs": [
+            {
+                "point": run.point,
+                "verdict": str(Verdict.PASS if run.is_right else Verdict.FAIL),
+                "error_of_limit": to_json(run.excess),
+                "reason": run.reason,
+            }
+            for run in search.runs
+        ],
+        "is_finished": search.is_finished,
+        "waits_for": None if search.is_finished else {"point": search.waits_for},
+        "notes": list(blind_spots(search)) if search.is_finished else [],
+    }
+
+
+def blind_spots(search: StreamSearch) -> tuple[str, ...]:
+    """Tell in sentences what the runs could not have seen."""
+    faint = (
+        "A mistake that moves the logits less than rounding does, in all layers behind the point of replacement, is "
+        "not seen: --exhaustive replaces the stream at every layer, from the last on."
+    )
+    if search.finding is None:
+        return (faint,)
+    before = "Layers before it were" if search.wrong_layer else "What lies before it was"
+    return (f"{before} not judged: mend this part, and search again.", faint)
+
+
+def _headline(search: StreamSearch) -> str:
+    verdict = str(search.verdict).upper()
+    if not search.is_finished:
+        where = name_point(search.waits_for, num_layers=search.num_layers)
+        return f"{verdict}: the run with the stream replaced at {where} is missing"
+    if search.finding is None:
+        return f"{verdict}: the logits are right wherever the stream is replaced"
+    return f"{verdict}: {name_part(search.finding.point, num_layers=search.num_layers)}"
+
+
+def _reason(search: StreamSearch, finding: ReplacedRun) -> str:
+    num_layers = search.num_layers
+    what = name_part(finding.point, num_layers=num_layers)
+    if finding.point is None:
+        return (
+            f"{what}: with the golden's stream at layer 0's input the logits are right, without it they are wrong: "
+            f"{finding.reason}"
+        )
+    if finding.point == num_layers:
+        return f"{what}: with the golden's stream at its input the logits are wrong: {finding.reason}"
+    behind = name_point(finding.point + 1, num_layers=num_layers)
+    return (
+        f"{what}: with the golden's stream at its input the logits are wrong, at {behind} they are right: "
+        f"{finding.reason}"
+    )
+
+
+def _row(number: int, run: ReplacedRun, *, num_layers: int) -> Row:
+    return Row(
+        cells=(
+            str(number),
+            name_point(run.point, num_layers=num_layers),
+            "right" if run.is_right else "wrong",
+            word_figure(run.excess),
+        ),
+        style="" if run.is_right else "red",
+    )

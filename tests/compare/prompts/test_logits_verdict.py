@@ -1,0 +1,83 @@
+"""The logits of a run's rows in one verdict."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
+from compare.prompts.prompt_judge import PortLogits
+from minimax_tools.golden_logits.golden_logits import GoldenLogits, following_tokens
+from minimax_tools.golden_logits.token_logits import TokenLogits
+from minimax_tools.text.answered_prompts import split_rows
+
+VOCABULARY, NUM_TOKENS, NUM_DECODED, NUM_ROWS = 60, 30, 6, 3
+SIGMA = 0.02
+ROWS = [tuple(range(row, row + NUM_TOKENS)) for row in range(NUM_ROWS)]
+
+
+def draw(seed: int, scale: float) -> torch.Tensor:
+    return scale * torch.randn(NUM_TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+EXACT = [draw(row, 3.0) for row in range(NUM_ROWS)]
+
+
+@pytest.fixture(scope="module")
+def goldens() -> list[GoldenLogits]:
+    found = []
+    for row, exact_tv in enumerate(EXACT):
+        input_ids, candidates = torch.tensor(ROWS[row]), exact_tv.topk(16, dim=-1).indices
+        exact, *variants = (
+            TokenLogits.of(logits, candidates=candidates, following=following_tokens(input_ids))
+            for logits in (exact_tv, *(exact_tv + draw(100 * row + seed, SIGMA) for seed in range(1, 5)))
+        )
+        found.append(
+            GoldenLogits(input_ids=input_ids, candidates=candidates, exact=exact, variants=tuple(variants))
+        )
+    return found
+
+
+def judge(goldens: list[GoldenLogits], ports: list[torch.Tensor]) -> LogitsVerdict:
+    tokens = torch.arange(NUM_TOKENS)
+    measured = [
+        PortLogits(tokens=tokens, logits=golden.measure(logits, tokens))
+        for golden, logits in zip(goldens, ports, strict=True)
+    ]
+    return judge_logits(split_rows(ROWS, num_decoded=NUM_DECODED), goldens, measured, through="two layers")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_of_right_models_is_right(goldens: list[GoldenLogits], seed: int) -> None:
+    noisy = [exact + draw(1000 + 10 * seed + row, SIGMA) for row, exact in enumerate(EXACT)]
+    verdict = judge(goldens, noisy)
+    assert verdict.is_right
+    assert 0.0 < verdict.excess <= 1.0
+    assert verdict.reason == ""
+
+
+@pytest.mark.parametrize(("token", "step"), [(4, 0), (NUM_TOKENS - 1, NUM_DECODED)])
+def test_row_and_pass_of_a_wrong_token_are_told(goldens: list[GoldenLogits], token: int, step: int) -> None:
+    ports = [exact.clone() for exact in EXACT]
+    ports[1][token] = ports[1][token].roll(1)
+    verdict = judge(goldens, ports)
+    assert (verdict.is_right, verdict.first_pass) == (False, step)
+    assert verdict.excess > 1.0
+    assert verdict.reason.startswith(f"row 1, token {token}: the likeliest next token is")
+    assert "through two layers" in verdict.reason
+
+
+def test_logits_that_are_not_finite_are_wrong(goldens: list[GoldenLogits]) -> None:
+    ports = [exact.clone() for exact in EXACT]
+    ports[2][0, 0] = float("nan")
+    verdict = judge(goldens, ports)
+    assert (verdict.is_right, verdict.excess) == (False, math.inf)
+
+
+def test_many_tokens_a_little_farther_than_noise_are_wrong(goldens: list[GoldenLogits]) -> None:
+    ports = [exact + draw(2000 + row, 2.0 * SIGMA) for row, exact in enumerate(EXACT)]
+    verdict = judge(goldens, ports)
+    assert not verdict.is_right
+    assert verdict.excess > 1.0

@@ -1,0 +1,199 @@
+"""`mm2-test replacement`: its files, the lines that it prints, and the logits that it takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.model.sites import ModelSite, Site
+
+NUM_DECODED = 4
+# The toy's vocabulary.
+VOCABULARY = 512
+
+
+@pytest.fixture
+def ask(run: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:
+    """Gives the command on one folder: the result, and its JSON."""
+
+    def give(*options: object, tool: str = "nxdi", golden: Path = golden) -> tuple[Any, dict[str, Any]]:
+        arguments = ("replacement", "--model", toy, "--golden", golden, "--format", tool, "--quiet")
+        given = ("--decode", NUM_DECODED) if "--decode" not in options else ()
+        result = run(*arguments, *given, "--output-dir", tmp_path / "replaced", "--json", *options)
+        return result, json.loads(result.stdout) if result.stdout.startswith("{") else {}
+
+    return give
+
+
+def golden_logits(golden: Path, *, num_tokens: int = NUM_DECODED + 1) -> torch.Tensor:
+    """Return the golden's own logits of each row's last tokens, [B,t,V]."""
+    capture = Capture.open(golden)
+    logits, lengths = capture.read_model(ModelSite.LOGITS), capture.read_inputs().lengths
+    return torch.stack(
+        [row[length - num_tokens : length] for row, length in zip(logits, lengths, strict=True)]
+    )
+
+
+class TestNxdiFiles:
+    def test_values_are_the_goldens_in_the_graphs_shapes(
+        self, ask: Any, golden: Path, tmp_path: Path
+    ) -> None:
+        result, _ = ask("--bucket", 192)
+        assert result.exit_code == 3
+        capture, folder = Capture.open(golden), tmp_path / "replaced"
+        inputs = capture.read_inputs()
+        lengths, num_columns = inputs.lengths, inputs.sequence_length - NUM_DECODED
+        hidden_size = capture.read(0, Site.INPUT).shape[-1]
+        for point, module in enumerate([*(f"layers.{layer}.stream" for layer in range(4)), "norm.stream"]):
+            stream = capture.read(point, Site.INPUT) if point < 4 else capture.read(3, Site.OUTPUT)
+            name = f"module_{module}_output.pt"
+            prefill, shape = (
+                torch.load(folder / place / f"captured_tensors_cte_step_1_{name}")
+                for place in ("reference", "shapes")
+            )
+            assert (prefill.dtype, shape.shape) == (torch.bfloat16, (2, 192, hidden_size))
+            rows = prefill.unflatten(0, (2, num_columns))
+            for row, length in enumerate(lengths):
+                assert torch.equal(rows[row, : length - NUM_DECODED], stream[row, : length - NUM_DECODED])
+                assert not rows[row, length - NUM_DECODED :].any()
+            for step in range(2, NUM_DECODED + 2):
+                value, shape = (
+                    torch.load(folder / place / f"captured_tensors_tkg_step_{step}_{name}")
+                    for place in ("reference", "shapes")
+                )
+                columns = [length - NUM_DECODED + step - 2 for length in lengths]
+                assert torch.equal(value, stream[range(2), columns])
+                assert shape.shape == (2, 1, hidden_size)
+        assert len(list((folder / "shapes").iterdir())) == 5 * (NUM_DECODED + 1)
+
+    def test_printed_lines_are_complete(self, ask: Any, tmp_path: Path) -> None:
+        _, record = ask("--layer", 3)
+        text = "\n".join(record["next"])
+        assert f"ref_dir='{tmp_path / 'replaced' / 'reference'}'" in text
+        assert "tf_map=map_steps(3, num_layers=4, num_steps=5)" in text
+        assert "batch_size=2, max_context_length=128" in text
+        assert "writes logits/layer_3.safetensors" in text
+        assert record["next"][-1].startswith("mm2-test replacement --model")
+
+
+class TestSearch:
+    def test_right_logits_are_taken_one_run_after_the_other(
+        self, ask: Any, golden: Path, tmp_path: Path
+    ) -> None:
+        result, record = ask()
+        points = []
+        while not record["is_finished"]:
+            point = record["waits_for"]["point"]
+            points.append(point)
+            name = "unreplaced" if point is None else f"layer_{point}"
+            # The golden's own logits are those of a right port, wherever its stream is replaced. Both forms are read.
+            if point == 1:
+                torch.save(golden_logits(golden), tmp_path / "replaced" / "logits" / f"{name}.pt")
+            else:
+                save_file(
+                    {"it": golden_logits(golden)}, tmp_path / "replaced" / "logits" / f"{name}.safetensors"
+                )
+            result, record = ask()
+        assert points == [2, 1, 0, None]
+        assert (result.exit_code, record["verdict"]) == (0, "pass")
+
+    def test_exhaustive_search_begins_at_the_end(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+        _, record = ask("--exhaustive")
+        assert record["waits_for"] == {"point": 4}
+        save_file(
+            {"it": golden_logits(golden).roll(1, -1)}, tmp_path / "replaced/logits/final_norm.safetensors"
+        )
+        result, record = ask("--exhaustive")
+        assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
+
+    def test_logits_that_are_not_finite_are_wrong(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+        ask()
+        logits = golden_logits(golden)
+        logits[1, 2] = float("nan")
+        save_file({"it": logits}, tmp_path / "replaced/logits/layer_2.safetensors")
+        _, record = ask()
+        assert [(run["point"], run["verdict"]) for run in record["runs"]] == [(2, "fail")]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("shape", "found"),
+        [
+            ((1, 5, VOCABULARY), "[1, 5, 512]"),
+            ((2, 5, VOCABULARY - 1), "[2, 5, 511]"),
+            ((2, 40, VOCABULARY), "[2, 40, 512]"),
+            ((2, VOCABULARY), "[2, 512]"),
+        ],
+    )
+    def test_logits_of_another_shape(
+        self, ask: Any, tmp_path: Path, shape: tuple[int, ...], found: str
+    ) -> None:
+        ask()
+        save_file({"it": torch.zeros(shape)}, tmp_path / "replaced/logits/layer_2.safetensors")
+        result, _ = ask()
+        assert result.exit_code == 3
+        assert f"expected [2,t,512] of each row's last t tokens, t at most 33, found {found}" in result.stderr
+
+    def test_several_tensors(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+        ask()
+        logits = golden_logits(golden)
+        save_file({"it": logits, "more": logits + 1}, tmp_path / "replaced/logits/layer_2.safetensors")
+        result, _ = ask()
+        assert (result.exit_code, "holds 2 tensors" in result.stderr) == (3, True)
+
+    def test_folder_of_another_run(self, ask: Any) -> None:
+        ask()
+        for options, message in (
+            (("--decode", 5), "written for another num_decoded: expected num_decoded 5, found num_decoded 4"),
+            (("--bucket", 256), "written for another bucket: expected bucket 256, found bucket 128"),
+        ):
+            result, _ = ask(*options)
+            assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+        result, _ = ask(tool="vllm-neuron")
+        assert (result.exit_code, "written for another tool, bucket" in result.stderr) == (2, True)
+
+    def test_folder_with_something_else(self, ask: Any, tmp_path: Path) -> None:
+        (tmp_path / "replaced").mkdir()
+        (tmp_path / "replaced" / "notes.txt").write_text("mine")
+        result, _ = ask()
+        assert (result.exit_code, "holds something else" in result.stderr) == (2, True)
+
+    @pytest.mark.parametrize(
+        ("options", "tool", "message"),
+        [
+            (("--bucket", 32), "nxdi", "48 columns for a bucket of 32"),
+            (("--bucket", 128), "vllm-neuron", "--bucket is an option of --format nxdi"),
+            (("--layer", 5), "nxdi", "expected 0 to 4, the last for the final norm"),
+        ],
+    )
+    def test_options_that_do_not_fit(self, ask: Any, options: Any, tool: str, message: str) -> None:
+        result, _ = ask(*options, tool=tool)
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+    def test_prompts_that_the_tools_compute_otherwise(
+        self, ask: Any, command: Any, toy: Path, tmp_path: Path
+    ) -> None:
+        from gpu_reference.cli import main as mm2_gpu
+
+        left = tmp_path / "left"
+        rows = (
+            "--input-ids",
+            "5,6,7,8",
+            "--input-ids",
+            "5,6,7",
+            "--padding-side",
+            "left",
+            "--sites",
+            "layer",
+        )
+        command(mm2_gpu, "extract-all", "--model", toy, *rows, "--output-dir", left, "--quiet")
+        result, _ = ask("--decode", 1, golden=left)
+        assert (result.exit_code, "found left padding" in result.stderr) == (2, True), result.stderr
+        result, _ = ask("--decode", 1, golden=left, tool="vllm-neuron")
+        assert (result.exit_code, "row 0 begins with row 1" in result.stderr) == (2, True), result.stderr

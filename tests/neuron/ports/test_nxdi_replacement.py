@@ -1,0 +1,282 @@
+"""The stream of applications on NxDI, replaced: by mm2 itself, compiled, and by a porter's own script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minimax_tools.errors import TargetError
+from neuron.ports.nxdi_points import add_stream_points, list_point_modules
+from neuron.ports.nxdi_replacement import file_name, map_steps, replacement_arguments
+
+TESTS = Path(__file__).parents[2]
+STAND_IN = {"PYTHONPATH": f"{TESTS / 'nxdi_stand_in'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
+
+PORTS = f"""
+import sys
+sys.path.insert(0, {str(TESTS / "ports")!r})
+from nxdi_stand_in_port import Application, Model
+from neuron.ports.nxdi_points import add_stream_points
+
+class Swapped(Application):
+    @classmethod
+    def reorder(cls, tensors, index):
+        if index == 2:
+            for expert in range(32):
+                gate, up = (f"block_sparse_moe.experts.{{expert}}.{{name}}.weight" for name in ("w1", "w3"))
+                tensors[gate], tensors[up] = tensors[up], tensors[gate]
+        return tensors
+
+class Divided(Application):
+    mm2_neuron_config = {{"sequence_parallel_enabled": True}}
+
+class Pointed(Model):
+    def init_model(self, config):
+        super().init_model(config)
+        add_stream_points(self)
+
+class ByHand(Swapped):
+    _model_cls = Pointed
+"""
+
+# A porter's own script: an application is compiled once, and runs with the stream replaced at one point after another.
+BY_HAND = """
+import copy, os, sys
+from pathlib import Path
+import torch
+from neuronx_distributed_inference.models.config import NeuronConfig, TensorReplacementConfig
+from minimax_tools.errors import Mm2Error
+from minimax_tools.model.spec import ModelSpec
+from neuron.ports.nxdi_replacement import map_steps
+from neuron.ports.target import target_config
+from neuron.replacement.nxdi_run import run_replaced
+sys.path.insert(0, os.path.dirname(port))
+from nxdi_ports import ByHand
+
+os.environ["NXD_CPU_MODE"] = "0"
+options = dict(batch_size=2, max_context_length=128, seq_len=128, enable_bucketing=False, padding_side="right")
+neuron_config = NeuronConfig(**{**options, **other}, torch_dtype=torch.bfloat16, output_logits=True)
+neuron_config.tensor_replacement_config = TensorReplacementConfig(
+    ref_dir=f"{folder}/reference", neuron_dir=f"{folder}/shapes",
+    tf_map=map_steps(None, num_layers=4, num_steps=17), neuron_config=copy.deepcopy(neuron_config),
+)
+values = vars(target_config(ModelSpec.from_folder(Path(toy)), ranks=None))
+values.pop("ranks", None)
+config = ByHand.get_config_cls()(neuron_config, **{**values, "_name_or_path": toy, "pad_token_id": 0})
+application = ByHand(toy, config)
+application.compile("nowhere")
+application.load("nowhere")
+for point in points:
+    try:
+        print(run_replaced(application, folder, point=point).name)
+    except Mm2Error as error:
+        print(error)
+"""
+
+COMPILED = """
+import os
+from pathlib import Path
+import torch
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from dataclasses import replace
+from neuron.devices.weights import WeightLoader
+from neuron.model_runs.passes import plan_passes
+from neuron.ports.model_batch import ModelBatch
+from neuron.ports.targets import find_model_target
+from neuron.replacement.stream import cut_stream
+
+capture = Capture.open(Path(golden))
+inputs, spec = capture.read_inputs(), ModelSpec.from_folder(Path(toy))
+passes = plan_passes(inputs, 2)
+stream = capture.read(3, Site.INPUT)
+
+def run(device, point):
+    target = find_model_target(f"nxdi:{port}:Application")
+    batch = replace(ModelBatch.of(inputs, num_decoded=2, max_new_tokens=0), replaces_stream=True)
+    module = target.build(spec, dtype=torch.bfloat16, batch=batch)
+    loader = WeightLoader(torch.device(device), wait=lambda: None, pool=ReadingPool(1))
+    with CheckpointReader(Path(toy)) as reader:
+        target.load(module, reader, spec, dtype=torch.bfloat16, loader=loader)
+    logits = []
+    for one in passes:
+        if point is not None:
+            module.replace_stream(point, cut_stream(stream, one))
+        with torch.no_grad():
+            logits.append(module(one.input_ids, one.attention_mask, one.position_ids).logits)
+        module.replace_stream(None, None)
+    return torch.stack(logits)
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+on_cpu, own = run("cpu", 3), run("cpu", None)
+os.environ["NXD_CPU_MODE"] = "0"
+assert torch.equal(run("xla", 3), on_cpu)
+assert torch.equal(run("xla", None), own)
+assert not torch.equal(on_cpu, own)
+print("same")
+"""
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with all ports of this test."""
+    path = tmp_path_factory.mktemp("nxdi") / "nxdi_ports.py"
+    path.write_text(PORTS)
+    return path
+
+
+def test_mm2_replaces_the_stream_of_applications(serve: Any, port: Path, toy: Path, golden: Path) -> None:
+    common = (
+        "bisect",
+        "--whole",
+        "--model",
+        toy,
+        "--golden",
+        golden,
+        "--backend",
+        "cpu",
+        "--json",
+        "--quiet",
+    )
+    names = ("Application", "Swapped", "Divided")
+    commands = [
+        (*common, "--target", f"nxdi:{port}:{name}", "--output-dir", port.parent / name) for name in names
+    ]
+    right, swapped, divided = serve(commands, **STAND_IN)
+    assert right["exit_code"] == 0, right["stderr"]
+    assert json.loads(right["stdout"])["verdict"] == "pass"
+    assert swapped["exit_code"] == 1, swapped["stderr"]
+    assert [blame["layer"] for blame in json.loads(swapped["stdout"])["blame"]] == [2]
+    assert divided["exit_code"] == 3
+    assert "divides its stream among the ranks: found sequence_parallel_enabled" in divided["stderr"]
+
+
+def test_compiled_graph_takes_the_stream_that_the_cpu_takes(
+    run_python: Any, port: Path, toy: Path, golden: Path
+) -> None:
+    places = f"port, toy, golden = {str(port)!r}, {str(toy)!r}, {str(golden)!r}\n"
+    done = run_python(places + COMPILED, **STAND_IN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "same"
+
+
+class TestByHand:
+    def command(self, toy: Path, golden: Path, folder: Path) -> tuple[object, ...]:
+        arguments = (
+            "replacement",
+            "--model",
+            toy,
+            "--golden",
+            golden,
+            "--format",
+            "nxdi",
+            "--json",
+            "--quiet",
+        )
+        return (*arguments, "--output-dir", folder)
+
+    def by_hand(
+        self, run_python: Any, port: Path, toy: Path, folder: Path, points: object, **other: Any
+    ) -> list[str]:
+        values = {"port": str(port), "toy": str(toy), "folder": str(folder), "points": points, "other": other}
+        code = "\n".join(f"{name} = {value!r}" for name, value in values.items()) + BY_HAND
+        done = run_python(code, **STAND_IN)
+        assert done.returncode == 0, done.stderr
+        return list(done.stdout.splitlines())
+
+    def test_runs_asked_for_name_the_wrong_layer(
+        self, run: Any, run_python: Any, port: Path, toy: Path, golden: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "replaced"
+        points = []
+        for _ in range(4):
+            result = run(*self.command(toy, golden, folder))
+            record = json.loads(result.stdout)
+            if record["is_finished"]:
+                break
+            assert (result.exit_code, record["verdict"]) == (3, "incomparable")
+            point = record["waits_for"]["point"]
+            assert f"point={point})" in "\n".join(record["next"])
+            points.append(point)
+            self.by_hand(run_python, port, toy, folder, [point])
+        assert points == [2, 4, 3]
+        assert (result.exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [2])
+        assert record["next"] == []
+
+    def test_application_of_other_sizes_is_refused(
+        self, run: Any, run_python: Any, port: Path, toy: Path, golden: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "replaced"
+        run(*self.command(toy, golden, folder))
+        (printed,) = self.by_hand(
+            run_python, port, toy, folder, [2], max_context_length=64, enable_bucketing=True
+        )
+        assert "expected max_context_length=128, enable_bucketing=False" in printed
+        assert "found max_context_length=64, enable_bucketing=True" in printed
+
+
+class TestFiles:
+    def test_names_are_those_that_nxdi_looks_for(self) -> None:
+        prefill, step = (file_name("layers.3.stream", step=step) for step in (1, 4))
+        assert prefill == "captured_tensors_cte_step_1_module_layers.3.stream_output.pt"
+        assert step == "captured_tensors_tkg_step_4_module_layers.3.stream_output.pt"
+
+    @pytest.mark.parametrize("point", [None, 0, 2])
+    def test_every_map_puts_the_same_modules_into_the_graph(self, point: int | None) -> None:
+        found = map_steps(point, num_layers=2, num_steps=3)
+        assert found[0] == ["layers.0.stream", "layers.1.stream", "norm.stream"]
+        expected = [] if point is None else [list_point_modules(2)[point]]
+        assert [found[step] for step in (1, 2, 3)] == [expected] * 3
+
+    def test_arguments_are_padded_and_masked(self) -> None:
+        states = torch.ones(1, 2, 4)
+        found = replacement_arguments(1, states, num_layers=2, shape=(1, 3, 4), dtype=torch.bfloat16)
+        tensors, masks = found[:3], found[3:]
+        assert [bool(mask) for mask in masks] == [False, True, False]
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+        assert tensors[1].sum(-1).tolist() == [[4.0, 4.0, 0.0]]
+        assert not any(bool(tensor.any()) for tensor in (tensors[0], tensors[2]))
+
+
+class TestPoints:
+    class Layer(nn.Module):
+        def forward(
+            self, hidden_states: torch.Tensor, residual: object = None
+        ) -> tuple[torch.Tensor, object]:
+            return hidden_states + 1, residual
+
+    def model(self) -> nn.Module:
+        model = nn.Module()
+        model.layers = nn.ModuleList([self.Layer(), self.Layer()])
+        model.norm = nn.LayerNorm(4)
+        return model
+
+    @pytest.mark.parametrize("by_name", [False, True])
+    def test_point_returns_what_the_layer_is_given(self, by_name: bool) -> None:
+        model, states = self.model(), torch.zeros(1, 2, 4)
+        names = set(model.state_dict())
+        add_stream_points(model)
+        assert set(model.state_dict()) == names
+        assert set(list_point_modules(2)) < {name for name, _ in model.named_modules()}
+        layer = model.layers[1]
+        layer.stream.register_forward_hook(lambda *_: torch.full_like(states, 5.0))
+        output, _ = layer(hidden_states=states) if by_name else layer(states)
+        assert output.unique().tolist() == [6.0]
+
+    def test_model_without_layers_is_refused(self) -> None:
+        with pytest.raises(TargetError, match="has no stream to replace"):
+            add_stream_points(nn.Linear(2, 2))
+
+    def test_stream_in_two_summands_is_refused(self) -> None:
+        model = self.model()
+        add_stream_points(model)
+        with pytest.raises(TargetError, match="qkv_kernel_fuse_residual_add"):
+            model.layers[0](torch.zeros(1, 2, 4), residual=torch.zeros(1, 2, 4))
