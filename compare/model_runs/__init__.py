@@ -2,15 +2,12 @@
 
 - `passes`: the tokens of the prefill and of each decoding step, and the first pass that is wrong
 - `layer_order`: the order of the layers, and the stream between them
-<<<<<<< HEAD
 - `classes`: modules that another device gets in another class
-=======
 - `next_tokens`: next tokens by pass, against the golden itself
 - `cache`: keys and values in the cache, after the prefill and each step
 - `cache_mistakes`: the catalogue of what a cache's content shows
 - `decoding`: the known mistake that explains a layer's decoded tokens
 - `decoding_mistakes`: the catalogue of these mistakes
 - `cached_attention`: attention of decoded tokens over a cache, right or wrong
->>>>>>> main
 - `choices`: tokens that the port chose, padded logits, and prompts that were run twice
 """
