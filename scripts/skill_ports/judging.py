@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -40,20 +41,12 @@ def make_material(agents: Path, evaluators: Path) -> None:
     Raises:
         CannotRunError: A command fails.
     """
-    model, sizes = agents / MODEL, ("--num-hidden-layers", _NUM_LAYERS)
-    _run("minimax_tools", "synthesize", "--output", str(model), *sizes)
-    for golden, (lengths, seed) in ((agents / GOLDEN, _SHOWN), (evaluators / HIDDEN_GOLDEN, _HIDDEN)):
-        tokens = ("--seq-len", lengths, "--seed", seed)
-        _run(
-            "gpu_reference",
-            "extract-all",
-            "--model",
-            str(model),
-            *tokens,
-            "--output-dir",
-            str(golden),
-            "--certify",
-        )
+    agents.mkdir(parents=True)
+    # Run in the agent's folder: a golden records its checkpoint as it was named, and must not name another folder.
+    _run(agents, "minimax_tools", "synthesize", "--output", MODEL, "--num-hidden-layers", _NUM_LAYERS)
+    for golden, (lengths, seed) in ((Path(GOLDEN), _SHOWN), (evaluators.resolve() / HIDDEN_GOLDEN, _HIDDEN)):
+        words = ("--model", MODEL, "--seq-len", lengths, "--seed", seed, "--output-dir", str(golden))
+        _run(agents, "gpu_reference", "extract-all", *words, "--certify")
 
 
 def judge_repair(port: Path, *, model: Path, golden: Path, directory: Path) -> RepairJudgement:
@@ -70,20 +63,24 @@ def judge_repair(port: Path, *, model: Path, golden: Path, directory: Path) -> R
     )
 
 
-def _run(module: str, *arguments: str) -> None:
-    done = _start(module, *arguments)
+def _run(folder: Path, module: str, *arguments: str) -> None:
+    done = _start(module, *arguments, folder=folder)
     if done.returncode:
         raise CannotRunError(f"{module} {' '.join(arguments)} failed", found=done.stderr.strip())
 
 
-def _start(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _start(module: str, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     call = {
         "minimax_tools": "from minimax_tools.cli import main; main()",
         "gpu_reference": "from gpu_reference.cli import main; main()",
         "neuron": "from neuron.__main__ import main; main()",
     }[module]
+    # mm2 is found as in this process, from whichever folder.
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, "-c", call, *arguments, "--json", "--quiet"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

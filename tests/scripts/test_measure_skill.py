@@ -94,6 +94,7 @@ def test_script_writes_cases_without_the_key_and_judges_a_repair(tmp_path: Path)
     assert [entry["case"] for entry in key] == list(range(1, NUM_CASES + 1))
     port = (folder / "port.py").read_text()
     assert key[1]["what"] not in port
+    assert "evaluator" not in (folder / "golden" / "manifest.json").read_text()
 
     wrong = run("judge", "--output", tmp_path / "cases", 2)
     assert (wrong.returncode, "case 2: not repaired: fail" in wrong.stdout) == (1, True), wrong.stderr
