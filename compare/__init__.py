@@ -15,4 +15,5 @@
 - `model_runs/`: a whole port's run: passes, order of layers, chosen tokens
 - `model_faults`: all that is wrong in such a run, what came first at the front
 - `notes`: sentences beside the verdict
+- `next_commands`: commands to run after a result
 """

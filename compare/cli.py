@@ -9,11 +9,13 @@ import click
 from compare.comparer import compare_captures
 from compare.limits.criteria import Criteria
 from compare.limits.limits_file import CALIBRATION
+from compare.next_commands import after_comparison
 from compare.options import criteria_options
 from compare.sides.golden_weights import find_weights
 from compare.sides.opening import NamedSides, layers_options, sides_options
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.run_commands import RunCommands
 from reports.data import comparison_record, write_report
 from reports.terminal import render_comparison
 
@@ -61,20 +63,24 @@ def main(
     Example: mm2-compare --layer-pattern 'layer_*'
     """
     reference, target = sides.open()
+    weights = find_weights(model, reference, target)
     comparison = compare_captures(
         reference,
         target,
         criteria=criteria,
         layer_pattern=layer_pattern or "layer_*",
-        weights=find_weights(model, reference, target),
+        weights=weights,
     )
-    written = write_report(comparison, report_path) if report_path else ()
+    commands = RunCommands.of(
+        reference, target, model=None if weights is None else weights.model, reading=sides.reading_arguments
+    )
+    following = after_comparison(comparison, commands)
+    written = write_report(comparison, report_path, next_commands=following) if report_path else ()
     if as_json:
-        print_json(comparison_record(comparison))
+        print_json(comparison_record(comparison), next_commands=following)
     else:
-        click.echo(render_comparison(comparison, shows_metrics=shows_metrics))
-        for path in written:
-            click.echo(f"written: {path}")
+        text = render_comparison(comparison, shows_metrics=shows_metrics)
+        print_text("\n".join([text, *(f"written: {path}" for path in written)]), next_commands=following)
     end_command(comparison.verdict.exit_code)
 
 

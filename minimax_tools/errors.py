@@ -37,6 +37,7 @@ class Mm2Error(Exception):
         expected: Expected state, if it adds to `what`.
         found: State that was found instead.
         next_step: Advice to the reader.
+        commands: Complete commands that carry the advice out.
     """
 
     exit_code = 3
@@ -48,11 +49,13 @@ class Mm2Error(Exception):
         expected: str | None = None,
         found: str | None = None,
         next_step: str | None = None,
+        commands: tuple[str, ...] = (),
     ) -> None:
         self.what = what
         self.expected = expected
         self.found = found
         self.next_step = next_step
+        self.commands = commands
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -112,6 +115,7 @@ class MissingExtraError(CannotRunError):
         super().__init__(
             f"{needed_for} needs the package {package!r}, which is not installed here",
             next_step=f"Install it with: {install_command(extra)}",
+            commands=(install_command(extra),),
         )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from compare.limits.criteria import Criteria
 from compare.options import criteria_options
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.options import (
     CaptureStore,
@@ -164,6 +165,20 @@ def _device_options(*further: Decorator) -> Decorator:
 
 device_options = _device_options()
 span_device_options = _device_options(span_options)
+
+
+def port_arguments(options: DeviceOptions) -> tuple[str, ...]:
+    """Return the options that name a port, its device, dtype and ranks, as a command takes them."""
+    return name_port(target=options.target, backend=options.backend, dtype=options.dtype, ranks=options.ranks)
+
+
+def name_port(*, target: str, backend: str, dtype: torch.dtype, ranks: Ranks) -> tuple[str, ...]:
+    """Return the options of any command that name a port, its device, dtype and ranks."""
+    words = ["--target", target, "--backend", backend]
+    words += [] if dtype is torch.bfloat16 else ["--dtype", dtype_name(dtype)]
+    for name, value in ranks.as_json().items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return tuple(words)
 
 
 def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:

@@ -49,9 +49,6 @@ def render_bisection(
     canvas.section("Not seen")
     for sentence in blind_spots(bisection):
         canvas.paragraph(sentence)
-    canvas.section("Next")
-    for command in next_commands(bisection):
-        canvas.line(f"  {command}")
     return canvas.text
 
 
@@ -81,7 +78,6 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
             "in_a_sweep": to_json(bisection.sweep_visible),
         },
         "notes": list(blind_spots(bisection)),
-        "next": list(next_commands(bisection)),
     }
 
 

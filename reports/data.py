@@ -6,11 +6,12 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.command_line.console import versioned
 from minimax_tools.errors import CannotRunError
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.metrics.pair_metrics import PairMetrics
@@ -94,15 +95,21 @@ def comparison_table(comparison: Comparison) -> str:
     return table.getvalue()
 
 
-def write_report(comparison: Comparison, directory: Path) -> tuple[Path, ...]:
+def write_report(
+    comparison: Comparison, directory: Path, *, next_commands: Sequence[str]
+) -> tuple[Path, ...]:
     """Write report, summary and table into `directory` and return their paths.
+
+    Report and summary end in the commands to run next.
 
     Raises:
         CannotRunError: The directory cannot be made or written to.
     """
+    report = versioned(comparison_record(comparison), next_commands=next_commands)
+    summary = versioned(summary_record(comparison), next_commands=next_commands)
     return (
-        _write(directory / REPORT_NAME, _json_text(comparison_record(comparison))),
-        _write(directory / SUMMARY_NAME, _json_text(summary_record(comparison))),
+        _write(directory / REPORT_NAME, _json_text(report)),
+        _write(directory / SUMMARY_NAME, _json_text(summary)),
         _write(directory / TABLE_NAME, comparison_table(comparison)),
     )
 

@@ -120,10 +120,6 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
             canvas.paragraph(sentence, indent=4)
     for group in groups[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(word_sites(group.sites))}")
-    # A comparison has a curve if the run is chained: then mm2 suggests no diagnosis.
-    if comparison.curve is None and any(blame.layer is not None for blame in comparison.blame):
-        sides = f"--gpu-path {comparison.reference} --neuron-path {comparison.target}"
-        canvas.paragraph(f"To name the mistake: mm2-diagnose --model DIR {sides}")
 
 
 def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:

@@ -45,6 +45,7 @@ from reflinks import (
 
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
+from minimax_tools.command_line.capture_commands import make_golden
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
 from minimax_tools.errors import UsageError
@@ -266,7 +267,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _print_checkpoint(made: FullSizeCheckpoint, *, as_json: bool) -> None:
     if as_json:
-        print_json({**asdict(made), "folder": str(made.folder), "image": made.image and str(made.image)})
+        record = {**asdict(made), "folder": str(made.folder), "image": made.image and str(made.image)}
+        print_json(record, next_commands=(make_golden(str(made.folder)),))
         return
     state = "was there" if made.was_there else f"built in {made.seconds:.0f} s"
     place = "" if made.image is None else f", mounted from {made.image}"
@@ -321,7 +323,7 @@ def main(
     if is_unmounted or is_removed:
         done = remove_checkpoint(output, image=image) if is_removed else unmount_checkpoint(output)
         if as_json:
-            print_json({"done": [str(path) for path in done]})
+            print_json({"done": [str(path) for path in done]}, next_commands=())
         else:
             click.echo(f"Done with {', '.join(map(str, done))}" if done else "Nothing was there.")
         return

@@ -36,7 +36,7 @@ MODULES = {"gpu_reference": "mm2-gpu", "neuron": "mm2-test"}
 # Options of torchrun and of scripts, which the pages name too.
 OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node"}
 # Files that a reader writes.
-READERS_FILES = {"my_port.py", "PATH.py"}
+READERS_FILES = {"my_port.py", "PATH.py", "port.py"}
 
 GLOSSARY = """site, golden, port, reference, target, isolated run, chained run, noise floor, rho, float32 twin,
 massive channel, row, variant, flip, replay, blame, verdict, shard, slice, probe, dump"""
@@ -52,7 +52,11 @@ _STOPS = {"|", ">", "&&", ";"}
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [
+        root / "README.md",
+        *sorted((root / "docs").glob("*.md")),
+        *sorted(root.glob("skills/*/SKILL.md")),
+    ]
 
 
 def long_lines(root: Path) -> Iterator[str]:
@@ -256,7 +260,8 @@ def test_commands_of_every_page_are_looked_at() -> None:
 
 def plant(folder: Path, page: str, old: str, new: str) -> Path:
     """A copy of all papers in which one place is another."""
-    shutil.copytree(REPOSITORY / "docs", folder / "docs")
+    for pages_folder in ("docs", "skills"):
+        shutil.copytree(REPOSITORY / pages_folder, folder / pages_folder)
     for paper in PAPERS:
         shutil.copy(REPOSITORY / paper, folder)
     text = (folder / page).read_text()
@@ -295,6 +300,9 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
             "--component expert",
             "'expert' is not one of",
         ),
+        (long_lines, "skills/mm2/SKILL.md", "# Repair", "\n" * 60 + "# Repair", "SKILL.md: 2"),
+        (wrong_commands, "skills/mm2/SKILL.md", "mm2-test weights --model", "mm2-test weight", "no command"),
+        (unknown_options, "skills/mm2/SKILL.md", "`--prove`", "`--proof`", "no command has --proof"),
         (unknown_options, "docs/golden.md", "`--chat`", "`--chatty`", "no command has --chatty"),
         (wrong_exit_codes, "README.md", "| 2 | wrong usage |", "| 4 | wrong usage |", "exit code 2 is not"),
         (wrong_exit_codes, "README.md", "| 2 | wrong", "| 5 | aborted |\n| 2 | wrong", "the exit codes are"),

@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
+
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import Verdict
 
 REPOSITORY = Path(__file__).parents[1]
 
+SKILL = REPOSITORY / "skills" / "mm2" / "SKILL.md"
 PAGES = (
     "golden",
     "ports",
@@ -54,7 +59,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> Iterator[Block]:
-    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
+    text = (SKILL if page == "skill" else REPOSITORY / "docs" / f"{page}.md").read_text()
     found = [*_BLOCK.finditer(text), None]
     for block, following in itertools.pairwise(found):
         assert block is not None
@@ -107,6 +112,41 @@ def test_page_does_what_it_shows(page: str, captures: Path, tmp_path: Path) -> N
             assert done.returncode == expected_code(line), f"{line}\n{done.stdout}{done.stderr}"
         for shown in block.output.splitlines():
             assert words(shown) in words(printed), f"{block.commands}\nshows {shown!r}, printed\n{printed}"
+
+
+@pytest.mark.slow
+def test_skill_leads_from_a_wrong_port_to_a_right_one(tmp_path: Path) -> None:
+    right = (REPOSITORY / "scripts" / "skill_ports" / "layer.py").read_text()
+    wrong = right.replace("self.base = config.rope_theta", "self.base = 10000.0")
+    assert wrong != right
+    (tmp_path / "port.py").write_text(wrong)
+    lines = [line for block in blocks("skill") for line in command_lines(block.commands)]
+    programs = {line.split("--")[0].strip() for line in lines}
+    assert {"mm2-test weights", "mm2-test sweep", "mm2-diagnose", "mm2-test full"} <= programs
+    for line in lines:
+        done = run(line, tmp_path)
+        # mm2-test weights sees no wrong weight: it only warns that the forward differs.
+        judges = ("port.py" in line and "weights" not in line) or line.startswith("mm2-diagnose")
+        assert done.returncode == int(judges), f"{line}\n{done.stdout}{done.stderr}"
+    named = run(next(line for line in lines if line.startswith("mm2-diagnose")), tmp_path)
+    assert "rope_theta" in named.stdout
+    (tmp_path / "port.py").write_text(right)
+    for line in lines:
+        if "port.py" in line:
+            done = run(line, tmp_path)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def test_skill_says_what_it_is_for_and_names_every_verdict() -> None:
+    _, front, body = SKILL.read_text().split("---\n", 2)
+    matter = yaml.safe_load(front)
+    assert set(matter) == {"name", "description"}
+    assert matter["name"] == SKILL.parent.name
+    assert 0 < len(matter["description"]) <= 1024
+    for verdict in Verdict:
+        assert f"`{verdict}`" in body
+    for site in Site:
+        assert f"`{site}`" in body
 
 
 def words(text: str) -> str:

@@ -6,17 +6,16 @@ run, in which each layer gets the golden's input, shows a layer's own mistakes.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 
 from compare.noise.input_error import InputError
 from compare.noise.squared_errors import TINY, square_difference, square_rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.metrics.noise_floor import massive_channels
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import Site
-from minimax_tools.provenance import Provenance
 from minimax_tools.results.results import Curve, CurvePoint, SiteResult, SiteStatus
 
 
@@ -63,12 +62,6 @@ def trace_curve(
     onset = next((layer for layer in failing if layer is not None), None)
     # A whole port's target is no layer, and its own report goes on to the suspect layer.
     has_command = target.read_passes() is None
-    command = "" if onset is None or not has_command else _command(onset, description.provenance, golden)
+    commands = RunCommands.of(golden, target)
+    command = "" if onset is None or not has_command or commands is None else commands.single_layer(onset)
     return Curve(points=tuple(points), onset=onset, command=command)
-
-
-def _command(layer: int, provenance: Provenance, golden: CaptureSource) -> str:
-    """Return the command that runs the layer alone, on the golden's own input."""
-    words = ["mm2-test", "single-layer", "--layer", str(layer), "--model", provenance.model_source]
-    words += ["--golden", str(golden.directory), "--target", provenance.target, "--sites", "all"]
-    return shlex.join(words)

@@ -7,11 +7,13 @@ import click
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.proof.proving import prove_diagnosis
 from compare.diagnosis.report import catalogue_record, diagnosis_record, render_catalogue, render_diagnosis
+from compare.next_commands import after_diagnosis
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from compare.sides.pairing import select_layers
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import optional_model_option, output_options
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.model.spec import ModelSpec
@@ -66,9 +68,9 @@ def main(
     """
     if lists_catalogue:
         if as_json:
-            print_json(catalogue_record())
+            print_json(catalogue_record(), next_commands=())
         else:
-            click.echo(render_catalogue())
+            print_text(render_catalogue(), next_commands=())
         return
     if model is None:
         raise UsageError(
@@ -96,11 +98,19 @@ def main(
             port=port,
             open_progress=lambda num_proofs: LayerProgress(num_proofs, label="Proof"),
         )
+    commands = RunCommands.of(reference, target, model=model, target=port, reading=sides.reading_arguments)
+    following = after_diagnosis(diagnosis, commands, options=_chosen(layer_pattern, mistakes))
     if as_json:
-        print_json(diagnosis_record(diagnosis))
+        print_json(diagnosis_record(diagnosis), next_commands=following)
     else:
-        click.echo(render_diagnosis(diagnosis))
+        print_text(render_diagnosis(diagnosis), next_commands=following)
     end_command(diagnosis.exit_code)
+
+
+def _chosen(layer_pattern: str | None, mistakes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the options that choose layers and mistakes, as a command takes them."""
+    layers = () if layer_pattern is None else ("--layer-pattern", layer_pattern)
+    return (*layers, *(word for name in mistakes for word in ("--mistake", name)))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from compare.noise.input_error import InputError, measure_input_error
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.command_line.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
@@ -126,5 +127,6 @@ def _fed_otherwise(sides: Sides, layer: int, site: Site) -> IncomparableError:
         f"the captures have different inputs: layer {layer} got other {values}",
         expected="the golden's own, bit for bit",
         found=description.input_source if description else f"what {sides.target.directory} holds",
-        next_step="Run the port on this golden: mm2-test … --golden DIR.",
+        next_step=RUN_ON_THIS_GOLDEN,
+        commands=run_on_this_golden(sides.reference, sides.target),
     )

@@ -38,6 +38,18 @@ class NamedSides:
         golden_reading, device_reading = self._assign_readings(golden, device)
         return open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading)
 
+    @property
+    def reading_arguments(self) -> tuple[str, ...]:
+        """The options that name the layout of either side, as a command takes them."""
+        readings = {"": self.reading, "gpu-": self.gpu_reading, "neuron-": self.neuron_reading}
+        return tuple(
+            word
+            for side, reading in readings.items()
+            for option, value in ((f"--{side}format", reading.format), (f"--{side}map", reading.names.path))
+            if value is not None
+            for word in (option, str(value))
+        )
+
     def _assign_readings(self, golden: Path, device: Path) -> tuple[DumpReading, DumpReading]:
         """Return the layout of each side; --format and --map go to the one that is not mm2's own."""
         if self.reading.is_default:

@@ -9,10 +9,10 @@ import torch
 from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.command_line.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden
 from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import Inputs
 
-_AGAIN = "Run the port on this golden: mm2-test … --golden DIR."
 # Layers, and modules of a dump, that a message names.
 _MAX_NAMED = 4
 _MAX_MODULES = 12
@@ -100,7 +100,8 @@ def _refuse_other_inputs(
             f"the captures have different inputs: {difference}",
             expected=f"{golden.input_source} (golden)",
             found=port.input_source,
-            next_step=_AGAIN,
+            next_step=RUN_ON_THIS_GOLDEN,
+            commands=run_on_this_golden(reference, target),
         )
 
 

@@ -8,8 +8,10 @@ import click
 
 from gpu_reference.certification.certifier import certify_golden
 from minimax_tools.capture.certificate import Certificate, Outcome
+from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.capture_commands import after_golden
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import captures_option, optional_model_option, output_options
 from minimax_tools.json_codec import encode
 
@@ -37,10 +39,12 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
     """
     directory = golden or newest_capture(captures, GOLDEN_SIDE)
     certificate = certify_golden(directory, model)
+    following = after_golden(Capture.open(directory), model=model)
     if as_json:
-        print_json({"directory": str(directory), "certificate": encode(certificate)})
+        record = {"directory": str(directory), "certificate": encode(certificate)}
+        print_json(record, next_commands=following)
     else:
-        click.echo(_render(directory, certificate))
+        print_text(_render(directory, certificate), next_commands=following)
     end_command(0 if certificate.has_passed else 1)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
 from gpu_reference.certification.certifier import certify_golden
@@ -21,7 +20,8 @@ from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.index import find_absent_shards
-from minimax_tools.command_line.console import print_json
+from minimax_tools.command_line.capture_commands import after_golden
+from minimax_tools.command_line.console import print_json, print_text
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
@@ -56,6 +56,7 @@ def run_golden(
         if options.no_save:
             layers = golden.run()
             record, text = statistics_record(layers), render_statistics(layers)
+            following: tuple[str, ...] = ()
         else:
             directory = options.store.directory(GOLDEN_SIDE, request.run.name)
             extra = {GENERATION_NAME: encode(generation)} if generation else {}
@@ -66,15 +67,24 @@ def run_golden(
                 certify_golden(directory, options.model)
             capture = Capture.open(directory)
             record, text = capture_record(capture), render_capture(capture)
-    print_golden(record, text, generation, as_json=options.as_json)
+            following = after_golden(capture, model=options.model)
+    print_golden(record, text, generation, as_json=options.as_json, next_commands=following)
 
 
-def print_golden(record: dict[str, Any], text: str, generation: Generation | None, *, as_json: bool) -> None:
-    """Print a golden as JSON or as text, with the tokens that it generated."""
+def print_golden(
+    record: dict[str, Any],
+    text: str,
+    generation: Generation | None,
+    *,
+    as_json: bool,
+    next_commands: tuple[str, ...],
+) -> None:
+    """Print a golden as JSON or as text, with the tokens that it generated and the commands to run next."""
     if as_json:
-        print_json({**record, "generation": encode(generation)} if generation else record)
+        record |= {"generation": encode(generation)} if generation else {}
+        print_json(record, next_commands=next_commands)
     else:
-        click.echo(text + str(generation or ""))
+        print_text(text + str(generation or ""), next_commands=next_commands)
 
 
 def whole_model_run(options: GoldenOptions, spec: ModelSpec) -> Run:

@@ -20,6 +20,7 @@ from gpu_reference.streaming.stream_choice import choose_part_streaming
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.console import show_warnings_only, shows_details, shows_pictures
 from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.errors import UsageError
@@ -75,7 +76,13 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
         click.get_current_context().exit(error.exit_code)
     if place.rank == 0:
         capture = Capture.open(directory)
-        print_golden(capture_record(capture), render_capture(capture), None, as_json=options.as_json)
+        print_golden(
+            capture_record(capture),
+            render_capture(capture),
+            None,
+            as_json=options.as_json,
+            next_commands=after_golden(capture, model=options.model),
+        )
 
 
 def _read_request(

@@ -9,6 +9,7 @@ import click
 from gpu_reference.commands.golden_run import print_golden
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.inspection import inspect_capture
+from minimax_tools.command_line.capture_commands import after_capture
 from minimax_tools.command_line.console import Mm2Command, end_command
 from minimax_tools.command_line.options import output_options, reading_options
 from minimax_tools.dumps.opening import DumpReading, open_source
@@ -30,11 +31,13 @@ def show_command(directory: Path, reading: DumpReading, as_json: bool) -> None:
     source = open_source(directory, reading)
     # Another tool's dump has no description, and no digests to inspect its files by.
     inspection = inspect_capture(source) if source.known_description else None
+    has_faults = is_damaged(source, inspection)
     print_golden(
         capture_record(source, inspection),
         render_capture(source, inspection),
         Generation.read(directory),
         as_json=as_json,
+        next_commands=() if has_faults else after_capture(source),
     )
-    if is_damaged(source, inspection):
+    if has_faults:
         end_command(CaptureError.exit_code)

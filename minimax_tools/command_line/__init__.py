@@ -2,5 +2,7 @@
 
 - `options`: options that mean the same in every command
 - `console`: exit codes, errors, JSON and log messages
+- `run_commands`: commands about a run of a port
+- `capture_commands`: commands that come next for a capture
 - `progress`: progress of a run over layers
 """

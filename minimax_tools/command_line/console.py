@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import traceback
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 import click
 
-from minimax_tools.errors import CannotRunError, Mm2Error, TargetError
+from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError
 
 # Level of the environment variable DEBUG from which every section is shown.
 DETAILED_LEVEL = 11
+# Version of the keys and values of every JSON output. It changes where a reader of the old ones would be wrong.
+SCHEMA_VERSION = 1
 # Keys of click's `Context.meta`, in which the functions below keep facts about the running command.
 _DEBUG = "minimax_tools.debug"  # whether --debug was given
 _JSON = "minimax_tools.json"  # whether --json was given
 _ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
 _SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
+# Options that change nothing but what is printed.
+_OUTPUT_OPTIONS = ("--json", "--quiet", "--debug")
 # Packages whose log messages are shown.
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 
@@ -75,6 +81,12 @@ def given_arguments() -> tuple[str, ...]:
     return arguments
 
 
+def same_command(program: str, *further: str, without: Collection[str] = ()) -> str:
+    """Return the running command as a shell line with further options, and without some and those of the output."""
+    left_out = {*_OUTPUT_OPTIONS, *without}
+    return shlex.join((program, *(word for word in given_arguments() if word not in left_out), *further))
+
+
 def speak_as(speaker: str) -> None:
     """Print the running command's error with a name before it, because several processes share the terminal."""
     click.get_current_context().meta[_SPEAKER] = speaker
@@ -110,9 +122,24 @@ def show_warnings_only() -> None:
         logging.getLogger(package).setLevel(logging.WARNING)
 
 
-def print_json(value: Any) -> None:
-    """Write one JSON object to stdout."""
+def versioned(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> dict[str, Any]:
+    """Return a command's JSON object with its schema version and the commands to run next, each complete."""
+    return {"schema_version": SCHEMA_VERSION, **record, "next": list(next_commands)}
+
+
+def print_json(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> None:
+    """Write one JSON object to stdout, with the commands to run next."""
+    value = versioned(record, next_commands=next_commands)
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_text(text: str, *, next_commands: Sequence[str]) -> None:
+    """Write a command's text to stdout; below it the commands to run next, one a line, never broken."""
+    lines = [text] if text else []
+    if next_commands:
+        lines += ["", "Next", *(f"  {command}" for command in next_commands)]
+    if lines:
+        click.echo("\n".join(lines))
 
 
 def print_error(error: BaseException, *, as_json: bool, speaker: str | None = None) -> int:
@@ -122,7 +149,8 @@ def print_error(error: BaseException, *, as_json: bool, speaker: str | None = No
     """
     message, exit_code = _describe(error)
     if as_json:
-        print_json({**_no_verdict(exit_code), "error": message, "exit_code": exit_code})
+        record = {**_no_verdict(exit_code), "error": message, "exit_code": exit_code}
+        print_json(record, next_commands=_after_error(error))
     click.echo(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", err=True)
     return exit_code
 
@@ -164,6 +192,14 @@ def _describe(error: BaseException) -> tuple[str, int]:
         return "interrupted", CannotRunError.exit_code
     message = f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback."
     return message, CannotRunError.exit_code
+
+
+def _after_error(error: BaseException) -> tuple[str, ...]:
+    """Return the commands that an error names, or the help of a command that was used wrongly."""
+    context = click.get_current_context(silent=True)
+    if isinstance(error, UsageError) and context is not None:
+        return (f"{context.command_path} --help",)
+    return error.commands if isinstance(error, Mm2Error) else ()
 
 
 def _no_verdict(exit_code: int) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.commands.options import plan_model_option, plan_option, shard_size_option
@@ -83,11 +84,28 @@ def extract_command(
         folder = output if output is not None and is_single else (output or DEFAULT_FOLDER) / name
         with LayerProgress(len(cut.shards), label=name, unit="file") as progress:
             slices.append(write_slice(cut, folder, with_digests=with_digests, progress=progress))
+    following = [
+        shlex.join(
+            (
+                "mm2-split",
+                "verify",
+                "--plan",
+                str(plan_file),
+                "--node",
+                name,
+                "--slices",
+                str(slice_.folder.parent),
+            )
+        )
+        for name, slice_ in zip(names, slices, strict=True)
+        # A slice is looked for in a folder of its node's name.
+        if slice_.folder.name == name
+    ]
     if as_json:
-        print_json({"plan": str(plan_file), "slices": [_as_values(slice_) for slice_ in slices]})
-        return
-    for slice_ in slices:
-        click.echo(_as_line(slice_))
+        record = {"plan": str(plan_file), "slices": [_as_values(slice_) for slice_ in slices]}
+        print_json(record, next_commands=following)
+    else:
+        print_text("\n".join(map(_as_line, slices)), next_commands=following)
 
 
 def _read_whole_plan(plan_file: Path, model: str | None) -> PartitionPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,13 @@ from typing import Any
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command, print_json, shows_details, shows_pictures
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    print_json,
+    print_text,
+    shows_details,
+    shows_pictures,
+)
 from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.commands.options import plan_option
@@ -68,12 +75,14 @@ def fetch_command(
         fetched = fetch_slice(plan, node, model=model)
     if source is not None:
         _show_completion(plan, slice_, source, fetched)
+    places = ("--slices", str(fetched.folder.parent)) if byte_ranges and fetched.folder.name == node else ()
+    following = (shlex.join(("mm2-split", "verify", "--plan", str(plan_file), "--node", node, *places)),)
     if as_json:
-        print_json(_as_values(fetched))
+        print_json(_as_values(fetched), next_commands=following)
     else:
         received = "" if fetched.bytes_fetched is None else f", {format_size(fetched.bytes_fetched)} fetched"
         content = f"{format_count(len(fetched.files), 'file')}, {format_size(fetched.size_bytes)}"
-        click.echo(f"{fetched.node}: {fetched.folder}, {content}{received}")
+        print_text(f"{fetched.node}: {fetched.folder}, {content}{received}", next_commands=following)
 
 
 def _show_download(plan: PartitionPlan, slice_: Slice, source: SliceSource) -> None:

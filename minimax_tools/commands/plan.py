@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
 import torch
 
-from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import dtype_option, model_option, output_options
 from minimax_tools.commands.plan_text import describe_plan, plan_values
+from minimax_tools.hub.checkpoint_folder import is_on_hub
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
-from minimax_tools.partition.plan import make_plan
+from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.partition.planners import PLANNERS
 from minimax_tools.slices.source import open_source
 
@@ -98,7 +100,18 @@ def plan_command(
     plan.validate(source.entries, source.architecture, folder=source.folder)
     if output is not None:
         plan.write(output)
+    following = () if output is None else _get_slices(output, plan, is_on_hub=is_on_hub(model))
     if as_json:
-        print_json(plan_values(plan, cost, output=output))
+        print_json(plan_values(plan, cost, output=output), next_commands=following)
     else:
-        click.echo(describe_plan(plan, cost, output=output))
+        print_text(describe_plan(plan, cost, output=output), next_commands=following)
+
+
+def _get_slices(plan_file: Path, plan: PartitionPlan, *, is_on_hub: bool) -> tuple[str, ...]:
+    """Return the commands that give each node its slice: fetched from the hub, or cut out of the checkpoint."""
+    if not is_on_hub:
+        return (shlex.join(("mm2-split", "extract", "--plan", str(plan_file), "--all-nodes")),)
+    return tuple(
+        shlex.join(("mm2-split", "fetch", "--plan", str(plan_file), "--node", slice_.node.name))
+        for slice_ in plan.used
+    )

@@ -42,6 +42,7 @@ def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) 
 def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> dict[str, Any]:
     """Return the plan as JSON, without the names of the tensors, which the plan's file lists."""
     values = encode(plan)
+    del values["schema_version"]  # of the plan's file; the output has its own
     slowest = _slowest(plan)
     nodes = [
         {

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 import torch
 
-from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.capture_commands import make_golden
+from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import output_options
 from minimax_tools.commands.options import (
     new_folder_option,
@@ -54,10 +55,12 @@ def synthesize_command(
     chosen = {name: size for name, size in sizes.items() if size is not None}
     model = replace(PRESETS[preset_name], **chosen)
     made = synthesize(output, model=model, dtype=dtype, shard_size_bytes=shard_size_bytes, seed=seed)
+    following = (make_golden(str(made.folder)),)
     if as_json:
-        print_json({**asdict(made), "folder": str(made.folder)})
+        print_json({**asdict(made), "folder": str(made.folder)}, next_commands=following)
     else:
-        click.echo(
+        text = (
             f"{made.folder}: {format_count(made.num_tensors, 'tensor')} in "
             f"{format_count(made.num_shards, 'shard')}, {format_count(made.size_bytes, 'byte')} of tensors"
         )
+        print_text(text, next_commands=following)

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import torch
 
-from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.capture_commands import make_golden
+from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import grouped_as, output_options
 from minimax_tools.commands.options import new_folder_option, size_options, stored_dtype_option
 from minimax_tools.errors import format_count
@@ -130,10 +131,12 @@ def train_command(
             outputs, model=model, texts=texts, options=options, num_massive_channels=num_massive_channels
         )
         record = training_record(learned, model=model, options=options)
+    folders = [str(folder) for folder in learned.folders]
+    following = [make_golden(folder) for folder in folders]
     if as_json:
-        print_json({"folders": [str(folder) for folder in learned.folders], **record})
+        print_json({"folders": folders, **record}, next_commands=following)
     else:
-        click.echo("\n".join(_describe(learned)))
+        print_text("\n".join(_describe(learned)), next_commands=following)
 
 
 @contextmanager

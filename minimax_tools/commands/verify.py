@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from minimax_tools.command_line.console import (
     DETAILED_LEVEL,
     Mm2Command,
     print_json,
+    print_text,
     shows_details,
     shows_pictures,
 )
@@ -59,10 +61,23 @@ def verify_command(
     """
     plan = PartitionPlan.read(plan_file)
     verification = verify(plan, nodes=nodes, model=model, slices=slices, records=records)
+    # With every section the output names the tensors and bytes that are wrong.
+    following = () if verification.holds else (_with_all_sections(plan_file, nodes, model, slices, records),)
     if as_json:
-        print_json(encode(verification))
+        print_json(encode(verification), next_commands=following)
     else:
         render = render_details if verbose or shows_details() else render_summary
-        click.echo(render(verification, with_marks=shows_pictures(sys.stdout)))
+        print_text(render(verification, with_marks=shows_pictures(sys.stdout)), next_commands=following)
     if not verification.holds:
         context.exit(1)
+
+
+def _with_all_sections(
+    plan_file: Path, nodes: tuple[str, ...], model: str | None, slices: Path | None, records: Path | None
+) -> str:
+    """Return the command that verifies the same and shows every section, down to the wrong tensors."""
+    given = {"--model": model, "--slices": slices, "--records": records}
+    words = ["mm2-split", "verify", "--plan", str(plan_file)]
+    words += [word for node in nodes for word in ("--node", node)]
+    words += [word for option, value in given.items() if value is not None for word in (option, str(value))]
+    return shlex.join((*words, "--verbose"))

@@ -13,7 +13,7 @@ from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import (
     CaptureStore,
     dtype_option,
@@ -40,7 +40,7 @@ from neuron.ports.targets import find_target
 from neuron.rank_options import rank_options
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 from neuron.runs.run_report import RunReport
-from reports.bisection import bisection_record, render_bisection
+from reports.bisection import bisection_record, next_commands, render_bisection
 
 
 @click.command(
@@ -196,10 +196,12 @@ def bisect_command(
         )
     if as_json:
         record = bisection_record(bisection)
-        print_json({**record, "graphs": asdict(compiles), "directory": str(directory)})
+        record |= {"graphs": asdict(compiles), "directory": str(directory)}
+        print_json(record, next_commands=next_commands(bisection))
     else:
         click.echo(render_bisection(bisection))
         if compiles.first_layer or compiles.later_layers:
             click.echo()
         print_report(RunReport(compiles=compiles))
+        print_text("", next_commands=next_commands(bisection))
     end_command(bisection.verdict.exit_code)

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 import torch
 
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.capture_commands import judge_port_of
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import (
     dtype_option,
     optional_model_option,
@@ -64,15 +65,18 @@ def check_command(
         )
     profile = None if profile_of is None else RunProfile.read(profile_of)
     findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype, profile=profile)
+    following: tuple[str, ...] = ()
+    if model is not None and worst_level(findings) is not Level.FAIL:
+        following = (judge_port_of(model, "--backend", backend),)
     if as_json:
-        print_json(
-            {"worst": str(worst_level(findings)), "findings": [asdict(finding) for finding in findings]}
-        )
+        record = {"worst": str(worst_level(findings)), "findings": [asdict(finding) for finding in findings]}
+        print_json(record, next_commands=following)
     else:
         for finding in findings:
             label = f"[{finding.level}]"
             click.echo(f"{label:7}{finding.subject}: {finding.found}")
             if finding.next_step:
                 click.echo(f"       → {finding.next_step}")
+        print_text("", next_commands=following)
     if worst_level(findings) is Level.FAIL:
         end_command(CannotRunError.exit_code)

@@ -10,14 +10,17 @@ import click
 from click.core import ParameterSource
 
 from compare.comparer import compare_captures
+from compare.next_commands import after_comparison
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import end_command, print_json
+from minimax_tools.command_line.capture_commands import judge_port_of
+from minimax_tools.command_line.console import end_command, print_json, print_text
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import CaptureError, TargetError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
@@ -27,7 +30,7 @@ from minimax_tools.model.run import Run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Comparison
 from neuron.devices.runtime import open_runtime
-from neuron.options import DeviceOptions, read_inputs
+from neuron.options import DeviceOptions, port_arguments, read_inputs
 from neuron.ports.targets import find_target
 from neuron.report_text import find_warnings, render_report
 from neuron.runs.device_request import DeviceRequest
@@ -48,6 +51,8 @@ class _Outcome:
     report: RunReport | None  # None if a saved run was loaded
     generation: Generation | None  # the tokens that the run generated; None if it generates none
     comparison: Comparison | None  # None without a golden
+
+    following: tuple[str, ...]  # commands to run next
 
     @property
     def exit_code(self) -> int:
@@ -75,6 +80,7 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
             report = _run_port(options, spec, run, golden, directory)
     capture = Capture.open(directory)
     comparison = None
+    following: tuple[str, ...] = (judge_port_of(options.model, *port_arguments(options)),)
     if golden is not None:
         comparison = compare_captures(
             golden,
@@ -83,8 +89,13 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
             layer_pattern="layer_*",
             weights=CheckpointWeights(model=options.model),
         )
+        following = after_comparison(comparison, RunCommands.of(golden, capture, model=options.model))
     outcome = _Outcome(
-        capture=capture, report=report, generation=capture.read_generation(), comparison=comparison
+        capture=capture,
+        report=report,
+        generation=capture.read_generation(),
+        comparison=comparison,
+        following=following,
     )
     if options.as_json:
         _print_record(outcome)
@@ -199,7 +210,8 @@ def _print_record(outcome: _Outcome) -> None:
         record["capture_effects"] = to_json(outcome.report.effects)
     if outcome.generation is not None:
         record["generation"] = encode(outcome.generation)
-    print_json({**record, **(comparison_record(outcome.comparison) if outcome.comparison else {})})
+    record |= comparison_record(outcome.comparison) if outcome.comparison else {}
+    print_json(record, next_commands=outcome.following)
 
 
 def _print_text(outcome: _Outcome, *, shows_metrics: bool) -> None:
@@ -210,5 +222,6 @@ def _print_text(outcome: _Outcome, *, shows_metrics: bool) -> None:
             click.echo("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
     if outcome.report is not None:
         print_report(outcome.report, trace=outcome.capture.directory / PROFILE_NAME)
-    if outcome.comparison is not None:
-        click.echo(render_comparison(outcome.comparison, shows_metrics=shows_metrics))
+    comparison = outcome.comparison
+    text = "" if comparison is None else render_comparison(comparison, shows_metrics=shows_metrics)
+    print_text(text, next_commands=outcome.following)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    print_json,
+    print_text,
+    same_command,
+)
 from minimax_tools.command_line.options import (
     CaptureStore,
     dtype_option,
@@ -35,6 +42,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.run import model_run
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.results.results import Verdict
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.model_runs.black_box import judge_black_box
@@ -161,19 +169,35 @@ def model_command(options: ModelOptions) -> None:
                 judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
             )
     if options.as_json:
-        print_json(_record(capture, named))
+        print_json(_record(capture, named), next_commands=_after_run(named, options))
     else:
         _print_text(named)
+        print_text("", next_commands=_after_run(named, options))
     end_command(named.comparison.verdict.exit_code)
 
 
 def _record(capture: Capture, named: NamedRun) -> dict[str, Any]:
+    # The whole diagnosis has keys of the comparison too, so it is a value of its own.
+    diagnosed = None if named.diagnosis is None else diagnosis_record(named.diagnosis)
     return {
         **capture_record(capture),
         **comparison_record(named.comparison),
         "isolated": None if named.isolated is None else comparison_record(named.isolated),
-        **(diagnosis_record(named.diagnosis) if named.diagnosis is not None else {"diagnosis": []}),
+        "diagnosis": [] if diagnosed is None else diagnosed["diagnosis"],
+        "diagnosed": diagnosed,
     }
+
+
+def _after_run(named: NamedRun, options: ModelOptions) -> tuple[str, ...]:
+    """Return what comes next: the diagnosis of the suspect layer alone, if it has no name; then the run again."""
+    if named.comparison.verdict is Verdict.PASS:
+        return ()
+    again = same_command("mm2-test")
+    is_named = named.diagnosis is not None and bool(named.diagnosis.findings)
+    if named.isolated is None or is_named:
+        return (again,)
+    sides = ("--gpu-path", named.isolated.reference, "--neuron-path", named.isolated.target)
+    return (shlex.join(("mm2-diagnose", "--model", options.model, *sides)), again)
 
 
 def _print_text(named: NamedRun) -> None:

@@ -11,7 +11,13 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    print_json,
+    print_text,
+    same_command,
+)
 from minimax_tools.command_line.options import (
     DTYPES,
     CaptureStore,
@@ -34,6 +40,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance
+from minimax_tools.results.followed import Followed
 from minimax_tools.results.prompt_results import PromptRanking
 from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import (
@@ -326,7 +333,7 @@ def _words(folder: Path, ranking: PromptRanking) -> dict[int, str]:
 def _print_golden(options: PromptOptions, store: LogitsStore, num_prompts: int, num_known: int) -> None:
     if options.as_json:
         record = {"golden_logits": str(store.directory), "num_prompts": num_prompts, "num_known": num_known}
-        print_json(record)
+        print_json(record, next_commands=())
         return
     click.echo(
         f"Golden logits of {format_count(num_prompts, 'prompt')} in {store.directory}, "
@@ -354,10 +361,23 @@ def _print_and_follow(
             golden=options.golden,
         )
         followed = follower.follow([run.prompts[number] for number in numbers])
+    following = _after_ranking(ranking, followed)
     if options.as_json:
-        print_json(prompts_record(ranking, target=options.target, followed=followed))
-    elif followed is not None:
-        click.echo(render_followed(followed))
+        record = prompts_record(ranking, target=options.target, followed=followed)
+        print_json(record, next_commands=following)
+    else:
+        print_text("" if followed is None else render_followed(followed), next_commands=following)
+
+
+def _after_ranking(ranking: PromptRanking, followed: Followed | None) -> tuple[str, ...]:
+    """Return what comes next where prompts differ: from the worst to its layer, or what the layer's report says."""
+    if ranking.verdict is Verdict.PASS:
+        return ()
+    if followed is None:
+        return (same_command("mm2-test", without=["--no-follow"]),)
+    if followed.record is None:
+        return followed.commands
+    return tuple(followed.record.get("next", ()))
 
 
 def _port_options(options: PromptOptions) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.capture_commands import after_capture
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import output_options, reading_options
 from minimax_tools.dumps.opening import DumpReading, open_source
 from minimax_tools.errors import CaptureError
@@ -31,9 +32,11 @@ def show_command(directory: Path, reading: DumpReading, map_template: bool, as_j
         return
     # A dump of another tool has no description: it lists no digests that its files could be checked against.
     inspection = inspect_capture(source) if source.known_description else None
+    has_faults = is_damaged(source, inspection)
+    following = () if has_faults else after_capture(source)
     if as_json:
-        print_json(capture_record(source, inspection))
+        print_json(capture_record(source, inspection), next_commands=following)
     else:
-        click.echo(render_capture(source, inspection))
-    if is_damaged(source, inspection):
+        print_text(render_capture(source, inspection), next_commands=following)
+    if has_faults:
         end_command(CaptureError.exit_code)

@@ -9,7 +9,8 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.capture_commands import judge_port, judge_port_of
+from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import (
     dtype_option,
     input_options,
@@ -22,6 +23,7 @@ from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.size import format_size
+from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.prompts import InputRequest
@@ -108,14 +110,21 @@ def trace_command(
         CheckpointReader(folder, layers=layers) as reader,
     ):
         trace = trace_layer(request, reader, output)
-    _print_trace(trace, output, as_json=as_json)
+    arguments = ("--target", f"{PREFIX}{output}")
+    if golden is None:
+        following = judge_port_of(model, *arguments)
+    else:
+        run = single_layer_run(layer, sites_level="all")
+        following = judge_port(golden, run, model=model, arguments=arguments)
+    _print_trace(trace, output, as_json=as_json, next_commands=(following,))
 
 
-def _print_trace(trace: Trace, output: Path, *, as_json: bool) -> None:
+def _print_trace(trace: Trace, output: Path, *, as_json: bool, next_commands: tuple[str, ...]) -> None:
     description, effect = trace.description, trace.effect_of_sites
     if as_json:
         sizes = {"file": str(output), "size_bytes": output.stat().st_size}
-        print_json({**sizes, **encode(description), "effect_of_sites": effect})
+        record = {**sizes, **encode(description), "effect_of_sites": effect}
+        print_json(record, next_commands=next_commands)
         return
     sites = ", ".join(str(site) for site in description.sites) or "none"
     click.echo(
@@ -128,6 +137,4 @@ def _print_trace(trace: Trace, output: Path, *, as_json: bool) -> None:
     if effect is not None:
         changed = f"changes its output by up to {effect:.3g}" if effect else "does not change its output"
         click.echo(f"returning the sites {changed}")
-    click.echo(
-        f"judge it with: mm2-test single-layer --layer {description.layer} --target {PREFIX}{output} …"
-    )
+    print_text("", next_commands=next_commands)

@@ -8,11 +8,12 @@ import click
 
 from compare.diagnosis.proof.undo import Undo
 from compare.diagnosis.proof.wording import render_proof
+from compare.next_commands import after_proof
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import end_command, print_json
+from minimax_tools.command_line.console import end_command, print_json, print_text
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
@@ -21,7 +22,7 @@ from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.spec import ModelSpec
 from neuron.commands.device_run import build_request
 from neuron.devices.runtime import open_runtime
-from neuron.options import DeviceOptions
+from neuron.options import DeviceOptions, port_arguments
 from neuron.runs.proving import PortProver
 
 undo_option = click.option(
@@ -60,10 +61,15 @@ def prove_layer(options: DeviceOptions, layer: int, mistakes: tuple[str, ...]) -
             directory=options.store.directory(DEVICE_SIDE, name),
         )
         proof = prover.prove(undone)
+    following = after_proof(
+        proof, layer=layer, model=options.model, golden=golden, arguments=port_arguments(options)
+    )
     if options.as_json:
-        print_json({"layer": layer, "undone": [str(undo) for undo in undone], "proof": encode(proof)})
+        record = {"layer": layer, "undone": [str(undo) for undo in undone], "proof": encode(proof)}
+        print_json(record, next_commands=following)
     else:
-        click.echo(render_proof(proof, layer=layer, undone=" and ".join(map(str, undone))))
+        text = render_proof(proof, layer=layer, undone=" and ".join(map(str, undone)))
+        print_text(text, next_commands=following)
     end_command(proof.outcome.exit_code)
 
 

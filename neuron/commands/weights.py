@@ -7,7 +7,14 @@ import torch
 
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.capture_commands import judge_port_of
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    print_json,
+    print_text,
+    same_command,
+)
 from minimax_tools.command_line.options import (
     dtype_option,
     memory_budget_option,
@@ -20,14 +27,15 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.results.results import Verdict
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
-from neuron.options import target_option
+from neuron.options import name_port, target_option
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
 from neuron.rank_options import rank_options
-from neuron.weight_trace.inspection import inspect_weights
+from neuron.weight_trace.inspection import WeightInspection, inspect_weights
 from neuron.weight_trace.report import inspection_record, render_inspection
 from neuron.weight_trace.shared_port import SharedPort
 from neuron.weight_trace.smaller_model import smaller_spec
@@ -119,8 +127,18 @@ def weights_command(
         inspection = inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
         # Only rank 0 comes here. The other ranks follow its orders; this ends their wait for more.
         shared.dismiss()
+    following = _after_inspection(inspection, model=model, target=target, ranks=ranks, dtype=dtype)
     if as_json:
-        print_json(inspection_record(inspection))
+        print_json(inspection_record(inspection), next_commands=following)
     else:
-        click.echo(render_inspection(inspection))
+        print_text(render_inspection(inspection), next_commands=following)
     end_command(inspection.verdict.exit_code)
+
+
+def _after_inspection(
+    inspection: WeightInspection, *, model: str, target: str, ranks: Ranks, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Return what comes next: the trace again if weights are wrong, once they are mended; else the port's run."""
+    if inspection.verdict is not Verdict.FAIL:
+        return (judge_port_of(model, *name_port(target=target, backend="auto", dtype=dtype, ranks=ranks)),)
+    return (same_command("mm2-test"),)

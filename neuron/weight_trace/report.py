@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from minimax_tools.capture.digests import dtype_name
-from minimax_tools.results.results import Verdict
 from neuron.weight_trace.inspection import WeightInspection
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_kinds
@@ -34,8 +33,6 @@ def render_inspection(inspection: WeightInspection) -> str:
         _word_trial(inspection.trial),
         _word_loaded(inspection),
     ]
-    if not inspection.trial.is_right and inspection.verdict is not Verdict.FAIL:
-        lines.append("Judge what the port computes: mm2-test sweep --golden GOLDEN --target …")
     return "\n".join(lines)
 
 

@@ -146,7 +146,8 @@ class TestSavedRun:
         )
         shown = json.loads(command(mm2_test, "show", record["directory"], "--json").stdout)
         assert shown.pop("inspection") == {"num_tensors": 21, "faults": []}
-        told = {name: value for name, value in record.items() if name not in ("graphs", "inspection")}
+        assert shown.pop("next") == [f"mm2-compare --neuron-path {record['directory']}"]
+        told = {name: value for name, value in record.items() if name not in ("graphs", "inspection", "next")}
         assert shown == told
 
     def test_skip_compile_judges_the_saved_run_without_running(

@@ -162,13 +162,6 @@ class TestLayer:
         assert text.count("rho 14.2 is above 1.6") == 1
         assert "output: rho 3.1 is above 1.6" not in text
 
-    def test_next_step_names_the_mistake(self, failing: Comparison, warning: Comparison) -> None:
-        text = " ".join(render(failing).split())
-        assert (
-            f"mm2-diagnose --model DIR --gpu-path {failing.reference} --neuron-path {failing.target}" in text
-        )
-        assert "mm2-diagnose" not in render(warning)
-
     def test_blamed_site_says_where_it_is_worst(self, failing: Comparison) -> None:
         assert "moe_delta is worst at row 0, token 17: rho 27.0" in render(failing)
 

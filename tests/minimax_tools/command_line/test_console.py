@@ -18,6 +18,8 @@ from minimax_tools.command_line.console import (
     Mm2Group,
     given_arguments,
     print_json,
+    print_text,
+    same_command,
     speak_as,
 )
 from minimax_tools.command_line.options import output_options
@@ -41,7 +43,7 @@ def add(name: str, error: BaseException | None = None) -> None:
         if error is not None:
             raise error
         if as_json:
-            print_json({"ρ": 1.5})
+            print_json({"ρ": 1.5}, next_commands=["mm2-test check"])
 
 
 for name, error in {
@@ -110,19 +112,48 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(name: str, raised: st
 def test_error_is_one_json_object_where_json_was_asked_for() -> None:
     result = run("capture", "--json")
     assert json.loads(result.stdout) == {
+        "schema_version": 1,
         "verdict": "incomparable",
         "compared": 0,
         "of": 0,
         "blame": [],
         "error": "no capture",
         "exit_code": 3,
+        "next": [],
     }
-    assert json.loads(run("usage", "--json").stdout) == {"error": "you erred. Do better.", "exit_code": 2}
+    usage = json.loads(run("usage", "--json").stdout)
+    assert (usage["error"], usage["exit_code"]) == ("you erred. Do better.", 2)
+    assert "verdict" not in usage
+    (help_,) = usage["next"]
+    assert help_.endswith(" usage --help")
+
+
+def test_text_ends_in_the_commands_to_run_next_each_on_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    long = f"mm2-test show {'folder/' * 40}"
+    print_text("PASS", next_commands=[long, "mm2-test check"])
+    assert capsys.readouterr().out == f"PASS\n\nNext\n  {long}\n  mm2-test check\n"
+    print_text("PASS", next_commands=())
+    assert capsys.readouterr().out == "PASS\n"
+
+
+def test_the_same_command_is_complete_and_leaves_out_what_only_prints(command: Any) -> None:
+    @click.group(cls=Mm2Group)
+    def main() -> None: ...
+
+    @main.command()
+    @click.option("--model")
+    @output_options
+    def run(model: str, as_json: bool) -> None:
+        click.echo(same_command("mm2-test", "--follow"))
+
+    assert command(main, "run", "--model", "my model", "--json").stdout == (
+        "mm2-test run --model 'my model' --follow\n"
+    )
 
 
 def test_results_go_to_stdout_and_progress_to_stderr() -> None:
     result = run("well", "--json")
-    assert json.loads(result.stdout) == {"ρ": 1.5}
+    assert json.loads(result.stdout) == {"schema_version": 1, "ρ": 1.5, "next": ["mm2-test check"]}
     assert result.stderr == "progress\na warning\n"
 
 
@@ -156,7 +187,7 @@ def test_root_logger_does_not_print_a_second_time(capfd: Any) -> None:
 
 def test_nan_is_no_json() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        print_json({"ratio": float("nan")})
+        print_json({"ratio": float("nan")}, next_commands=())
 
 
 def test_plain_command_behaves_like_one_of_a_group() -> None:

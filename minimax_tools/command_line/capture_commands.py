@@ -1,0 +1,78 @@
+"""Commands that come next for a capture, or for a checkpoint that has no golden yet."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
+from minimax_tools.command_line.options import DEFAULT_CAPTURES
+from minimax_tools.errors import CaptureError
+from minimax_tools.model.run import Run
+
+# Prompts of random tokens, which need no tokenizer: their lengths in tokens.
+_USUAL_LENGTHS = "96,61"
+
+
+def make_golden(model: str) -> str:
+    """Return the command that makes a golden of a checkpoint."""
+    return shlex.join(("mm2-gpu", "extract-all", "--model", model, "--seq-len", _USUAL_LENGTHS))
+
+
+def certify_golden(golden: Path, model: str) -> str:
+    """Return the command that checks a golden against its checkpoint."""
+    return shlex.join(("mm2-gpu", "certify", "--model", model, "--golden", str(golden)))
+
+
+def judge_port(golden: Path, run: Run, *, model: str, arguments: tuple[str, ...] = ()) -> str:
+    """Return the command that runs a port on a golden of some layers; `arguments` name the port.
+
+    Without them it runs mm2's own layer, which shows that the machine and the golden are right.
+    """
+    words: tuple[str, ...]
+    if run.model_sites:  # all layers
+        words = ("sweep",)
+    elif len(run.span) == 1:
+        words = ("single-layer", "--layer", str(run.span.start))
+    else:
+        words = ("sweep", "--layers", f"{run.span.start}:{run.span.stop}")
+    return shlex.join(("mm2-test", *words, "--model", model, "--golden", str(golden), *arguments))
+
+
+def after_golden(golden: Capture, *, model: str | None = None) -> tuple[str, ...]:
+    """Return what comes next for a golden: its check, unless that is done, and the run of a port on it."""
+    made = golden.description
+    model = model or made.provenance.model_source
+    certificate = golden.certificate
+    if certificate is not None and not golden.has_void_certificate and not certificate.has_passed:
+        return (shlex.join(("mm2-gpu", "show", str(golden.directory))),)
+    certify = () if golden.manifest.is_certified else (certify_golden(golden.directory, model),)
+    return (*certify, judge_port(golden.directory, made.run, model=model))
+
+
+def after_capture(source: CaptureSource) -> tuple[str, ...]:
+    """Return what comes next for a capture that is whole: of a golden its check, of a run its comparison."""
+    folder = str(source.directory)
+    if source.listing() is not None:
+        return (shlex.join(("mm2-test", "show", folder, "--map-template")),)
+    if isinstance(source, Capture) and source.description.side == GOLDEN_SIDE:
+        return after_golden(source)
+    return (shlex.join(("mm2-compare", "--neuron-path", folder)),)
+
+
+def judge_port_of(model: str, *arguments: str) -> str:
+    """Return the command that runs a port, named by `arguments`, on the newest golden of a checkpoint.
+
+    If no golden of it lies in the usual folder, return the command that makes one.
+    """
+    captures = Path(os.environ.get("MM2_CAPTURES", DEFAULT_CAPTURES))
+    try:
+        golden = Capture.open(newest_capture(captures, GOLDEN_SIDE))
+    except CaptureError:
+        return make_golden(model)
+    if golden.description.provenance.model_source != model:
+        return make_golden(model)
+    return judge_port(golden.directory, golden.description.run, model=model, arguments=arguments)

@@ -1,0 +1,186 @@
+"""RunCommands: the commands that judge, name and repeat a run of a port, as its captures describe it.
+
+Every command is complete: it can be pasted into a shell.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
+from minimax_tools.command_line.options import DEFAULT_CAPTURES
+from minimax_tools.model.run import Mode, Run
+from minimax_tools.model.sites import SITE_LEVELS
+
+# Advice where a run had other inputs than the golden's.
+RUN_ON_THIS_GOLDEN = "Run the port on this golden: mm2-test … --golden DIR."
+_USUAL_DTYPE = "bfloat16"
+# Options that change numbers, and that a run of several ranks records.
+_RANK_OPTIONS = ("tp_degree", "ep_degree", "reduce_dtype")
+# A file of mm2-test trace holds converted weights: there is no conversion to trace.
+_COMPILED = "traced:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCommands:
+    """The commands about one run, as shell lines; `port` is None if the run is another tool's dump."""
+
+    model: str  # folder or hub id of the checkpoint
+    golden: str  # folder of the golden
+    run: str  # folder of the run
+    port: Description | None  # description of the run: its port, backend, dtype and ranks
+    golden_run: Run | None = None  # the layers and sites of the golden; None if another tool wrote it
+    is_whole_port: bool = False  # whether the target is a whole port, and no layer
+    target: str = ""  # the port as --target names it; empty to take the run's own
+    reading: tuple[str, ...] = ()  # options that read another tool's dump, such as --map
+
+    @classmethod
+    def of(
+        cls,
+        golden: CaptureSource,
+        run: CaptureSource,
+        *,
+        model: str | None = None,
+        target: str | None = None,
+        reading: tuple[str, ...] = (),
+    ) -> RunCommands | None:
+        """Return the commands of two captures; None if neither `model` nor a capture names the checkpoint."""
+        made, golden_made = run.known_description, golden.known_description
+        named = [one.provenance.model_source for one in (made, golden_made) if one is not None]
+        if model is None and not named:
+            return None
+        return cls(
+            model=model or named[0],
+            golden=str(golden.directory),
+            run=str(run.directory),
+            port=made,
+            golden_run=None if golden_made is None else golden_made.run,
+            is_whole_port=run.read_passes() is not None,
+            target=target or "",
+            reading=reading,
+        )
+
+    @property
+    def port_arguments(self) -> tuple[str, ...]:
+        """The options that run the same port again: on the same golden and backend, in its dtype, by as many ranks."""
+        assert self.port is not None, "a dump names no port"
+        made = self.port.provenance
+        return (
+            *("--model", self.model, "--golden", self.golden, "--target", self._target),
+            *("--backend", made.backend),
+            *_dtype_arguments(self.port),
+            *_rank_arguments(made.options),
+        )
+
+    @property
+    def can_trace_weights(self) -> bool:
+        """True if the run has a port with a conversion, run layer by layer."""
+        is_layer = self.port is not None and not self.is_whole_port
+        return is_layer and not self._target.startswith(_COMPILED)
+
+    def again(self) -> str:
+        """Return the command that makes the same run again, into the same folder."""
+        assert self.port is not None, "a dump names no port"
+        run = self.port.run
+        words = ("model",) if self.is_whole_port else _run_words(run)
+        return _line("mm2-test", *words, *self.port_arguments, *self._run_options(run), *self._place())
+
+    def isolated(self) -> str:
+        """Return the command that runs the same layers, each on the golden's input, and keeps every site."""
+        assert self.port is not None, "a dump names no port"
+        return _line("mm2-test", "sweep", "--layers", _word_layers(self.port.run), *self.port_arguments)
+
+    def sweep(self) -> str:
+        """Return the command that runs all layers of the golden, each on the golden's input."""
+        return _line("mm2-test", "sweep", *self.port_arguments)
+
+    def single_layer(self, layer: int, *options: str) -> str:
+        """Return the command that runs one layer on the golden's input, with every site."""
+        return _line("mm2-test", "single-layer", "--layer", str(layer), *self.port_arguments, *options)
+
+    def full(self) -> str:
+        """Return the command that runs all layers in a chain, from the tokens to the logits."""
+        return _line("mm2-test", "full", *self.port_arguments)
+
+    def weights(self, layer: int) -> str:
+        """Return the command that traces where the weights of a layer land in the port."""
+        assert self.port is not None, "a dump names no port"
+        words = ("--model", self.model, "--target", self._target, "--layer", str(layer))
+        ranks = _rank_arguments(self.port.provenance.options)
+        return _line("mm2-test", "weights", *words, *_dtype_arguments(self.port), *ranks)
+
+    def diagnose(self, *options: str) -> str:
+        """Return the command that names the run's mistakes."""
+        sides = ("--model", self.model, "--gpu-path", self.golden, "--neuron-path", self.run)
+        return _line("mm2-diagnose", *sides, *self.reading, *options)
+
+    def show(self) -> str:
+        """Return the command that lists what the run holds, and the sites that the port does not show."""
+        return _line("mm2-test", "show", self.run)
+
+    def map_template(self) -> str:
+        """Return the command that prints a map of a dump to fill in."""
+        return _line("mm2-test", "show", self.run, "--map-template")
+
+    @property
+    def _target(self) -> str:
+        assert self.port is not None, "a dump names no port"
+        return self.target or self.port.provenance.target
+
+    def _run_options(self, run: Run) -> tuple[str, ...]:
+        """Return the options of a run that are not the usual ones: its sites, and its decoded tokens."""
+        level = next((level for level, sites in SITE_LEVELS.items() if sites == run.sites), "all")
+        has_usual_sites = level == "all" or run.component is not None or self.is_whole_port
+        decoded = ("--decode", str(run.num_decoded)) if run.num_decoded else ()
+        return (*(() if has_usual_sites else ("--sites", level)), *decoded)
+
+    def _place(self) -> tuple[str, ...]:
+        """Return --output-dir, unless the run lies where mm2 puts it by itself."""
+        assert self.port is not None, "a dump names no port"
+        usual = capture_directory(DEFAULT_CAPTURES, DEVICE_SIDE, self.port.run.name)
+        return () if Path(self.run) == usual else ("--output-dir", self.run)
+
+
+def run_on_this_golden(golden: CaptureSource, run: CaptureSource) -> tuple[str, ...]:
+    """Return the command that makes a run again, on this golden; () if the run is another tool's dump."""
+    commands = RunCommands.of(golden, run)
+    return () if commands is None or commands.port is None else (commands.again(),)
+
+
+def _line(*words: str) -> str:
+    return shlex.join(words)
+
+
+def _dtype_arguments(description: Description) -> tuple[str, ...]:
+    dtype = description.provenance.dtypes.get("weights", _USUAL_DTYPE)
+    return () if dtype == _USUAL_DTYPE else ("--dtype", dtype)
+
+
+def _rank_arguments(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(
+        word
+        for name in _RANK_OPTIONS
+        if name in options
+        for word in (f"--{name.replace('_', '-')}", str(options[name]))
+    )
+
+
+def _run_words(run: Run) -> tuple[str, ...]:
+    """Return the command that makes a run, with its layers."""
+    if run.component is not None:
+        return ("component", "--layer", str(run.span.start), "--component", str(run.component))
+    if run.mode is Mode.CHAINED:
+        return ("full",) if run.model_sites else ("multi-layer", "--layers", _word_layers(run))
+    if len(run.span) == 1:
+        return ("single-layer", "--layer", str(run.span.start))
+    return ("sweep", "--layers", _word_layers(run))
+
+
+def _word_layers(run: Run) -> str:
+    return f"{run.span.start}:{run.span.stop}"

@@ -1,0 +1,333 @@
+"""Schemas of the commands that judge a port: mm2-compare, mm2-diagnose and most of mm2-test."""
+
+from __future__ import annotations
+
+from compare.diagnosis.finding import MistakeFinding
+from compare.diagnosis.proof.proof import MistakeProof
+from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
+from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.prompt_results import PhaseShare, PromptResult
+from minimax_tools.results.results import (
+    Blame,
+    BlameGroup,
+    Comparison,
+    Curve,
+    GeneratedRow,
+    RouterDtype,
+    SiteResult,
+    SiteStatus,
+    Verdict,
+)
+from neuron.weight_trace.weight_finding import Severity, WeightMistake
+from schemas.parts import (
+    Schema,
+    anything,
+    by_name,
+    choice,
+    flag,
+    listed,
+    maybe,
+    merged,
+    number,
+    record,
+    text,
+    whole,
+)
+from schemas.values import field_comments, schema_of
+
+_VERDICT = choice(
+    *(verdict.value for verdict in Verdict),
+    description="Conclusion. pass: proved right at every compared site. warn: right, with something to look at. "
+    "fail: the port differs. incomparable: no conclusion; it is never a pass.",
+)
+_COUNTS = {
+    "compared": whole("Sites that were judged, counted in each layer."),
+    "of": whole("Sites that the run declares, counted in each layer, judged or not."),
+}
+_BLAME = listed(schema_of(Blame), "Sites to blame, earliest layer first; empty if none fails.")
+
+
+def site_result() -> Schema:
+    """Return the schema of one site's result."""
+    unexplained = whole("Flips or disagreements that noise does not explain.")
+    return schema_of(
+        SiteResult,
+        routing=maybe(schema_of(RoutingResult, num_unexplained=unexplained)),
+        logits=maybe(schema_of(LogitsResult, num_unexplained=unexplained)),
+    )
+
+
+def conclusion() -> Schema:
+    """Return the schema of a comparison without its sites."""
+    told = field_comments(Comparison)
+    return record(
+        {
+            "verdict": _VERDICT,
+            **_COUNTS,
+            "tokens": text(told["tokens"]),
+            "blame": _BLAME,
+            "blame_groups": listed(schema_of(BlameGroup), told["blame_groups"]),
+            "curve": maybe(schema_of(Curve), told["curve"]),
+            "criteria": text(told["criteria"]),
+            "reference": text(told["reference"]),
+            "target": text(told["target"]),
+            "notes": listed(text(), told["notes"]),
+            "router_dtypes": listed(schema_of(RouterDtype), told["router_dtypes"]),
+            "generated": listed(schema_of(GeneratedRow), told["generated"]),
+            "passes": listed(schema_of(PassLogits), told["pass_logits"]),
+            "findings": listed(schema_of(ModelFinding), told["findings"]),
+        },
+        "A comparison of a port's run with a golden.",
+        optional=("passes", "findings"),
+    )
+
+
+def comparison() -> Schema:
+    """Return the schema of a whole comparison."""
+    sites = listed(
+        site_result(), "Every site of every compared layer, layers ascending, then those outside them."
+    )
+    return merged("A comparison of a port's run with a golden.", conclusion(), record({"sites": sites}))
+
+
+def comparison_summary() -> Schema:
+    """Return the schema of a comparison's conclusion, with the worst sites."""
+    worst = record(
+        {
+            "layer": maybe(whole(), "The layer; null outside the layers."),
+            "site": text(),
+            "status": choice(*(status.value for status in SiteStatus)),
+            "value": number("The measure."),
+        }
+    )
+    statuses = {status.value: whole() for status in SiteStatus}
+    rest = {
+        "statuses": record(statuses, "Number of sites of each status."),
+        "worst": by_name(listed(worst), "By measure, its worst sites, worst first."),
+    }
+    return merged("The conclusion of a comparison, with the worst sites.", conclusion(), record(rest))
+
+
+def mistake() -> Schema:
+    """Return the schema of a named or near mistake, with its proof where one was asked for."""
+    schema = schema_of(MistakeFinding, parameters=by_name(anything()))
+    schema["properties"]["proof"] = proof()
+    schema["required"].remove("proof")
+    return schema
+
+
+def proof() -> Schema:
+    """Return the schema of what came of undoing a mistake."""
+    return schema_of(MistakeProof)
+
+
+def diagnosis() -> Schema:
+    """Return the schema of a diagnosis."""
+    part = {
+        "unexplained": number("ρ of the port against float32 without a mistake, at the worst judged site."),
+        "is_explained": flag("Whether a mistake is named."),
+        "is_right": flag("Whether there is nothing to explain."),
+        "nearest": listed(
+            mistake(), "The nearest mistakes where none is named. They are hints, never causes."
+        ),
+        "num_hypotheses": whole("Number of hypotheses that were tried."),
+        "notes": listed(text(), "What was not tried or not judged, and where the error lies."),
+    }
+    layer = {"layer": whole("The layer."), "sites": listed(text(), "Sites that judged it."), **part}
+    return record(
+        {
+            "diagnosis": listed(
+                mistake(), "Named mistakes in the model's order; empty if none explains the errors."
+            ),
+            "layers": listed(record(layer), "The layers that were diagnosed, ascending."),
+            "sites": listed(record({"site": text("The site."), **part}), "The same outside the layers."),
+            "unexplained_blame": listed(schema_of(Blame), "Blame that no named mistake explains."),
+            "reference": text("Folder of the golden."),
+            "target": text("Folder of the run."),
+            "is_failed": flag("Whether the comparison of the chosen layers fails."),
+            "notes": listed(text(), "What was not diagnosed, and what the proofs rest on."),
+        },
+        "The known mistakes that explain a port's errors.",
+    )
+
+
+def catalogue() -> Schema:
+    """Return the schema of the list of all known mistakes."""
+    entry = {
+        "mistake": text("Name of the mistake."),
+        "what": text("What the port does."),
+        "look_at": text("Place to look at in the port's code."),
+        "sources": listed(text(), "Public threads that report it."),
+    }
+    return record({"mistakes": listed(record(entry))}, "The catalogue of known mistakes.")
+
+
+def undone() -> Schema:
+    """Return the schema of `mm2-test single-layer --undo`."""
+    return record(
+        {
+            "layer": whole("The layer."),
+            "undone": listed(text(), "The mistakes that were undone, as --undo takes them."),
+            "proof": proof(),
+        },
+        "What became of one layer when mistakes were undone in it.",
+    )
+
+
+def weights() -> Schema:
+    """Return the schema of `mm2-test weights`."""
+    finding = {
+        "mistake": choice(*(mistake.value for mistake in WeightMistake), description="Kind of the mistake."),
+        "weight": choice(*(severity.value for severity in Severity), description="Severity of the finding."),
+        "tensors": listed(text(), "Kinds of the checkpoint's tensors, such as q_proj."),
+        "places": listed(text(), "Tensors of the port."),
+        "text": text("The finding in a sentence."),
+    }
+    place = {
+        "name": text("Name of the port's tensor."),
+        "shape": listed(whole()),
+        "dtype": text(),
+        "holds": text("What its rows and columns hold of the checkpoint."),
+    }
+    trial = {
+        "is_right": flag("Whether the port's output agrees with the reference layer's on generated weights."),
+        "error": maybe(
+            number(), "Error of that output, as a share of what the layer adds; null if it did not run."
+        ),
+        "limit": number("The largest error of a right port."),
+        "repairs": listed(text(), "Repairs of the weights that make the output right."),
+        "repaired_error": maybe(number(), "Error of the output with the repairs."),
+        "kept_error": maybe(number(), "Error on weights that quantisation keeps."),
+        "kept_as": maybe(text(), "Form of these weights; null if none were tried."),
+        "failure": maybe(text(), "Why the port could not be run; null if it was."),
+    }
+    return record(
+        {
+            "verdict": _VERDICT,
+            "target": text("The port, as --target names it."),
+            "conversion": text("Who converted the weights."),
+            "layer": whole("The traced layer."),
+            "num_ranks": whole("Number of ranks that share the layer."),
+            "traced": by_name(anything(), "Sizes of the traced model; is_smaller: than the checkpoint's."),
+            "followed_experts": listed(whole(), "Experts that were traced element by element."),
+            "findings": listed(record(finding), "What is wrong or unclear; empty if all is right."),
+            "places": listed(record(place), "Every tensor that the port holds."),
+            "trial": record(trial, "The port's forward on generated weights, beside the reference layer."),
+            "is_loaded": flag("Whether the checkpoint's own layer was loaded too."),
+            "compared": listed(text(), "Kinds of tensors whose loaded values were all compared."),
+        },
+        "Where every element of a layer's weights lands in a port.",
+        optional=("conversion",),
+    )
+
+
+def bisection() -> Schema:
+    """Return the schema of `mm2-test bisect`."""
+    span = {"start_layer": whole("First layer."), "end_layer": whole("Last layer, included.")}
+    state = choice("pass", "fail")
+    chain = {
+        **span,
+        "verdict": state,
+        "error_of_limit": number("Error at its end in units of its limit; above 1 it is wrong."),
+        "smallest_visible": number("Least noise on every token that would be seen at its end, as a share."),
+        "reason": text("Why it is wrong; empty if it is right."),
+    }
+    probe = {**span, "verdict": state, "chains": listed(record(chain))}
+    visible = {name: maybe(number()) for name in ("in_chains", "alone", "in_a_sweep")}
+    return record(
+        {
+            "verdict": _VERDICT,
+            "compared": whole("Layers whose own output was judged."),
+            "of": whole("Layers of the search."),
+            "blame": listed(schema_of(Blame), "Layers that are wrong alone."),
+            "drifts": listed(record({**span, "reason": text()}), "Layers that are wrong only in a chain."),
+            "reference": text("Folder of the golden."),
+            "target": text("The port."),
+            "longest_chain": whole("Layers in the longest chain."),
+            "runs": whole("Number of runs."),
+            "runs_resumed": whole("Runs that an earlier bisection had made."),
+            "probes": listed(record(probe), "The runs, in order."),
+            "smallest_visible": record(visible, "Least noise that would be seen, as a share of the output."),
+            "notes": listed(text(), "What the runs could not have seen."),
+            "graphs": graphs(),
+            "directory": text("Folder of the bisection."),
+        },
+        "The search for a port's wrong layers.",
+    )
+
+
+def graphs() -> Schema:
+    """Return the schema of the graphs that a run compiled."""
+    return record(
+        {
+            "first_layer": whole("Graphs compiled for the first layer that ran."),
+            "later_layers": whole("Graphs compiled after it; 0 if all layers share their graphs."),
+            "fallbacks": listed(text(), "Operations that ran on the CPU instead of the device."),
+        },
+        "Graphs that the run compiled.",
+    )
+
+
+def prompts() -> Schema:
+    """Return the schema of `mm2-test prompts` with a port."""
+    prompt = schema_of(
+        PromptResult,
+        is_beyond=flag("Whether the prompt differs beyond noise."),
+        excess=number("The largest error in units of noise."),
+        begins=text("Pass and token at which it begins to differ; empty if it does not."),
+        first_token=maybe(whole(), "First token that differs beyond noise by itself."),
+        first_step=maybe(whole(), "The pass that computes it: 0 is the prefill."),
+    )
+    followed = {
+        "commands": listed(text(), "The commands that lead from the worst prompt to the layer."),
+        "exit_code": maybe(whole(), "Exit code of the last; null if none ran."),
+        "report": maybe(by_name(anything()), "What it printed: model.schema.json."),
+    }
+    return record(
+        {
+            "verdict": _VERDICT,
+            "compared": whole("Next-token distributions that were compared."),
+            "of": whole("As compared."),
+            "blame": _BLAME,
+            "target": text("The port."),
+            "golden_logits": text("Folder of the golden logits."),
+            "num_known": whole("Rows whose golden logits were kept from earlier runs."),
+            "num_prompts": whole(),
+            "num_differing": whole("Prompts that differ beyond noise."),
+            "together": listed(
+                schema_of(PhaseShare, is_beyond=flag("Whether noise does not explain the share.")),
+                "Each phase over all prompts.",
+            ),
+            "worst_is_right_alone": flag("Whether the worst prompt is right in a batch of its own."),
+            "prompts": listed(prompt, "All prompts, worst first."),
+            "followed": maybe(record(followed), "What came of following the worst prompt."),
+        },
+        "Prompts ranked by how far a port's next tokens are from the golden's.",
+    )
+
+
+def golden_logits() -> Schema:
+    """Return the schema of `mm2-test prompts` without a port."""
+    return record(
+        {
+            "golden_logits": text("Folder of the golden logits."),
+            "num_prompts": whole(),
+            "num_known": whole("Rows whose golden logits were kept from earlier runs."),
+        },
+        "Golden logits that were made, or were there.",
+    )
+
+
+def suspect() -> Schema:
+    """Return the schema of the keys that a whole port's run adds to capture and comparison."""
+    return record(
+        {
+            "isolated": maybe(
+                comparison(), "The suspect layer alone, on the golden's input; null if none ran."
+            ),
+            "diagnosis": listed(mistake(), "The named mistakes; empty if none explains the errors."),
+            "diagnosed": maybe(
+                diagnosis(), "The whole diagnosis of the suspect layer; null if there is none."
+            ),
+        }
+    )

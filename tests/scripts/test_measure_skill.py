@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import click.testing
+import pytest
+
+from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.diagnosis.cli import main as mm2_diagnose
+from neuron.cli import main as mm2_test
+
+Command = Callable[..., click.testing.Result]
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+NUM_CASES = 10
+
+
+def load_cases() -> ModuleType:
+    specification = importlib.util.spec_from_file_location(
+        "skill_cases", SCRIPTS / "skill_ports" / "cases.py"
+    )
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+cases = load_cases()
+
+
+def sweep(command: Command, source: str, toy: Path, golden: Path, folder: Path) -> click.testing.Result:
+    (folder / "port.py").write_text(source)
+    words = ("--model", toy, "--golden", golden, "--target", f"{folder / 'port.py'}:DecoderLayer")
+    return command(
+        mm2_test, "sweep", *words, "--backend", "cpu", "--output-dir", folder / "run", "--json", "--quiet"
+    )
+
+
+def test_right_port_passes_at_every_site(toy: Path, golden: Path, command: Command, tmp_path: Path) -> None:
+    record = json.loads(sweep(command, cases.right_source(), toy, golden, tmp_path).stdout)
+    assert (record["verdict"], record["compared"]) == ("pass", record["of"])
+
+
+@pytest.mark.parametrize("number", range(1, NUM_CASES + 1))
+def test_every_case_fails(number: int, toy: Path, golden: Path, command: Command, tmp_path: Path) -> None:
+    result = sweep(command, cases.CASES[number - 1].source, toy, golden, tmp_path)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["blame"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, NUM_CASES + 1))
+def test_diagnosis_names_what_the_catalogue_knows_and_nothing_else(
+    number: int, toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    case = cases.CASES[number - 1]
+    sweep(command, case.source, toy, golden, tmp_path)
+    sides = ("--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    record = json.loads(command(mm2_diagnose, "--model", toy, *sides, "--json", "--quiet").stdout)
+    assert {finding["mistake"] for finding in record["diagnosis"]} == {case.mistake} - {""}
+
+
+def test_five_cases_are_in_the_catalogue_and_five_are_not() -> None:
+    known = [case.mistake for case in cases.CASES if case.mistake]
+    assert len(cases.CASES) == NUM_CASES
+    assert (len(known), len(set(known))) == (5, 5)
+    assert set(known) <= set(CATALOGUE)
+
+
+def test_case_that_changes_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="the right port holds 0 times: no such line"):
+        _ = cases.PlantedCase(what="", right="no such line", wrong="").source
+
+
+@pytest.mark.slow
+def test_script_writes_cases_without_the_key_and_judges_a_repair(tmp_path: Path) -> None:
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, str(SCRIPTS / "measure_skill.py"), *map(str, words)]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    done = run("write", "--output", tmp_path / "cases")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "cases" / "case_2"
+    assert sorted(path.name for path in folder.iterdir()) == ["golden", "model", "port.py"]
+    key = json.loads((tmp_path / "cases" / "evaluator" / "key.json").read_text())
+    assert [entry["case"] for entry in key] == list(range(1, NUM_CASES + 1))
+    port = (folder / "port.py").read_text()
+    assert key[1]["what"] not in port
+    assert "evaluator" not in (folder / "golden" / "manifest.json").read_text()
+
+    wrong = run("judge", "--output", tmp_path / "cases", 2)
+    assert (wrong.returncode, "case 2: not repaired: fail" in wrong.stdout) == (1, True), wrong.stderr
+    (folder / "port.py").write_text(port.replace(key[1]["wrong"], key[1]["repair"]))
+    repaired = run("judge", "--output", tmp_path / "cases", 2)
+    assert (repaired.returncode, "case 2: repaired: pass" in repaired.stdout) == (0, True), repaired.stderr
+    (folder / "port.py").write_text("no python")
+    broken = run("judge", "--output", tmp_path / "cases", 2)
+    assert (broken.returncode, "not repaired: incomparable" in broken.stdout) == (1, True)
