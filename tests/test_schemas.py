@@ -76,6 +76,13 @@ proof 0 mm2-test single-layer --layer 1 --model {{model}} --golden {{golden}} --
 model 0 mm2-test model --model {{model}} --golden {{golden}} --target {{whole}} --captures {{here}}/captures
 golden-logits 0 mm2-test prompts --model {{model}} --golden {{golden}} --captures {{here}}/captures
 prompts 0 mm2-test prompts --model {{model}} --golden {{golden}} --target {{whole}} --captures {{here}}/captures
+golden 0 mm2-gpu full --model {{model}} --seq-len 24,17 --dtype float32 --output-dir {{here}}/golden32
+export 0 mm2-gpu export --format vllm-neuron --golden {{golden}} --float32-golden {{here}}/golden32 \
+ --output-dir {{here}}/export --allow-uncertified
+stream-search 0 mm2-test bisect --whole --model {{model}} --golden {{golden}} --target {{whole}} \
+ --captures {{here}}/captures
+stream-search 3 mm2-test replacement --format vllm-neuron --model {{model}} --golden {{golden}} \
+ --output-dir {{here}}/replaced --captures {{here}}/captures
 error 3 mm2-compare --gpu-path {{here}}/nowhere --neuron-path {{run}}
 error 2 mm2-test sweep --model {{model}} --golden {{golden}} --layers 0:1 --start-layer 0 --end-layer 1
 """
@@ -132,7 +139,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Output]:
         name, code, command = line.split(maxsplit=2)
         program, *arguments = shlex.split(command.format(**places))
         on_cpu = (
-            program == "mm2-test" and "--backend" not in arguments and not {"show", "weights"} & {*arguments}
+            program == "mm2-test"
+            and "--backend" not in arguments
+            and not {"show", "weights", "replacement"} & {*arguments}
         )
         options = [*(["--backend", "cpu"] if on_cpu else []), "--json", "--quiet"]
         done = CliRunner().invoke(PROGRAMS[program], [*arguments, *options], prog_name=program)

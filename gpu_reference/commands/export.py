@@ -79,7 +79,7 @@ def export_command(
     pair = open_golden_pair(golden, float32_golden, allows_uncertified=allow_uncertified)
     export = export_reference(pair, output_dir, modules=site_modules, num_decoded=num_decoded)
     if as_json:
-        print_json(_record(export, format_name))
+        print_json(_record(export, format_name), next_commands=())
     else:
         click.echo(_render(export))
 

@@ -88,7 +88,7 @@ class WholeBisection:
                     is_exhaustive=self.is_exhaustive,
                 )
         if self.as_json:
-            print_json({**stream_search_record(search), "directory": str(directory)})
+            print_json({**stream_search_record(search), "directory": str(directory)}, next_commands=())
         else:
             click.echo(render_stream_search(search))
         end_command(search.verdict.exit_code)

@@ -12,7 +12,7 @@ import torch
 from compare.chains.stream_search import search_stream
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import (
     captures_option,
     grouped_as,
@@ -149,15 +149,17 @@ def replacement_command(options: ReplacementOptions) -> None:
             target="",
             is_exhaustive=options.is_exhaustive,
         )
-    lines = _next_lines(options, search, folder=folder, stream=stream)
+    needs_run = options.layer is not None or not search.is_finished
+    lines = _lines_to_paste(options, search, folder=folder, stream=stream) if needs_run else ""
+    again = (_again(options, folder.plan),) if needs_run else ()
     if options.as_json:
-        print_json(
-            {**stream_search_record(search), "directory": str(folder.directory), "next": lines.splitlines()}
-        )
+        record = {**stream_search_record(search), "directory": str(folder.directory)}
+        print_json({**record, "lines": lines.splitlines()}, next_commands=again)
     else:
         click.echo(render_stream_search(search))
         if lines:
             click.echo(f"\n{lines}")
+        print_text("", next_commands=again)
     end_command(search.verdict.exit_code)
 
 
@@ -193,27 +195,28 @@ def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder
     return folder
 
 
-def _next_lines(
+def _lines_to_paste(
     options: ReplacementOptions, search: StreamSearch, *, folder: RunFolder, stream: GoldenStream
 ) -> str:
-    """Return the lines for the run that comes next, and write its files; nothing if the search is finished."""
-    if options.layer is None and search.is_finished:
-        return ""
+    """Return the lines for the run that comes next, and write its files."""
     point = search.waits_for if options.layer is None else options.layer
     if options.tool == NXDI:
-        lines = nxdi_instructions(folder, point)
-    else:
-        write_tensors(folder, stream, point)
-        lines = vllm_neuron_instructions(folder, point)
+        return nxdi_instructions(folder, point)
+    write_tensors(folder, stream, point)
+    return vllm_neuron_instructions(folder, point)
+
+
+def _again(options: ReplacementOptions, plan: RunPlan) -> str:
+    """Return the command that judges the run."""
     again = {
         "--model": options.model,
         "--golden": options.golden,
         "--format": options.tool,
-        "--decode": folder.plan.num_decoded,
+        "--decode": plan.num_decoded,
         "--output-dir": options.output_dir,
         "--captures": options.captures,
-        **({"--bucket": folder.plan.bucket} if options.tool == NXDI else {}),
+        **({"--bucket": plan.bucket} if options.tool == NXDI else {}),
     }
     words = [text for pair in again.items() for text in map(str, pair)]
     flags = ["--exhaustive"] if options.is_exhaustive else []
-    return f"{lines}\n# Then:\n{shlex.join(['mm2-test', 'replacement', *words, *flags])}"
+    return shlex.join(["mm2-test", "replacement", *words, *flags])

@@ -107,6 +107,21 @@ def dump() -> Schema:
     )
 
 
+def export() -> Schema:
+    """Return the schema of `mm2-gpu export`."""
+    return record(
+        {
+            "directory": text("Folder that was written."),
+            "format": text("The tool whose files they are."),
+            "prompts": listed(listed(text()), "The passes of each prompt."),
+            "layers": listed(whole(), "Layers that were written."),
+            "modules": listed(text(), "Modules that were written, in each pass."),
+            "cached_layers": listed(whole(), "Layers whose keys and values were written."),
+        },
+        "Two goldens, written as the reference captures of another tool.",
+    )
+
+
 def check() -> Schema:
     """Return the schema of `mm2-test check`."""
     level = choice(*(level.value for level in Level), description="Importance.")

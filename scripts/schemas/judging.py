@@ -256,13 +256,52 @@ def bisection() -> Schema:
     )
 
 
+def stream_search() -> Schema:
+    """Return the schema of a search by replacing the stream of a port compiled whole."""
+    point = whole("Layer whose input was the golden's; the number of layers for the final norm's input.")
+    run = {
+        "point": point,
+        "verdict": choice("pass", "fail"),
+        "error_of_limit": number("Error of the logits in units of the limit; above 1 they are wrong."),
+        "reason": text("Why they are wrong; empty if they are right."),
+    }
+    blame = {
+        "layer": maybe(whole(), "The last wrong layer; null outside the layers."),
+        "sites": listed(text()),
+        "part": text("The part of the model in words."),
+        "reason": text(),
+    }
+    return record(
+        {
+            "verdict": _VERDICT,
+            "compared": whole("Parts of the model that were judged."),
+            "of": whole("Parts of the model: its layers, and what lies before and behind them."),
+            "blame": listed(record(blame), "The last wrong part; empty if none is."),
+            "reference": text("Folder of the golden."),
+            "target": text("The port; empty if it is run by hand."),
+            "runs": listed(record(run), "The runs, in order."),
+            "is_finished": flag("Whether no run is missing."),
+            "waits_for": maybe(record({"point": point}), "The run that is needed next."),
+            "notes": listed(text(), "What the runs could not have seen."),
+            "directory": text("Folder of the search."),
+            "lines": listed(text(), "Lines to paste for the next run, of mm2-test replacement alone."),
+        },
+        "The search for the last wrong layer of a port compiled whole.",
+        optional=("lines",),
+    )
+
+
 def graphs() -> Schema:
     """Return the schema of the graphs that a run compiled."""
+    graph_break = {"reason": text("Reason."), "place": maybe(text(), "File and line; null if not known.")}
     return record(
         {
             "first_layer": whole("Graphs compiled for the first layer that ran."),
             "later_layers": whole("Graphs compiled after it; 0 if all layers share their graphs."),
             "fallbacks": listed(text(), "Operations that ran on the CPU instead of the device."),
+            "compiler": maybe(text(), "Backend of torch.compile; null without one."),
+            "graph_breaks": listed(record(graph_break), "Places whose code runs outside of any graph."),
+            "recompiles": listed(text(), "Conditions for which a graph was made anew."),
         },
         "Graphs that the run compiled.",
     )

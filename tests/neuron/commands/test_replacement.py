@@ -74,7 +74,7 @@ class TestNxdiFiles:
 
     def test_printed_lines_are_complete(self, ask: Any, tmp_path: Path) -> None:
         _, record = ask("--layer", 3)
-        text = "\n".join(record["next"])
+        text = "\n".join(record["lines"])
         assert f"ref_dir='{tmp_path / 'replaced' / 'reference'}'" in text
         assert "tf_map=map_steps(3, num_layers=4, num_steps=5)" in text
         assert "batch_size=2, max_context_length=128" in text

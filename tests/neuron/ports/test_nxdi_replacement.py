@@ -204,7 +204,7 @@ class TestByHand:
                 break
             assert (result.exit_code, record["verdict"]) == (3, "incomparable")
             point = record["waits_for"]["point"]
-            assert f"point={point})" in "\n".join(record["next"])
+            assert f"point={point})" in "\n".join(record["lines"])
             points.append(point)
             self.by_hand(run_python, port, toy, folder, [point])
         assert points == [2, 4, 3]

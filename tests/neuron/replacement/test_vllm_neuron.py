@@ -128,7 +128,7 @@ def search(run: Any, tmp_path: Path, toy: Path, golden: Path, stand_in: None) ->
             assert result.exit_code == 3
             point = record["waits_for"]["point"]
             points.append(point)
-            (line,) = [line for line in record["next"] if "additional_config" in line]
+            (line,) = [line for line in record["lines"] if "additional_config" in line]
             options = json.loads(line.partition("=")[2].rstrip(","))["neuron_config"]["tensor_replacement"]
             with open_runtime("cpu", ranks=Ranks()):
                 engine = Engine(f"vllm-neuron:{file}:{name}", toy=toy, options=options)
