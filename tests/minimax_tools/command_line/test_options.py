@@ -18,9 +18,30 @@ from minimax_tools.model.span import Span
 from neuron.cli import main as mm2_test
 
 # These capture no run: two run no model, bisect keeps no sites of a golden's rows, trace runs nothing of its own,
-# weights and certify look at what others load and have captured, model takes the golden's rows and all its sites, and
-# prompts have answers.
-OTHERS = {"show", "check", "bisect", "trace", "weights", "certify", "model", "prompts"}
+# weights and certify look at what others load and have captured, model takes the golden's rows and all its sites,
+# prompts have answers, and export and replacement write files for other tools.
+OTHERS = {
+    "show",
+    "check",
+    "bisect",
+    "trace",
+    "weights",
+    "certify",
+    "model",
+    "prompts",
+    "export",
+    "replacement",
+}
+# Options of a shared name that mean something else there: check tells of lengths, and runs none; weights are traced in
+# one layer, the first unless another is asked for; export and replacement write no capture; the stream is replaced at
+# the layer that the search needs, or at the final norm.
+OTHER_MEANINGS = {
+    ("check", "seq_lens"),
+    ("weights", "layer"),
+    ("export", "output_dir"),
+    ("replacement", "output_dir"),
+    ("replacement", "layer"),
+}
 # A plan, the dimensions that all know, or what the golden alone tells stand for a model that is not given.
 NEED_NO_MODEL = {"extract-all", "check", "certify"}
 # Run by every command of mm2-gpu and mm2-test that runs a model.
@@ -81,10 +102,9 @@ def test_an_option_of_a_shared_name_is_the_shared_option(group: click.Command) -
     shared = parameters(*SHARED_BY_RUNS, options.span_options, options.layer_option, options.captures_option)
     for command in commands(group):
         for parameter in command.params:
-            # mm2-compare chooses among layers that are there, and can do without a model; check tells of lengths, and
-            # runs none; weights are traced in one layer, the first unless another is asked for.
+            # mm2-compare chooses among layers that are there, and can do without a model.
             is_another = (group is mm2_compare and parameter.name in ("layer", "model")) or (
-                (command.name, parameter.name) in {("check", "seq_lens"), ("weights", "layer")}
+                (command.name, parameter.name) in OTHER_MEANINGS
             )
             if parameter.name in shared and not is_another:
                 assert described(parameter) == expected(shared[parameter.name], command), command.name
