@@ -258,7 +258,10 @@ def bisection() -> Schema:
 
 def stream_search() -> Schema:
     """Return the schema of a search by replacing the stream of a port compiled whole."""
-    point = whole("Layer whose input was the golden's; the number of layers for the final norm's input.")
+    point = maybe(
+        whole(),
+        "Layer whose input is the golden's; the number of layers for the final norm's; null for none.",
+    )
     run = {
         "point": point,
         "verdict": choice("pass", "fail"),

@@ -219,7 +219,7 @@ def dumps() -> Iterator[ModuleType]:
     sys.modules[specification.name] = module
     specification.loader.exec_module(module)
     yield module
-    del sys.modules[specification.name]
+    sys.modules.pop(specification.name, None)
 
 
 @pytest.fixture(scope="session")
