@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click.testing
@@ -84,19 +81,6 @@ def prove(toy: Path, golden: Path, command: Command) -> Prove:
         return record
 
     return diagnose
-
-
-@pytest.fixture(scope="module")
-def dumps() -> Iterator[ModuleType]:
-    """`foreign_dumps.py`, which writes a capture's values as other tools do."""
-    specification = importlib.util.spec_from_file_location("foreign_dumps", TESTS / "foreign_dumps.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules[specification.name]
 
 
 def test_pasted_lines_make_the_port_right(
