@@ -29,15 +29,13 @@ from minimax_tools.dumps.placed_capture import PlacedCapture
 from minimax_tools.dumps.row_finder import find_rows
 from minimax_tools.dumps.rows import batch_mask, lay_out
 from minimax_tools.dumps.site_finder import find_sites
-from minimax_tools.dumps.usual_names import INPUT_IDS
+from minimax_tools.dumps.usual_names import BEHIND_LAYERS, INPUT_IDS
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
 # Sites whose width tells how many ranks divided the heads. Keys and values may be copied on several ranks.
 _QUERY_SITES = (Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT)
 _KEY_SITES = (Site.K_PROJ, Site.K_NORM, Site.V_PROJ)
-# Serving engines compute these only for the tokens to sample from.
-_BEHIND_LAYERS = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 
 
 class DumpCapture(PlacedCapture[FoundSite]):
@@ -176,7 +174,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
     def _find_last_tokens(self) -> dict[ModelSite, tuple[LastToken, ...]]:
         """Find the tokens that a site behind the layers is held for, if not for all; () if nothing tells which."""
         last_tokens = {}
-        for site in _BEHIND_LAYERS:
+        for site in BEHIND_LAYERS:
             found_site = self.found.sites.get((None, site))
             if found_site is not None and self._rows is not None:
                 tokens = find_last_tokens(found_site, self.found, self._rows)

@@ -21,6 +21,7 @@ from minimax_tools.dumps.stream_proof import prove_stream
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.dumps.usual_names import (
     AFFINITIES,
+    BEHIND_LAYERS,
     HEAD_INPUT,
     LAYER_ITSELF,
     SumOfPlaces,
@@ -32,8 +33,6 @@ from minimax_tools.model.site_layouts import Partial, Replicated, Sharded, SiteL
 from minimax_tools.model.sites import ModelSite, Site
 
 _NUM_NAMED = 6
-# Serving engines compute these only for the tokens to sample from.
-_BEHIND_LAYERS = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 
 
 def find_sites(dump: Dump, names: NameMap) -> FoundSites:
@@ -205,7 +204,7 @@ class _Finder:
             record = self._records.get(step)
             if record is None:
                 continue
-            if site in _BEHIND_LAYERS and count_rows(piece.shape) == len(record.requests):
+            if site in BEHIND_LAYERS and count_rows(piece.shape) == len(record.requests):
                 continue  # a row for each request alone
             rows = RankRows.of(piece.shape, record, num_ranks=self._num_ranks)
             if rows != RankRows():

@@ -61,6 +61,8 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
     ATTENTION_MASK: (":input[attention_mask]", "model:input[attention_mask]"),
     HEAD_INPUT: ("model.norm:input", "norm:input"),
 }
+# Serving engines compute these only for the tokens to sample from.
+BEHIND_LAYERS = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 # What a layer's module returns: its output, or one of two addends of it.
 LAYER_ITSELF = SitePlace.parse(_LAYER)
 # In place of the above for models that fuse each residual add into the norm behind it, as vLLM's and SGLang's do. Their
