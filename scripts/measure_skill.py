@@ -3,9 +3,10 @@
     python scripts/measure_skill.py write --output FOLDER      # cases, and what the evaluator keeps to himself
     python scripts/measure_skill.py judge --output FOLDER 3    # exits with 0 if case 3 is repaired
 
-An agent gets one folder, `FOLDER/case_3`: a checkpoint, its golden, and `port.py` with one mistake. It must not see
-the other cases, since their differences tell the mistakes, nor `FOLDER/evaluator`: the key, and a golden of other
-tokens by which a repaired port is judged. A repaired port lies where the wrong one lay.
+An agent gets one folder, `FOLDER/case_3`: a checkpoint, its golden, and `port.py` with one mistake. It works in that
+folder, with `FOLDER/bin` first in its PATH: there are mm2's commands, which are counted. It must not see the other
+cases, since their differences tell the mistakes, nor `FOLDER/evaluator`: the key, and a golden of other tokens by which
+a repaired port is judged. A repaired port lies where the wrong one lay.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import click
 sys.path.insert(0, str(Path(__file__).parent))
 
 from skill_ports.cases import CASES, right_source
+from skill_ports.command_log import read_commands, write_commands
 from skill_ports.judging import GOLDEN, HIDDEN_GOLDEN, MODEL, PORT, judge_repair, make_material
 
-_EVALUATOR, _MATERIAL, _KEY = "evaluator", "material", "key.json"
+_EVALUATOR, _MATERIAL, _KEY, _LOG = "evaluator", "material", "key.json", "commands.tsv"
 _output_option = click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder of all cases."
 )
@@ -42,6 +44,7 @@ def write_command(output: Path) -> None:
     """Write ten cases, a checkpoint with a golden for each, and the evaluator's key."""
     evaluator = output / _EVALUATOR
     evaluator.mkdir(parents=True)
+    write_commands(output / "bin", evaluator / _LOG)
     make_material(evaluator / _MATERIAL, evaluator)
     for number, case in enumerate(CASES, start=1):
         folder = output / f"case_{number}"
@@ -70,7 +73,11 @@ def judge_command(output: Path, number: int) -> None:
         )
     state = "repaired" if judged.is_repaired else "not repaired"
     error = f" ({judged.error})" if judged.error else ""
-    click.echo(f"case {number}: {state}: {judged.verdict}, {judged.compared} of {judged.of} sites{error}")
+    commands = len(read_commands(output / f"case_{number}", evaluator / _LOG))
+    click.echo(
+        f"case {number}: {state}: {judged.verdict}, {judged.compared} of {judged.of} sites, "
+        f"{commands} commands of mm2{error}"
+    )
     sys.exit(0 if judged.is_repaired else 1)
 
 

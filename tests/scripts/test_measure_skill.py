@@ -89,6 +89,9 @@ def test_script_writes_cases_without_the_key_and_judges_a_repair(tmp_path: Path)
     done = run("write", "--output", tmp_path / "cases")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "cases" / "case_2"
+    split = [tmp_path / "cases" / "bin" / "mm2-split", "--version"]
+    for place in (folder, folder / "golden", tmp_path):
+        assert subprocess.run(split, cwd=place, capture_output=True, check=False).returncode == 0
     assert sorted(path.name for path in folder.iterdir()) == ["golden", "model", "port.py"]
     key = json.loads((tmp_path / "cases" / "evaluator" / "key.json").read_text())
     assert [entry["case"] for entry in key] == list(range(1, NUM_CASES + 1))
@@ -101,6 +104,7 @@ def test_script_writes_cases_without_the_key_and_judges_a_repair(tmp_path: Path)
     (folder / "port.py").write_text(port.replace(key[1]["wrong"], key[1]["repair"]))
     repaired = run("judge", "--output", tmp_path / "cases", 2)
     assert (repaired.returncode, "case 2: repaired: pass" in repaired.stdout) == (0, True), repaired.stderr
+    assert "2 commands of mm2" in repaired.stdout
     (folder / "port.py").write_text("no python")
     broken = run("judge", "--output", tmp_path / "cases", 2)
     assert (broken.returncode, "not repaired: incomparable" in broken.stdout) == (1, True)
