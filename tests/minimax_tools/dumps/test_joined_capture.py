@@ -14,8 +14,7 @@ import torch
 from compare.cli import main as mm2_compare
 from minimax_tools.capture.reader import Capture
 from minimax_tools.dumps.joined_capture import JoinedCapture
-from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.opening import DumpReading, open_source
+from minimax_tools.dumps.opening import open_source
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -25,7 +24,6 @@ MODULES = {
     "post_attention_layernorm": Site.POST_NORM,
     "mlp": Site.MOE_DELTA,
 }
-OUTPUTS = 'sites:\n  output: "model.layers.{layer}:output"\n'
 Keys = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -54,19 +52,18 @@ def write_run(directory: Path, golden: Path, change_keys: Keys = lambda _, keys:
         cache_folder = directory / f"prompt_{prompt}" / "kv_analysis"
         cache_folder.mkdir(parents=True)
         torch.save(caches, cache_folder / "vllm_kv.pt")
-    (directory / "map.yaml").write_text(OUTPUTS)
     return directory
 
 
 def judge(toy: Path, golden: Path, run: Path, command: Any) -> dict[str, Any]:
-    named = ["--gpu-path", golden, "--neuron-path", run, "--map", run / "map.yaml", "--model", toy]
+    named = ["--gpu-path", golden, "--neuron-path", run, "--model", toy]
     record: dict[str, Any] = json.loads(command(mm2_compare, *named, "--json").stdout)
     return record
 
 
 def test_sites_of_both_are_held(golden: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path, golden)
-    joined = open_source(run, DumpReading(names=NameMap.read(run / "map.yaml")))
+    joined = open_source(run)
     assert isinstance(joined, JoinedCapture)
     assert {Site.MOE_DELTA, Site.V_PROJ, Site.K_ROPE, Site.OUTPUT} <= set(joined.sites(2))
     assert joined.not_exposed(2)[0] is Site.Q_PROJ
