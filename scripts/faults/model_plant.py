@@ -10,6 +10,8 @@ from minimax_tools.text_enum import TextEnum
 
 # The folder of the ports. They read as a user's file does: no annotations, and imports from the file beside it.
 PORTS = Path(__file__).parents[1] / "whole_ports"
+# Environment variables that `layers.py:WrongLayer` there reads: a mistake as it prints itself, and a layer's number.
+MISTAKE_VARIABLE, LAYER_VARIABLE = "MM2_PLANTED_MISTAKE", "MM2_PLANTED_LAYER"
 
 
 class FirstPass(TextEnum):

@@ -1,16 +1,11 @@
-"""Three-way comparison with exported goldens as references, by the definition in vLLM Neuron's documents.
-
-Of each module and token: the L2 distance of the port from float32, divided by that of BF16. 1 is as good as BF16. Its
-plugin fails a port if any ratio is above 3, and above 6 in its examples of models with experts.
-"""
+"""Three-way comparison with exported goldens as references, by the definition in vLLM Neuron's documents."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +14,12 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.dumps.opening import open_source
-from minimax_tools.metrics.noise_floor import token_rows
-from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.sites import Site
 from neuron.cli import main as mm2_test
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+
+from three_way import LIMIT, MODULES, measure_ratios, write_engine_captures
 
 REPOSITORY = Path(__file__).parents[3]
 RIGHT = REPOSITORY / "scripts" / "examples" / "port.py"
@@ -29,14 +27,6 @@ WRONG = REPOSITORY / "tests" / "ports" / "one_wrong_layer.py"
 ROUNDED = REPOSITORY / "tests" / "ports" / "rounded_router.py"
 
 NUM_DECODED = 2
-LIMIT = 3.0
-MODULES: Mapping[str, Site] = {
-    "input_layernorm": Site.INPUT_NORM,
-    "self_attn": Site.ATTN_DELTA,
-    "post_attention_layernorm": Site.POST_NORM,
-    "mlp.gate": Site.ROUTER_LOGITS,
-    "mlp": Site.MOE_DELTA,
-}
 
 Run = Callable[..., Path]
 
@@ -53,84 +43,15 @@ def run_port(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) 
         options = ["--backend", "cpu", "--output-dir", str(folder / "capture"), "--quiet"]
         result = CliRunner().invoke(mm2_test, ["full", *named, *options])
         assert result.exit_code in (0, 1), result.output
-        write_engine_captures(folder / "engine", Capture.open(folder / "capture"))
+        source = Capture.open(folder / "capture")
+        write_engine_captures(folder / "engine", source, num_decoded=NUM_DECODED)
         return folder / "engine"
 
     return run
 
 
-def write_engine_captures(directory: Path, source: Capture) -> None:
-    """Write each prompt into a folder: packed rows [T,F], padded to a bucket by NaN, positions by the last one."""
-    mask = source.read_attention_mask().bool()
-    for prompt, is_real in enumerate(mask):
-        num_prefilled = int(is_real.sum()) - NUM_DECODED
-        spans = [
-            (0, num_prefilled),
-            *((start, start + 1) for start in range(num_prefilled, int(is_real.sum()))),
-        ]
-        for number, (start, stop) in enumerate(spans):
-            bucket = 64 if number == 0 else 2
-            name = "prefill_s64_0" if number == 0 else f"decode_b2_{number - 1}"
-            folder = directory / f"prompt_{prompt}" / "dp0" / name
-            for module, values in module_values(source):
-                (folder / module).mkdir(parents=True)
-                rows = values[prompt, is_real][start:stop]
-                filler = rows.new_full((bucket - len(rows), rows.shape[1]), torch.nan)
-                torch.save(torch.cat((rows, filler)), folder / module / "rank0.pt")
-            positions = [*range(start, stop), *[stop - 1] * (bucket - (stop - start))]
-            meta = {"req_ids": [f"{prompt}-x"], "positions": positions, "dp_rank": 0}
-            (folder / f"{name}_meta.json").write_text(json.dumps(meta))
-
-
-def module_values(source: Capture) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "model.embed_tokens", source.read_model(ModelSite.EMBEDDING)
-    yield "lm_head", source.read_model(ModelSite.LOGITS)
-    for layer in source.layers:
-        for name, site in MODULES.items():
-            yield f"model.layers.{layer}.{name}", token_rows(source.read(layer, site), site)
-
-
-def tokens_by_position(
-    captures: Path, module: str, *, is_reference: bool
-) -> dict[tuple[int, bool], torch.Tensor]:
-    """Return each compared token [F] by its position, and whether it was decoded."""
-    found = {}
-    for folder in (captures / "dp0").iterdir():
-        meta = json.loads((folder / f"{folder.name}_meta.json").read_text())
-        rows = torch.load(folder / module / "rank0.pt", weights_only=True).float().flatten(0, -2)
-        positions, is_decoded = meta["positions"], folder.name.startswith("decode")
-        if is_decoded:
-            found[max(positions), True] = rows[-1] if is_reference else rows[0]
-            continue
-        num_real = 1 + sum(later > earlier for earlier, later in pairwise(positions))
-        tokens = range(num_real) if module != "lm_head" else [num_real - 1]
-        found |= {(positions[token], False): rows[token] for token in tokens}
-    return found
-
-
-def ratios(report: Path, engine: Path, *, baseline: Path | None = None) -> dict[str, torch.Tensor]:
-    """Return the L2 ratio of every token of both prompts, by module."""
-    found = defaultdict(list)
-    for prompt in (0, 1):
-        name = f"prompt_{prompt}"
-        compare = report / "prompt_analysis" / name / "tensor_compare"
-        modules = next((engine / name / "dp0").glob("prefill_*")).iterdir()
-        for module in sorted(path.name for path in modules if path.is_dir()):
-            exact = tokens_by_position(compare / "hf_fp32", module, is_reference=True)
-            if baseline is None:
-                rounded = tokens_by_position(compare / "hf_bf16", module, is_reference=True)
-            else:
-                rounded = tokens_by_position(baseline / name, module, is_reference=False)
-            port = tokens_by_position(engine / name, module, is_reference=False)
-            assert exact.keys() == port.keys() == rounded.keys()
-            for place, value in exact.items():
-                error, noise = (port[place] - value).norm(), (rounded[place] - value).norm()
-                found[module].append(float(error / noise) if noise else float("inf") if error else 0.0)
-    return {module: torch.tensor(values) for module, values in found.items()}
-
-
 def test_right_port_is_as_good_as_the_golden(report: Path, run_port: Run) -> None:
-    found = ratios(report, run_port(f"{RIGHT}:DecoderLayer"))
+    found = measure_ratios(report, run_port(f"{RIGHT}:DecoderLayer"))
     assert len(found) == 4 * len(MODULES) + 2
     assert torch.all(found.pop("model.embed_tokens") == 0)
     for module, values in found.items():
@@ -141,7 +62,7 @@ def test_right_port_is_as_good_as_the_golden(report: Path, run_port: Run) -> Non
 
 
 def test_mistake_is_seen_in_its_layer(report: Path, run_port: Run) -> None:
-    found = ratios(report, run_port(f"{WRONG}:SwappedGateUp_at_2"))
+    found = measure_ratios(report, run_port(f"{WRONG}:SwappedGateUp_at_2"))
     assert found["model.layers.2.mlp"].median() > LIMIT
     assert (found["model.layers.2.mlp"] > LIMIT).float().mean() > 0.5
     for module in ("model.layers.2.self_attn", "model.layers.2.mlp.gate", "model.layers.1.mlp"):
@@ -151,9 +72,9 @@ def test_mistake_is_seen_in_its_layer(report: Path, run_port: Run) -> None:
 def test_baseline_with_a_rounded_router_is_seen_and_hides_the_mistake(report: Path, run_port: Run) -> None:
     rounded = run_port(f"{ROUNDED}:DecoderLayer")
     # It chooses other experts for many tokens, in the first layer already.
-    assert (ratios(report, rounded)["model.layers.0.mlp"] > LIMIT).float().mean() > 0.3
+    assert (measure_ratios(report, rounded)["model.layers.0.mlp"] > LIMIT).float().mean() > 0.3
     wrong = run_port(f"{WRONG}:SwappedGateUp_at_2")
-    own, hidden = ratios(report, wrong), ratios(report, wrong, baseline=rounded)
+    own, hidden = measure_ratios(report, wrong), measure_ratios(report, wrong, baseline=rounded)
     assert hidden["model.layers.2.mlp"].median() < 2 < own["model.layers.2.mlp"].median() / 4
     assert hidden["lm_head"].median() < 1 < own["lm_head"].median() / 2
 
@@ -182,9 +103,8 @@ def test_mm2_passes_the_exported_golden(toy: Path, tmp_path: Path, command: Any)
     named = ["--golden", tmp_path / "bfloat16", "--float32-golden", tmp_path / "float32"]
     options = ["--output-dir", tmp_path / "report", "--allow-uncertified"]
     command(mm2_gpu, "export", "--format", "vllm-neuron", *named, *options)
-    (tmp_path / "map.yaml").write_text('sites:\n  output: "model.layers.{layer}:output"\n')
     dump = tmp_path / "report/prompt_analysis/prompt_0/tensor_compare/hf_bf16"
-    sides = ["--gpu-path", tmp_path / "bfloat16", "--neuron-path", dump, "--map", tmp_path / "map.yaml"]
+    sides = ["--gpu-path", tmp_path / "bfloat16", "--neuron-path", dump]
     result = command(mm2_compare, *sides, "--model", toy, "--json")
     record = json.loads(result.stdout)
     assert record["verdict"] == "pass", result.output
