@@ -13,7 +13,13 @@ from compare.next_commands import after_comparison
 from compare.options import criteria_options
 from compare.sides.golden_weights import find_weights
 from compare.sides.opening import NamedSides, layers_options, sides_options
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    print_json,
+    print_text,
+    version_option,
+)
 from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.run_commands import RunCommands
 from reports.data import comparison_record, write_report
@@ -49,6 +55,7 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
     "--report-path", type=click.Path(path_type=Path), help="Folder for JSON and CSV reports. Default: none."
 )
 @output_options
+@version_option
 def main(
     sides: NamedSides,
     layer_pattern: str | None,

@@ -8,6 +8,7 @@ import click
 
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits, Criteria
 from compare.limits.limits_file import read_limits
+from minimax_tools.command_line.near_names import did_you_mean
 from minimax_tools.command_line.options import grouped_as, stack_options
 from minimax_tools.errors import UsageError
 
@@ -54,10 +55,11 @@ def _read_criteria(
         return Criteria(name=criteria_name, rtol=rtol, atol=atol)
     path = Path(criteria_name)
     if path.suffix not in _SUFFIXES:
+        near = did_you_mean(criteria_name, _NAMES)
         raise UsageError(
             f"--criteria {criteria_name} is not known",
             expected=f"{' or '.join(_NAMES)}, or a file of limits that ends in {' or '.join(_SUFFIXES)}",
-            next_step="mm2-compare --criteria-template prints such a file.",
+            next_step=f"{near} mm2-compare --criteria-template prints such a file.".strip(),
         )
     return Criteria(name=criteria_name, noise=read_limits(path), rtol=rtol, atol=atol)
 
@@ -101,7 +103,7 @@ criteria_options = stack_options(
         "--metrics",
         "shows_metrics",
         is_flag=True,
-        help="Show the five classic figures of every layer output beside rho. Always on with --criteria classic.",
+        help="Show the five classic figures of every layer output beside ρ. Always on with --criteria classic.",
     ),
     click.option(
         "--rtol",

@@ -24,16 +24,10 @@ def main() -> None:
     """Make golden captures of a MiniMax-M2 with transformers' own model."""
 
 
-for _command in (
-    extract_all_command,
-    full_command,
-    single_layer_command,
-    multi_layer_command,
-    certify_command,
-    export_command,
-    show_command,
-):
-    main.add_command(_command)
+main.add_section(
+    "Make a golden", extract_all_command, full_command, single_layer_command, multi_layer_command
+)
+main.add_section("Use a golden", certify_command, show_command, export_command)
 
 
 if __name__ == "__main__":

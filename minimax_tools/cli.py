@@ -18,15 +18,8 @@ def mm2_split() -> None:
     """Make checkpoints, and take them apart."""
 
 
-for _command in (
-    synthesize_command,
-    train_command,
-    extract_command,
-    plan_command,
-    fetch_command,
-    verify_command,
-):
-    mm2_split.add_command(_command)
+mm2_split.add_section("Make a checkpoint", synthesize_command, train_command)
+mm2_split.add_section("Divide a model", plan_command, fetch_command, extract_command, verify_command)
 
 
 def main() -> None:

@@ -33,22 +33,10 @@ def main() -> None:
     """Run layers of a MiniMax-M2 port on a device, from a golden's inputs, and judge them."""
 
 
-for _command in (
-    single_layer_command,
-    multi_layer_command,
-    sweep_command,
-    full_command,
-    model_command,
-    prompts_command,
-    component_command,
-    bisect_command,
-    replacement_command,
-    weights_command,
-    trace_command,
-    check_command,
-    show_command,
-):
-    main.add_command(_command)
+main.add_section("Find what is wrong", sweep_command, weights_command, bisect_command, replacement_command)
+main.add_section("Run layers", single_layer_command, multi_layer_command, component_command, full_command)
+main.add_section("Run a whole port", model_command, prompts_command)
+main.add_section("Prepare and look", check_command, trace_command, show_command)
 
 
 if __name__ == "__main__":

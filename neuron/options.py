@@ -14,6 +14,8 @@ from compare.limits.criteria import Criteria
 from compare.options import criteria_options
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.options import (
     CaptureStore,
     grouped_as,
@@ -124,6 +126,7 @@ def _device_options(*further: Decorator) -> Decorator:
             "--golden",
             type=click.Path(path_type=Path),
             help="Golden capture: gives the inputs, and judges the run. Default: none.",
+            shell_complete=complete_captures(GOLDEN_SIDE),
         ),
         target_option,
         backend_option,

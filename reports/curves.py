@@ -13,7 +13,7 @@ _COLUMNS = (
     Column(title="error"),
     Column(title="inherited"),
     Column(title="floor"),
-    Column(title="rho"),
+    Column(title="ρ"),
     Column(title="", is_text=True),
 )
 

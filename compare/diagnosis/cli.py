@@ -10,7 +10,13 @@ from compare.diagnosis.report import catalogue_record, diagnosis_record, render_
 from compare.next_commands import after_diagnosis
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from compare.sides.pairing import select_layers
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    print_json,
+    print_text,
+    version_option,
+)
 from minimax_tools.command_line.options import optional_model_option, output_options
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.command_line.run_commands import RunCommands
@@ -44,6 +50,7 @@ from minimax_tools.model.spec import ModelSpec
     help="Port to run for --prove, as for mm2-test. Default: the one that the run names.",
 )
 @output_options
+@version_option
 def main(
     model: str | None,
     sides: NamedSides,
@@ -64,7 +71,7 @@ def main(
 
     Exits with 0 if none of these differs, with 1 if the port does, whether its mistake is named or not.
 
-    Example: mm2-diagnose --model DIR --gpu-path GOLDEN --neuron-path RUN
+    Example: mm2-diagnose --model DIR --golden GOLDEN --run RUN
     """
     if lists_catalogue:
         if as_json:

@@ -9,7 +9,14 @@ import click
 
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
-from minimax_tools.command_line.options import captures_option, grouped_as, reading_options, stack_options
+from minimax_tools.command_line.completion import complete_captures
+from minimax_tools.command_line.options import (
+    RenamedOption,
+    captures_option,
+    grouped_as,
+    reading_options,
+    stack_options,
+)
 from minimax_tools.dumps.opening import DumpReading, is_others, open_sides
 from minimax_tools.errors import UsageError
 
@@ -18,30 +25,30 @@ from minimax_tools.errors import UsageError
 class NamedSides:
     """The two sides of a comparison, as a user named them."""
 
-    gpu_path: Path | None  # the golden; None for the newest under `captures`
-    neuron_path: Path | None  # the device run; None for the newest under `captures`
+    golden: Path | None  # the golden; None for the newest under `captures`
+    run: Path | None  # the port's run; None for the newest under `captures`
     captures: Path  # folder of all captures
     reading: DumpReading  # the layout of whichever side mm2 did not write
-    gpu_reading: DumpReading  # the golden's layout
-    neuron_reading: DumpReading  # the device run's layout
+    golden_reading: DumpReading  # the golden's layout
+    run_reading: DumpReading  # the run's layout
 
     def open(self) -> tuple[CaptureSource, CaptureSource]:
-        """Open the golden and the device run, in that order, whichever tool wrote them.
+        """Open the golden and the run, in that order, whichever tool wrote them.
 
         Raises:
             CaptureError: A directory is missing, holds no capture, or holds a damaged one.
             IncomparableError: Another tool's dump is of other prompts than the other side.
             UsageError: A --map file is wrong, or it cannot be told which side --map or --format is meant for.
         """
-        golden = self.gpu_path or newest_capture(self.captures, GOLDEN_SIDE)
-        device = self.neuron_path or newest_capture(self.captures, DEVICE_SIDE)
-        golden_reading, device_reading = self._assign_readings(golden, device)
-        return open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading)
+        golden = self.golden or newest_capture(self.captures, GOLDEN_SIDE)
+        run = self.run or newest_capture(self.captures, DEVICE_SIDE)
+        golden_reading, run_reading = self._assign_readings(golden, run)
+        return open_sides(golden, run, reference_reading=golden_reading, target_reading=run_reading)
 
     @property
     def reading_arguments(self) -> tuple[str, ...]:
         """The options that name the layout of either side, as a command takes them."""
-        readings = {"": self.reading, "gpu-": self.gpu_reading, "neuron-": self.neuron_reading}
+        readings = {"": self.reading, "golden-": self.golden_reading, "run-": self.run_reading}
         return tuple(
             word
             for side, reading in readings.items()
@@ -50,43 +57,51 @@ class NamedSides:
             for word in (option, str(value))
         )
 
-    def _assign_readings(self, golden: Path, device: Path) -> tuple[DumpReading, DumpReading]:
+    def _assign_readings(self, golden: Path, run: Path) -> tuple[DumpReading, DumpReading]:
         """Return the layout of each side; --format and --map go to the one that is not mm2's own."""
         if self.reading.is_default:
-            return self.gpu_reading, self.neuron_reading
+            return self.golden_reading, self.run_reading
         # Whether each side is another tool's dump.
-        are_foreign = (is_others(golden), is_others(device))
+        are_foreign = (is_others(golden), is_others(run))
         if are_foreign == (False, False):
             raise UsageError(
                 "--format and --map are for a dump of another tool, and mm2 wrote both sides",
                 next_step="Leave them out.",
             )
-        if are_foreign == (True, False) and self.gpu_reading.is_default:
-            return self.reading, self.neuron_reading
-        if are_foreign == (False, True) and self.neuron_reading.is_default:
-            return self.gpu_reading, self.reading
+        if are_foreign == (True, False) and self.golden_reading.is_default:
+            return self.reading, self.run_reading
+        if are_foreign == (False, True) and self.run_reading.is_default:
+            return self.golden_reading, self.reading
         raise UsageError(
             "which side --format or --map is meant for cannot be told",
             expected="one side that another tool wrote, and no options of its own for it",
-            next_step="Use --gpu-format and --gpu-map, --neuron-format and --neuron-map.",
+            next_step="Use --golden-format and --golden-map, --run-format and --run-map.",
         )
 
 
 sides_options = stack_options(
     click.option(
+        "--golden",
         "--gpu-path",
+        "golden",
+        cls=RenamedOption,
         type=click.Path(path_type=Path),
+        shell_complete=complete_captures(GOLDEN_SIDE),
         help="Golden capture. Default: the newest under --captures.",
     ),
     click.option(
+        "--run",
         "--neuron-path",
+        "run",
+        cls=RenamedOption,
         type=click.Path(path_type=Path),
-        help="Device run. Default: the newest under --captures.",
+        shell_complete=complete_captures(DEVICE_SIDE),
+        help="Capture of the port's run, or another tool's dump of it. Default: the newest under --captures.",
     ),
     captures_option,
     reading_options(whose="the side that mm2 did not write"),
-    reading_options("gpu-", whose="the golden"),
-    reading_options("neuron-", whose="the device run"),
+    reading_options("golden-", whose="the golden", old_side="gpu-"),
+    reading_options("run-", whose="the run", old_side="neuron-"),
     # The command gets the options above as one argument, `sides`.
     grouped_as("sides", NamedSides),
 )

@@ -11,6 +11,7 @@ from minimax_tools.capture.certificate import Certificate, Outcome
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.capture_commands import after_golden
+from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import captures_option, optional_model_option, output_options
 from minimax_tools.json_codec import encode
@@ -24,6 +25,7 @@ _MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKE
     "--golden",
     type=click.Path(path_type=Path),
     help="Golden capture. Default: the newest under --captures.",
+    shell_complete=complete_captures(GOLDEN_SIDE),
 )
 @captures_option
 @output_options

@@ -9,6 +9,8 @@ import click
 from gpu_reference.export.golden_pair import open_golden_pair
 from gpu_reference.export.site_modules import SiteModules
 from gpu_reference.export.vllm_neuron import NAME, ReferenceExport, export_reference
+from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
 
@@ -26,7 +28,13 @@ from minimax_tools.command_line.options import output_options
     required=True,
     help="Tool that reads the captures.",
 )
-@click.option("--golden", type=click.Path(path_type=Path), required=True, help="BF16 golden, certified.")
+@click.option(
+    "--golden",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="BF16 golden, certified.",
+    shell_complete=complete_captures(GOLDEN_SIDE),
+)
 @click.option(
     "--float32-golden",
     type=click.Path(path_type=Path),

@@ -15,6 +15,8 @@ _COMMANDS = {
     DEVICE_SIDE: "mm2-test sweep --model DIR --golden DIR",
 }
 
+_OPTIONS = {GOLDEN_SIDE: "--golden", DEVICE_SIDE: "--run"}
+
 
 def capture_directory(captures: Path, side: str, run_name: str) -> Path:
     """Return the directory of a run under the captures folder."""
@@ -31,6 +33,6 @@ def newest_capture(captures: Path, side: str) -> Path:
     if not manifests:
         raise CaptureError(
             f"no capture under {captures / side}",
-            next_step=f"Make one first: {_COMMANDS[side]}; or name one with --gpu-path / --neuron-path.",
+            next_step=f"Make one first: {_COMMANDS[side]}; or name one with {_OPTIONS[side]}.",
         )
     return max(manifests, key=lambda path: path.stat().st_mtime_ns).parent

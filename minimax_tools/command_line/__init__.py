@@ -2,6 +2,10 @@
 
 - `options`: options that mean the same in every command
 - `console`: exit codes, errors, JSON and log messages
+- `help_groups`: the groups in which a command's help shows its options
+- `completion`: shell completion of captures
+- `near_names`: suggestions for a name that nobody knows
+- `project_defaults`: a project's defaults, in `mm2.toml`
 - `run_commands`: commands about a run of a port
 - `capture_commands`: commands that come next for a capture
 - `progress`: progress of a run over layers

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
-from minimax_tools.command_line.options import DEFAULT_CAPTURES
+from minimax_tools.command_line.options import captures_folder
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Run
 
@@ -60,7 +59,7 @@ def after_capture(source: CaptureSource) -> tuple[str, ...]:
         return (shlex.join(("mm2-test", "show", folder, "--map-template")),)
     if isinstance(source, Capture) and source.description.side == GOLDEN_SIDE:
         return after_golden(source)
-    return (shlex.join(("mm2-compare", "--neuron-path", folder)),)
+    return (shlex.join(("mm2-compare", "--run", folder)),)
 
 
 def judge_port_of(model: str, *arguments: str) -> str:
@@ -68,9 +67,8 @@ def judge_port_of(model: str, *arguments: str) -> str:
 
     If no golden of it lies in the usual folder, return the command that makes one.
     """
-    captures = Path(os.environ.get("MM2_CAPTURES", DEFAULT_CAPTURES))
     try:
-        golden = Capture.open(newest_capture(captures, GOLDEN_SIDE))
+        golden = Capture.open(newest_capture(captures_folder(), GOLDEN_SIDE))
     except CaptureError:
         return make_golden(model)
     if golden.description.provenance.model_source != model:

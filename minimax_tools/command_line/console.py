@@ -8,11 +8,16 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn, TextIO
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from minimax_tools.command_line.help_groups import write_options
+from minimax_tools.command_line.near_names import NearChoice, did_you_mean
+from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError
 
 # Level of the environment variable DEBUG from which every section is shown.
@@ -24,10 +29,22 @@ _DEBUG = "minimax_tools.debug"  # whether --debug was given
 _JSON = "minimax_tools.json"  # whether --json was given
 _ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
 _SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
+_DEFAULTS = "minimax_tools.defaults"  # the project's defaults
 # Options that change nothing but what is printed.
 _OUTPUT_OPTIONS = ("--json", "--quiet", "--debug")
 # Packages whose log messages are shown.
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
+# Title of the commands of a group that belong to no section.
+_OTHER_COMMANDS = "Other"
+# Longest first sentence of a command that a group's help shows whole.
+_LONGEST_SENTENCE = 200
+# Placeholders of numbers in the help, in place of click's `INTEGER RANGE`.
+_PLACEHOLDERS: Mapping[str, str] = {"integer range": "N", "integer": "N", "float range": "X", "float": "X"}
+
+logger = logging.getLogger(__name__)
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class CommandEnd(SystemExit):
@@ -43,12 +60,60 @@ class Mm2Command(click.Command):
     """A command whose errors become one message on stderr and the exit code of their class.
 
     No error gets exit code 1, which means that a port differs. If code of a port exits, that is an error too. `--debug`
-    prints the traceback as well.
+    prints the traceback as well. The help shows the options in groups; options that are not given take the project's
+    defaults (`ProjectDefaults`); errors about names suggest near ones.
     """
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        for param in self.params:
+            if type(param.type) is click.Choice:
+                param.type = NearChoice(param.type.choices)
+            if isinstance(param, click.Option) and not param.is_flag and param.metavar is None:
+                param.metavar = _PLACEHOLDERS.get(param.type.name)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Return the context, with the project's defaults.
+
+        Raises:
+            click.UsageError: The command line or the project's file is wrong.
+        """
+        try:
+            defaults = ProjectDefaults.find(Path.cwd())
+        except UsageError as error:
+            if not extra.get("resilient_parsing"):  # a completion never fails
+                raise click.UsageError(str(error)) from error
+            defaults = ProjectDefaults()
+        try:
+            context = super().make_context(
+                info_name, args, parent, **{"default_map": dict(defaults.values), **extra}
+            )
+        except click.MissingParameter as error:
+            other_ways = _other_ways(error.param)
+            raise click.MissingParameter(other_ways, ctx=error.ctx, param=error.param) from error
+        except click.BadParameter as error:
+            if not _is_given_by(defaults, error):
+                raise
+            message = f"{error.message} {defaults.path} gives it."
+            raise click.BadParameter(message, ctx=error.ctx, param=error.param) from error
+        context.meta[_DEFAULTS] = defaults
+        return context
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in groups, and the project's defaults of this command."""
+        write_options(self, ctx, formatter)
+        defaults = ProjectDefaults.find(Path.cwd())
+        offered = defaults.offered_to(ctx)
+        if offered:
+            with formatter.section(f"Defaults from {defaults.path}"):
+                formatter.write_text(offered)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
+            _tell_defaults(ctx)
             return super().invoke(ctx)
         except (click.ClickException, click.Abort, click.exceptions.Exit, CommandEnd):
             raise
@@ -61,9 +126,21 @@ class Mm2Command(click.Command):
 
 
 class Mm2Group(click.Group):
-    """A group of `Mm2Command`s."""
+    """A group of `Mm2Command`s in titled sections, with the option --version."""
 
     command_class = Mm2Command
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self._sections: dict[str, tuple[str, ...]] = {}
+        version_option(self)
+
+    def add_section(self, title: str, *commands: click.Command) -> None:
+        """Add commands, which the help lists under a title."""
+        for command in commands:
+            self.add_command(command)
+        names = tuple(command.name for command in commands if command.name is not None)
+        self._sections[title] = (*self._sections.get(title, ()), *names)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -73,6 +150,41 @@ class Mm2Group(click.Group):
         context = super().make_context(info_name, args, parent, **extra)
         context.meta[_ARGUMENTS] = arguments
         return context
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first argument names.
+
+        Raises:
+            click.UsageError: There is none; the message suggests near names.
+        """
+        name = args[0]
+        if not ctx.resilient_parsing and not name.startswith("-") and self.get_command(ctx, name) is None:
+            near = did_you_mean(name, self.commands)
+            ctx.fail(f"No such command {name!r}. {near}".rstrip())
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by section."""
+        titled = {name for names in self._sections.values() for name in names}
+        others = tuple(name for name in self.list_commands(ctx) if name not in titled)
+        sections = {**self._sections, _OTHER_COMMANDS: others}
+        width = max((len(name) for name in self.commands), default=0)
+        for title, names in sections.items():
+            rows = [
+                (name.ljust(width), self.commands[name].get_short_help_str(limit=_LONGEST_SENTENCE))
+                for name in names
+            ]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def version_option(command: Command) -> Command:
+    """Add --version to a command."""
+    # Made anew for each: click's decorator keeps the name of the first program that it showed.
+    return click.version_option(package_name="mm2", message="%(prog)s %(version)s")(command)
 
 
 def given_arguments() -> tuple[str, ...]:
@@ -169,6 +281,30 @@ def shows_pictures(stream: TextIO) -> bool:
 class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(self.format(record), err=True)
+
+
+def _other_ways(param: click.Parameter | None) -> str:
+    """Say where a missing option may be given instead; an empty text if only on the command line."""
+    if param is None or param.param_type_name != "option" or not param.envvar:
+        return ""
+    key = param.opts[0].lstrip("-").replace("-", "_")
+    return f"Give it, or set the environment variable {param.envvar}, or write {key} = … into {FILE_NAME}."
+
+
+def _is_given_by(defaults: ProjectDefaults, error: click.BadParameter) -> bool:
+    """Decide whether the value that click refused comes from the project's file."""
+    if error.ctx is None or error.param is None or error.param.name is None:
+        return False
+    source = error.ctx.get_parameter_source(error.param.name)
+    return source is ParameterSource.DEFAULT_MAP and error.param.name in defaults.values
+
+
+def _tell_defaults(ctx: click.Context) -> None:
+    """Log which options the project's file gave, on the lead of several ranks."""
+    defaults: ProjectDefaults = ctx.meta.get(_DEFAULTS, ProjectDefaults())
+    used = defaults.used_by(ctx)
+    if used and os.environ.get("RANK", "0") == "0":
+        logger.info("From %s: %s", defaults.path, used)
 
 
 def _fail(ctx: click.Context, error: BaseException) -> NoReturn:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_CAPTURES = Path("mm2-captures")
+_CAPTURES_VARIABLE = "MM2_CAPTURES"
 
 
 def stack_options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -93,6 +95,16 @@ class CaptureStore:
     def directory(self, side: str, run_name: str) -> Path:
         """Return the capture directory of a run of one side."""
         return self.output_dir or capture_directory(self.captures, side, run_name)
+
+
+def captures_folder(context: click.Context | None = None) -> Path:
+    """Return the folder of all captures, as the running command was given it; else the usual one.
+
+    `context` is the running command's, if it is not the current one.
+    """
+    context = context or click.get_current_context(silent=True)
+    given = None if context is None else context.params.get("captures")
+    return Path(given or os.environ.get(_CAPTURES_VARIABLE) or DEFAULT_CAPTURES)
 
 
 def read_span(start_layer: int | None, end_layer: int | None, layers: str | None) -> Span | None:
@@ -178,7 +190,7 @@ optional_model_option = _model_option(required=False)
 captures_option = click.option(
     "--captures",
     type=click.Path(path_type=Path, file_okay=False),
-    envvar="MM2_CAPTURES",
+    envvar=_CAPTURES_VARIABLE,
     default=DEFAULT_CAPTURES,
     show_default=True,
     help="Folder of all captures [env: MM2_CAPTURES].",
@@ -274,7 +286,9 @@ span_options = stack_options(
     click.option("--start-layer", type=click.IntRange(min=0), help="First layer, from 0."),
     click.option("--end-layer", type=click.IntRange(min=0), help="Last layer, included."),
     click.option(
-        "--layers", metavar="A:B", help="Layers A to B-1, instead of the two options above. Default: all."
+        "--layers",
+        metavar="A:B",
+        help="Layers A to B-1, instead of --start-layer and --end-layer. Default: all.",
     ),
     grouped_as("span", read_span),
 )
@@ -286,24 +300,40 @@ memory_budget_option = click.option(
 )
 
 
-def reading_options(side: str = "", whose: str = "the directory") -> Callable[[Command], Command]:
+class RenamedOption(click.Option):
+    """An option with a second, older name; errors say the first one."""
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Return the option's first name."""
+        return f"'{self.opts[0]}'"
+
+
+def reading_options(
+    side: str = "", whose: str = "the directory", *, old_side: str = ""
+) -> Callable[[Command], Command]:
     """Return --format and --map, given to the command as `reading`.
 
     Args:
-        side: Prefix of the options in a command with several sides: `gpu-` for --gpu-format and `gpu_reading`.
+        side: Prefix of the options in a command with several sides: `run-` for --run-format and `run_reading`.
         whose: The directory that they are about, in words, for the help.
+        old_side: Prefix of second names of the same options; empty for none.
     """
     prefix = side.replace("-", "_")
+    old_names = [(f"--{old_side}{name}",) if old_side else () for name in ("format", "map")]
     return stack_options(
         click.option(
             f"--{side}format",
+            *old_names[0],
             f"{prefix}format_name",
+            cls=RenamedOption,
             type=click.Choice(list(FORMATS)),
             help=f"Tool that wrote {whose}. Default: recognised from the files.",
         ),
         click.option(
             f"--{side}map",
+            *old_names[1],
             f"{prefix}map_path",
+            cls=RenamedOption,
             type=click.Path(path_type=Path, exists=True, dir_okay=False),
             metavar="FILE.yaml",
             help=f"Map from sites to tensors in {whose}, for another tool's dump.",

@@ -117,7 +117,7 @@ class RunCommands:
 
     def diagnose(self, *options: str) -> str:
         """Return the command that names the run's mistakes."""
-        sides = ("--model", self.model, "--gpu-path", self.golden, "--neuron-path", self.run)
+        sides = ("--model", self.model, "--golden", self.golden, "--run", self.run)
         return _line("mm2-diagnose", *sides, *self.reading, *options)
 
     def show(self) -> str:

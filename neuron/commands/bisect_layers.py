@@ -11,8 +11,9 @@ import torch
 from compare.chains.chain_limits import LONGEST_CHAIN, default_chain_length
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import (
     CaptureStore,
@@ -54,6 +55,7 @@ from reports.bisection import bisection_record, next_commands, render_bisection
     type=click.Path(path_type=Path),
     required=True,
     help="Golden capture: gives the chains their inputs, and judges their outputs.",
+    shell_complete=complete_captures(GOLDEN_SIDE),
 )
 @target_option
 @backend_option

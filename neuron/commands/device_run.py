@@ -192,8 +192,9 @@ def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
             found=str(saved_degree),
             next_step="Leave out --tp-degree to show it, or --skip-compile to run with it.",
         )
-    # The default target says nothing about the saved run.
-    is_given = click.get_current_context().get_parameter_source("target") is not ParameterSource.DEFAULT
+    # A default of mm2 or of the project says nothing about the saved run.
+    defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+    is_given = click.get_current_context().get_parameter_source("target") not in defaults
     if is_given and provenance.target != options.target:
         raise CaptureError(
             f"{saved.directory} holds a run of another target",

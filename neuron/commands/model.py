@@ -16,8 +16,9 @@ from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.model_runs.passes import is_black_box
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
@@ -91,6 +92,7 @@ class ModelOptions:
         type=click.Path(path_type=Path),
         required=True,
         help="Golden capture of the whole model: gives the prompts and their continuation, and judges the run.",
+        shell_complete=complete_captures(GOLDEN_SIDE),
     ),
     click.option(
         "--target",
@@ -196,7 +198,7 @@ def _after_run(named: NamedRun, options: ModelOptions) -> tuple[str, ...]:
     is_named = named.diagnosis is not None and bool(named.diagnosis.findings)
     if named.isolated is None or is_named:
         return (again,)
-    sides = ("--gpu-path", named.isolated.reference, "--neuron-path", named.isolated.target)
+    sides = ("--golden", named.isolated.reference, "--run", named.isolated.target)
     return (shlex.join(("mm2-diagnose", "--model", options.model, *sides)), again)
 
 

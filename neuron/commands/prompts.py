@@ -9,8 +9,9 @@ import click
 import torch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
@@ -132,6 +133,7 @@ class PromptOptions:
         "--golden",
         type=click.Path(path_type=Path),
         help="Golden capture of the whole model, whose rows are the prompts. The worst is followed with it.",
+        shell_complete=complete_captures(GOLDEN_SIDE),
     ),
     click.option("--limit", type=click.IntRange(min=1), help="Take only the first N prompts. Default: all."),
     click.option(

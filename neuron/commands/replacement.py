@@ -11,7 +11,9 @@ import torch
 
 from compare.chains.stream_search import search_stream
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import (
     captures_option,
@@ -67,6 +69,7 @@ class ReplacementOptions:
         type=click.Path(path_type=Path),
         required=True,
         help="Golden capture of the whole model: gives the stream and the prompts.",
+        shell_complete=complete_captures(GOLDEN_SIDE),
     ),
     click.option(
         "--format",

@@ -8,8 +8,10 @@ import click
 import torch
 
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_commands import judge_port, judge_port_of
+from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import (
     dtype_option,
@@ -56,6 +58,7 @@ _BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
     "--golden",
     type=click.Path(path_type=Path),
     help="Golden capture that gives the shape of the rows. Default: none, see --seq-len.",
+    shell_complete=complete_captures(GOLDEN_SIDE),
 )
 @click.option(
     "--backend",

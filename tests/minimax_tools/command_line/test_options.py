@@ -12,6 +12,7 @@ import torch
 from compare.cli import main as mm2_compare
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.command_line import options
+from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import read_span
 from minimax_tools.errors import UsageError
 from minimax_tools.model.span import Span
@@ -59,7 +60,7 @@ def parameters(*decorators: Callable[..., Any]) -> dict[str, click.Parameter]:
 
     for decorate in decorators:
         command = decorate(command)
-    return {parameter.name or "": parameter for parameter in click.command()(command).params}
+    return {parameter.name or "": parameter for parameter in click.command(cls=Mm2Command)(command).params}
 
 
 def commands(group: click.Command) -> Iterator[click.Command]:

@@ -1,0 +1,178 @@
+"""The groups in which every command's help shows its options: one table of names for all commands.
+
+A name means the same in every command, so its group is looked up by name. A command's help begins with the options
+that matter first: those that it requires, then those that stand first in `_FIRST`, five at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import click
+
+_NUM_FIRST = 5
+_FIRST_TITLE = "Options that matter first"
+# Options that matter most, best first, whichever command has them.
+_FIRST = (
+    *("--golden", "--run", "--model", "--target", "--layer", "--layers", "--component", "--plan"),
+    *("--preset", "--text", "--nodes-file", "--planner", "--node", "--output"),
+    *(
+        "--backend",
+        "--tp-degree",
+        "--max-memory",
+        "--stream",
+        "--seq-len",
+        "--prompt",
+        "--prove",
+        "--report-path",
+    ),
+    *("--num-hidden-layers", "--storage", "--output-dir", "--json"),
+)
+_GROUPS = {
+    "What to run": (
+        *("--golden", "--run", "--model", "--target", "--layer", "--layers", "--start-layer", "--end-layer"),
+        *(
+            "--layer-pattern",
+            "--all-layers",
+            "--component",
+            "--sites",
+            "--decode",
+            "--max-new-tokens",
+            "--plan",
+        ),
+        *("--do-sample", "--temperature", "--top-k", "--top-p", "--slices", "--node", "--all-nodes"),
+        *("--nodes-file", "--planner", "--context-length", "--byte-ranges", "--module", "--float32-golden"),
+        *(
+            "--all",
+            "--exhaustive",
+            "--chain-length",
+            "--whole",
+            "--full-size",
+            "--load",
+            "--steps",
+            "--minutes",
+        ),
+        *(
+            "--learning-rate",
+            "--bias-rate",
+            "--num-threads",
+            "--follow",
+            "--anew",
+            "--skip-compile",
+            "--undo",
+        ),
+        *("--mistake", "--prove", "--list", "--captures", "--text"),
+    ),
+    "Sizes of the model to make": (
+        *(
+            "--preset",
+            "--num-hidden-layers",
+            "--hidden-size",
+            "--num-attention-heads",
+            "--num-key-value-heads",
+        ),
+        *(
+            "--head-dim",
+            "--rotary-dim",
+            "--num-local-experts",
+            "--num-experts-per-tok",
+            "--intermediate-size",
+        ),
+        *("--vocab-size", "--massive-channels", "--storage", "--fp8-output", "--shard-size"),
+    ),
+    "Inputs": (
+        *(
+            "--prompt",
+            "--prompts-file",
+            "--chat",
+            "--input-ids",
+            "--seq-len",
+            "--batch-size",
+            "--padding-side",
+        ),
+        *("--pad-to", "--max-length", "--start-positions", "--random-input", "--seed", "--continuation"),
+        *("--samples", "--wrong", "--limit", "--prompts-at-once", "--golden-logits", "--bucket"),
+        *("--format", "--map", "--golden-format", "--golden-map", "--run-format", "--run-map", "--records"),
+    ),
+    "Device": (
+        *(
+            "--backend",
+            "--compile",
+            "--tp-degree",
+            "--ep-degree",
+            "--reduce-dtype",
+            "--dtype",
+            "--device-map",
+        ),
+        *(
+            "--max-memory",
+            "--offload-folder",
+            "--stream",
+            "--prefetch",
+            "--packed-experts",
+            "--memory-budget",
+        ),
+        *("--attn-implementation", "--experts-implementation", "--layer-timeout"),
+    ),
+    "Judging": (
+        *("--criteria", "--metrics", "--noise-floor", "--floor-variants", "--certify", "--allow-uncertified"),
+        *("--check-capture", "--digests", "--max-abs-diff", "--mean-abs-diff", "--similarity-percentage"),
+        *("--cosine-similarity", "--pearson-correlation", "--rtol", "--atol", "--criteria-template"),
+    ),
+    "Output": (
+        *(
+            "--output",
+            "--output-dir",
+            "--overwrite",
+            "--no-save",
+            "--report-path",
+            "--profile",
+            "--profile-of",
+        ),
+        *("--map-template", "--verbose", "--json", "--quiet", "--debug", "--version", "--help"),
+    ),
+}
+# Group of an option that the table lacks.
+_OTHERS = "What to run"
+_LONGEST_NAME = 30
+
+
+def write_options(command: click.Command, context: click.Context, formatter: click.HelpFormatter) -> None:
+    """Write a command's options in groups, those that matter first at the top."""
+    options = [param for param in command.get_params(context) if isinstance(param, click.Option)]
+    records = {
+        option: record for option in options if (record := option.get_help_record(context)) is not None
+    }
+    width = min(_LONGEST_NAME, max((len(name) for name, _ in records.values()), default=0))
+    for title, members in _group(tuple(records)):
+        with formatter.section(title):
+            # Padded, so that all groups have their texts in one column.
+            formatter.write_dl([(records[option][0].ljust(width), records[option][1]) for option in members])
+
+
+def ungrouped(command: click.Command) -> list[str]:
+    """Return the options of a command that the table does not list."""
+    listed = {name for names in _GROUPS.values() for name in names}
+    options = (param for param in command.params if isinstance(param, click.Option))
+    return [option.opts[0] for option in options if not listed.intersection(option.opts)]
+
+
+def _group(options: Sequence[click.Option]) -> Iterator[tuple[str, list[click.Option]]]:
+    telling = [option for option in options if option.required or _place(option, _FIRST) < len(_FIRST)]
+    first = sorted(telling, key=lambda option: (not option.required, _place(option, _FIRST)))[:_NUM_FIRST]
+    if first:
+        yield _FIRST_TITLE, first
+    rest = [option for option in options if option not in first]
+    for title, names in _GROUPS.items():
+        members = [option for option in rest if _title(option) == title]
+        if members:
+            yield title, sorted(members, key=lambda option: _place(option, names))
+
+
+def _title(option: click.Option) -> str:
+    return next((title for title, names in _GROUPS.items() if set(option.opts) & set(names)), _OTHERS)
+
+
+def _place(option: click.Option, names: Sequence[str]) -> int:
+    """Return the place of an option in a list of names; behind all if it is not there."""
+    return min((names.index(name) for name in option.opts if name in names), default=len(names))

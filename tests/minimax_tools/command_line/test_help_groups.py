@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import click.testing
+import pytest
+
+from compare.cli import main as mm2_compare
+from compare.diagnosis.cli import main as mm2_diagnose
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.cli import mm2_split
+from minimax_tools.command_line.help_groups import ungrouped
+from minimax_tools.command_line.options import stack_options
+from neuron.cli import main as mm2_test
+
+ROOTS: dict[str, click.Command] = {
+    "mm2-compare": mm2_compare,
+    "mm2-diagnose": mm2_diagnose,
+    "mm2-gpu": mm2_gpu,
+    "mm2-split": mm2_split,
+    "mm2-test": mm2_test,
+}
+
+
+def leaves() -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, root in ROOTS.items():
+        if isinstance(root, click.Group):
+            yield from (((name, below), command) for below, command in root.commands.items())
+        else:
+            yield (name,), root
+
+
+def show(words: tuple[str, ...]) -> str:
+    result = click.testing.CliRunner().invoke(ROOTS[words[0]], [*words[1:], "--help"], prog_name=words[0])
+    assert result.exit_code == 0
+    return result.output
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """The options or commands that each heading of a help text lists."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            listed = found.setdefault(line[:-1], [])
+        elif line.startswith("  ") and line[2:3].strip() and found and not line.startswith("  Example:"):
+            listed.append(line.split()[0].rstrip(","))
+    return found
+
+
+@pytest.mark.parametrize("words", [words for words, _ in leaves()], ids=" ".join)
+def test_help_shows_every_option_once_and_the_first_ones_first(words: tuple[str, ...]) -> None:
+    command = dict(leaves())[words]
+    found = sections(show(words))
+    first = found["Options that matter first"]
+    assert next(iter(found)) == "Options that matter first"
+    assert 1 <= len(first) <= 5
+    shown = [name for names in found.values() for name in names if name.startswith("--")]
+    assert len(shown) == len(set(shown))
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    assert set(shown) == {option.opts[0] for option in options} | {"--help"}
+    required = {option.opts[0] for option in options if option.required}
+    assert required <= set(first) or len(required) > 5
+
+
+@pytest.mark.parametrize("words", [words for words, _ in leaves()], ids=" ".join)
+def test_every_option_has_a_group(words: tuple[str, ...]) -> None:
+    assert ungrouped(dict(leaves())[words]) == []
+
+
+def test_option_without_a_group_is_told_and_still_shown() -> None:
+    @click.command()
+    @stack_options(click.option("--json", is_flag=True), click.option("--new-thing"))
+    def command() -> None: ...
+
+    assert ungrouped(command) == ["--new-thing"]
+
+
+def test_groups_of_a_sweep() -> None:
+    found = sections(show(("mm2-test", "sweep")))
+    first = found["Options that matter first"]
+    assert first == ["--model", "--golden", "--target", "--layers", "--backend"]
+    assert "--seq-len" in found["Inputs"]
+    assert "--tp-degree" in found["Device"]
+    assert "--criteria" in found["Judging"]
+    assert "--output-dir" in found["Output"]
+
+
+def test_second_names_are_shown_once_beside_the_first() -> None:
+    for name in ("mm2-compare", "mm2-diagnose"):
+        text = show((name,))
+        assert text.count("--gpu-path") == text.count("--neuron-path") == 1
+        assert "--golden, --gpu-path PATH" in text
+        assert "--run, --neuron-path PATH" in text
+
+
+@pytest.mark.parametrize("name", ["mm2-gpu", "mm2-split", "mm2-test"])
+def test_groups_list_each_command_in_one_section(name: str) -> None:
+    found = sections(show((name,)))
+    root = ROOTS[name]
+    assert isinstance(root, click.Group)
+    del found["Options"]
+    assert "Other" not in found
+    listed = [command for commands in found.values() for command in commands]
+    # A long description goes on in lines that are indented further.
+    assert sorted(listed) == sorted(root.commands)
+
+
+@pytest.mark.parametrize("name", list(ROOTS))
+def test_every_program_tells_its_version(name: str) -> None:
+    result = click.testing.CliRunner().invoke(ROOTS[name], ["--version"], prog_name=name)
+    assert result.exit_code == 0
+    assert result.output.startswith(f"{name} 0.")
