@@ -135,7 +135,7 @@ def _side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, .
         return ()
     note = f"the reference is a run of {description.provenance.target} on a device, not a golden"
     if target_description is not None and target_description.side == GOLDEN_SIDE:
-        note += ", and the target is a golden: exchange --gpu-path and --neuron-path"
+        note += ", and the target is a golden: exchange --golden and --run"
     return (note,)
 
 

@@ -109,7 +109,7 @@ def measure_memory(scale: str) -> Iterator[Figure]:
             small = SyntheticModel(num_hidden_layers=num_layers, hidden_size=512)
             write_model(model, small, dtype=torch.bfloat16)
             capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=lengths), noise_floor="full")
-            words = ["--gpu-path", str(golden), "--neuron-path", str(golden), "--quiet"]
+            words = ["--golden", str(golden), "--run", str(golden), "--quiet"]
             watched = watch([sys.executable, "-m", "compare.cli", *words])
             assert watched.exit_code == 0, f"a golden differs from itself: exit code {watched.exit_code}"
             peaks[num_layers] = watched.peak_anonymous_bytes

@@ -46,7 +46,7 @@ def run_all(scratch: Path, *, seq_len: str, backend: str) -> dict[str, Watched]:
     swapped = shlex.quote(f"{SWAPPED}:SwappedDeviceLayer")
     single_layer = f"single-layer --layer 0 --model {model}"
     device = f"mm2-test {single_layer} --golden {golden} --backend {backend}"
-    compare = f"mm2-compare --gpu-path {golden} --neuron-path"
+    compare = f"mm2-compare --golden {golden} --run"
     commands = {
         "synthesize": f"mm2-split synthesize --preset m2 --num-hidden-layers 1 --output {model}",
         "golden": f"mm2-gpu {single_layer} --seq-len {seq_len} --output-dir {golden}",

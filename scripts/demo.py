@@ -58,7 +58,7 @@ class Demo:
 
     def sides(self, name: str) -> tuple[str | Path, ...]:
         """Return the options that name the golden and a device capture."""
-        return "--gpu-path", self.golden, "--neuron-path", self.device_run(name)
+        return "--golden", self.golden, "--run", self.device_run(name)
 
 
 def main() -> int:

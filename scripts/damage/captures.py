@@ -63,7 +63,7 @@ class WholeCaptures:
             make_old(golden)
         if damage is not None:
             damage.apply(golden if damage.is_of_golden else device)
-        return _run(mm2_compare, "--gpu-path", golden, "--neuron-path", device, "--quiet")
+        return _run(mm2_compare, "--golden", golden, "--run", device, "--quiet")
 
     def show(self, directory: Path) -> CommandOutcome:
         """Run `mm2-test show`."""
