@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import GoldenOptions
 from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
+from minimax_tools.capture.kept_runs import holds_certified, other_run_error, read_kept, refuse_other_run
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.index import find_absent_shards
@@ -32,6 +34,8 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.text.prompts import build_inputs
 from reports.captures import capture_record, render_capture, render_statistics, statistics_record
+
+logger = logging.getLogger(__name__)
 
 
 def run_golden(
@@ -49,6 +53,10 @@ def run_golden(
     if options.certify and options.no_save:
         raise UsageError("--certify checks a capture", found="--no-save", next_step="Leave one of them out.")
     request = _read_request(options, options.model, make_run)
+    directory = options.store.directory(GOLDEN_SIDE, request.run.name)
+    is_protected = not options.no_save and not options.store.overwrite
+    if is_protected:
+        _refuse_plainly_other(directory, request)
     with open_golden(request) as golden:
         generation = None
         if sampling is not None:
@@ -58,17 +66,49 @@ def run_golden(
             record, text = statistics_record(layers), render_statistics(layers)
             following: tuple[str, ...] = ()
         else:
-            directory = options.store.directory(GOLDEN_SIDE, request.run.name)
-            extra = {GENERATION_NAME: encode(generation)} if generation else {}
-            with LayerProgress(len(request.run.span), label="Golden") as progress:
-                golden.capture(directory, extra=extra, progress=progress)
-            if options.certify:
+            if is_protected:
+                refuse_other_run(directory, golden.describe())
+            is_made = is_protected and holds_certified(directory, golden.describe())
+            if is_made and _read_generation(directory) == generation:
+                logger.info("The same golden is in %s, certified: it is left as it is.", directory)
+            elif is_made:
+                raise other_run_error(directory, ["generated tokens"])
+            else:
+                extra = {GENERATION_NAME: encode(generation)} if generation else {}
+                with LayerProgress(len(request.run.span), label="Golden") as progress:
+                    golden.capture(directory, extra=extra, progress=progress)
+            if options.certify and not is_made:
                 # The certificate is stored in the capture, which is then printed with it.
                 certify_golden(directory, options.model)
             capture = Capture.open(directory)
             record, text = capture_record(capture), render_capture(capture)
             following = after_golden(capture, model=options.model)
     print_golden(record, text, generation, as_json=options.as_json, next_commands=following)
+
+
+def _refuse_plainly_other(directory: Path, request: GoldenRequest) -> None:
+    """Raise before the model is loaded, if what the request alone tells differs from a finished golden there.
+
+    Raises:
+        CaptureError: It differs.
+    """
+    kept = read_kept(directory)
+    if kept is None:
+        return
+    found = kept.description
+    pairs = {
+        "inputs_digest": (found.inputs_digest, request.inputs.digest()),
+        "model_source": (found.provenance.model_source, request.model_source),
+        "noise_floor": (found.noise_floor, request.noise_floor),
+        "run": (found.run, request.run),
+    }
+    differing = [name for name, (kept_value, value) in pairs.items() if kept_value != value]
+    if differing:
+        raise other_run_error(directory, differing)
+
+
+def _read_generation(directory: Path) -> Generation | None:
+    return Capture.open(directory).read_generation()
 
 
 def print_golden(

@@ -69,7 +69,9 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
             ranks.join(request.streaming.device)
             directory = options.store.directory(GOLDEN_SIDE, request.run.name)
             with open_golden(request) as golden, _progress_of(place, request.run) as progress:
-                capture_by_ranks(golden, ranks, plan, directory, progress=progress)
+                capture_by_ranks(
+                    golden, ranks, plan, directory, progress=progress, overwrites=options.store.overwrite
+                )
             _show_slice(plan, slice_.node.name, read_records(directory, [slice_.node.name]))
     except ReportedElsewhereError as error:
         # Another rank failed first, and reports the error.

@@ -56,18 +56,25 @@ _LAYER_0_INPUT = "first_input"
 
 
 def capture_by_ranks(
-    golden: Golden, ranks: RankGroup, plan: PartitionPlan, directory: Path, *, progress: Progress
+    golden: Golden,
+    ranks: RankGroup,
+    plan: PartitionPlan,
+    directory: Path,
+    *,
+    progress: Progress,
+    overwrites: bool = False,
 ) -> None:
     """Run this rank's slice on the inputs, and write the capture with the other ranks; a killed capture resumes.
 
     `golden` was opened with this rank's slice, and all ranks see `directory`. Rank 0 shows the progress of all ranks.
+    With `overwrites`, another finished golden in `directory` is replaced.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
         CannotRunError: The ranks would write different captures, or one of them died.
     """
     proposal = CaptureProposal.of(golden, plan)
-    with open_shared_capture(ranks, proposal, golden, directory) as writer:
+    with open_shared_capture(ranks, proposal, golden, directory, overwrites=overwrites) as writer:
         steps = plan_steps(
             [part.stage for part in plan.used], writer.complete_layers, has_model_sites=writer.has_model_sites
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_reference.golden.golden import Golden
+from minimax_tools.capture.kept_runs import holds_certified, refuse_other_run
 from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.parts import part_name
 from minimax_tools.capture.shared_files import SETTLING_S, wait_for_lock
@@ -54,12 +55,13 @@ def open_shared_capture(
     golden: Golden,
     directory: Path,
     *,
+    overwrites: bool = False,
     patience_s: float = SETTLING_S,
 ) -> Iterator[CaptureWriter]:
     """Open the capture directory on rank 0, and a writer into it on every rank.
 
     Wait at most `patience_s` seconds until this machine sees the directory that rank 0 opened. The directory's lock
-    holds `ranks.nonce`, a name that no other run has.
+    holds `ranks.nonce`, a name that no other run has. With `overwrites`, another finished golden there is replaced.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
@@ -73,9 +75,20 @@ def open_shared_capture(
         return
     records = [ranks.wait_for(f"proposal/{rank}") for rank in range(ranks.num_ranks)]
     merged = merge_proposals(ranks, [decode(CaptureProposal, record) for record in records])
+    if not overwrites:
+        _refuse_to_replace(directory, merged)
     with open_capture(directory, merged, inputs=golden.request.inputs, owner=ranks.nonce) as writer:
         ranks.publish("manifest", encode(writer.manifest))
         yield writer
+
+
+def _refuse_to_replace(directory: Path, description: Description) -> None:
+    refuse_other_run(directory, description)
+    if holds_certified(directory, description):
+        raise CaptureError(
+            f"{directory} holds the same golden, certified",
+            next_step="Nothing is left to do; --overwrite makes it again.",
+        )
 
 
 def merge_proposals(ranks: RankGroup, proposals: list[CaptureProposal]) -> Description:

@@ -3,6 +3,7 @@
 - `recorder`: hooks that keep the tensors at a module's sites
 - `taps`: places of sites in a module tree
 - `writer`: a capture directory being written, layer by layer
+- `kept_runs`: the folder of a run that replaces no other finished run
 - `resumption`: a killed run's capture, resumed or removed
 - `parts`: manifests of ranks that write one directory together
 - `shared_files`: files that another machine wrote, waited for

@@ -193,7 +193,7 @@ class Manifest:
             raise CaptureError(
                 f"no capture at {directory}",
                 expected=MANIFEST_NAME,
-                next_step="Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (device run).",
+                next_step="Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (run).",
             ) from None
         except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from error

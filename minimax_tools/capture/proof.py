@@ -54,8 +54,8 @@ class Proof:
 
     @property
     def owner(self) -> str:
-        """The capture in words, `the golden DIR` or `the device run DIR`."""
-        return f"the {'golden' if self._is_golden else 'device run'} {self._directory}"
+        """The capture in words, `the golden DIR` or `the run DIR`."""
+        return f"the {'golden' if self._is_golden else 'run'} {self._directory}"
 
     @property
     def next_step(self) -> str:

@@ -7,7 +7,7 @@ one value:
 |---|---|---|
 | `model_option`, `optional_model_option` | --model (env MM2_MODEL) | |
 | `captures_option` | --captures (env MM2_CAPTURES) | |
-| `store_options` | --captures, --output-dir | `store`: CaptureStore |
+| `store_options`; `search_store_options` | --captures, --output-dir, --overwrite; the first two | `store` |
 | `dtype_option`; `run_options` | --dtype; it, --sites and --seed | |
 | `input_options` | --prompt, --prompts-file, --chat, --input-ids, | `inputs`: InputRequest, with --seed |
 | | --seq-len, --batch-size, --padding-side, --pad-to, | |
@@ -32,7 +32,9 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from minimax_tools.capture.store import capture_directory
+from minimax_tools.capture.kept_runs import find_free_directory, numbered_directories, refuse_other_run
+from minimax_tools.capture.manifest import MANIFEST_NAME, Description
+from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
 from minimax_tools.command_line.console import remember_debug, remember_json, show_progress
 from minimax_tools.dumps.formats import FORMATS
 from minimax_tools.dumps.name_map import NameMap
@@ -91,10 +93,33 @@ class CaptureStore:
 
     captures: Path  # folder of all captures
     output_dir: Path | None = None  # capture directory of this run; None for a directory under `captures`
+    overwrite: bool = False  # whether the run may replace another one
 
     def directory(self, side: str, run_name: str) -> Path:
         """Return the capture directory of a run of one side."""
         return self.output_dir or capture_directory(self.captures, side, run_name)
+
+    def saved(self, side: str, run_name: str) -> Path:
+        """Return the directory of a saved run: of its numbered folders the one that was written last."""
+        directory = self.directory(side, run_name)
+        saved = () if self.output_dir is not None else numbered_directories(directory)
+        return max(saved, key=lambda path: (path / MANIFEST_NAME).stat().st_mtime_ns, default=directory)
+
+    def place_run(self, run_name: str, description: Description) -> Path:
+        """Return the directory for a port's run, which replaces no other run unless the user asked for that.
+
+        If another run has the usual place, it is a numbered folder beside it.
+
+        Raises:
+            CaptureError: The directory that the user named holds another finished capture.
+        """
+        directory = self.directory(DEVICE_SIDE, run_name)
+        if self.overwrite:
+            return directory
+        if self.output_dir is None:
+            return find_free_directory(directory, description)
+        refuse_other_run(directory, description)
+        return directory
 
 
 def captures_folder(context: click.Context | None = None) -> Path:
@@ -195,12 +220,22 @@ captures_option = click.option(
     show_default=True,
     help="Folder of all captures [env: MM2_CAPTURES].",
 )
-store_options = stack_options(
+_folder_options = stack_options(
     captures_option,
     click.option(
         "--output-dir",
         type=click.Path(path_type=Path, file_okay=False),
         help="Capture directory of this run. Default: one under --captures.",
+    ),
+)
+# For searches, which keep a record of their runs and begin anew with --anew.
+search_store_options = stack_options(_folder_options, grouped_as("store", CaptureStore))
+store_options = stack_options(
+    _folder_options,
+    click.option(
+        "--overwrite",
+        is_flag=True,
+        help="Replace a finished capture of another port, golden or other options. Default: keep it.",
     ),
     grouped_as("store", CaptureStore),
 )

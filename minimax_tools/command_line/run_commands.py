@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.capture.kept_runs import is_numbered
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
@@ -144,7 +145,7 @@ class RunCommands:
         """Return --output-dir, unless the run lies where mm2 puts it by itself."""
         assert self.port is not None, "a dump names no port"
         usual = capture_directory(DEFAULT_CAPTURES, DEVICE_SIDE, self.port.run.name)
-        return () if Path(self.run) == usual else ("--output-dir", self.run)
+        return () if is_numbered(Path(self.run), usual) else ("--output-dir", self.run)
 
 
 def run_on_this_golden(golden: CaptureSource, run: CaptureSource) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ from minimax_tools.command_line.options import (
     memory_budget_option,
     model_option,
     output_options,
+    search_store_options,
     span_options,
-    store_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError
@@ -102,7 +102,7 @@ from reports.bisection import bisection_record, next_commands, render_bisection
 @prefetch_option
 @memory_budget_option
 @dtype_option
-@store_options
+@search_store_options
 @output_options
 def bisect_command(
     *,

@@ -70,14 +70,14 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
     spec = ModelSpec.from_folder(resolve_config(options.model))
     run = make_run(spec).decoding(options.num_decoded)
     run.span.within(spec.num_hidden_layers)  # raises if the model lacks a layer
-    directory = options.store.directory(DEVICE_SIDE, run.name)
     golden = Capture.open(options.golden) if options.golden else None
     report = None
     if options.skip_compile:
+        directory = options.store.saved(DEVICE_SIDE, run.name)
         _refuse_other_run(Capture.open(directory), run, options)
     else:
         with output_set_aside():
-            report = _run_port(options, spec, run, golden, directory)
+            report, directory = _run_port(options, spec, run, golden)
     capture = Capture.open(directory)
     comparison = None
     following: tuple[str, ...] = (judge_port_of(options.model, *port_arguments(options)),)
@@ -139,8 +139,9 @@ def print_report(report: RunReport, *, trace: Path | None = None) -> None:
 
 
 def _run_port(
-    options: DeviceOptions, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
-) -> RunReport:
+    options: DeviceOptions, spec: ModelSpec, run: Run, golden: Capture | None
+) -> tuple[RunReport, Path]:
+    """Run the port; return the report, and the directory of the capture."""
     layers = _read_layers(options, spec, run)
     folder = resolve_model(options.model, layers=layers)
     request = build_request(options, spec, run, golden, folder=folder)
@@ -149,7 +150,9 @@ def _run_port(
         CheckpointReader(folder, layers=layers) as reader,
         LayerProgress(request.num_layers, label="Device") as progress,
     ):
-        report = DeviceRun(request, runtime=runtime, reader=reader, progress=progress).capture(directory)
+        device_run = DeviceRun(request, runtime=runtime, reader=reader, progress=progress)
+        directory = options.store.place_run(run.name, device_run.describe())
+        report = device_run.capture(directory)
         if report.profile:
             RunProfile(
                 backend=str(runtime.backend),
@@ -161,7 +164,7 @@ def _run_port(
                 sequence_length=request.inputs.sequence_length,
                 layers=report.profile,
             ).write(directory)
-        return report
+        return report, directory
 
 
 def _read_layers(options: DeviceOptions, spec: ModelSpec, run: Run) -> range | None:

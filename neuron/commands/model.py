@@ -16,7 +16,7 @@ from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.model_runs.passes import is_black_box
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import (
@@ -134,7 +134,6 @@ def model_command(options: ModelOptions) -> None:
     if num_decoded is None:
         num_decoded = min(_USUAL_STEPS, min(inputs.lengths) - 1)
     run = model_run(spec.num_hidden_layers, sites_level="all", num_decoded=num_decoded)
-    directory = options.store.directory(DEVICE_SIDE, run.name)
     folder = resolve_model(options.model)
     with output_set_aside():
         request = ModelRequest(
@@ -156,6 +155,7 @@ def model_command(options: ModelOptions) -> None:
             LayerProgress(num_decoded + 1, label="Port", unit="pass") as progress,
             ModelRun(request, runtime=runtime, reader=reader, progress=progress) as model,
         ):
+            directory = options.store.place_run(run.name, model.describe())
             model.capture(directory)
             capture = Capture.open(directory)
             weights = CheckpointWeights(model=options.model)

@@ -29,8 +29,8 @@ from minimax_tools.command_line.options import (
     model_option,
     output_options,
     padding_options,
+    search_store_options,
     stack_options,
-    store_options,
     text_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
@@ -167,7 +167,7 @@ class PromptOptions:
     rank_options,
     memory_budget_option,
     dtype_option,
-    store_options,
+    search_store_options,
     output_options,
     grouped_as("options", PromptOptions),
 )

@@ -98,7 +98,7 @@ class ModelRun:
             results.append(self._executor.run(request))
             self._progress.advance(model_pass.number, num_bytes=0)
         repetitions, generated = self._run_again(results)
-        with open_capture(directory, self._describe(), inputs=self._request.inputs) as writer:
+        with open_capture(directory, self.describe(), inputs=self._request.inputs) as writer:
             self._write(writer, results, repetitions)
             if generated is not None:
                 sampling = {"do_sample": False, "max_new_tokens": self._request.max_new_tokens}
@@ -292,7 +292,8 @@ class ModelRun:
             record.add(model_pass, result.cache)
         return record
 
-    def _describe(self) -> Description:
+    def describe(self) -> Description:
+        """Describe all that decides the run's numbers."""
         request, golden = self._request, self._request.golden
         source = f"tokens: {request.inputs.source}"
         if golden is not None:

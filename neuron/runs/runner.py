@@ -89,7 +89,7 @@ class DeviceRun:
             self._executor,
             self._profiler or nullcontext(),
             open_capture(
-                directory, self._describe(), inputs=request.inputs, hidden_states=self._input_to_store()
+                directory, self.describe(), inputs=request.inputs, hidden_states=self._input_to_store()
             ) as writer,
         ):
             self._show_done(writer)
@@ -265,7 +265,7 @@ class DeviceRun:
         through = f" through layers 0 to {first - 1}" if first > 0 else ""
         return f"tokens{through}: {request.inputs.source}"
 
-    def _describe(self) -> Description:
+    def describe(self) -> Description:
         """Describe all that decides the run's numbers: a run resumes only if its capture has the same description."""
         request = self._request
         options: dict[str, Any] = {"golden_inputs": self._golden.digest()} if self._golden else {}
