@@ -65,7 +65,7 @@ def main(
     report_path: Path | None,
     as_json: bool,
 ) -> None:
-    """Judge a device run against a golden: where they differ, and who is to blame.
+    """Judge a port's run against a golden: where they differ, and who is to blame.
 
     Example: mm2-compare --layer-pattern 'layer_*'
     """

@@ -69,7 +69,7 @@ def _dump_notes(sides: Sides) -> tuple[str, ...]:
 
 
 def _named(sides: Sides) -> tuple[tuple[str, CaptureSource], ...]:
-    return ("golden", sides.reference), ("device run", sides.target)
+    return ("golden", sides.reference), ("run", sides.target)
 
 
 def _unfinished_notes(sides: Sides) -> tuple[str, ...]:
@@ -133,9 +133,9 @@ def _side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, .
     description, target_description = reference.known_description, target.known_description
     if description is None or description.side == GOLDEN_SIDE:
         return ()
-    note = f"the reference is a run of {description.provenance.target} on a device, not a golden"
+    note = f"--golden is a run of {description.provenance.target} on a device, not a golden"
     if target_description is not None and target_description.side == GOLDEN_SIDE:
-        note += ", and the target is a golden: exchange --golden and --run"
+        note += ", and --run is a golden: exchange --golden and --run"
     return (note,)
 
 

@@ -277,6 +277,6 @@ def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) ->
     if target.is_complete:
         status, reason = SiteStatus.FAIL, "missing: the run declared it and did not store it"
     else:
-        status, reason = SiteStatus.NOT_JUDGED, "not run: the device run stopped before it"
+        status, reason = SiteStatus.NOT_JUDGED, "not run: the run stopped before it"
     results = tuple(SiteResult(layer=layer, site=site, status=status, reason=reason) for site in sites)
     return ComparedPart(layer=layer, results=results, is_stopped=bool(sites) and not target.is_complete)

@@ -39,7 +39,7 @@ def render_bisection(
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(bisection), style=_STYLES[bisection.verdict])
     canvas.line(_extent(bisection))
-    canvas.facts([("reference", bisection.reference), ("target", bisection.target)])
+    canvas.facts([("golden", bisection.reference), ("port", bisection.target)])
     canvas.gap()
     canvas.table(_COLUMNS, [_row(number, probe) for number, probe in enumerate(bisection.probes, start=1)])
     if bisection.findings:

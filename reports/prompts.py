@@ -70,7 +70,7 @@ def render_prompts(
     canvas.facts(
         [
             ("golden", f"{ranking.golden_logits} ({ranking.num_known} kept from earlier runs)"),
-            ("target", target),
+            ("port", target),
         ]
     )
     canvas.gap()

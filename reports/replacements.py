@@ -30,7 +30,7 @@ def render_stream_search(
         f"judged {search.num_judged} of {format_count(search.num_parts, 'part')} of the model by the logits of "
         f"{format_count(len(search.runs), 'run')}"
     )
-    canvas.facts([("reference", search.reference), ("target", search.target or "run by hand")])
+    canvas.facts([("golden", search.reference), ("port", search.target or "run by hand")])
     if search.runs:
         canvas.gap()
         canvas.table(

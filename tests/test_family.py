@@ -189,8 +189,8 @@ COMMANDS: dict[str, tuple[click.Command, tuple[str, ...]]] = {
     "mm2-test weights": (mm2_test, ("weights", "--target", "builtin")),
     "mm2-test trace": (mm2_test, ("trace", "--layer", "0", "--output", "traced.pt")),
     "mm2-test check": (mm2_test, ("check",)),
-    "mm2-compare": (mm2_compare, ("--gpu-path", "GOLDEN", "--neuron-path", "GOLDEN")),
-    "mm2-diagnose": (mm2_diagnose, ("--gpu-path", "GOLDEN", "--neuron-path", "GOLDEN")),
+    "mm2-compare": (mm2_compare, ("--golden", "GOLDEN", "--run", "GOLDEN")),
+    "mm2-diagnose": (mm2_diagnose, ("--golden", "GOLDEN", "--run", "GOLDEN")),
 }
 
 

@@ -151,7 +151,7 @@ def test_mistake_far_out_is_named(
     name: str, toy: Path, far_golden: Path, judge: Judge, command: Command, tmp_path: Path
 ) -> None:
     judge(f"{PORTS}:{name}", far_golden)
-    paths = ("--model", toy, "--gpu-path", far_golden, "--neuron-path", tmp_path / "run")
+    paths = ("--model", toy, "--golden", far_golden, "--run", tmp_path / "run")
     record = json.loads(command(mm2_diagnose, *paths, "--json", "--quiet").stdout)
     first = record["diagnosis"][0]
     assert (first["mistake"], first["parameters"]) == NAMES[name]
@@ -166,7 +166,7 @@ def test_float16_positions_are_named_where_they_are_finite(
     rows = ("--seq-len", "40,60", "--start-positions", "0,4088")
     assert command(mm2_gpu, "extract-all", "--model", toy, *rows, "--output-dir", golden).exit_code == 0
     judge(f"{PORTS}:Float16Positions", golden)
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "run")
     record = json.loads(command(mm2_diagnose, *paths, "--json", "--quiet").stdout)
     first = record["diagnosis"][0]
     assert (first["mistake"], first["parameters"]) == ("rope_positions_low_precision", {"dtype": "float16"})

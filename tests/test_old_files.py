@@ -25,7 +25,7 @@ from neuron.cli import main as mm2_test
 
 OLD = Path(__file__).with_name("old_files")
 EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
-BOTH_SIDES = ["--gpu-path", "golden", "--neuron-path"]
+BOTH_SIDES = ["--golden", "golden", "--run"]
 
 
 def printed_before(name: str) -> Any:

@@ -66,10 +66,10 @@ bisection 1 mm2-test bisect --model {{model}} --golden {{golden}} --target {{swa
 check 0 mm2-test check --model {{model}} --backend cpu
 trace 0 mm2-test trace --model {{model}} --layer 0 --golden {{golden}} --target {{port}} --backend cpu \
  --output {{here}}/layer_0.pt2
-comparison 1 mm2-compare --gpu-path {{golden}} --neuron-path {{run}} --model {{model}} --report-path {{here}}/reports
-comparison 1 mm2-compare --gpu-path {{golden}} --neuron-path {{here}}/chain --criteria classic
-diagnosis 1 mm2-diagnose --gpu-path {{golden}} --neuron-path {{run}} --model {{model}}
-diagnosis 1 mm2-diagnose --gpu-path {{golden}} --neuron-path {{run}} --model {{model}} --mistake rope_missing
+comparison 1 mm2-compare --golden {{golden}} --run {{run}} --model {{model}} --report-path {{here}}/reports
+comparison 1 mm2-compare --golden {{golden}} --run {{here}}/chain --criteria classic
+diagnosis 1 mm2-diagnose --golden {{golden}} --run {{run}} --model {{model}}
+diagnosis 1 mm2-diagnose --golden {{golden}} --run {{run}} --model {{model}} --mistake rope_missing
 catalogue 0 mm2-diagnose --list
 proof 0 mm2-test single-layer --layer 1 --model {{model}} --golden {{golden}} --target {{swapped}} \
  --output-dir {{here}}/undone --undo gate_up_swapped
@@ -83,7 +83,7 @@ stream-search 0 mm2-test bisect --whole --model {{model}} --golden {{golden}} --
  --captures {{here}}/captures
 stream-search 3 mm2-test replacement --format vllm-neuron --model {{model}} --golden {{golden}} \
  --output-dir {{here}}/replaced --captures {{here}}/captures
-error 3 mm2-compare --gpu-path {{here}}/nowhere --neuron-path {{run}}
+error 3 mm2-compare --golden {{here}}/nowhere --run {{run}}
 error 2 mm2-test sweep --model {{model}} --golden {{golden}} --layers 0:1 --start-layer 0 --end-layer 1
 """
 
@@ -194,15 +194,15 @@ def next_of(outputs: list[Output], start: str) -> list[str]:
         ("mm2-gpu full", ["mm2-gpu certify", "mm2-test sweep"]),
         ("mm2-gpu certify", ["mm2-test sweep"]),
         ("mm2-test sweep", ["mm2-test weights", "mm2-diagnose --model"]),
-        ("mm2-compare --gpu-path {golden} --neuron-path {run}", ["mm2-test weights", "mm2-diagnose --model"]),
+        ("mm2-compare --golden {golden} --run {run}", ["mm2-test weights", "mm2-diagnose --model"]),
         ("comparison_report", ["mm2-test weights", "mm2-diagnose --model"]),
         ("mm2-test multi-layer", ["mm2-test weights", "mm2-test single-layer"]),
         ("mm2-test weights --model {model} --target {swapped}", ["mm2-test weights"]),
         ("mm2-test single-layer --layer 1", ["mm2-test sweep"]),
         ("mm2-test full", []),
         ("mm2-test model", []),
-        ("mm2-diagnose --gpu-path {golden} --neuron-path {run} --model {model}", ["mm2-diagnose --model"]),
-        ("mm2-compare --gpu-path {here}/nowhere", []),
+        ("mm2-diagnose --golden {golden} --run {run} --model {model}", ["mm2-diagnose --model"]),
+        ("mm2-compare --golden {here}/nowhere", []),
         ("mm2-test sweep --model {model} --golden {golden} --layers 0:1", ["mm2-test sweep"]),
     ],
 )

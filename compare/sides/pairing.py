@@ -59,7 +59,7 @@ def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str)
     if not selected:
         raise UsageError(
             f"no layer matches {pattern!r}",
-            found=f"the device run has {_names(declared)}",
+            found=f"the run has {_names(declared)}",
             next_step="Name one layer, such as layer_7, or several, such as 'layer_1*'.",
         )
     missing = tuple(layer for layer in selected if layer not in reference.layers)
@@ -121,7 +121,7 @@ def _find_difference(reference: Inputs, target: Inputs) -> str | None:
     mask = reference.attention_mask
     if mask.shape != target.attention_mask.shape:
         shapes = [f"{inputs.batch_size}x{inputs.sequence_length}" for inputs in (reference, target)]
-        return f"{shapes[0]} tokens with padding in the golden, {shapes[1]} in the device run"
+        return f"{shapes[0]} tokens with padding in the golden, {shapes[1]} in the run"
     if not torch.equal(mask, target.attention_mask):
         return "attention_mask differs" + _first_place(mask, target.attention_mask, torch.ones_like(mask))
     for name in ("input_ids", "position_ids"):
@@ -134,7 +134,7 @@ def _find_difference(reference: Inputs, target: Inputs) -> str | None:
 def _first_place(reference: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> str:
     row, position = ((reference != target) & mask.bool()).nonzero()[0].tolist()
     golden, port = int(reference[row, position]), int(target[row, position])
-    return f", first at row {row}, token {position}: {golden} in the golden, {port} in the device run"
+    return f", first at row {row}, token {position}: {golden} in the golden, {port} in the run"
 
 
 def _nothing_found(source: CaptureSource, listing: DumpListing) -> IncomparableError:

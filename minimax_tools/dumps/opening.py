@@ -47,7 +47,7 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
             f"there is no capture directory {directory}",
             found="a file" if directory.exists() else None,
             next_step="Check the path, or make one: mm2-gpu extract-all --model DIR (golden), "
-            "mm2-test sweep (device run).",
+            "mm2-test sweep (run).",
         )
     if (directory / MANIFEST_NAME).exists():
         if not reading.is_default:
@@ -123,7 +123,7 @@ def _next_step(directory: Path) -> str:
             "captured_tensors_cte_step_1_module_layers.0.mlp_output.pt; mm2-test show tells then which sites "
             "they map to."
         )
-    return "Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (device run)."
+    return "Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (run)."
 
 
 def _is_capture(path: Path) -> bool:

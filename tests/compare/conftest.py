@@ -244,10 +244,10 @@ def compare(golden: Path, command: Command, tmp_path: Path) -> Callable[..., tup
     def run(
         target: Path, text: str | None = None, *options: object, reference: Path = golden
     ) -> tuple[int, dict[str, Any]]:
-        arguments = ["--gpu-path", reference, "--neuron-path", target, "--json", "--quiet", *options]
+        arguments = ["--golden", reference, "--run", target, "--json", "--quiet", *options]
         if text is not None:
             (tmp_path / "map.yaml").write_text(text)
-            arguments += ["--neuron-map", tmp_path / "map.yaml"]
+            arguments += ["--run-map", tmp_path / "map.yaml"]
         result = command(mm2_compare, *arguments)
         return result.exit_code, json.loads(result.stdout)
 

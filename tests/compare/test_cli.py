@@ -91,24 +91,24 @@ def swapped(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 class TestVerdict:
     def test_pass_exits_with_0(self, golden: Path, passing: Path, command: Command) -> None:
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", passing, "--quiet")
         assert (result.exit_code, result.stderr) == (0, "")
         assert result.stdout.startswith("PASS\ncompared 68 of 68 sites in 4 layers")
 
     def test_failure_exits_with_1_and_says_where_first(
         self, golden: Path, failing: Path, command: Command
     ) -> None:
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", failing, "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", failing, "--quiet")
         assert result.exit_code == 1
         assert result.stdout.startswith("FAIL: layer 2, moe_delta")
 
     def test_warning_exits_with_0(self, golden: Path, copyist: Any, command: Command) -> None:
         target = copyist.device_run({(1, Site.POST_NORM): torch.Tensor.float})
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
         assert (result.exit_code, read_record(result)["verdict"]) == (0, "warn")
 
     def test_wrong_usage_exits_with_2(self, golden: Path, passing: Path, command: Command) -> None:
-        sides = ("--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        sides = ("--golden", golden, "--run", passing, "--quiet")
         both = command(mm2_compare, *sides, "--layer", "layer_1", "--layer-pattern", "layer_*")
         assert both.exit_code == 2
         assert "--layer and --layer-pattern were both given. Use one of them." in both.stderr
@@ -122,25 +122,25 @@ class TestVerdict:
         self, golden: Path, copyist: Any, command: Command
     ) -> None:
         target = copyist.device_run({(0, Site.INPUT): halved}, run=single_layer_run(0, sites_level="all"))
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", target, "--quiet")
         assert (result.exit_code, result.stdout) == (3, "")
         assert "the captures have different inputs: layer 0 got other hidden states" in result.stderr
         assert "Traceback" not in result.stderr
 
     def test_unfinished_run_exits_with_3(self, golden: Path, copyist: Any, command: Command) -> None:
         target = copyist.device_run(stop_before=2)
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
         record = read_record(result)
         assert (result.exit_code, record["verdict"]) == (3, "incomparable")
         assert (record["compared"], record["of"]) == (34, 68)
 
     def test_missing_capture_exits_with_3(self, golden: Path, command: Command, tmp_path: Path) -> None:
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", tmp_path / "gone")
+        result = command(mm2_compare, "--golden", golden, "--run", tmp_path / "gone")
         assert result.exit_code == 3
         assert "there is no capture directory" in result.stderr
 
     def test_progress_goes_to_stderr(self, golden: Path, passing: Path, command: Command) -> None:
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", passing, "--json")
+        result = command(mm2_compare, "--golden", golden, "--run", passing, "--json")
         assert read_record(result)["verdict"] == "pass"
         assert result.stderr.splitlines() == [f"Layer {layer} compared." for layer in range(NUM_LAYERS)]
 
@@ -149,7 +149,7 @@ class TestJson:
     def test_one_object_holds_verdict_extent_and_blame(
         self, golden: Path, failing: Path, command: Command
     ) -> None:
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", failing, "--json", "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", failing, "--json", "--quiet")
         record = read_record(result)
         assert (record["verdict"], record["compared"], record["of"]) == ("fail", 68, 68)
         (blame,) = record["blame"]
@@ -158,7 +158,7 @@ class TestJson:
         assert (record["reference"], record["target"]) == (str(golden), str(failing))
 
     def test_pass_blames_nobody(self, golden: Path, passing: Path, command: Command) -> None:
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", passing, "--json", "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", passing, "--json", "--quiet")
         assert read_record(result)["blame"] == []
 
     def test_blame_outside_the_layers_has_no_layer(
@@ -166,13 +166,13 @@ class TestJson:
     ) -> None:
         run = full_run(NUM_LAYERS, sites_level="layer")
         target = copyist.device_run({(None, ModelSite.LOGITS): halved}, run=run)
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
         assert [(blame["layer"], blame["sites"]) for blame in read_record(result)["blame"]] == [
             (None, ["logits"])
         ]
 
     def test_errors_are_json_too(self, golden: Path, passing: Path, command: Command, tmp_path: Path) -> None:
-        gone = command(mm2_compare, "--gpu-path", golden, "--neuron-path", tmp_path / "gone", "--json")
+        gone = command(mm2_compare, "--golden", golden, "--run", tmp_path / "gone", "--json")
         record = read_record(gone)
         assert (record["verdict"], record["compared"], record["of"], record["blame"]) == (
             "incomparable",
@@ -182,7 +182,7 @@ class TestJson:
         )
         assert "there is no capture directory" in record["error"]
         assert record["exit_code"] == gone.exit_code == 3
-        sides = ("--gpu-path", golden, "--neuron-path", passing)
+        sides = ("--golden", golden, "--run", passing)
         usage = command(mm2_compare, *sides, "--layer", "layer_9", "--json")
         record = read_record(usage)
         assert record["exit_code"] == usage.exit_code == 2
@@ -193,7 +193,7 @@ class TestCriteria:
     def test_swapped_gate_and_up_is_blamed_on_the_experts(
         self, golden: Path, swapped: Path, command: Command
     ) -> None:
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", swapped, "--json", "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", swapped, "--json", "--quiet")
         assert result.exit_code == 1
         assert [(blame["layer"], blame["sites"]) for blame in read_record(result)["blame"]] == [
             (2, ["moe_delta"])
@@ -203,7 +203,7 @@ class TestCriteria:
         self, golden: Path, swapped: Path, command: Command
     ) -> None:
         options = ("--criteria", "classic", "--layer", "2", "--json", "--quiet")
-        record = read_record(command(mm2_compare, "--gpu-path", golden, "--neuron-path", swapped, *options))
+        record = read_record(command(mm2_compare, "--golden", golden, "--run", swapped, *options))
         sites = {site["site"]: site for site in record["sites"]}
         assert sites["output"]["metrics"]["cosine_similarity"] > 0.99
         assert not any("cosine" in failure for failure in sites["output"]["classic_failures"])
@@ -214,15 +214,13 @@ class TestCriteria:
         target = copyist.device_run(
             {(1, Site.ROUTER_EXPERTS): lambda experts: (experts + 1) % 32}, not_exposed=(Site.ROUTER_WEIGHTS,)
         )
-        sides = ("--gpu-path", golden, "--neuron-path", target, "--quiet")
+        sides = ("--golden", golden, "--run", target, "--quiet")
         assert command(mm2_compare, *sides, "--criteria", "classic").exit_code == 0
         assert command(mm2_compare, *sides).exit_code == 1
 
     def test_tolerances_decide_what_is_close(self, golden: Path, failing: Path, command: Command) -> None:
         def close_fraction(*options: str) -> float:
-            result = command(
-                mm2_compare, "--gpu-path", golden, "--neuron-path", failing, "--json", "--quiet", *options
-            )
+            result = command(mm2_compare, "--golden", golden, "--run", failing, "--json", "--quiet", *options)
             (site,) = [
                 site
                 for site in read_record(result)["sites"]
@@ -238,7 +236,7 @@ class TestCriteria:
 class TestClassic:
     def test_device_layer_passes_at_its_outputs(self, golden: Path, passing: Path, command: Command) -> None:
         options = ("--criteria", "classic", "--json", "--quiet")
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", passing, *options)
+        result = command(mm2_compare, "--golden", golden, "--run", passing, *options)
         record = read_record(result)
         assert (result.exit_code, record["verdict"], record["compared"], record["of"]) == (
             0,
@@ -253,13 +251,13 @@ class TestClassic:
     def test_site_beyond_the_limits_does_not_fail(
         self, golden: Path, failing: Path, command: Command
     ) -> None:
-        sides = ("--gpu-path", golden, "--neuron-path", failing, "--quiet")
+        sides = ("--golden", golden, "--run", failing, "--quiet")
         assert command(mm2_compare, *sides, "--criteria", "classic").exit_code == 0
         assert command(mm2_compare, *sides).exit_code == 1
 
     def test_output_beyond_the_limits_fails(self, golden: Path, wrong_output: Path, command: Command) -> None:
         options = ("--criteria", "classic", "--json", "--quiet")
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", wrong_output, *options)
+        result = command(mm2_compare, "--golden", golden, "--run", wrong_output, *options)
         record = read_record(result)
         assert (result.exit_code, record["criteria"], record["blame"][0]["layer"]) == (1, "classic", 2)
         assert "mean_abs_diff" in record["blame"][0]["reason"]
@@ -268,7 +266,7 @@ class TestClassic:
         assert any("max_abs_diff <= 0.01, mean_abs_diff <= 0.001" in note for note in record["notes"])
 
     def test_all_five_limits_can_be_set(self, golden: Path, wrong_output: Path, command: Command) -> None:
-        sides = ("--gpu-path", golden, "--neuron-path", wrong_output, "--criteria", "classic", "--quiet")
+        sides = ("--golden", golden, "--run", wrong_output, "--criteria", "classic", "--quiet")
         wide: dict[str, str] = {
             "--max-abs-diff": "1e9",
             "--mean-abs-diff": "1e9",
@@ -293,7 +291,7 @@ class TestClassic:
             assert [other for _, other in strict.values() if other in blame["reason"]] == [name]
 
     def test_limit_without_classic_is_refused(self, golden: Path, passing: Path, command: Command) -> None:
-        sides = ("--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        sides = ("--golden", golden, "--run", passing, "--quiet")
         result = command(mm2_compare, *sides, "--max-abs-diff", "1")
         assert result.exit_code == 2
         assert (
@@ -309,7 +307,7 @@ class TestClassic:
         run = full_run(NUM_LAYERS, sites_level="layer")
         target = copyist.device_run({(0, Site.OUTPUT): doubled}, run=run)
         options = ("--criteria", "classic", "--json", "--quiet")
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, *options)
+        result = command(mm2_compare, "--golden", golden, "--run", target, *options)
         record = read_record(result)
         assert (result.exit_code, record["verdict"], record["blame"]) == (1, "fail", [])
         failing = [site["layer"] for site in record["sites"] if site["status"] == "fail"]
@@ -319,9 +317,9 @@ class TestClassic:
         target = copyist.device_run(not_exposed=(Site.OUTPUT,))
         result = command(
             mm2_compare,
-            "--gpu-path",
+            "--golden",
             golden,
-            "--neuron-path",
+            "--run",
             target,
             "--criteria",
             "classic",
@@ -334,12 +332,12 @@ class TestClassic:
 
     def test_nan_at_a_site_fails_by_any_criteria(self, golden: Path, copyist: Any, command: Command) -> None:
         target = copyist.device_run({(1, Site.MOE_DELTA): lambda delta: delta * float("nan")})
-        sides = ("--gpu-path", golden, "--neuron-path", target, "--criteria", "classic", "--json", "--quiet")
+        sides = ("--golden", golden, "--run", target, "--criteria", "classic", "--json", "--quiet")
         result = command(mm2_compare, *sides)
         assert (result.exit_code, read_record(result)["blame"][0]["sites"][-1]) == (1, "moe_delta")
 
     def test_figures_of_every_layer_are_columns(self, golden: Path, passing: Path, command: Command) -> None:
-        sides = ("--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        sides = ("--golden", golden, "--run", passing, "--quiet")
         titles = "compared  |diff|  |diff|       %    cosine   Pearson"
         assert titles in command(mm2_compare, *sides, "--criteria", "classic").stdout
         beside = command(mm2_compare, *sides, "--metrics").stdout
@@ -376,13 +374,13 @@ class TestLayers:
     def test_one_layer_can_be_named_both_ways(
         self, layer: str, golden: Path, failing: Path, command: Command
     ) -> None:
-        sides = ("--gpu-path", golden, "--neuron-path", failing, "--json", "--quiet")
+        sides = ("--golden", golden, "--run", failing, "--json", "--quiet")
         record = read_record(command(mm2_compare, *sides, "--layer", layer))
         assert (record["verdict"], record["of"]) == ("pass", 17)
         assert {site["layer"] for site in record["sites"]} == {1}
 
     def test_pattern_chooses_several(self, golden: Path, failing: Path, command: Command) -> None:
-        sides = ("--gpu-path", golden, "--neuron-path", failing, "--json", "--quiet")
+        sides = ("--golden", golden, "--run", failing, "--json", "--quiet")
         record = read_record(command(mm2_compare, *sides, "--layer-pattern", "layer_[0-1]"))
         assert [site["layer"] for site in record["sites"]] == [0] * 17 + [1] * 17
 
@@ -392,7 +390,7 @@ class TestReports:
         self, golden: Path, failing: Path, command: Command, tmp_path: Path
     ) -> None:
         folder = tmp_path / "reports" / "today"
-        sides = ("--gpu-path", golden, "--neuron-path", failing)
+        sides = ("--golden", golden, "--run", failing)
         result = command(mm2_compare, *sides, "--report-path", folder, "--quiet")
         assert result.exit_code == 1
         names = {"comparison_report.json", "comparison_summary.json", "comparison.csv"}
@@ -409,7 +407,7 @@ class TestReports:
         self, golden: Path, passing: Path, command: Command, tmp_path: Path
     ) -> None:
         (tmp_path / "file").touch()
-        sides = ("--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        sides = ("--golden", golden, "--run", passing, "--quiet")
         result = command(mm2_compare, *sides, "--report-path", tmp_path / "file" / "reports")
         assert result.exit_code == 3
         assert "cannot write the report" in result.stderr
@@ -437,7 +435,7 @@ class TestNewestCaptures:
 
     def test_named_capture_wins_over_the_newest(self, captures: Path, command: Command) -> None:
         old = captures / "neuron" / "sweep_0_to_3"
-        result = command(mm2_compare, "--captures", captures, "--neuron-path", old, "--json", "--quiet")
+        result = command(mm2_compare, "--captures", captures, "--run", old, "--json", "--quiet")
         record = read_record(result)
         assert (result.exit_code, record["target"]) == (0, str(old))
 
@@ -451,5 +449,35 @@ class TestNewestCaptures:
 def test_help_begins_with_a_verb_and_ends_with_an_example(command: Command) -> None:
     result = command(mm2_compare, "--help")
     assert result.exit_code == 0
-    assert "\n  Judge a device run against a golden" in result.stdout
+    assert "\n  Judge a port's run against a golden" in result.stdout
     assert "\n  Example: mm2-compare --layer-pattern 'layer_*'\n" in result.stdout
+
+
+class TestNamesOfTheSides:
+    """The owner's --gpu-path and --neuron-path are second names of --golden and --run."""
+
+    OLD = ("--gpu-path", "--neuron-path")
+
+    def test_second_names_judge_the_same(self, command: Any, golden: Path, passing: Path) -> None:
+        new = command(mm2_compare, "--golden", golden, "--run", passing, "--json", "--quiet")
+        old = command(mm2_compare, self.OLD[0], golden, self.OLD[1], passing, "--json", "--quiet")
+        assert old.exit_code == new.exit_code == 0
+        assert old.stdout == new.stdout
+
+    def test_errors_say_the_first_names(self, command: Any, tmp_path: Path) -> None:
+        for old, new in (("--gpu-map", "--golden-map"), ("--neuron-map", "--run-map")):
+            result = command(mm2_compare, old, tmp_path / "gone.yaml")
+            assert result.exit_code == 2
+            assert f"Invalid value for '{new}'" in result.stderr
+            assert old not in result.stderr
+
+    def test_missing_sides_are_asked_for_by_their_names(self, command: Any, tmp_path: Path) -> None:
+        result = command(mm2_compare, "--captures", tmp_path)
+        assert result.exit_code == 3
+        assert "or name one with --golden" in result.stderr
+
+    def test_one_side_under_both_names_is_the_last_given(
+        self, command: Any, golden: Path, passing: Path, tmp_path: Path
+    ) -> None:
+        sides = ("--golden", tmp_path / "gone", self.OLD[0], golden, "--run", passing)
+        assert command(mm2_compare, *sides, "--quiet").exit_code == 0

@@ -107,8 +107,8 @@ class TestUnfinishedRun:
         comparison = judge(copyist.device_run(stop_before=2))
         assert (comparison.compared, comparison.of) == (2 * NUM_SITES, NUM_LAYERS * NUM_SITES)
         assert (comparison.verdict, comparison.blame) == (Verdict.INCOMPARABLE, ())
-        assert comparison.notes == ("the device run is not complete: run it again and it resumes",)
-        assert site_of(comparison, 3, Site.OUTPUT).reason == "not run: the device run stopped before it"
+        assert comparison.notes == ("the run is not complete: run it again and it resumes",)
+        assert site_of(comparison, 3, Site.OUTPUT).reason == "not run: the run stopped before it"
 
     def test_fault_in_the_layers_that_ran_is_a_failure(self, copyist: Any, judge: Judge) -> None:
         comparison = judge(copyist.device_run({(0, Site.Q_PROJ): scaled(0.9)}, stop_before=2))
@@ -259,7 +259,7 @@ class TestLayers:
         assert judge(copyist.device_run(), pattern=pattern).layers == layers
 
     def test_pattern_that_matches_nothing_is_wrong_usage(self, copyist: Any, judge: Judge) -> None:
-        with pytest.raises(UsageError, match=r"no layer matches 'layer_9': found the device run has layer_0"):
+        with pytest.raises(UsageError, match=r"no layer matches 'layer_9': found the run has layer_0"):
             judge(copyist.device_run(), pattern="layer_9")
 
     def test_golden_that_lacks_a_layer_is_incomparable(self, copyist: Any, judge: Judge) -> None:

@@ -75,7 +75,7 @@ class TestWholeDump:
         for norm in (tmp_path / "dump").rglob("*.input_layernorm"):
             norm.rename(norm.with_name(norm.name.replace("input_layernorm", "first_norm")))
         _, record = compare(tmp_path / "dump")
-        assert "device run: 4 modules map to no site: model.layers.{layer}.first_norm" in record["notes"]
+        assert "run: 4 modules map to no site: model.layers.{layer}.first_norm" in record["notes"]
 
 
 class TestWrongMap:
@@ -127,7 +127,7 @@ class TestWrongMap:
         (tmp_path / "map.yaml").write_text("ranks: 2")
         result = command(
             mm2_compare,
-            *("--gpu-path", golden, "--neuron-path", runs["right"].directory, "--map", tmp_path / "map.yaml"),
+            *("--golden", golden, "--run", runs["right"].directory, "--map", tmp_path / "map.yaml"),
         )
         assert result.exit_code == 2
         assert "mm2 wrote both sides. Leave them out." in result.stderr
@@ -139,7 +139,7 @@ class TestWrongMap:
             side.mkdir()
         result = command(
             mm2_compare,
-            *("--gpu-path", sides[0], "--neuron-path", sides[1], "--map", tmp_path / "map.yaml"),
+            *("--golden", sides[0], "--run", sides[1], "--map", tmp_path / "map.yaml"),
         )
         assert result.exit_code == 2
         assert "which side --format or --map is meant for cannot be told" in result.stderr
@@ -321,7 +321,7 @@ class TestDiagnosis:
         self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
     ) -> None:
         dumps.write_msprobe(tmp_path / "dump", runs["swapped"])
-        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump", "--json")
+        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
         some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
         result = command(mm2_diagnose, *paths, *some, "--quiet")
         record = json.loads(result.stdout)
@@ -342,7 +342,7 @@ class TestDiagnosis:
         normed = source.read_model(ModelSite.FINAL_NORM)[torch.arange(2), mask.sum(dim=1) - 1].float()
         path = nxdi_file(tmp_path / "dump", "lm_head")
         torch.save((normed @ embedding.T)[:, None].to(torch.load(path).dtype), path)
-        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump", "--json")
+        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
         result = command(mm2_diagnose, *paths, "--quiet")
         record = json.loads(result.stdout)
         assert result.exit_code == 1
@@ -355,7 +355,7 @@ class TestDiagnosis:
         self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
     ) -> None:
         dumps.write_msprobe(tmp_path / "dump", runs["swapped"])
-        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump", "--json")
+        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
         some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
         result = command(mm2_diagnose, *paths, *some, "--layer", "layer_2", "--quiet")
         record = json.loads(result.stdout)
@@ -413,7 +413,7 @@ class TestPartOfAModel:
         exit_code, record = compare(tmp_path / "dump")
         assert (exit_code, record["verdict"], record["blame"]) == (3, "incomparable", [])
         assert any("2 sites differ behind an input that was not captured" in n for n in record["notes"])
-        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump")
+        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump")
         result = command(mm2_diagnose, *paths, "--layer", "layer_2", "--quiet")
         assert result.exit_code == 3
         assert "the input of layer 2 is not held on both sides" in result.stderr
@@ -597,9 +597,7 @@ class TestLastTokens:
         exit_code, record = compare(tmp_path / "dump")
         (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
         assert (exit_code, logits["status"], logits["num_judged"]) == (0, "pass", 2)
-        assert (
-            "device run: logits: held of 2 tokens to sample from alone, which are judged" in record["notes"]
-        )
+        assert "run: logits: held of 2 tokens to sample from alone, which are judged" in record["notes"]
         self.rewrite(tmp_path / "dump", pattern, lambda logits: logits.roll(1, -1))
         exit_code, record = compare(tmp_path / "dump")
         assert (exit_code, record["verdict"]) == (1, "fail")

@@ -66,9 +66,7 @@ def write_range(directory: Path, source: Capture, start: int, end: int, **change
 
 
 def compare(command: Command, reference: Path, target: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    result = command(
-        mm2_compare, "--gpu-path", reference, "--neuron-path", target, "--json", "--quiet", *options
-    )
+    result = command(mm2_compare, "--golden", reference, "--run", target, "--json", "--quiet", *options)
     return result.exit_code, json.loads(result.stdout)
 
 
@@ -91,7 +89,7 @@ class TestDeviceRun:
         assert 0.6 < site["noise"]["whole"] <= 1.0
         assert record["notes"] == [
             "one side does not record its model and tokens: that they agree was not checked",
-            "device run: its layout has no digests; that its files are as they were written was not checked",
+            "run: its layout has no digests; that its files are as they were written was not checked",
         ]
 
     def test_wrong_output_is_blamed_on_the_whole_layer(

@@ -44,7 +44,7 @@ def starts(commands: tuple[str, ...]) -> list[str]:
 def test_failure_traces_the_weights_of_the_blamed_layer_before_it_asks_for_a_name(sweep: RunCommands) -> None:
     weights, diagnose = after_comparison(compared(Verdict.FAIL, blamed=2), sweep)
     assert weights == "mm2-test weights --model model --target port.py:DecoderLayer --layer 2"
-    assert diagnose == "mm2-diagnose --model model --gpu-path golden --neuron-path run"
+    assert diagnose == "mm2-diagnose --model model --golden golden --run run"
 
 
 def test_failing_chain_goes_on_to_its_first_wrong_layer_alone(sweep: RunCommands) -> None:
@@ -88,7 +88,7 @@ def test_without_a_known_checkpoint_nothing_is_suggested() -> None:
 def test_dump_is_diagnosed_as_it_was_read(sweep: RunCommands) -> None:
     dump = replace(sweep, port=None, reading=("--map", "my map.yaml"))
     (diagnose,) = after_comparison(compared(Verdict.FAIL, blamed=2), dump)
-    assert diagnose.endswith("--neuron-path run --map 'my map.yaml'")
+    assert diagnose.endswith("--run run --map 'my map.yaml'")
 
 
 def test_layer_without_a_name_is_traced_and_run_again(sweep: RunCommands) -> None:

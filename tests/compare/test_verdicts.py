@@ -113,7 +113,7 @@ class TestChainedRuns:
         assert judge(copyist.device_run()).curve is None
 
     def test_both_reports_have_it(self, chained: Path, golden: Path, command: Command) -> None:
-        sides = ("--gpu-path", golden, "--neuron-path", chained)
+        sides = ("--golden", golden, "--run", chained)
         text = command(mm2_compare, *sides).stdout
         assert "Error along the chain" in text
         assert "Errors beyond noise begin at layer 1." in text
@@ -171,7 +171,7 @@ class TestCriteria:
         template = command(mm2_compare, "--criteria-template")
         assert template.exit_code == 0
         (tmp_path / "limits.yaml").write_text(template.stdout, encoding="utf-8")
-        sides = ("--gpu-path", golden, "--neuron-path", copyist.device_run())
+        sides = ("--golden", golden, "--run", copyist.device_run())
         result = command(mm2_compare, *sides, "--criteria", tmp_path / "limits.yaml", "--json", "--quiet")
         record = json.loads(result.stdout)
         assert (record["verdict"], record["criteria"]) == ("pass", str(tmp_path / "limits.yaml"))
@@ -180,7 +180,7 @@ class TestCriteria:
         self, copyist: Any, golden: Path, tmp_path: Path, command: Command
     ) -> None:
         faulty = copyist.device_run({(2, Site.MOE_DELTA): scaled(0.98)})
-        sides = ("--gpu-path", golden, "--neuron-path", faulty)
+        sides = ("--golden", golden, "--run", faulty)
         assert command(mm2_compare, *sides).exit_code == 1
         figures = ("whole", "ordinary", "token_median", "token_p99", "token_worst")
         averages = ("token_gain", "channel_gain", "channel_offset", "channel_worst")
@@ -192,7 +192,7 @@ class TestCriteria:
         self, copyist: Any, golden: Path, tmp_path: Path, command: Command
     ) -> None:
         (tmp_path / "bad.yaml").write_text("isolated:\n  moe: {whole: 2}\n")
-        sides = ("--gpu-path", golden, "--neuron-path", copyist.device_run())
+        sides = ("--golden", golden, "--run", copyist.device_run())
         result = command(mm2_compare, *sides, "--criteria", tmp_path / "bad.yaml")
         assert result.exit_code == 2
         assert "line 2, isolated.moe" in result.stderr

@@ -25,9 +25,7 @@ def test_trace_of_the_golden_model_is_the_golden(
             opened.model(**inputs.tensors())
     # The debugger leaves them changed.
     torch.set_printoptions(profile="default")
-    result = command(
-        mm2_compare, "--gpu-path", golden, "--neuron-path", tmp_path / "trace", "--json", "--quiet"
-    )
+    result = command(mm2_compare, "--golden", golden, "--run", tmp_path / "trace", "--json", "--quiet")
     record = json.loads(result.stdout)
     assert (result.exit_code, record["verdict"]) == (0, "pass")
     # Of modules with submodules it keeps no outputs, and rotated queries and keys are no module's.

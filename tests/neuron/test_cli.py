@@ -146,7 +146,7 @@ class TestSavedRun:
         )
         shown = json.loads(command(mm2_test, "show", record["directory"], "--json").stdout)
         assert shown.pop("inspection") == {"num_tensors": 21, "faults": []}
-        assert shown.pop("next") == [f"mm2-compare --neuron-path {record['directory']}"]
+        assert shown.pop("next") == [f"mm2-compare --run {record['directory']}"]
         told = {name: value for name, value in record.items() if name not in ("graphs", "inspection", "next")}
         assert shown == told
 
@@ -237,7 +237,7 @@ class TestWhereInputsComeFrom:
             "--json",
         )
         directory = json.loads(run(*arguments).stdout)["directory"]
-        judged = command(mm2_compare, "--gpu-path", golden, "--neuron-path", directory)
+        judged = command(mm2_compare, "--golden", golden, "--run", directory)
         skipped = run(*PRESETS["single_layer_2"], "--model", toy, "--golden", golden, "--skip-compile")
         assert (judged.exit_code, skipped.exit_code) == (3, 3)
         assert "random numbers of seed 0" in judged.stderr

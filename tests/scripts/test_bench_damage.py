@@ -88,7 +88,7 @@ def refused(exit_code: int, text: str, damage: Damage) -> None:
     assert exit_code == 3, text
     assert "PASS" not in text
     assert "To blame" not in text
-    assert ("golden" if damage.is_of_golden else "device run") in text
+    assert ("golden" if damage.is_of_golden else "run") in text
     assert [word for word in damage.named if word not in text] == []
     assert "again" in text
 

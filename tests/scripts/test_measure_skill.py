@@ -63,7 +63,7 @@ def test_diagnosis_names_what_the_catalogue_knows_and_nothing_else(
 ) -> None:
     case = cases.CASES[number - 1]
     sweep(command, case.source, toy, golden, tmp_path)
-    sides = ("--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    sides = ("--golden", golden, "--run", tmp_path / "run")
     record = json.loads(command(mm2_diagnose, "--model", toy, *sides, "--json", "--quiet").stdout)
     assert {finding["mistake"] for finding in record["diagnosis"]} == {case.mistake} - {""}
 

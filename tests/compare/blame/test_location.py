@@ -64,7 +64,7 @@ def test_a_capture_compared_with_itself_is_noted(golden: Path, judge: Any) -> No
 def test_exchanged_sides_are_noted(golden: Path, copyist: Any, judge: Any) -> None:
     comparison = judge(golden, reference=copyist.device_run())
 
-    assert any("exchange --gpu-path and --neuron-path" in note for note in comparison.notes)
+    assert any("exchange --golden and --run" in note for note in comparison.notes)
 
 
 def test_figures_of_a_site_that_is_nan_throughout_are_not_drawn(copyist: Any, judge: Any) -> None:

@@ -174,7 +174,7 @@ def test_attention_of_decoded_rows_is_blamed_behind_wrong_keys(
 
 
 def test_diagnosis_names_both(run_port: RunPort, toy: Path, golden: Path, command: Command) -> None:
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", run_port("NormPerRankAndSwappedGateUp"))
+    paths = ("--model", toy, "--golden", golden, "--run", run_port("NormPerRankAndSwappedGateUp"))
     tried = ("--mistake", "qk_norm_per_rank", "--mistake", "gate_up_swapped", "--mistake", "gelu_activation")
     result = command(mm2_diagnose, *paths, *tried, "--json", "--quiet")
     named = json.dumps(json.loads(result.stdout)["diagnosis"])

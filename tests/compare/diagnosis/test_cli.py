@@ -38,7 +38,7 @@ def swapped(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_text_names_the_mistake_and_where_to_look(
     toy: Path, golden: Path, swapped: Path, command: Command
 ) -> None:
-    result = command(mm2_diagnose, "--model", toy, "--gpu-path", golden, "--neuron-path", swapped)
+    result = command(mm2_diagnose, "--model", toy, "--golden", golden, "--run", swapped)
     assert result.exit_code == 1
     assert "Layer 1 matches gate_up_swapped: leaves ρ" in result.stdout
     assert "Look at the order of w1 and w3 in the fused weight." in result.stdout
@@ -48,7 +48,7 @@ def test_text_names_the_mistake_and_where_to_look(
 def test_text_says_when_nothing_explains_the_layer(
     toy: Path, golden: Path, swapped: Path, command: Command
 ) -> None:
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", swapped)
+    paths = ("--model", toy, "--golden", golden, "--run", swapped)
     result = command(mm2_diagnose, *paths, "--mistake", "gelu_activation", "--quiet")
     assert result.exit_code == 1
     assert "Layer 1: no known mistake explains it" in result.stdout
@@ -64,13 +64,13 @@ def test_catalogue_is_listed_without_a_model(command: Command) -> None:
 
 
 def test_model_must_be_named(golden: Path, swapped: Path, command: Command) -> None:
-    result = command(mm2_diagnose, "--gpu-path", golden, "--neuron-path", swapped)
+    result = command(mm2_diagnose, "--golden", golden, "--run", swapped)
     assert result.exit_code == 2
     assert "no checkpoint was named" in result.output
 
 
 def test_mistake_must_be_in_the_catalogue(toy: Path, golden: Path, swapped: Path, command: Command) -> None:
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", swapped)
+    paths = ("--model", toy, "--golden", golden, "--run", swapped)
     result = command(mm2_diagnose, *paths, "--mistake", "too_many_cooks")
     assert result.exit_code == 2
     assert "no mistake is called 'too_many_cooks'" in result.output
@@ -81,7 +81,7 @@ def test_checkpoint_of_another_model_is_refused(
 ) -> None:
     other = tmp_path / "other"
     synthesize(other, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=1)
-    result = command(mm2_diagnose, "--model", other, "--gpu-path", golden, "--neuron-path", swapped)
+    result = command(mm2_diagnose, "--model", other, "--golden", golden, "--run", swapped)
     assert result.exit_code == 3
     assert f"is not of the checkpoint {other}" in " ".join(result.output.split())
 
@@ -100,7 +100,7 @@ def test_of_a_hubs_model_each_layer_that_is_judged_is_fetched(
         "PYTHONPATH": str(REPOSITORY),
     }
     options = ("--layer-pattern", "layer_[01]", "--mistake", "gate_up_swapped", "--json", "--quiet")
-    paths = ("--model", "owner/toy", "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    paths = ("--model", "owner/toy", "--golden", golden, "--run", tmp_path / "run")
     done = subprocess.run(
         [sys.executable, "-m", "compare.diagnosis.cli", *map(str, paths), *options],
         env={**os.environ, **environment},
@@ -120,7 +120,7 @@ def test_layer_that_was_handed_an_error_is_judged_on_its_own_input(
     arguments = ["multi-layer", "--layers", "0:2", "--model", toy, "--golden", golden, "--backend", "cpu"]
     target = f"{PLANTED}:SwappedGateUp"
     command(mm2_test, *arguments, "--target", target, "--output-dir", tmp_path / "run", "--quiet")
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run", "--json", "--quiet")
+    paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "run", "--json", "--quiet")
     result = command(mm2_diagnose, *paths, "--layer", "1", "--mistake", "gate_up_swapped")
     assert result.exit_code == 1
     (finding,) = json.loads(result.stdout)["diagnosis"]
@@ -135,7 +135,7 @@ def test_checkpoint_without_fp8_says_what_was_not_tried(
 ) -> None:
     copy = tmp_path / "bfloat16"
     synthesize(copy, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=4_000_000, seed=0)
-    paths = ("--model", copy, "--gpu-path", golden, "--neuron-path", swapped)
+    paths = ("--model", copy, "--golden", golden, "--run", swapped)
     record = json.loads(command(mm2_diagnose, *paths, "--mistake", "gate_up_swapped", "--json").stdout)
     assert record["layers"][0]["notes"] == [
         "the checkpoint stores no FP8 weights: mistakes of FP8 codes and scales were not tried"
@@ -148,7 +148,7 @@ def test_a_mistake_without_a_name_is_given_its_place(
     run = ["sweep", "--layers", "1:2", "--model", toy, "--golden", golden, "--backend", "cpu", "--quiet"]
     target = f"{PLANTED}:LaterRowsDouble"
     assert command(mm2_test, *run, "--target", target, "--output-dir", tmp_path / "run").exit_code == 1
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "run")
     result = command(mm2_diagnose, *paths, "--mistake", "gelu_activation", "--quiet")
     assert "moe_delta: wrong tokens: all 33 in row 1; the 48 others are right" in " ".join(
         result.stdout.split()

@@ -80,7 +80,7 @@ def diagnose(toy: Path, golden: Path, command: Command, tmp_path: Path) -> Diagn
         if decode:
             arguments += ["--decode", decode]
         command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
-        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "run")
         result = command(mm2_diagnose, *paths, *options, "--json", "--quiet")
         return result.exit_code, json.loads(result.stdout)
 

@@ -93,7 +93,7 @@ def diagnose(toy: Path, golden: Path, command: Command) -> Callable[[Path], tupl
     """Diagnoses a run: exit code and JSON."""
 
     def run(target: Path) -> tuple[int, dict[str, Any]]:
-        paths = ("--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+        paths = ("--golden", golden, "--run", target, "--json", "--quiet")
         result = command(mm2_diagnose, "--model", toy, *paths)
         record: dict[str, Any] = json.loads(result.stdout)
         return result.exit_code, record
@@ -247,7 +247,7 @@ def test_comparison_blames_the_site_that_is_named(
         "final_norm": lambda: port.norm_by(port.states),
         "logits": lambda: port.score_by(lambda normed: normed @ port.embedding.T),
     }[site]()
-    result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+    result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
     blame = json.loads(result.stdout)["blame"]
     assert result.exit_code == 1
     assert (blame[0]["layer"], blame[0]["sites"]) == (None, [site])
@@ -268,9 +268,7 @@ def test_unknown_head_is_said_to_be_unexplained(
     exit_code, record = diagnose(target)
     assert (exit_code, record["diagnosis"]) == (1, [])
     assert [(one["layer"], one["sites"]) for one in record["unexplained_blame"]] == [(None, ["logits"])]
-    text = command(
-        mm2_diagnose, "--model", toy, "--gpu-path", golden, "--neuron-path", target, "--quiet"
-    ).stdout
+    text = command(mm2_diagnose, "--model", toy, "--golden", golden, "--run", target, "--quiet").stdout
     assert "logits: no known mistake explains it" in text
     assert "Blamed and not explained: model, logits" in text
     assert "nothing differs" not in text
@@ -285,9 +283,7 @@ def test_right_port_has_nothing_to_explain(
     exit_code, record = diagnose(target)
     assert (exit_code, record["diagnosis"]) == (0, [])
     assert all(site["is_right"] and site["num_hypotheses"] == 0 for site in record["sites"])
-    text = command(
-        mm2_diagnose, "--model", toy, "--gpu-path", golden, "--neuron-path", target, "--quiet"
-    ).stdout
+    text = command(mm2_diagnose, "--model", toy, "--golden", golden, "--run", target, "--quiet").stdout
     assert "nothing differs: there is nothing to diagnose" in text
 
 
@@ -296,7 +292,7 @@ def test_mistakes_outside_the_layers_are_listed_and_chosen(
 ) -> None:
     assert "head_is_embedding" in command(mm2_diagnose, "--list").stdout
     target = port.score_by(lambda normed: normed @ port.embedding.T)
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+    paths = ("--model", toy, "--golden", golden, "--run", target, "--json", "--quiet")
     record = json.loads(command(mm2_diagnose, *paths, "--mistake", "head_zero").stdout)
     assert record["diagnosis"] == []
     record = json.loads(command(mm2_diagnose, *paths, "--mistake", "head_is_embedding").stdout)
@@ -308,7 +304,7 @@ def test_sites_outside_are_left_out_if_some_layers_are_chosen(
     pattern: str, port: Port, toy: Path, golden: Path, command: Command
 ) -> None:
     target = port.score_by(lambda normed: normed @ port.embedding.T)
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+    paths = ("--model", toy, "--golden", golden, "--run", target, "--json", "--quiet")
     result = command(mm2_diagnose, *paths, "--layer-pattern", pattern, "--mistake", "head_is_embedding")
     record = json.loads(result.stdout)
     assert (result.exit_code, record["sites"], record["diagnosis"]) == (0, [], [])

@@ -100,7 +100,7 @@ def test_without_weights_the_tokens_are_left_out_and_the_report_says_how_to_judg
 
 
 def test_command_with_a_model_judges_them(flipped: Path, golden: Path, toy: Path, command: Command) -> None:
-    arguments = ("--gpu-path", golden, "--neuron-path", flipped, "--model", toy, "--quiet")
+    arguments = ("--golden", golden, "--run", flipped, "--model", toy, "--quiet")
     result = command(mm2_compare, *arguments)
     assert result.exit_code == 1
     assert "not judged behind them" not in result.stdout

@@ -36,7 +36,7 @@ class TestInputs:
         was = int(inputs.tensors()[name][1, 7])
         sentence = (
             f"the captures have different inputs: {name} differ, first at row 1, token 7: "
-            f"{was} in the golden, 99 in the device run"
+            f"{was} in the golden, 99 in the run"
         )
         with pytest.raises(IncomparableError, match=sentence):
             judge(target)
@@ -52,7 +52,7 @@ class TestInputs:
         inputs = copyist.source.read_inputs()
         shorter = {name: tensor[:, :40] for name, tensor in inputs.tensors().items()}
         with pytest.raises(
-            IncomparableError, match="2x48 tokens with padding in the golden, 2x40 in the device"
+            IncomparableError, match="2x48 tokens with padding in the golden, 2x40 in the run"
         ):
             judge(copyist.device_run(inputs=replace(inputs, **shorter)))
 

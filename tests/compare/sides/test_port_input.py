@@ -73,7 +73,7 @@ def test_right_model_passes_whatever_it_shows(run_full: Callable[[str], Any], sh
 def test_pass_says_what_it_stands_on(run_full: Callable[[str], Any], golden: Path, command: Command) -> None:
     _, record, run = run_full(f"Nothing_at_{LAYER}_outputs")
     assert record["tokens"] == "81 at positions 0-47"
-    shown = command(mm2_compare, "--gpu-path", golden, "--neuron-path", run)
+    shown = command(mm2_compare, "--golden", golden, "--run", run)
     first, *_ = shown.stdout.splitlines()
     assert first == f"PASS: outputs only, {record['compared']} of {record['of']} sites"
     assert "81 at positions 0-47" in shown.stdout
@@ -139,9 +139,7 @@ class TestWithoutCheckpoint:
         lost.mkdir()
         for side in (golden, run):
             _forget_model(side, lost / side.name)
-        result = command(
-            mm2_compare, "--gpu-path", lost / golden.name, "--neuron-path", lost / run.name, "--json"
-        )
+        result = command(mm2_compare, "--golden", lost / golden.name, "--run", lost / run.name, "--json")
         record = json.loads(result.stdout)
         assert "error" not in record, record["error"]
         return result.exit_code, record
@@ -174,7 +172,7 @@ class TestWithoutCheckpoint:
         self, run_full: Callable[[str], Any], golden: Path, command: Command
     ) -> None:
         _, _, run = run_full(f"SwappedGateUp_at_{LAYER}")
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", run, "--json")
+        result = command(mm2_compare, "--golden", golden, "--run", run, "--json")
         assert (result.exit_code, places(json.loads(result.stdout))) == (1, [(LAYER, "moe_delta")])
 
 

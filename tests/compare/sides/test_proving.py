@@ -58,7 +58,7 @@ def test_what_is_whole_is_judged(sides: tuple[Path, Path]) -> None:
 def test_damage_is_told_whatever_came_of_it(sides: tuple[Path, Path], side: int, *, fails: bool) -> None:
     damage(sides[side])
     captures = opened(sides)
-    with pytest.raises(CaptureError, match=rf"{('golden', 'device run')[side]} .*output of layer 1"):
+    with pytest.raises(CaptureError, match=rf"{('golden', 'run')[side]} .*output of layer 1"):
         count(*captures, fails=fails)
     # It is not taken for proved since.
     with pytest.raises(CaptureError, match="output of layer 1"):

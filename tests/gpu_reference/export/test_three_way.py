@@ -104,7 +104,7 @@ def test_mm2_passes_the_exported_golden(toy: Path, tmp_path: Path, command: Any)
     options = ["--output-dir", tmp_path / "report", "--allow-uncertified"]
     command(mm2_gpu, "export", "--format", "vllm-neuron", *named, *options)
     dump = tmp_path / "report/prompt_analysis/prompt_0/tensor_compare/hf_bf16"
-    sides = ["--gpu-path", tmp_path / "bfloat16", "--neuron-path", dump]
+    sides = ["--golden", tmp_path / "bfloat16", "--run", dump]
     result = command(mm2_compare, *sides, "--model", toy, "--json")
     record = json.loads(result.stdout)
     assert record["verdict"] == "pass", result.output

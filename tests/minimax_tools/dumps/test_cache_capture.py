@@ -90,7 +90,7 @@ def test_engines_longer_names_of_layers_are_known(golden: Path, tmp_path: Path) 
 
 def judge(golden: Path, dump: Path, command: Any) -> dict[tuple[int, str], dict[str, Any]]:
     """Compare, and return the results by layer and site; nothing but keys and values is held, so it is no pass."""
-    compared = command(mm2_compare, "--gpu-path", golden, "--neuron-path", dump, "--json")
+    compared = command(mm2_compare, "--golden", golden, "--run", dump, "--json")
     record = json.loads(compared.stdout)
     assert (compared.exit_code, record["verdict"]) == (3, "incomparable")
     return {(result["layer"], result["site"]): result for result in record["sites"]}

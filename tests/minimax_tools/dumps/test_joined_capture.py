@@ -56,7 +56,7 @@ def write_run(directory: Path, golden: Path, change_keys: Keys = lambda _, keys:
 
 
 def judge(toy: Path, golden: Path, run: Path, command: Any) -> dict[str, Any]:
-    named = ["--gpu-path", golden, "--neuron-path", run, "--model", toy]
+    named = ["--golden", golden, "--run", run, "--model", toy]
     record: dict[str, Any] = json.loads(command(mm2_compare, *named, "--json").stdout)
     return record
 

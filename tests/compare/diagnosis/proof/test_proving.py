@@ -75,7 +75,7 @@ def prove(toy: Path, golden: Path, command: Command) -> Prove:
     """Diagnoses a run with --prove: `prove(RUN, *OPTIONS)` gives the JSON record."""
 
     def diagnose(directory: Path, *options: object) -> dict[str, Any]:
-        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", directory)
+        paths = ("--model", toy, "--golden", golden, "--run", directory)
         result = command(mm2_diagnose, *paths, "--prove", *options, "--json", "--quiet")
         record: dict[str, Any] = json.loads(result.stdout)
         return record
@@ -88,7 +88,7 @@ def test_pasted_lines_make_the_port_right(
 ) -> None:
     target = write_port(tmp_path / "port.py", [])
     directory = run("sweep", target)
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", directory)
+    paths = ("--model", toy, "--golden", golden, "--run", directory)
     result = command(mm2_diagnose, *paths, "--prove", "--quiet")
     assert result.exit_code == 1
     assert "Layers 1-2 match k_v_swapped" in result.stdout
@@ -114,7 +114,7 @@ def test_without_the_option_nothing_is_proved(
     toy: Path, golden: Path, run: Callable[..., Path], command: Command
 ) -> None:
     directory = run("single-layer", f"{PORTS / 'planted.py'}:SwappedGateUp", "--layer", 1)
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", directory)
+    paths = ("--model", toy, "--golden", golden, "--run", directory)
     result = command(mm2_diagnose, *paths, "--mistake", "gate_up_swapped", "--json", "--quiet")
     assert "proof" not in json.loads(result.stdout)["diagnosis"][0]
 
