@@ -2,13 +2,8 @@
 
     model.layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)
 
-| part | meaning |
-|---|---|
-| path | a module's path or its end; `{layer}` is the layer's number, `{next}` the number of the layer behind it |
-| `:input`, `:output` | the module's input, or its output (the default) |
-| `[0]`, `[name]` | which of several inputs or outputs |
-| `[start:stop]` | cut of each rank's tensor along its last dim, before ranks are put together |
-| `@shard(-1)` | layout of the ranks' pieces (`minimax_tools.model.site_layouts`) |
+The notation is that of `minimax_tools.model.place_notation`. The path may be the end of a module's path. In it,
+`{layer}` is the layer's number, and `{next}` the number of the layer behind it.
 """
 
 from __future__ import annotations
@@ -21,15 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.dumps.piece import DumpPiece
-from minimax_tools.errors import CaptureError, TargetError, UsageError
-from minimax_tools.model.site_layouts import SiteLayout, parse_layout
+from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.model.place_notation import PlaceNotation
+from minimax_tools.model.site_layouts import SiteLayout
 
-_NOTATION = re.compile(
-    r"(?P<path>[^:@\[\]]*)"
-    r"(:(?P<point>input|output)(\[(?P<element>[^\]:]+)\])?)?"
-    r"(\[(?P<start>\d+):(?P<stop>\d+)\])?"
-    r"(@(?P<layout>.+))?"
-)
 _EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
 _LAYER, _NEXT = "{layer}", "{next}"
 # Path before a place's own that leads into a layer: the place `norm` does not mean the module `layers.0.norm`.
@@ -51,29 +41,20 @@ class SitePlace:
 
     @classmethod
     def parse(cls, text: str) -> SitePlace:
-        """Read the notation above.
+        """Read a place.
 
         Raises:
             UsageError: The text cannot be read.
         """
-        match = _NOTATION.fullmatch(text.strip())
-        if match is None or text.count(_LAYER) + text.count(_NEXT) > 1:
+        notation = PlaceNotation.parse(text, example=_EXAMPLE)
+        if text.count(_LAYER) + text.count(_NEXT) > 1:
             raise UsageError(f"the place {text!r} cannot be read", expected=_EXAMPLE)
-        part = (int(match["start"]), int(match["stop"])) if match["start"] else None
-        if part is not None and part[0] >= part[1]:
-            raise UsageError(f"the place {text!r} takes nothing: its part ends before it begins")
-        try:
-            layout = parse_layout(match["layout"]) if match["layout"] else None
-        except TargetError as error:
-            raise UsageError(
-                f"the place {text!r} cannot be read: {error.what}", expected=error.expected
-            ) from error
         return cls(
-            path=match["path"].strip(),
-            point=match["point"] or "output",
-            element=match["element"],
-            part=part,
-            layout=layout,
+            path=notation.path,
+            point=notation.point,
+            element=notation.element,
+            part=notation.part,
+            layout=notation.layout,
         )
 
     def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:

@@ -11,6 +11,7 @@
 - `param_mapper`: the part of a model that a tensor belongs to
 - `sites`: named points of a layer and of the model
 - `site_layouts`: how ranks share a site: assembly of their pieces, and cutting into pieces
+- `place_notation`: the place of a site, as a port's `sites` or a map names it
 - `span`: a range of layers
 - `run`: layers, mode and sites of a run
 - `inputs`: the padded token rows of a run

@@ -14,9 +14,10 @@ from torch import nn
 
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.recorder import shape_to_batch
-from minimax_tools.capture.taps import Tap, verify_taps
+from minimax_tools.capture.taps import SITE_FORMS, Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.model.site_layouts import Replicated, SiteLayout, are_equal_bits, parse_layout
+from minimax_tools.model.place_notation import PlaceNotation
+from minimax_tools.model.site_layouts import Replicated, SiteLayout, are_equal_bits
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
@@ -165,12 +166,12 @@ def _parse_sites(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[
         )
     taps, layouts = {}, {}
     for name, text in declared.items():
-        tap, at_sign, layout = text.partition("@")
         try:
             site = parse_site(name)
-            taps[site] = Tap.parse(tap)
-            if at_sign:
-                layouts[site] = parse_layout(layout)
+            notation = PlaceNotation.parse(text, example=SITE_FORMS)
+            taps[site] = Tap.of(notation, text=text)
+            if notation.layout is not None:
+                layouts[site] = notation.layout
         except Mm2Error as error:
             raise TargetError(
                 f"{what}: sites[{name!r}] = {text!r} cannot be used: {error.what}",

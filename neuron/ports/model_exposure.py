@@ -52,9 +52,7 @@ def find_model_exposure(module: nn.Module, *, num_layers: int, what: str) -> Mod
     declared = _read_declared(declared, what=what)
     layers = _find_layers(module, declared.get(LAYERS), num_layers=num_layers, what=what)
     of_layers = {name: text for name, text in declared.items() if name in frozenset(Site)}
-    taps = {
-        site: Tap.parse(declared[str(site)].partition("@")[0]) for site in ModelSite if str(site) in declared
-    }
+    taps = {site: Tap.parse(declared[str(site)]) for site in ModelSite if str(site) in declared}
     verify_taps(module, taps)
     present = {name for name, _ in module.named_modules()}
     for site, names in _USUAL.items():

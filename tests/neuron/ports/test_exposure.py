@@ -197,3 +197,71 @@ def test_output_is_whole_on_every_rank() -> None:
         TargetError, match=r"sites\['output'\] is @partial: expected the whole of it on every rank"
     ):
         find_exposure(module, what="target port.py:Port, layer 0")
+
+
+FUSED = """
+class Attention(ReferenceAttention):
+    def __init__(self, config):
+        super().__init__(config)
+        widths = [self.q_proj.out_features, self.k_proj.out_features, self.v_proj.out_features]
+        self.qkv = nn.Linear(config.hidden_size, sum(widths), bias=False)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            delattr(self, name)
+        self.widths = widths
+        self.fused = None
+        self.q_proj, self.k_proj, self.v_proj = (Part(self, number) for number in range(3))
+
+
+class Part:
+    def __init__(self, attention, number):
+        self.attention, self.number = attention, number
+
+    def __call__(self, hidden_states):
+        if self.number == 0:
+            self.attention.fused = self.attention.qkv(hidden_states).split(self.attention.widths, dim=-1)
+        return self.attention.fused[self.number]
+
+
+class Port(ReferenceLayer):
+    sites = SITES
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn = Attention(config)
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        names = ["self_attn.%s_proj.weight" % name for name in "ORDER"]
+        fused = torch.cat([tensors[name] for name in names])
+        rest = {name: tensors[name] for name in tensors if name not in names}
+        return {**rest, "self_attn.qkv.weight": fused}
+"""
+
+
+def fused_port(stop: int = 768, *, order: str = "qkv") -> str:
+    """A port whose q, k and v come from one projection of the toy, shown by cuts."""
+    cuts = {"q_proj": (0, 512), "k_proj": (512, 640), "v_proj": (640, stop)}
+    sites = {site: f"self_attn.qkv:output[0][{start}:{end}]" for site, (start, end) in cuts.items()}
+    return FUSED.replace("SITES", repr(sites)).replace("ORDER", order)
+
+
+def test_parts_of_a_fused_projection_are_shown(run_port: Any) -> None:
+    result, record = run_port(fused_port())
+    assert result.exit_code == 0, result.stderr
+    assert {"q_proj", "k_proj", "v_proj"} <= stored(record)
+    judged = {site["site"]: site["status"] for site in record["sites"]}
+    assert [judged[site] for site in ("q_proj", "k_proj", "v_proj")] == ["pass"] * 3
+
+
+def test_wrong_part_of_a_fused_projection_is_blamed(run_port: Any) -> None:
+    _, record = run_port(fused_port(order="qvk"))
+    assert record["verdict"] == "fail"
+    blamed = {site for blame in record["blame"] for site in blame["sites"]}
+    assert {"k_proj", "v_proj"} <= blamed
+    assert "q_proj" not in blamed
+
+
+def test_cut_beyond_the_projection_is_refused(run_port: Any) -> None:
+    result, record = run_port(fused_port(stop=900))
+    assert result.exit_code == 3
+    assert "self_attn.qkv:output[0][640:900] cannot be cut" in record["error"]
+    assert "[2, 48, 768]" in record["error"]
