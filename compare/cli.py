@@ -20,9 +20,9 @@ from minimax_tools.command_line.console import (
     print_text,
     version_option,
 )
-from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.options import SUMMARY_JSON, judging_output_options
 from minimax_tools.command_line.run_commands import RunCommands
-from reports.data import comparison_record, write_report
+from reports.data import comparison_record, summary_record, write_report
 from reports.terminal import render_comparison
 
 
@@ -54,7 +54,7 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
 @click.option(
     "--report-path", type=click.Path(path_type=Path), help="Folder for JSON and CSV reports. Default: none."
 )
-@output_options
+@judging_output_options
 @version_option
 def main(
     sides: NamedSides,
@@ -63,7 +63,7 @@ def main(
     criteria: Criteria,
     shows_metrics: bool,
     report_path: Path | None,
-    as_json: bool,
+    as_json: str | None,
 ) -> None:
     """Judge a port's run against a golden: where they differ, and who is to blame.
 
@@ -84,7 +84,8 @@ def main(
     following = after_comparison(comparison, commands)
     written = write_report(comparison, report_path, next_commands=following) if report_path else ()
     if as_json:
-        print_json(comparison_record(comparison), next_commands=following)
+        record = summary_record(comparison) if as_json == SUMMARY_JSON else comparison_record(comparison)
+        print_json(record, next_commands=following)
     else:
         text = render_comparison(comparison, shows_metrics=shows_metrics)
         print_text("\n".join([text, *(f"written: {path}" for path in written)]), next_commands=following)

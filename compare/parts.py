@@ -126,7 +126,8 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         fault=fault,
         cache=cache,
         recomputed=tuple(
-            replace(result, where=located[site].where) for site, result in second_results.items()
+            replace(result, where=located[site].where, regions=located[site].regions)
+            for site, result in second_results.items()
         ),
         captured_input=captured,
         is_inherited=layer_input.is_inherited,

@@ -20,9 +20,9 @@ from minimax_tools.command_line.options import (
     CaptureStore,
     grouped_as,
     input_options,
+    judging_output_options,
     memory_budget_option,
     model_option,
-    output_options,
     run_options,
     span_options,
     stack_options,
@@ -66,7 +66,7 @@ class DeviceOptions:
     sites_level: str  # a named choice of sites to record
     dtype: torch.dtype
     store: CaptureStore
-    as_json: bool
+    as_json: str | None  # the form of JSON; None for text
     max_new_tokens: int = 0  # an option of `mm2-test full` only
 
 
@@ -161,7 +161,7 @@ def _device_options(*further: Decorator) -> Decorator:
         input_options,
         run_options,
         store_options,
-        output_options,
+        judging_output_options,
         grouped_as("options", DeviceOptions),
     )
 

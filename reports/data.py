@@ -15,7 +15,14 @@ from minimax_tools.command_line.console import versioned
 from minimax_tools.errors import CannotRunError
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.metrics.pair_metrics import PairMetrics
-from minimax_tools.results.results import Comparison, NearestLimit, NoiseRatio, SiteResult, SiteStatus
+from minimax_tools.results.results import (
+    BlameGroup,
+    Comparison,
+    NearestLimit,
+    NoiseRatio,
+    SiteResult,
+    SiteStatus,
+)
 from reports.json_values import to_json
 from reports.wording import word_index
 
@@ -75,6 +82,9 @@ def summary_record(comparison: Comparison) -> dict[str, Any]:
     """Return the conclusion as JSON, with the worst sites by each measure."""
     return {
         **_conclusion(comparison),
+        "coverage": _coverage(comparison),
+        "limits": _limits(comparison),
+        "cause": [_cause(comparison, group) for group in comparison.blame_groups],
         "statuses": {
             str(status): sum(site.status is status for site in comparison.sites) for status in SiteStatus
         },
@@ -131,6 +141,53 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "generated": to_json(comparison.generated),
         **({"passes": to_json(comparison.pass_logits)} if comparison.pass_logits else {}),
         **({"findings": to_json(comparison.findings)} if comparison.findings else {}),
+    }
+
+
+def _coverage(comparison: Comparison) -> dict[str, Any]:
+    """Return what was compared, and by status the sites that were not, with their layers."""
+    left_out: dict[tuple[str, str], list[int | None]] = {}
+    for site in comparison.sites:
+        if not site.status.is_compared:
+            left_out.setdefault((site.status.value, site.site), []).append(site.layer)
+    return {
+        "compared": comparison.compared,
+        "of": comparison.of,
+        "layers": list(comparison.layers),
+        "not_compared": [
+            {"status": status, "site": site, "layers": layers} for (status, site), layers in left_out.items()
+        ],
+    }
+
+
+def _limits(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return the sites furthest beyond their limits or nearest to them, worst first."""
+    limited = [(site, site.nearest) for site in comparison.sites if site.nearest is not None]
+    limited.sort(key=lambda pair: pair[1].excess, reverse=True)
+    return [
+        {
+            "layer": site.layer,
+            "site": site.site,
+            "status": site.status.value,
+            "figure": nearest.figure,
+            "value": to_json(nearest.value),
+            "limit": to_json(nearest.limit),
+        }
+        for site, nearest in limited[:_NUM_WORST]
+    ]
+
+
+def _cause(comparison: Comparison, group: BlameGroup) -> dict[str, Any]:
+    """Return the sites to blame in some layers, how bad they are, and where the wrong values lie."""
+    blamed = [site for site in comparison.of_layer(group.worst_layer) if site.site in group.sites]
+    is_failing = any(site.status is SiteStatus.FAIL for site in blamed)
+    return {
+        "layers": list(group.layers),
+        "sites": list(group.sites),
+        "severity": (SiteStatus.FAIL if is_failing or not blamed else SiteStatus.WARN).value,
+        "reason": group.reason,
+        "where": [*group.where],
+        "regions": to_json(group.regions),
     }
 
 

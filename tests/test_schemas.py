@@ -68,6 +68,11 @@ trace 0 mm2-test trace --model {{model}} --layer 0 --golden {{golden}} --target 
  --output {{here}}/layer_0.pt2
 comparison 1 mm2-compare --golden {{golden}} --run {{run}} --model {{model}} --report-path {{here}}/reports
 comparison 1 mm2-compare --golden {{golden}} --run {{here}}/chain --criteria classic
+comparison-summary 1 mm2-compare --golden {{golden}} --run {{run}} --json=summary
+comparison-summary 1 mm2-test sweep --model {{model}} --golden {{golden}} --target {{swapped}} --output-dir {{run}} \
+ --json=summary
+comparison-summary 0 mm2-test model --model {{model}} --golden {{golden}} --target {{whole}} \
+ --captures {{here}}/summary --json=summary
 diagnosis 1 mm2-diagnose --golden {{golden}} --run {{run}} --model {{model}}
 diagnosis 1 mm2-diagnose --golden {{golden}} --run {{run}} --model {{model}} --mistake rope_missing
 catalogue 0 mm2-diagnose --list
@@ -143,7 +148,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Output]:
             and "--backend" not in arguments
             and not {"show", "weights", "replacement"} & {*arguments}
         )
-        options = [*(["--backend", "cpu"] if on_cpu else []), "--json", "--quiet"]
+        as_json = [] if "--json=summary" in arguments else ["--json"]
+        options = [*(["--backend", "cpu"] if on_cpu else []), *as_json, "--quiet"]
         done = CliRunner().invoke(PROGRAMS[program], [*arguments, *options], prog_name=program)
         assert done.exit_code == int(code), f"{command}\n{done.output}\n{done.exception!r}"
         printed.append((name, command, json.loads(done.stdout)))

@@ -233,6 +233,7 @@ def _build_group(members: list[Blame], by_site: Mapping[tuple[int | None, str], 
         worst_layer=worst.layer,
         reason=worst.reason,
         where=tuple(sentence for result in results_of(worst) for sentence in result.where),
+        regions=tuple(region for result in results_of(worst) for region in result.regions),
     )
 
 

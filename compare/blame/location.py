@@ -15,6 +15,7 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.inputs import decoded_tokens
 from minimax_tools.model.sites import Site
+from minimax_tools.results.regions import WrongRegion
 from minimax_tools.results.results import Blame, SiteResult
 
 # Sites whose error may lie in the tokens of some experts, and sites whose channels are heads side by side.
@@ -51,19 +52,24 @@ def locate_blamed(
     # The last site of a blame failed; those before it were not compared.
     for site in {Site(blamed.sites[-1]) for blamed in blame}:
         rows = recomputed[site].rows if site in recomputed else judge.judged_rows(site)
-        located[site] = replace(
-            results[site], where=_locate(site, rows, layer=results[site].layer, sides=sides)
-        )
+        where, regions = _locate(site, rows, layer=results[site].layer, sides=sides)
+        located[site] = replace(results[site], where=where, regions=regions)
     return located
 
 
-def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -> tuple[str, ...]:
-    """Locate an error in `rows`: the judged tokens of both sides, [T,F], and their `places` [T,2] (prompt, column)."""
+def _locate(
+    site: Site, rows: Rows | None, *, layer: int | None, sides: Sides
+) -> tuple[tuple[str, ...], tuple[WrongRegion, ...]]:
+    """Locate an error in `rows`: the judged tokens of both sides, [T,F], and their `places` [T,2] (prompt, column).
+
+    Returns:
+        Sentences, and the regions that they name.
+    """
     if layer is None or rows is None or rows.num_tokens == 0 or not rows.has_floor:
-        return ()
+        return (), ()
     bounds = _bounds(site, rows, sides)
     if bounds is None:
-        return ()
+        return (), ()
     return describe_regions(
         rows,
         bounds=bounds,

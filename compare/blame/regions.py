@@ -9,10 +9,13 @@ items of a region that a new one shall narrow down, or all. A region that is yie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+
+from minimax_tools.results.regions import WrongRegion
 
 # A region counts if chance would put all wrong items into one as small with less than this probability.
 _CHANCE = 1e-6
@@ -22,6 +25,8 @@ _CHANCE_WITHIN = 1e-3
 _MOST_OF_ALL = 0.9
 # A region names at most one expert in so many.
 _EXPERTS_PER_NAMED = 4
+# Fields of `WrongRegion` that list single numbers; the others list ranges.
+_LISTED = {"rows", "experts", "heads"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +38,7 @@ class Region:
     # At least the number of regions of that kind that might have been found instead: for rows, heads and experts those
     # of that size, for ranges those of any size.
     num_choices: float
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # the region as fields of `WrongRegion`
 
     @property
     def size(self) -> int:
@@ -45,7 +51,12 @@ class Region:
             words=f"{self.words}, {other.words}",
             items=self.items & other.items,
             num_choices=self.num_choices * other.num_choices,
+            numbers=_intersect(self.numbers, other.numbers),
         )
+
+    def as_result(self, wrong: torch.Tensor) -> WrongRegion:
+        """Return the region as numbers, with the count of wrong items, bool [T] or [F]."""
+        return WrongRegion(num_wrong=int(wrong.sum()), num_held=self.size, of=wrong.numel(), **self.numbers)
 
     def adds_to(self, other: Region, wrong: torch.Tensor) -> bool:
         """Decide whether this region narrows down the wrong items, bool [T] or [F], within another."""
@@ -71,27 +82,34 @@ def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
         words="in " + _count_words("row", held),
         items=torch.isin(rows, torch.tensor(held)),
         num_choices=math.comb(int(rows.unique().numel()), len(held)),
+        numbers={"rows": tuple(held)},
     )
 
 
 def range_regions(
-    wrong: torch.Tensor, numbers: torch.Tensor, within: torch.Tensor, *, word: str
+    wrong: torch.Tensor, numbers: torch.Tensor, within: torch.Tensor, *, word: str, kind: str
 ) -> Iterator[Region]:
     """Yield the range from the first wrong number on, and the range from the first to the last.
 
-    Each item has a number, of which `word` is the noun, such as `at token`. The numbers of the items `within`, bool
-    [T] or [F], tell how many ranges there are to choose from.
+    Each item has a number, of which `word` is the noun, such as `at token`, and `kind` the field of `WrongRegion`. The
+    numbers of the items `within`, bool [T] or [F], tell how many ranges there are to choose from.
     """
     low, high = int(numbers[wrong].min()), int(numbers[wrong].max())
     least, most = int(numbers[within].min()), int(numbers[within].max())
     if low > least:
         yield Region(
-            words=f"{word}s from {low} on", items=numbers >= low, num_choices=float(most - least + 1)
+            words=f"{word}s from {low} on",
+            items=numbers >= low,
+            num_choices=float(most - least + 1),
+            numbers=_name_range(kind, low, most),
         )
     if high < most:
         words = f"{word} {low}" if low == high else f"{word}s {low} to {high}"
         yield Region(
-            words=words, items=(numbers >= low) & (numbers <= high), num_choices=float(most - least + 1) ** 2
+            words=words,
+            items=(numbers >= low) & (numbers <= high),
+            num_choices=float(most - least + 1) ** 2,
+            numbers=_name_range(kind, low, high),
         )
 
 
@@ -116,6 +134,7 @@ def expert_regions(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Ten
             words="of " + _count_words("expert", sorted(chosen)),
             items=takes[:, chosen].any(dim=1),
             num_choices=math.comb(num_experts, len(chosen)),
+            numbers={"experts": tuple(sorted(chosen))},
         )
 
 
@@ -124,7 +143,22 @@ def channel_regions(wrong: torch.Tensor, head_dim: int | None, word: str) -> Ite
     numbers = torch.arange(wrong.numel())
     if head_dim is not None and wrong.numel() % head_dim == 0:
         yield from _head_regions(wrong, numbers, head_dim)
-    yield from range_regions(wrong, numbers, torch.ones_like(wrong), word=f"from {word}")
+    yield from range_regions(wrong, numbers, torch.ones_like(wrong), word=f"from {word}", kind=f"{word}s")
+
+
+def _name_range(kind: str, low: int, high: int) -> dict[str, Any]:
+    """Return the numbers from low to high as a field of `WrongRegion`, `kind`."""
+    return {kind: tuple(range(low, high + 1)) if kind in _LISTED else ((low, high),)}
+
+
+def _intersect(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an intersection; of two ranges of one kind, what both hold."""
+    both = {**first, **second}
+    for kind in (first.keys() & second.keys()) - _LISTED:
+        if isinstance(both[kind], tuple):
+            ((low, high),), ((other_low, other_high),) = first[kind], second[kind]
+            both[kind] = ((max(low, other_low), min(high, other_high)),)
+    return both
 
 
 def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) -> float:
@@ -151,9 +185,10 @@ def _head_regions(wrong: torch.Tensor, numbers: torch.Tensor, head_dim: int) -> 
         words="of " + _count_words("head", held),
         items=torch.isin(heads, torch.tensor(held)),
         num_choices=math.comb(wrong.numel() // head_dim, len(held)),
+        numbers={"heads": tuple(held)},
     )
-    for region in range_regions(wrong, dims, torch.ones_like(wrong), word="in dim"):
-        yield Region(words=f"{region.words} of each head", items=region.items, num_choices=region.num_choices)
+    for region in range_regions(wrong, dims, torch.ones_like(wrong), word="in dim", kind="dims"):
+        yield replace(region, words=f"{region.words} of each head")
 
 
 def _count_words(noun: str, numbers: list[int]) -> str:

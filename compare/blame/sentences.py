@@ -7,7 +7,7 @@ T judged tokens, F channels of a site, D channels of a head, k experts per token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from compare.blame.regions import (
 from compare.noise.rho import token_ratios
 from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY_FLOAT32
+from minimax_tools.results.regions import WrongRegion
 
 # Wrong values are a multiple of the golden's if the multiple leaves at most this share of the error.
 _LEFT_BY_SCALE = 0.2
@@ -46,8 +47,8 @@ def describe_regions(
     experts: torch.Tensor | None,
     head_dim: int | None,
     channel_word: str = "channel",
-) -> tuple[str, ...]:
-    """Describe where the error of a site lies; empty if it is everywhere.
+) -> tuple[tuple[str, ...], tuple[WrongRegion, ...]]:
+    """Describe where the error of a site lies: in sentences, and the regions that they name; none if it is everywhere.
 
     Args:
         rows: The judged tokens, with their floor.
@@ -59,39 +60,57 @@ def describe_regions(
     """
     broken = ~rows.target.isfinite().all(dim=1)
     if bool(broken.any()):
-        return tuple(_describe_tokens("NaN or Inf", broken, rows.places, decoded=decoded, experts=experts))
+        region = _find_tokens(broken, rows.places, decoded=decoded, experts=experts)
+        return _tell([("NaN or Inf", broken, region)])
     wrong = token_ratios(rows) > bounds.token
-    sentences: list[str] = []
+    found: list[tuple[str, torch.Tensor, Region | None]] = []
+    values: tuple[str, ...] = ()
     if bool(wrong.any()):
-        sentences += _describe_tokens("wrong tokens", wrong, rows.places, decoded=decoded, experts=experts)
+        region = _find_tokens(wrong, rows.places, decoded=decoded, experts=experts)
+        found.append(("wrong tokens", wrong, region))
     # The channels are found in the wrong tokens. If no single token is wrong, all of them may still tell.
     rows = rows.select(wrong) if bool(wrong.any()) else rows
     channels = _wrong_channels(rows, bounds)
     if channels is not None and bool(channels.any()):
         region = tightest(channels, channel_regions(channels, head_dim, channel_word))
-        if region is not None:
-            sentences.append(_describe_share(f"wrong {channel_word}s", channels, region))
-        sentences += _describe_values(rows, channels, head_dim)
-    return tuple(sentences)
+        found.append((f"wrong {channel_word}s", channels, region))
+        values = tuple(_describe_values(rows, channels, head_dim))
+    sentences, regions = _tell(found)
+    return (*sentences, *values), regions
 
 
-def _describe_tokens(
-    subject: str,
+def _tell(
+    found: Iterable[tuple[str, torch.Tensor, Region | None]],
+) -> tuple[tuple[str, ...], tuple[WrongRegion, ...]]:
+    """Return sentences and regions of subjects, with their wrong items and the region that holds these, if any."""
+    told = [(subject, wrong, region) for subject, wrong, region in found if region is not None]
+    return (
+        tuple(_describe_share(subject, wrong, region) for subject, wrong, region in told),
+        tuple(region.as_result(wrong) for _, wrong, region in told),
+    )
+
+
+def _find_tokens(
     wrong: torch.Tensor,
     places: torch.Tensor,
     *,
     decoded: torch.Tensor | None,
     experts: torch.Tensor | None,
-) -> Iterator[str]:
-    """Yield a sentence on the smallest region that holds the wrong tokens, or an intersection of two; else nothing."""
+) -> Region | None:
+    """Find the smallest region that holds the wrong tokens, or an intersection of two; None if none tells."""
 
     def candidates(within: torch.Tensor) -> Iterator[Region]:
         """Yield regions that narrow down the tokens `within`, bool [T]."""
         yield from row_regions(wrong, places[:, 0])
-        yield from range_regions(wrong, places[:, 1], within, word="at token")
+        yield from range_regions(wrong, places[:, 1], within, word="at token", kind="tokens")
         if decoded is not None:
-            yield Region(words="decoded one at a time", items=decoded, num_choices=1)  # a kind of one region
-            yield Region(words="computed in one pass", items=~decoded, num_choices=1)
+            # A kind of one region each.
+            yield Region(
+                words="decoded one at a time", items=decoded, num_choices=1, numbers={"is_decoded": True}
+            )
+            yield Region(
+                words="computed in one pass", items=~decoded, num_choices=1, numbers={"is_decoded": False}
+            )
         if experts is not None:
             yield from expert_regions(wrong, experts, within)
 
@@ -102,9 +121,7 @@ def _describe_tokens(
         for second in candidates(first.items)
         if second.adds_to(first, wrong) and first.adds_to(second, wrong)
     ]
-    region = tightest(wrong, (*single, *pairs))
-    if region is not None:
-        yield _describe_share(subject, wrong, region)
+    return tightest(wrong, (*single, *pairs))
 
 
 def _describe_share(subject: str, wrong: torch.Tensor, region: Region) -> str:

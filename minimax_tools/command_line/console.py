@@ -31,7 +31,8 @@ _ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program'
 _SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
 _DEFAULTS = "minimax_tools.defaults"  # the project's defaults
 # Options that change nothing but what is printed.
-_OUTPUT_OPTIONS = ("--json", "--quiet", "--debug")
+_JSON_OPTION = "--json"
+_OUTPUT_OPTIONS = (_JSON_OPTION, "--quiet", "--debug")
 # Packages whose log messages are shown.
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 # Title of the commands of a group that belong to no section.
@@ -44,6 +45,8 @@ _PLACEHOLDERS: Mapping[str, str] = {"integer range": "N", "integer": "N", "float
 logger = logging.getLogger(__name__)
 
 
+# A flag, or the form that was asked for, a text.
+JsonValue = TypeVar("JsonValue", bool, "str | None")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -196,7 +199,10 @@ def given_arguments() -> tuple[str, ...]:
 def same_command(program: str, *further: str, without: Collection[str] = ()) -> str:
     """Return the running command as a shell line with further options, and without some and those of the output."""
     left_out = {*_OUTPUT_OPTIONS, *without}
-    return shlex.join((program, *(word for word in given_arguments() if word not in left_out), *further))
+    kept = (
+        word for word in given_arguments() if word not in left_out and word.partition("=")[0] != _JSON_OPTION
+    )
+    return shlex.join((program, *kept, *further))
 
 
 def speak_as(speaker: str) -> None:
@@ -209,9 +215,9 @@ def remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     ctx.meta[_DEBUG] = value
 
 
-def remember_json(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+def remember_json(ctx: click.Context, _: click.Parameter, value: JsonValue) -> JsonValue:
     """Print errors as JSON on stdout too (click callback of `--json`)."""
-    ctx.meta[_JSON] = value
+    ctx.meta[_JSON] = bool(value)
     return value
 
 

@@ -16,7 +16,7 @@ one value:
 | `layer_option` | --layer | |
 | `memory_budget_option` | --memory-budget | |
 | `reading_options` | --format, --map | `reading`: DumpReading |
-| `output_options` | --json, --quiet, --debug | |
+| `output_options`; `judging_output_options` | --json, --quiet, --debug; with --json=summary | |
 """
 
 from __future__ import annotations
@@ -377,19 +377,38 @@ def reading_options(
     )
 
 
+_debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=remember_debug,
+    help="Print tracebacks and debug messages.",
+)
+_quiet_option = click.option(
+    "--quiet", is_flag=True, expose_value=False, callback=show_progress, help="Print no progress."
+)
 output_options = stack_options(
-    click.option(
-        "--debug",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=remember_debug,
-        help="Print tracebacks and debug messages.",
-    ),
+    _debug_option,
     click.option(
         "--json", "as_json", is_flag=True, is_eager=True, callback=remember_json, help="Print JSON."
     ),
+    _quiet_option,
+)
+# Of commands that judge a run: `as_json` is a form of JSON, or None for text.
+WHOLE_JSON, SUMMARY_JSON = "whole", "summary"
+judging_output_options = stack_options(
+    _debug_option,
     click.option(
-        "--quiet", is_flag=True, expose_value=False, callback=show_progress, help="Print no progress."
+        "--json",
+        "as_json",
+        is_flag=False,
+        flag_value=WHOLE_JSON,
+        type=click.Choice([WHOLE_JSON, SUMMARY_JSON]),
+        metavar="[=summary]",
+        is_eager=True,
+        callback=remember_json,
+        help="Print JSON: every figure of every site, or a summary: the verdict, what was compared, limits and causes.",
     ),
+    _quiet_option,
 )

@@ -1,5 +1,6 @@
 """Results: values of comparisons and bisections.
 
+- `regions`: the tokens or channels that hold the wrong values of a site
 - `results`: a comparison, its sites and its blame
 - `model_findings`: what is wrong in a whole port's run
 - `prompt_results`: prompts ranked by their next-token distributions

@@ -8,6 +8,7 @@ from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
 from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.regions import WrongRegion
 from minimax_tools.text_enum import TextEnum
 
 
@@ -137,6 +138,7 @@ class SiteResult:
     classic_failures: tuple[str, ...] = ()
     # Sentences on what the wrong tokens and channels have in common; only of sites to blame.
     where: tuple[str, ...] = ()
+    regions: tuple[WrongRegion, ...] = ()  # the tokens and channels that `where` names, as numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,7 @@ class BlameGroup:
     worst_layer: int | None  # the layer in which the sites are furthest beyond their limits
     reason: str  # `Blame.reason` of the worst layer
     where: tuple[str, ...] = ()  # `SiteResult.where` of the worst layer
+    regions: tuple[WrongRegion, ...] = ()  # `SiteResult.regions` of the worst layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

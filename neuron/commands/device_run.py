@@ -19,9 +19,10 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_commands import judge_port_of
 from minimax_tools.command_line.console import end_command, print_json, print_text
+from minimax_tools.command_line.options import SUMMARY_JSON
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.command_line.run_commands import RunCommands
-from minimax_tools.errors import CaptureError, TargetError
+from minimax_tools.errors import CaptureError, TargetError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.memory import MemoryBudget
@@ -38,7 +39,7 @@ from neuron.runs.run_profile import PROFILE_NAME, RunProfile
 from neuron.runs.run_report import RunReport
 from neuron.runs.runner import DeviceRun
 from reports.captures import capture_record, render_capture
-from reports.data import comparison_record
+from reports.data import comparison_record, summary_record
 from reports.json_values import to_json
 from reports.terminal import render_comparison
 
@@ -67,6 +68,11 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
 
     `make_run` returns the command's run for a model.
     """
+    if options.as_json == SUMMARY_JSON and options.golden is None:
+        raise UsageError(
+            "--json=summary sums up a verdict, and nothing is judged without a golden",
+            next_step="Give --golden, or --json alone.",
+        )
     spec = ModelSpec.from_folder(resolve_config(options.model))
     run = make_run(spec).decoding(options.num_decoded)
     run.span.within(spec.num_hidden_layers)  # raises if the model lacks a layer
@@ -97,7 +103,9 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
         comparison=comparison,
         following=following,
     )
-    if options.as_json:
+    if options.as_json == SUMMARY_JSON:
+        _print_summary(outcome)
+    elif options.as_json:
         _print_record(outcome)
     else:
         _print_text(outcome, shows_metrics=options.shows_metrics)
@@ -205,6 +213,12 @@ def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
             found=provenance.target,
             next_step="Leave out --target to show it, or --skip-compile to run the target.",
         )
+
+
+def _print_summary(outcome: _Outcome) -> None:
+    assert outcome.comparison is not None, "a summary was refused without a golden"
+    record = {"directory": str(outcome.capture.directory), **summary_record(outcome.comparison)}
+    print_json(record, next_commands=outcome.following)
 
 
 def _print_record(outcome: _Outcome) -> None:

@@ -27,12 +27,13 @@ from minimax_tools.command_line.console import (
     same_command,
 )
 from minimax_tools.command_line.options import (
+    SUMMARY_JSON,
     CaptureStore,
     dtype_option,
     grouped_as,
+    judging_output_options,
     memory_budget_option,
     model_option,
-    output_options,
     stack_options,
     store_options,
 )
@@ -54,7 +55,7 @@ from neuron.options import backend_option, layer_timeout_option
 from neuron.ports.targets import find_model_target
 from neuron.rank_options import rank_options
 from reports.captures import capture_record
-from reports.data import comparison_record
+from reports.data import comparison_record, summary_record
 from reports.terminal import render_comparison
 
 # Steps to decode, if --decode does not say: the first reads the cache of the prefill, the later ones those of steps.
@@ -77,7 +78,7 @@ class ModelOptions:
     memory_budget: int | None  # in bytes
     dtype: torch.dtype
     store: CaptureStore
-    as_json: bool
+    as_json: str | None  # the form of JSON; None for text
 
 
 @click.command(
@@ -122,7 +123,7 @@ class ModelOptions:
     memory_budget_option,
     dtype_option,
     store_options,
-    output_options,
+    judging_output_options,
     grouped_as("options", ModelOptions),
 )
 def model_command(options: ModelOptions) -> None:
@@ -171,7 +172,8 @@ def model_command(options: ModelOptions) -> None:
                 judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
             )
     if options.as_json:
-        print_json(_record(capture, named), next_commands=_after_run(named, options))
+        record = _summary(capture, named) if options.as_json == SUMMARY_JSON else _record(capture, named)
+        print_json(record, next_commands=_after_run(named, options))
     else:
         _print_text(named)
         print_text("", next_commands=_after_run(named, options))
@@ -187,6 +189,15 @@ def _record(capture: Capture, named: NamedRun) -> dict[str, Any]:
         "isolated": None if named.isolated is None else comparison_record(named.isolated),
         "diagnosis": [] if diagnosed is None else diagnosed["diagnosis"],
         "diagnosed": diagnosed,
+    }
+
+
+def _summary(capture: Capture, named: NamedRun) -> dict[str, Any]:
+    diagnosed = None if named.diagnosis is None else diagnosis_record(named.diagnosis)
+    return {
+        "directory": str(capture.directory),
+        **summary_record(named.comparison),
+        "diagnosis": [] if diagnosed is None else diagnosed["diagnosis"],
     }
 
 

@@ -5,5 +5,6 @@
 - `compiler`: torch.compile, which makes graphs of a layer; `compile_counts`: graphs compiled, where they broke
 - `ranks`: the ranks that share a layer; `distributed`: their store and process groups
 - `spmd`: devices of one process that share a layer
+- `device_memory`: a device out of memory, and what to lower
 - `weights`: a layer's weights, on their way to a device
 """

@@ -15,6 +15,7 @@ from minimax_tools.ranks.messages import RankMessages
 from neuron.devices.backend import Backend, choose_backend, open_device
 from neuron.devices.compile_counts import CompileCounts
 from neuron.devices.compiler import AUTO, Compiler, choose_compiler, count_torch_compiles
+from neuron.devices.device_memory import device_memory_errors
 from neuron.devices.distributed import (
     PATIENCE,
     model_parallel,
@@ -44,13 +45,18 @@ class Runtime:
         return self.ranks.as_json() if self.spmd is None else self.spmd.as_json()
 
     def synchronise(self) -> None:
-        """Wait until the device has computed all that was recorded."""
-        if self.backend.is_lazy:
-            import torch_xla
+        """Wait until the device has computed all that was recorded.
 
-            torch_xla.sync(wait=True)
-        elif self.backend is Backend.NEURON:
-            torch.neuron.synchronize()  # type: ignore[attr-defined]  # the native backend adds this module
+        Raises:
+            BackendError: The device is out of memory, which may show only here.
+        """
+        with device_memory_errors("when it computed what was recorded"):
+            if self.backend.is_lazy:
+                import torch_xla
+
+                torch_xla.sync(wait=True)
+            elif self.backend is Backend.NEURON:
+                torch.neuron.synchronize()  # type: ignore[attr-defined]  # the native backend adds this module
 
     def count_compiles(self) -> CompileCounts:
         """Count the graphs compiled in this process so far, and the operations that ran on the CPU instead."""

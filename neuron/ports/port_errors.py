@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from minimax_tools.errors import Mm2Error, TargetError
+from neuron.devices.device_memory import LOWER, is_out_of_device_memory, shorten
 from neuron.process.status import doing
 
 
@@ -35,5 +36,9 @@ def port_errors(failed: str, *, activity: str, next_step: str) -> Iterator[None]
     except (Mm2Error, KeyboardInterrupt):
         raise
     except BaseException as error:  # also SystemExit and classes that no handler knows
+        if is_out_of_device_memory(error):
+            raise PortEndError(
+                f"{failed}: the device is out of memory", found=shorten(error), next_step=LOWER
+            ) from error
         kind = PortEndError if isinstance(error, (SystemExit, MemoryError)) else TargetError
         raise kind(failed, found=f"{type(error).__name__}: {error}", next_step=next_step) from error

@@ -48,7 +48,9 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
     Returns:
         The exit code. The child never returns.
     """
-    child = _Child(command, held_back=_JSON in arguments)
+    # A summary is asked for by --json=summary.
+    as_json = any(word.partition("=")[0] == _JSON for word in arguments)
+    child = _Child(command, held_back=as_json)
     try:
         exit_code = child.wait()
         if exit_code is not None:
@@ -65,7 +67,7 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from minimax_tools.command_line.console import print_error
 
-    return print_error(error, as_json=_JSON in arguments)
+    return print_error(error, as_json=as_json)
 
 
 class _Child:

@@ -17,6 +17,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
+from neuron.devices.device_memory import device_memory_errors
 from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
 from neuron.ports.port_errors import port_errors
@@ -123,7 +124,8 @@ class LayerExecutor:
         layer_input, sites = request.layer_input, request.sites
         what = f"target {self.setup.target.name}, layer {request.layer}"
         stopwatch = LayerStopwatch(self.runtime, self.reader, self.loader)
-        module = self._resident.load(request.layer, next_layer=request.next_layer)
+        with device_memory_errors(f"when the weights of layer {request.layer} were written to it"):
+            module = self._resident.load(request.layer, next_layer=request.next_layer)
         self.setup.budget.require(self.footprint.activation_bytes, f"what layer {request.layer} computes")
         stopwatch.mark_loaded()
         exposure = self._find_exposure(module, request, what=what)

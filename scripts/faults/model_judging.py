@@ -78,7 +78,7 @@ def judge_model_port(plant: ModelPlant, ground: ModelGround, *, backend: str, di
     """Run a whole port and judge it; its capture is written to `directory`."""
     arguments = [
         *("model", "--model", ground.model, "--golden", ground.golden, "--target", plant.target),
-        *("--backend", backend, "--output-dir", directory, "--json", "--quiet"),
+        *("--backend", backend, "--output-dir", directory, "--overwrite", "--json", "--quiet"),
     ]
     if plant.num_ranks > 1:
         exit_code, stdout, stderr = _run_apart([*map(str, arguments), "--tp-degree", str(plant.num_ranks)])

@@ -146,7 +146,7 @@ class LoadingBench:
 
         With `idle` it leaves out most of the reading, so that the rest of the work is measured; see `IdleReader`.
         """
-        words = [*command, "--model", str(checkpoint.folder), "--output-dir", str(capture)]
+        words = [*command, "--model", str(checkpoint.folder), "--output-dir", str(capture), "--overwrite"]
         words += ["--seq-len", ",".join(map(str, self.seq_lens)), "--quiet", *options]
         return self.probe(
             RUN_COMMAND,

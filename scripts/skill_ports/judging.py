@@ -51,7 +51,15 @@ def make_material(agents: Path, evaluators: Path) -> None:
 
 def judge_repair(port: Path, *, model: Path, golden: Path, directory: Path) -> RepairJudgement:
     """Judge a port by a sweep over all layers of a golden; its capture goes to `directory`."""
-    target = ("--target", f"{port}:DecoderLayer", "--backend", "cpu", "--output-dir", str(directory))
+    target = (
+        "--target",
+        f"{port}:DecoderLayer",
+        "--backend",
+        "cpu",
+        "--output-dir",
+        str(directory),
+        "--overwrite",
+    )
     done = _start("neuron", "sweep", "--model", str(model), "--golden", str(golden), *target)
     try:
         record = json.loads(done.stdout)

@@ -120,7 +120,7 @@ def test_json_is_one_object(toy: Path, tmp_path: Path, command: Any, saving: lis
     assert [layer["layer"] for layer in record["layers"]] == [0, 1, 2, 3]
     assert len(record["generation"]["rows"][0]["generated_ids"]) == 3
     assert record["directory"] == (None if saving else str(tmp_path / "capture"))
-    record = json.loads(command(main, "single-layer", "--layer", 1, *common).stdout)
+    record = json.loads(command(main, "single-layer", "--layer", 1, *common, "--overwrite").stdout)
     assert [layer["layer"] for layer in record["layers"]] == [1]
     assert "generation" not in record
 

@@ -159,3 +159,15 @@ def test_device_is_waited_for(run_python: Any, environment: dict[str, str]) -> N
     done = run_python(code, **environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == ["neuron", 1]
+
+
+def test_memory_that_proves_too_small_at_the_wait_is_told(
+    process: Any, environment: dict[str, str], toy: Path, golden: Path
+) -> None:
+    arguments = ("single-layer", "--layer", 0, "--model", toy, "--golden", golden, "--json")
+    full = {**environment, "TORCH_NEURON_STAND_IN_FULL": "1"}
+    done = process(*arguments, "--backend", "neuron", "--compile", "off", **full)
+    assert done.returncode == 3
+    error = json.loads(done.stdout)["error"]
+    assert "the device is out of memory, which showed when it computed what was recorded" in error
+    assert "--tp-degree" in error

@@ -8,6 +8,7 @@ import torch
 
 from compare.blame.sentences import Bounds, describe_regions
 from compare.noise.rows import Rows
+from minimax_tools.results.regions import WrongRegion
 
 ROWS, LENGTH, HEAD_DIM, HEADS = 3, 40, 16, 4
 BOUNDS = Bounds(token=3.0, channel=2.0)
@@ -38,7 +39,7 @@ def spoilt(tokens: torch.Tensor, channels: torch.Tensor | slice = slice(None)) -
 
 def describe(rows: Rows, **known: torch.Tensor | int | None) -> tuple[str, ...]:
     arguments = {"decoded": None, "experts": None, "head_dim": None, **known}
-    return describe_regions(rows, bounds=BOUNDS, **arguments)  # type: ignore[arg-type]
+    return describe_regions(rows, bounds=BOUNDS, **arguments)[0]  # type: ignore[arg-type]
 
 
 def everywhere() -> torch.Tensor:
@@ -160,3 +161,46 @@ def test_tokens_of_nan_are_named() -> None:
     assert describe(replace(rows, target=target), head_dim=HEAD_DIM) == (
         "NaN or Inf: all 30 at tokens from 30 on; the 90 others are right",
     )
+
+
+class TestRegions:
+    """The sentences' places as numbers."""
+
+    @staticmethod
+    def find(rows: Rows, **known: torch.Tensor | int | str | None) -> tuple[WrongRegion, ...]:
+        arguments = {"decoded": None, "experts": None, "head_dim": None, **known}
+        return describe_regions(rows, bounds=BOUNDS, **arguments)[1]  # type: ignore[arg-type]
+
+    def test_rows_and_tokens(self) -> None:
+        places = right_rows().places
+        tokens = (places[:, 0] == 1) & (places[:, 1] >= 4) & (places[:, 1] <= 11)
+        assert self.find(spoilt(tokens)) == (
+            WrongRegion(num_wrong=8, num_held=8, of=120, rows=(1,), tokens=((4, 11),)),
+        )
+
+    def test_tokens_to_the_end(self) -> None:
+        (region,) = self.find(spoilt(right_rows().places[:, 1] >= 33))
+        assert region.tokens == ((33, 39),)
+
+    def test_heads_and_dims(self) -> None:
+        channels = torch.arange(HEADS * HEAD_DIM)
+        (head,) = self.find(spoilt(everywhere(), channels // HEAD_DIM == 2), head_dim=HEAD_DIM)
+        assert head == WrongRegion(num_wrong=16, num_held=16, of=64, heads=(2,))
+        (dims,) = self.find(spoilt(everywhere(), channels % HEAD_DIM >= 8), head_dim=HEAD_DIM)
+        assert (dims.heads, dims.dims) == ((), ((8, 15),))
+
+    def test_channels_and_experts(self) -> None:
+        channels = torch.zeros(HEADS * HEAD_DIM, dtype=torch.bool)
+        channels[20:30] = True
+        (region,) = self.find(spoilt(everywhere(), channels))
+        assert (region.channels, region.experts) == (((20, 29),), ())
+        (region,) = self.find(spoilt(everywhere(), channels), channel_word="expert")
+        assert (region.channels, region.experts) == ((), tuple(range(20, 30)))
+
+    def test_decoded_tokens(self) -> None:
+        decoded = (right_rows().places[:, 1] % 7) == 3
+        (region,) = self.find(spoilt(decoded), decoded=decoded)
+        assert region.is_decoded is True
+
+    def test_error_everywhere_has_no_region(self) -> None:
+        assert self.find(spoilt(everywhere()), head_dim=HEAD_DIM) == ()

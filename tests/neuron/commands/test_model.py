@@ -142,7 +142,8 @@ def run_model(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
         path = tmp_path / "whole_port.py"
         path.write_text(IMPORTS + source)
         arguments = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
-        arguments += ("--target", f"{path}:Model", "--captures", tmp_path, "--output-dir", tmp_path / "run")
+        arguments += ("--target", f"{path}:Model", "--captures", tmp_path)
+        arguments += ("--output-dir", tmp_path / "run", "--overwrite")
         result = run(*arguments, *options)
         return result, json.loads(result.stdout) if result.stdout else {}
 
