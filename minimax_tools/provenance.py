@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.json_codec import omit_default
 
 # In the order in which a manifest lists their versions.
 _PACKAGES = (
@@ -17,6 +19,8 @@ _PACKAGES = (
     "torch-neuronx", "neuronx-distributed", "neuronx-cc", "libneuronxla",
     "transformers", "accelerate", "safetensors",
 )  # fmt: skip
+# Fields of `Provenance` that are kept for the reader, and by which no two captures differ.
+CONFIGS = ("model_config", "port_config")
 # Variables that change numbers on one of the backends, in the order in which a manifest lists them.
 _NUMERIC_VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_NUM_THREADS",
@@ -58,3 +62,24 @@ class Provenance:
     options: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=library_versions)
     environment: Mapping[str, str] = field(default_factory=numeric_environment)
+    # For the reader alone: `model` and `target_digest` decide whether two captures are of one model and one port.
+    model_config: Mapping[str, Any] = field(default_factory=dict)  # values of config.json
+    port_config: Mapping[str, Any] = field(default_factory=dict)  # a port's `mm2_neuron_config`
+
+
+# Records without these values stay as they were before mm2 kept them.
+omit_default(Provenance, *CONFIGS)
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values as JSON takes them; what JSON has no form for, such as a dtype, becomes text."""
+    return {str(name): _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain_values(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    return value if value is None or isinstance(value, str) or is_number else str(value)

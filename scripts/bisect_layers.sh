@@ -59,7 +59,7 @@ others=("$@")
 passes() {
     local code=0
     "${mm2_test[@]}" "$@" --model "$model" --golden "$golden" --target "$target" --sites layer --quiet \
-        --output-dir "$scratch/run" "${others[@]}" >"$scratch/output" || code=$?
+        --output-dir "$scratch/run" --overwrite "${others[@]}" >"$scratch/output" || code=$?
     case "$code" in
         0 | 1) return "$code" ;;
         *) cat "$scratch/output" >&2; exit 3 ;;

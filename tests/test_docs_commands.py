@@ -31,6 +31,7 @@ PAGES = (
     "ranks-and-decoding",
     "several-boxes",
     "troubleshooting",
+    "command-line",
 )
 
 # Blocks of a page that need what is not on this machine: the hub, the reader's own files, an installation.

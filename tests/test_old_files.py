@@ -46,7 +46,14 @@ def _without_new_keys(record: dict[str, Any]) -> dict[str, Any]:
     if "graphs" in record:
         new = ("compiler", "graph_breaks", "recompiles")
         record["graphs"] = {key: value for key, value in record["graphs"].items() if key not in new}
-    return {key: value for key, value in record.items() if key not in ("next", "schema_version")}
+    return _without(record, {"next", "schema_version", "regions", "model_config", "port_config"})
+
+
+def _without(value: Any, keys: set[str]) -> Any:
+    """Leave keys out of a value, however deep they are."""
+    if isinstance(value, dict):
+        return {key: _without(one, keys) for key, one in value.items() if key not in keys}
+    return [_without(one, keys) for one in value] if isinstance(value, list) else value
 
 
 def shape_of(value: Any) -> Any:

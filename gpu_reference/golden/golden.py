@@ -42,7 +42,7 @@ from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.partition.plan import Slice
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import Provenance, plain_values
 from minimax_tools.slices.stored_weights import read_slice_index
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ class Golden:
                 },
                 target="transformers",
                 options=options,
+                model_config=plain_values(request.model.spec.raw),
             ),
             inputs_digest=request.inputs.digest(),
             input_source=request.inputs.source,

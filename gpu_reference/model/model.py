@@ -53,10 +53,9 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
     """
     require_golden_extra("a golden capture")
     _set_exact_arithmetic()
-    _follow_quiet()
     logger.info("Loading %d layers of %s in %s.", request.num_hidden_layers, request.folder, request.dtype)
     model_class = _golden_class()
-    with _loading_errors_translated(request), watched_memory():
+    with _following_quiet(), _loading_errors_translated(request), watched_memory():
         with torch.device("meta"):
             verify_device_map(request.placement.device_map, model_class(_read_config(request)))
         model = model_class.from_pretrained(
@@ -154,14 +153,25 @@ def _golden_class() -> Any:
     return MiniMaxM2ForCausalLM
 
 
-def _follow_quiet() -> None:
-    """Show transformers' progress bars only if mm2's own progress is shown."""
+@contextmanager
+def _following_quiet() -> Iterator[None]:
+    """Show transformers' progress bars and its report of the weights in the block only if mm2's progress is shown.
+
+    The report is no check that mm2 needs: `prove_model` compares the loaded weights with the checkpoint's.
+    """
     from transformers.utils import logging as transformers_logging
 
     if logger.isEnabledFor(logging.INFO):
         transformers_logging.enable_progress_bar()
-    else:
-        transformers_logging.disable_progress_bar()
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _quantization(spec: ModelSpec) -> dict[str, Any]:

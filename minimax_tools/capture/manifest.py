@@ -23,7 +23,7 @@ from minimax_tools.json_codec import decode, encode, omit_default
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import CONFIGS, Provenance
 
 MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"
@@ -79,9 +79,10 @@ class Description:
     def differences(self, other: Description) -> list[str]:
         """Return dotted names of values that differ, such as `options.attn_implementation`.
 
-        A capture may be resumed if none differs.
+        A capture may be resumed if none differs. The configs are kept for the reader and do not count.
         """
-        return _differences(encode(self), encode(other))
+        names = _differences(encode(self), encode(other))
+        return [name for name in names if name.partition(".")[0] not in CONFIGS]
 
 
 # Manifests without variants stay as they were before variants existed.
@@ -180,13 +181,13 @@ class Manifest:
         }
 
     @classmethod
-    def read(cls, directory: Path, *, name: str = MANIFEST_NAME) -> Manifest:
+    def read(cls, directory: Path | str, *, name: str = MANIFEST_NAME) -> Manifest:
         """Read the manifest of a capture directory, or one of a rank beside it.
 
         Raises:
             CaptureError: The directory holds no manifest, or one that this version cannot read.
         """
-        path = directory / name
+        path = Path(directory) / name
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -42,12 +42,13 @@ class Capture(CaptureSource):
         self._files = OpenFiles(directory)
 
     @classmethod
-    def open(cls, directory: Path) -> Capture:
+    def open(cls, directory: Path | str) -> Capture:
         """Open a capture directory.
 
         Raises:
             CaptureError: There is no capture, or it is damaged.
         """
+        directory = Path(directory)
         return cls(directory, Manifest.read(directory))
 
     @property

@@ -25,6 +25,7 @@ from minimax_tools.checkpoint.weight_files import (
 )
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix
+from minimax_tools.torch_files.whole_module import refuse_pickled_module
 
 Entry = TypeVar("Entry", bound=TensorEntry)
 
@@ -194,6 +195,7 @@ def _find_weight_map(folder: Path) -> dict[str, str] | None:
 def _find_shards(folder: Path) -> list[str]:
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     if not shards:
+        refuse_pickled_module(folder)
         raise CheckpointError(
             f"no checkpoint at {folder}",
             expected="safetensors shards",

@@ -48,9 +48,9 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, folder: Path, *, index: TensorIndex | None = None, layers: range | None = None
+        self, folder: Path | str, *, index: TensorIndex | None = None, layers: range | None = None
     ) -> None:
-        self.index = TensorIndex.from_folder(folder, layers=layers) if index is None else index
+        self.index = TensorIndex.from_folder(Path(folder), layers=layers) if index is None else index
         self._files = ShardFiles()
         self._is_past_cache = False
         # Memory that each thread keeps, by use.

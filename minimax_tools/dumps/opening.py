@@ -34,13 +34,14 @@ class DumpReading:
         return self.format is None and self.names.path is None
 
 
-def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureSource:
+def open_source(directory: Path | str, reading: DumpReading | None = None) -> CaptureSource:
     """Open a capture directory of mm2, of the legacy `.pt` layout, or of another tool.
 
     Raises:
         CaptureError: The directory does not exist, holds no capture, or the capture is damaged.
         UsageError: A format or a map is given for a capture of mm2, or a map alone for one of the legacy layout.
     """
+    directory = Path(directory)
     reading = reading or DumpReading()
     if not directory.is_dir():
         raise CaptureError(
@@ -93,7 +94,11 @@ def is_others(directory: Path) -> bool:
 
 
 def open_sides(
-    reference: Path, target: Path, *, reference_reading: DumpReading, target_reading: DumpReading
+    reference: Path | str,
+    target: Path | str,
+    *,
+    reference_reading: DumpReading,
+    target_reading: DumpReading,
 ) -> tuple[CaptureSource, CaptureSource]:
     """Open two captures to be compared; another tool's dump is laid out as the batch of the other side.
 

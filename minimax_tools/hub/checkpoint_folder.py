@@ -23,6 +23,7 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
 from minimax_tools.model.config_file import CONFIG_FILE
 from minimax_tools.model.weight_names import layer_of
+from minimax_tools.torch_files.whole_module import refuse_pickled_module
 
 Result = TypeVar("Result")
 
@@ -155,6 +156,7 @@ def _on_snapshot(model: str, access: HubAccess | None, work: Callable[[HubSnapsh
     """Parse the hub id `model`, and return the result of `work` on its snapshot."""
     match = _HUB_ID.fullmatch(model)
     if match is None or ".." in model:
+        refuse_pickled_module(Path(model).expanduser())
         raise CheckpointError(
             f"no checkpoint at {model!r}",
             expected="a folder with config.json and safetensors shards, or a hub id such as "

@@ -80,12 +80,13 @@ class ModelSpec:
         return faults
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelSpec:
+    def from_folder(cls, folder: Path | str) -> ModelSpec:
         """Read `config.json` in `folder`.
 
         Raises:
             CheckpointError: The file is missing, is not JSON, or describes another architecture.
         """
+        folder = Path(folder)
         path = folder / CONFIG_FILE
         if not path.exists():
             raise CheckpointError(

@@ -5,5 +5,6 @@
 - `torch_file`: saved values of both layouts of torch.save, with tensors or with their descriptions
 - `rebuild`: the few names that become values
 - `inert`: pickles whose other names become inert records
+- `whole_module`: a module that was pickled whole, told by its class
 - `stored`: a tensor described by its place in a file
 """

@@ -205,7 +205,9 @@ def _after_run(named: NamedRun, options: ModelOptions) -> tuple[str, ...]:
     """Return what comes next: the diagnosis of the suspect layer alone, if it has no name; then the run again."""
     if named.comparison.verdict is Verdict.PASS:
         return ()
-    again = same_command("mm2-test")
+    # A mended port is another run, for which a named folder is refused.
+    is_refused = options.store.output_dir is not None and not options.store.overwrite
+    again = same_command("mm2-test", *(("--overwrite",) if is_refused else ()))
     is_named = named.diagnosis is not None and bool(named.diagnosis.findings)
     if named.isolated is None or is_named:
         return (again,)

@@ -17,7 +17,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import Provenance, plain_values
 from neuron.devices.runtime import Runtime
 from neuron.ports.model_target import ModelTarget
 
@@ -56,5 +56,7 @@ class ModelRequest(ModelSetup):
             dtypes={"weights": dtype_name(self.dtype)},
             target=self.target.name,
             target_digest=self.target.source_digest,
+            model_config=plain_values(self.spec.raw),
+            port_config=plain_values(self.target.port_config),
             options={**options, **self.target.sharing(runtime)},
         )

@@ -62,6 +62,11 @@ class ModelTarget(ABC):
         """Default dtype during `make`; None for the run's dtype."""
         return None
 
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The port's `mm2_neuron_config`; {} if it has none."""
+        return {}
+
     def sharing(self, runtime: Runtime) -> dict[str, int | str]:
         """Return the options by which ranks share the model, by name."""
         sharing = dict(runtime.sharing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ from minimax_tools.errors import TargetError, UsageError
 from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.model.spec import ModelSpec
 from neuron.ports.nxdi_application import PortApplication, find_application
-from neuron.ports.nxdi_config import make_nxdi_config
+from neuron.ports.nxdi_config import make_nxdi_config, read_options
 from neuron.ports.nxdi_conversion import (
     ApplicationConversion,
     Conversion,
@@ -81,6 +81,11 @@ class NxdiTarget(Target):
             application=find_application(layer_class, source.module),
             source_digest=source.digest(),
         )
+
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The options of module and class, of which those of the class come last."""
+        return read_options(self.layer_class, self.module)
 
     @property
     def is_reused(self) -> bool:

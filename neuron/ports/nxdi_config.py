@@ -27,6 +27,11 @@ ABSENT_KEYS: Mapping[str, object] = {
 }
 
 
+def read_options(port_class: Any, module: ModuleType) -> dict[str, Any]:
+    """Return a port's options for NxDI's config of the device: its module's, then its class's."""
+    return {**getattr(module, OPTIONS, {}), **getattr(port_class, OPTIONS, {})}
+
+
 def make_nxdi_config(
     layer_class: Callable[..., Any],
     module: ModuleType,
@@ -54,8 +59,7 @@ def make_nxdi_config(
         "torch_dtype": dtype,
         "router_config": {"act_fn": config.scoring_func, "dtype": torch.float32},
         # The port's own options come last.
-        **getattr(module, OPTIONS, {}),
-        **getattr(layer_class, OPTIONS, {}),
+        **read_options(layer_class, module),
     }
     neuron_config = config_class.get_neuron_config_cls()(**options)
     # Layers read the stage while they are built.

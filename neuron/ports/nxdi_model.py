@@ -9,6 +9,7 @@ B prompts, S columns of the pass.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ from neuron.ports.model_returned import REPLACE_STREAM, ModelResult
 from neuron.ports.model_target import ModelTarget
 from neuron.ports.nxdi import PREFIX, require_nxdi
 from neuron.ports.nxdi_capture import read_captured
+from neuron.ports.nxdi_config import read_options
 from neuron.ports.nxdi_layout import NxdiLayout
 from neuron.ports.nxdi_loaded import LoadedApplication, ReplacedStream
 from neuron.ports.nxdi_settings import NxdiSettings
@@ -162,6 +164,11 @@ class NxdiModelTarget(ModelTarget):
             module=source.module,
             source_digest=source.digest(),
         )
+
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The options of module and class, of which those of the class come last."""
+        return read_options(self.application_class, self.module)
 
     def make(self, config: Any) -> NxdiModel:
         """Prepare the application, which is built when it is loaded: only then its folder is known.

@@ -16,7 +16,7 @@ import torch
 from minimax_tools.errors import TargetError
 from neuron.devices.ranks import Ranks
 from neuron.ports.model_batch import ModelBatch
-from neuron.ports.nxdi_config import ABSENT_KEYS, OPTIONS
+from neuron.ports.nxdi_config import ABSENT_KEYS, OPTIONS, read_options
 from neuron.ports.nxdi_points import with_stream_points
 from neuron.ports.nxdi_replacement import make_config
 
@@ -101,7 +101,7 @@ class NxdiSettings:
 
     def _options(self) -> dict[str, object]:
         length = -(-self.batch.num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-        own = {**getattr(self.module, OPTIONS, {}), **getattr(self.application_class, OPTIONS, {})}
+        own = read_options(self.application_class, self.module)
         options: dict[str, object] = {
             "tp_degree": self.ranks.degree,
             "batch_size": self.batch.num_prompts,

@@ -14,6 +14,7 @@ from typing import Any
 
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.torch_files.whole_module import find_pickled_module
 from neuron.process.status import doing
 
 # Modules that are no part of a port: the standard library, mm2, and what is installed.
@@ -78,8 +79,22 @@ def import_callable(name: str) -> tuple[TargetSource, Callable[..., Any]] | None
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         return None
+    if not place.endswith(".py"):
+        _refuse_pickle(Path(place))
     source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     return source, source.find(attribute)
+
+
+def _refuse_pickle(path: Path) -> None:
+    """Raise TargetError if a file that is named as a port holds a module that was pickled whole."""
+    pickled = find_pickled_module(path)
+    if pickled is not None:
+        raise TargetError(
+            f"target file {path} is no Python file",
+            expected="PATH.py:NAME, the source of the port",
+            found=f"a pickled module of the class {pickled}",
+            next_step=f"Name the file that defines that class, as in port.py:{pickled.rpartition('.')[2]}.",
+        )
 
 
 def import_file(path: Path) -> TargetSource:
@@ -92,6 +107,7 @@ def import_file(path: Path) -> TargetSource:
         raise TargetError(
             f"target file {path} does not exist", next_step="Give --target PATH.py:NAME with its path."
         )
+    _refuse_pickle(path)
     folder = str(path.resolve().parent)
     # First in the search path, as for a script: another folder there may hold a file of the same name.
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]

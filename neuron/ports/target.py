@@ -115,6 +115,11 @@ class Target(ABC):
             TargetError: The target is more than one program.
         """
 
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The port's `mm2_neuron_config`; {} if it has none."""
+        return {}
+
     def sharing(self, runtime: Runtime) -> dict[str, int | str]:
         """Return the options by which ranks share a layer, by name."""
         sharing = dict(runtime.sharing)

@@ -232,6 +232,12 @@ class VllmNeuronModelTarget(ModelTarget):
         source, factory = found
         return cls(name=name, factory=factory, source_digest=source.digest())
 
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The options of the class."""
+        options: Mapping[str, Any] = getattr(self.factory, OPTIONS, {})
+        return options
+
     def make(self, config: Any) -> VllmNeuronModel:
         """Build the model as the plugin's runner does: from two configs, without memory for its weights.
 
@@ -248,7 +254,7 @@ class VllmNeuronModelTarget(ModelTarget):
 
         _open_parallel_state(config.ranks)
         # The logits are what mm2 judges: by default they are returned, and no token is sampled on the device.
-        options = {"on_device_sampling_config": None, **getattr(self.factory, OPTIONS, {})}
+        options = {"on_device_sampling_config": None, **self.port_config}
         vllm_config = VllmConfig()
         with set_current_vllm_config(vllm_config), torch.device("meta"):
             model = build(_hub_config(config), NeuronConfig.from_dict(options))

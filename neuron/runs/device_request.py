@@ -18,7 +18,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import Provenance, plain_values
 from neuron.devices.runtime import Runtime
 from neuron.ports.target import Target
 from neuron.runs.stage_feeds import StageFeeds
@@ -57,6 +57,8 @@ class PortSetup:
             dtypes={"weights": dtype_name(self.dtype)},
             target=self.target.name,
             target_digest=self.target.source_digest,
+            model_config=plain_values(self.spec.raw),
+            port_config=plain_values(self.target.port_config),
             options={**options, **self.target.sharing(runtime), **converted, **undone, **compiled},
         )
 

@@ -9,7 +9,7 @@ from minimax_tools.capture.listing import ListedTensor
 from minimax_tools.capture.manifest import Description
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.run import Component, Mode
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import CONFIGS, Provenance
 from neuron.check import Level, MachineFinding
 from neuron.ports.traced import TracedProgram
 from neuron.runs.run_report import CaptureEffect
@@ -179,7 +179,9 @@ def _description() -> Schema:
         "The plan of the run.",
         optional=("decodes_by_row",),
     )
-    provenance = schema_of(Provenance, options=by_name(anything()))
+    kept = by_name(anything())
+    provenance = schema_of(Provenance, options=kept, model_config=kept, port_config=kept)
+    provenance["required"] = [name for name in provenance["required"] if name not in CONFIGS]
     schema = schema_of(Description, run=run, provenance=provenance)
     schema["required"].remove("floor_variants")
     return schema

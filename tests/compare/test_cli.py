@@ -481,3 +481,60 @@ class TestNamesOfTheSides:
     ) -> None:
         sides = ("--golden", tmp_path / "gone", self.OLD[0], golden, "--run", passing)
         assert command(mm2_compare, *sides, "--quiet").exit_code == 0
+
+
+class TestSummary:
+    """`--json=summary`: the small form."""
+
+    def test_summary_holds_coverage_limits_and_causes(
+        self, command: Command, golden: Path, failing: Path
+    ) -> None:
+        sides = ("--golden", golden, "--run", failing, "--quiet")
+        result = command(mm2_compare, *sides, "--json=summary")
+        record = read_record(result)
+        assert (result.exit_code, record["verdict"], record["schema_version"]) == (1, "fail", 1)
+        assert record["coverage"]["compared"] == record["coverage"]["of"] == 68
+        assert record["coverage"]["layers"] == [0, 1, 2, 3]
+        assert record["coverage"]["not_compared"] == []
+        worst = record["limits"][0]
+        assert (worst["layer"], worst["site"], worst["status"]) == (2, "moe_delta", "fail")
+        assert worst["value"] > worst["limit"]
+        (cause,) = record["cause"]
+        assert (cause["layers"], cause["sites"], cause["severity"]) == ([2], ["moe_delta"], "fail")
+        assert record["next"]
+        assert "sites" not in record
+        whole = command(mm2_compare, *sides, "--json")
+        assert len(result.stdout) < len(whole.stdout) / 5
+        assert set(record) - {"coverage", "limits", "cause", "statuses", "worst"} == set(
+            read_record(whole)
+        ) - {"sites"}
+
+    def test_summary_of_a_pass_names_no_cause(self, command: Command, golden: Path, passing: Path) -> None:
+        record = read_record(command(mm2_compare, "--golden", golden, "--run", passing, "--json=summary"))
+        assert (record["verdict"], record["cause"]) == ("pass", [])
+        assert all(limit["value"] < limit["limit"] for limit in record["limits"])
+
+    def test_place_is_told_as_numbers_too(self, command: Command, golden: Path, copyist: Any) -> None:
+        def spoilt(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.clone()
+            tensor[..., 64:128] *= 2  # head 1 of the toy's, whose heads have 64 dims
+            return tensor
+
+        run = copyist.device_run({(1, Site.Q_PROJ): spoilt}, name="head")
+        record = read_record(command(mm2_compare, "--golden", golden, "--run", run, "--json=summary"))
+        (cause,) = record["cause"]
+        assert cause["sites"] == ["q_proj"]
+        assert any("of head 1" in sentence for sentence in cause["where"])
+        (region,) = [region for region in cause["regions"] if region["heads"]]
+        assert region["heads"] == [1]
+        assert region["num_wrong"] == region["num_held"] == 64
+
+    def test_error_is_one_object_under_a_summary_too(self, command: Command, tmp_path: Path) -> None:
+        result = command(mm2_compare, "--golden", tmp_path / "gone", "--run", tmp_path, "--json=summary")
+        assert result.exit_code == 3
+        assert "error" in read_record(result)
+
+    def test_other_forms_are_refused(self, command: Command) -> None:
+        result = command(mm2_compare, "--json=sumary")
+        assert result.exit_code == 2
+        assert "Did you mean summary?" in result.stderr

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.provenance import Provenance, library_versions, numeric_environment
+from minimax_tools.provenance import Provenance, library_versions, numeric_environment, plain_values
 
 
 def provenance() -> Provenance:
@@ -43,3 +44,22 @@ def test_variables_that_change_numbers_are_kept_and_others_are_not(monkeypatch: 
     assert "XLA_USE_BF16" not in environment
     assert "secret" not in environment.values()
     assert provenance().environment == environment
+
+
+class TestConfigs:
+    """Values that are kept for the reader."""
+
+    def test_values_without_a_form_in_json_become_text(self) -> None:
+        values = {"dtype": torch.bfloat16, "nested": {"on": True, "list": (1, None)}, "scale": float("inf")}
+        expected = {"dtype": "torch.bfloat16", "nested": {"on": True, "list": [1, None]}, "scale": "inf"}
+        assert plain_values(values) == expected
+        json.dumps(plain_values(values), allow_nan=False)
+
+    def test_records_without_them_stay_as_they_were(self) -> None:
+        assert not {"model_config", "port_config"} & encode(provenance()).keys()
+
+    def test_they_survive_a_manifest(self) -> None:
+        kept = replace(
+            provenance(), model_config={"rope_theta": 5000000}, port_config={"cast_type": "as-declared"}
+        )
+        assert decode(Provenance, json.loads(json.dumps(encode(kept)))) == kept

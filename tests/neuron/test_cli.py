@@ -252,3 +252,30 @@ class TestWhereInputsComeFrom:
             mask
             == {"right": [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], "left": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]}[side]
         )
+
+
+class TestSummary:
+    def test_sweep_prints_a_summary(self, run: Any, write_port: Any, toy: Path, golden: Path) -> None:
+        sides = (
+            "--model",
+            toy,
+            "--golden",
+            golden,
+            "--target",
+            write_port(WRONG_ATTENTION),
+            "--backend",
+            "cpu",
+        )
+        result = run("sweep", *sides, "--json=summary")
+        record = json.loads(result.stdout)
+        assert (result.exit_code, record["verdict"]) == (1, "fail")
+        assert [cause["layers"] for cause in record["cause"]] == [[1]]
+        assert record["directory"].endswith("sweep_0_to_3")
+        assert len(result.stdout) < 15_000
+        # The next commands leave the form of the output out.
+        assert not [line for line in record["next"] if "--json" in line]
+
+    def test_summary_without_a_verdict_is_refused(self, run: Any, toy: Path) -> None:
+        result = run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 8, "--json=summary")
+        assert result.exit_code == 2
+        assert "nothing is judged without a golden" in json.loads(result.stdout)["error"]

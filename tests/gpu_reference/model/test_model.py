@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,28 @@ def test_what_transformers_cannot_load_names_folder_and_reason(ask: Any, toy: Pa
     with CheckpointReader(tmp_path) as reader:
         with pytest.raises(CheckpointError, match=f"transformers cannot load {tmp_path}: found "):
             load_golden_model(request.model, reader)
+
+
+@pytest.mark.parametrize("options", [("--quiet",), ()])
+def test_report_of_the_loaded_weights_follows_quiet(
+    toy: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    # Layer 0 alone: transformers reports the weights of all other layers as unexpected.
+    words = (
+        "single-layer",
+        "--layer",
+        "0",
+        "--model",
+        toy,
+        "--seq-len",
+        "4",
+        "--noise-floor",
+        "off",
+        "--stream",
+        "off",
+    )
+    command = [sys.executable, "-m", "gpu_reference", *words, "--output-dir", tmp_path / "golden", *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert ("LOAD REPORT" in done.stderr) is not bool(options)
+    assert not options or done.stderr == ""

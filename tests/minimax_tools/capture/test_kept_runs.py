@@ -95,3 +95,9 @@ def test_capture_without_a_certificate_is_not_certified(describe: Any, keep: Any
     assert not holds_certified(tmp_path / "gone", describe())
     keep(tmp_path / "golden", describe())
     assert not holds_certified(tmp_path / "golden", describe())
+
+
+def test_configs_make_no_other_run(describe: Any, keep: Any, tmp_path: Path) -> None:
+    keep(tmp_path / "run", describe())
+    provenance = replace(describe().provenance, model_config={"rope_theta": 1}, port_config={"a": 1})
+    refuse_other_run(tmp_path / "run", replace(describe(), provenance=provenance))

@@ -129,3 +129,11 @@ def test_capture_can_be_carried_elsewhere(capture: Capture, tmp_path: Path) -> N
     moved = capture.directory.rename(tmp_path.with_name("elsewhere"))
     assert torch.equal(Capture.open(moved).read(0, Site.OUTPUT)[0, 0], torch.tensor([0, 1, 2, 3]).bfloat16())
     assert str(tmp_path) not in json.dumps(encode(Capture.open(moved).manifest))
+
+
+def test_directory_may_be_a_text(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        writer.finish()
+    assert Capture.open(str(tmp_path)).directory == tmp_path
+    with pytest.raises(CaptureError, match="no capture at"):
+        Capture.open(str(tmp_path / "gone"))

@@ -39,7 +39,9 @@ def with_run(commands: RunCommands, run: Run) -> RunCommands:
 
 
 def test_same_run_again_has_the_port_its_place_and_what_changes_numbers(commands: RunCommands) -> None:
-    words = shlex.split(commands.again())
+    *words, last = shlex.split(commands.again())
+    # The mended port is another run than the one that lies there.
+    assert last == "--overwrite"
     assert words[:4] == ["mm2-test", "sweep", "--layers", "0:4"]
     options = dict(zip(words[4::2], words[5::2], strict=True))
     assert options == {
@@ -71,7 +73,10 @@ def test_sites_and_decoded_tokens_are_kept(commands: RunCommands) -> None:
 
 
 def test_run_in_its_usual_place_names_no_folder(commands: RunCommands) -> None:
-    assert "--output-dir" not in replace(commands, run="mm2-captures/neuron/sweep_0_to_3").again()
+    for name in ("sweep_0_to_3", "sweep_0_to_3_2"):
+        again = replace(commands, run=f"mm2-captures/neuron/{name}").again()
+        assert "--output-dir" not in again
+        assert "--overwrite" not in again
 
 
 def test_compiled_layer_and_whole_port_have_no_conversion_to_trace(commands: RunCommands) -> None:
