@@ -11,8 +11,8 @@ import torch
 from gpu_reference.golden.generation import Sampling
 from gpu_reference.model.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
 from gpu_reference.streaming.stream_choice import STREAM_MODES, StreamingRequest
+from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.options import (
-    CaptureStore,
     grouped_as,
     input_options,
     memory_budget_option,

@@ -15,9 +15,9 @@ from compare.options import criteria_options
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.options import (
-    CaptureStore,
     grouped_as,
     input_options,
     judging_output_options,

@@ -69,8 +69,8 @@ trace 0 mm2-test trace --model {{model}} --layer 0 --golden {{golden}} --target 
 comparison 1 mm2-compare --golden {{golden}} --run {{run}} --model {{model}} --report-path {{here}}/reports
 comparison 1 mm2-compare --golden {{golden}} --run {{here}}/chain --criteria classic
 comparison-summary 1 mm2-compare --golden {{golden}} --run {{run}} --json=summary
-comparison-summary 1 mm2-test sweep --model {{model}} --golden {{golden}} --target {{swapped}} --output-dir {{here}}/brief \
- --json=summary
+comparison-summary 1 mm2-test sweep --model {{model}} --golden {{golden}} --target {{swapped}} \
+ --output-dir {{here}}/brief --json=summary
 comparison-summary 0 mm2-test model --model {{model}} --golden {{golden}} --target {{whole}} \
  --captures {{here}}/summary --json=summary
 diagnosis 1 mm2-diagnose --golden {{golden}} --run {{run}} --model {{model}}

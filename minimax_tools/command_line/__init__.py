@@ -1,6 +1,7 @@
 """Parts that all commands share.
 
 - `options`: options that mean the same in every command
+- `capture_store`: the place of a run's capture
 - `console`: exit codes, errors, JSON and log messages
 - `help_groups`: the groups in which a command's help shows its options
 - `completion`: shell completion of captures

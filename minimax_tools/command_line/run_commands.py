@@ -142,7 +142,7 @@ class RunCommands:
         return (*(() if has_usual_sites else ("--sites", level)), *decoded)
 
     def _place(self) -> tuple[str, ...]:
-        """Return --output-dir, unless the run lies where mm2 puts it by itself; a mended port replaces the run there."""
+        """Return --output-dir, unless the run lies where mm2 puts it; a mended port replaces the run there."""
         assert self.port is not None, "a dump names no port"
         usual = capture_directory(DEFAULT_CAPTURES, DEVICE_SIDE, self.port.run.name)
         return () if is_numbered(Path(self.run), usual) else ("--output-dir", self.run, "--overwrite")

@@ -13,10 +13,10 @@ from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import (
-    CaptureStore,
     dtype_option,
     memory_budget_option,
     model_option,

@@ -18,6 +18,7 @@ from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import (
     Mm2Command,
@@ -28,7 +29,6 @@ from minimax_tools.command_line.console import (
 )
 from minimax_tools.command_line.options import (
     SUMMARY_JSON,
-    CaptureStore,
     dtype_option,
     grouped_as,
     judging_output_options,

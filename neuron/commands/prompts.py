@@ -11,6 +11,7 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import (
     Mm2Command,
@@ -21,7 +22,6 @@ from minimax_tools.command_line.console import (
 )
 from minimax_tools.command_line.options import (
     DTYPES,
-    CaptureStore,
     dtype_option,
     grouped_as,
     max_length_option,

@@ -7,7 +7,6 @@ from compare.diagnosis.proof.proof import MistakeProof
 from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.prompt_results import PhaseShare, PromptResult
-from minimax_tools.results.regions import WrongRegion
 from minimax_tools.results.results import (
     Blame,
     BlameGroup,
@@ -16,7 +15,6 @@ from minimax_tools.results.results import (
     GeneratedRow,
     RouterDtype,
     SiteResult,
-    SiteStatus,
     Verdict,
 )
 from neuron.weight_trace.weight_finding import Severity, WeightMistake
@@ -41,7 +39,7 @@ _VERDICT = choice(
     description="Conclusion. pass: proved right at every compared site. warn: right, with something to look at. "
     "fail: the port differs. incomparable: no conclusion; it is never a pass.",
 )
-_COUNTS = {
+COUNTS = {
     "compared": whole("Sites that were judged, counted in each layer."),
     "of": whole("Sites that the run declares, counted in each layer, judged or not."),
 }
@@ -64,7 +62,7 @@ def conclusion() -> Schema:
     return record(
         {
             "verdict": _VERDICT,
-            **_COUNTS,
+            **COUNTS,
             "tokens": text(told["tokens"]),
             "blame": _BLAME,
             "blame_groups": listed(schema_of(BlameGroup), told["blame_groups"]),
@@ -89,69 +87,6 @@ def comparison() -> Schema:
         site_result(), "Every site of every compared layer, layers ascending, then those outside them."
     )
     return merged("A comparison of a port's run with a golden.", conclusion(), record({"sites": sites}))
-
-
-def comparison_summary() -> Schema:
-    """Return the schema of a comparison's conclusion, with coverage, limits, causes and the worst sites."""
-    place = {"layer": maybe(whole(), "The layer; null outside the layers."), "site": text()}
-    status = choice(*(status.value for status in SiteStatus))
-    layers = listed(maybe(whole()), "The layers, ascending; null is the model outside them.")
-    coverage = record(
-        {
-            **_COUNTS,
-            "layers": listed(whole(), "The layers of the comparison, ascending."),
-            "not_compared": listed(
-                record({"status": status, "site": text(), "layers": layers}),
-                "Sites that were not judged, by status.",
-            ),
-        },
-        "What was compared, and what was not.",
-    )
-    limit = record(
-        {
-            **place,
-            "status": status,
-            "figure": text("Name of the figure."),
-            "value": number("The figure."),
-            "limit": number("What right ports stay below."),
-        }
-    )
-    told = field_comments(BlameGroup)
-    cause = record(
-        {
-            "layers": layers,
-            "sites": listed(text(), "The sites to blame."),
-            "severity": choice(
-                SiteStatus.FAIL.value, SiteStatus.WARN.value, description="Worst status of the sites."
-            ),
-            "reason": text(told["reason"]),
-            "where": listed(text(), told["where"]),
-            "regions": listed(
-                schema_of(WrongRegion), "The tokens and channels that `where` names, as numbers."
-            ),
-        },
-        "Sites to blame in some layers.",
-    )
-    worst = record(
-        {
-            "layer": maybe(whole(), "The layer; null outside the layers."),
-            "site": text(),
-            "status": choice(*(status.value for status in SiteStatus)),
-            "value": number("The measure."),
-        }
-    )
-    statuses = {status.value: whole() for status in SiteStatus}
-    rest = {
-        "directory": text("Folder of the run, if mm2-test made it."),
-        "diagnosis": listed(mistake(), "Named mistakes, of mm2-test model alone."),
-        "coverage": coverage,
-        "limits": listed(limit, "The sites furthest beyond their limits or nearest to them, worst first."),
-        "cause": listed(cause, "What is to blame, layers of the same sites together."),
-        "statuses": record(statuses, "Number of sites of each status."),
-        "worst": by_name(listed(worst), "By measure, its worst sites, worst first."),
-    }
-    told_whole = "The conclusion of a comparison, with coverage, limits, causes and the worst sites."
-    return merged(told_whole, conclusion(), record(rest, optional=("directory", "diagnosis")))
 
 
 def mistake() -> Schema:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from minimax_tools.command_line.console import SCHEMA_VERSION
-from schemas import captures, judging, splitting
+from schemas import captures, judging, splitting, summary
 from schemas.parts import DRAFT, Schema, listed, merged, record, text, whole
 
 _VERSION = record(
@@ -59,7 +59,7 @@ _OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
         "certificate": captures.certificate,
         "check": captures.check,
         "comparison": judging.comparison,
-        "comparison-summary": judging.comparison_summary,
+        "comparison-summary": summary.comparison_summary,
         "diagnosis": judging.diagnosis,
         "dump": captures.dump,
         "error": _error,
