@@ -12,6 +12,7 @@ import torch
 
 from compare.limits.criteria import Criteria
 from compare.options import criteria_options
+from compare.run_report import report_option
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.options import (
@@ -60,6 +61,7 @@ class DeviceOptions:
     skip_compile: bool
     criteria: Criteria
     shows_metrics: bool
+    report_path: Path | None  # folder of a report; None for none
     inputs: InputRequest  # the prompts, as rows of token ids, that the options ask for
     sites_level: str  # a named choice of sites to record
     dtype: torch.dtype
@@ -158,6 +160,7 @@ def _device_options(*further: Decorator) -> Decorator:
         input_options,
         run_options,
         store_options,
+        report_option,
         output_options,
         grouped_as("options", DeviceOptions),
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
+from compare.comparer import JudgedRun
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.proof.proving import prove_diagnosis
 from compare.diagnosis.report import catalogue_record, diagnosis_record, render_catalogue, render_diagnosis
 from compare.next_commands import after_diagnosis
+from compare.run_report import report_option, report_run
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from compare.sides.pairing import select_layers
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
@@ -43,6 +47,7 @@ from minimax_tools.model.spec import ModelSpec
     metavar="PATH.py:NAME|…",
     help="Port to run for --prove, as for mm2-test. Default: the one that the run names.",
 )
+@report_option
 @output_options
 def main(
     model: str | None,
@@ -52,6 +57,7 @@ def main(
     lists_catalogue: bool,
     proves: bool,
     port: str | None,
+    report_path: Path | None,
     as_json: bool,
 ) -> None:
     """Name the known mistakes that explain a port's wrong layers.
@@ -81,6 +87,7 @@ def main(
     reference, target = sides.open()
     # None stands for the layers that the comparison blames; --layer comes as a pattern too.
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
+    judged: list[JudgedRun] = []
     diagnosis = diagnose(
         reference,
         target,
@@ -88,6 +95,7 @@ def main(
         layers=layers,
         mistakes=mistakes,
         open_progress=lambda num_layers: LayerProgress(num_layers, label="Diagnosis"),
+        take_run=judged.append,
     )
     if proves:
         diagnosis = prove_diagnosis(
@@ -100,10 +108,14 @@ def main(
         )
     commands = RunCommands.of(reference, target, model=model, target=port, reading=sides.reading_arguments)
     following = after_diagnosis(diagnosis, commands, options=_chosen(layer_pattern, mistakes))
+    written = None
+    if report_path:
+        written = report_run(judged[0], report_path, next_commands=following, diagnosis=diagnosis)
     if as_json:
         print_json(diagnosis_record(diagnosis), next_commands=following)
     else:
-        print_text(render_diagnosis(diagnosis), next_commands=following)
+        text = render_diagnosis(diagnosis)
+        print_text(text if written is None else f"{text}\n{written}", next_commands=following)
     end_command(diagnosis.exit_code)
 
 

@@ -14,6 +14,7 @@ from compare.comparer import judge_run
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.model_runs.passes import is_black_box
+from compare.run_report import report_option, report_run
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
@@ -76,6 +77,7 @@ class ModelOptions:
     memory_budget: int | None  # in bytes
     dtype: torch.dtype
     store: CaptureStore
+    report_path: Path | None  # folder of a report; None for none
     as_json: bool
 
 
@@ -120,6 +122,7 @@ class ModelOptions:
     memory_budget_option,
     dtype_option,
     store_options,
+    report_option,
     output_options,
     grouped_as("options", ModelOptions),
 )
@@ -168,11 +171,16 @@ def model_command(options: ModelOptions) -> None:
             named = name_first(
                 judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
             )
+    following = _after_run(named, options)
+    written = None
+    if options.report_path is not None:
+        judged = replace(judged, comparison=named.comparison)
+        written = report_run(judged, options.report_path, next_commands=following, diagnosis=named.diagnosis)
     if options.as_json:
-        print_json(_record(capture, named), next_commands=_after_run(named, options))
+        print_json(_record(capture, named), next_commands=following)
     else:
         _print_text(named)
-        print_text("", next_commands=_after_run(named, options))
+        print_text("" if written is None else str(written), next_commands=following)
     end_command(named.comparison.verdict.exit_code)
 
 

@@ -6,7 +6,10 @@
 - `origins`: the provenance of both sides, row by row
 - `uncompared`: sites that were not compared, and why
 - `page`: the page's content, and its plan from a comparison
-- `charts`: specifications of its charts for Vega-Lite
+- `charts`: its charts of all layers, for Vega-Lite
+- `site_charts`: its charts of one site
+- `choice_charts`: its charts of experts and next tokens
+- `vega`: parts of all these charts
 - `glossary`: the words that the page explains, as in docs/glossary.md
 - `html`: the page as a file
 - `assets/`: template, style sheet and script

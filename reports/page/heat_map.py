@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from minimax_tools.errors import format_count
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
@@ -121,7 +122,7 @@ class Cell:
     mark: str  # of the status; empty for a pass
     is_blamed: bool
     shades: tuple[float | None, ...]  # one for each of `FIGURES`; None if it was not measured
-    words: tuple[str, ...]  # the same figures in words
+    words: tuple[str, ...]  # the same figures in words; of a choice of experts its flips
     reason: str
     facts: tuple[tuple[str, str], ...]  # everything else that is known of the site, by its name
 
@@ -129,6 +130,12 @@ class Cell:
     def place(self) -> str:
         """The cell in words, such as `layer 5, moe_delta`."""
         return f"{word_layer(self.layer)}, {self.site}"
+
+    def told(self, figure: int) -> str:
+        """Return a figure with its name, such as `ρ 14.2`, by its place in `FIGURES`."""
+        if self.site == Site.ROUTER_EXPERTS and self.words[figure]:
+            return self.words[figure]
+        return f"{FIGURES[figure].title} {self.words[figure] or 'not measured'}"
 
     @property
     def anchor(self) -> str:
@@ -212,14 +219,20 @@ def shade(figure: Figure, value: float | None) -> float | None:
 
 def _cell(result: SiteResult, *, is_blamed: bool) -> Cell:
     values = [measured(result, figure.name) for figure in FIGURES]
+    shades = tuple(shade(figure, value) for figure, value in zip(FIGURES, values, strict=True))
+    words = tuple(_word(figure.name, value) for figure, value in zip(FIGURES, values, strict=True))
+    if result.routing is not None:
+        # Numbers of experts have no figures: flips are shown in their place.
+        shades = (float(result.routing.num_unexplained > 0),) * len(FIGURES)
+        words = (format_count(result.routing.num_flipped, "flip"),) * len(FIGURES)
     return Cell(
         layer=result.layer,
         site=result.site,
         status=str(result.status),
         mark=MARKS.get(result.status, ""),
         is_blamed=is_blamed,
-        shades=tuple(shade(figure, value) for figure, value in zip(FIGURES, values, strict=True)),
-        words=tuple(_word(figure.name, value) for figure, value in zip(FIGURES, values, strict=True)),
+        shades=shades,
+        words=words,
         reason=result.reason,
         facts=tuple(_facts(result)),
     )

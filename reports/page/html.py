@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from minimax_tools.errors import MissingExtraError
 from reports.json_values import to_json
-from reports.page.heat_map import Cell
+from reports.page.heat_map import FIGURES, Cell
 from reports.page.page import Page
 from reports.wording import word_figure
 
@@ -63,6 +63,7 @@ def _details(cell: Cell) -> dict[str, Any]:
         "status": cell.status,
         "reason": cell.reason,
         "words": list(cell.words),
+        "told": [cell.told(figure) for figure in range(len(FIGURES))],
         "shades": list(cell.shades),
         "facts": [list(fact) for fact in cell.facts],
         "anchor": cell.anchor,

@@ -17,8 +17,7 @@
       else node.style.setProperty("--shade", shade);
       node.classList.toggle("deep", (shade ?? 0) >= 0.5);
       node.querySelector("span").textContent = cell.words[figure];
-      const word = cell.words[figure] || "not measured";
-      node.setAttribute("aria-label", `${cell.place}, ${cell.status}, ${figures[figure]} ${word}`);
+      node.setAttribute("aria-label", `${cell.place}, ${cell.status}, ${cell.told[figure]}`);
     }
   }
 
