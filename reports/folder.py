@@ -117,7 +117,8 @@ def _write(path: Path, text: str) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, newline="") as file:
-            file.write(text)
+            # A path may hold bytes that are no text.
+            file.write(text.encode("utf-8", "replace").decode("utf-8"))
     except OSError as error:
         raise CannotRunError(
             f"cannot write the report {path}",

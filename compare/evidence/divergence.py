@@ -69,7 +69,14 @@ class _Text:
         """Return the text of each token."""
         if self._folder is None:
             return [""] * len(tokens)
-        return decode_rows(self._folder, [[token] for token in tokens])
+        return [_visible(text) for text in decode_rows(self._folder, [[token] for token in tokens])]
+
+
+def _visible(text: str) -> str:
+    r"""Return text with its control characters as escapes, such as `\n`."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
+    )
 
 
 def _likeliest(logits: torch.Tensor, text: _Text) -> tuple[TokenChance, ...]:

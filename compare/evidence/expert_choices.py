@@ -64,6 +64,7 @@ def _collect_layer(run: JudgedRun, layer: int) -> LayerRouting | None:
         layer=layer,
         golden_load=_load(golden, num_experts),
         port_load=_load(port, num_experts),
+        is_inherited=run.inputs[layer].is_inherited,
         reach=None if noise is None else float(noise.reach.median()),
         flips=tuple(flips),
     )

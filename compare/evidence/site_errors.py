@@ -14,7 +14,7 @@ from compare.noise.rows import Rows
 from reports.page.evidence import ErrorHistogram, ErrorPicture, SiteErrors, WorstElement
 
 # Blocks of a picture: as many as a chart of a screen's width can show, and few enough to draw at once.
-_MOST_TOKEN_BLOCKS, _MOST_CHANNEL_BLOCKS = 48, 96
+_MOST_TOKEN_BLOCKS, _MOST_CHANNEL_BLOCKS = 40, 64
 _NUM_BINS = 40
 # Errors this much smaller than the largest share the lowest bin.
 _SPAN = 1e-8
@@ -60,7 +60,7 @@ def _count(error: torch.Tensor, noise: torch.Tensor, *, has_twin: bool) -> Error
     high = max(math.log10(largest), low + 0.1) + 1e-4
     edges = torch.linspace(low, high, _NUM_BINS + 1, dtype=torch.float64)
     port_counts, golden_counts = (
-        tuple(torch.histc(values.double().log10().clamp(low, high), _NUM_BINS, low, high).long().tolist())
+        tuple(torch.histc(values.log10().clamp(low, high), _NUM_BINS, low, high).long().tolist())
         for values in found
     )
     return ErrorHistogram(

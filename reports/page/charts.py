@@ -106,8 +106,8 @@ def draw_chain(curve: Curve | None) -> tuple[Chart, ...]:
         Chart(
             name="chain",
             title="Error along the chain",
-            reading="Error of each layer's output against the golden's (line), of its input (dashed), and what noise "
-            f"makes of that input (band). {onset}",
+            reading="Error of each layer's output against the golden's (line), of its input (dashed), and the noise "
+            f"floor (band). {onset}",
             spec={**spec, "layer": [spec["layer"][0], inherited, *spec["layer"][1:]]},
         ),
     )
@@ -138,7 +138,10 @@ def _over_layers(rows: Sequence[Mapping[str, Any]], *, error: str, extra: list[S
             "layer": [
                 {
                     "mark": {"type": "area", "color": BAND, "line": {"color": GOLDEN, "strokeWidth": 1}},
-                    "encoding": {"y": log_axis("floor", "relative error"), "y2": {"value": "height"}},
+                    "encoding": {
+                        "y": {**log_axis("floor", "relative error"), "stack": None},
+                        "y2": {"value": "height"},
+                    },
                 },
                 {
                     "mark": {"type": "line", "color": PORT, "strokeWidth": 2},

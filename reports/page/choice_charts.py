@@ -139,6 +139,9 @@ def draw_margins(routing: Sequence[LayerRouting]) -> tuple[Chart, ...]:
     ][:_MOST_FLIPS]
     if not rows:
         return ()
+    is_chained = any(layer.is_inherited for layer in routing)
+    chained = " Layers of a chain are held against the golden itself, errors that they inherit included."
+    chained = chained if is_chained else ""
     rule = {
         "data": {"values": [{"reach": 1}]},
         "mark": {"type": "rule", "color": INK, "strokeDash": [4, 3]},
@@ -149,7 +152,7 @@ def draw_margins(routing: Sequence[LayerRouting]) -> tuple[Chart, ...]:
             name="margins",
             title="Margins of the flips",
             reading="Distance of the scores that changed places, in units of the largest that noise may turn round. "
-            "Above the dashed line noise does not explain the flip.",
+            f"Above the dashed line noise does not explain the flip.{chained}",
             spec=chart_spec(
                 {
                     "height": 180,
@@ -199,7 +202,7 @@ def draw_divergence(logits: LogitsEvidence) -> tuple[Chart, ...]:
             name="divergence",
             title="KL divergence by position",
             reading="KL(golden ‖ port) in nats of the next token after each position (points), and what noise "
-            "foretells (line).",
+            "foretells (line). The errors of all layers are in it.",
             spec=chart_spec(
                 {
                     "data": {"values": rows},

@@ -83,6 +83,8 @@ class LayerRouting:
     layer: int
     golden_load: tuple[int, ...]  # tokens by expert
     port_load: tuple[int, ...]
+    # Whether the layer's input carries errors of other layers: its flips are then not its own alone
+    is_inherited: bool = False
     reach: float | None = None  # the largest margin that noise may turn round; None without a floor
     flips: tuple[FlipPoint, ...] = ()  # the widest margin first
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from minimax_tools.json_codec import encode
 # Characters of a value; a longer one is cut in the middle.
 _LONGEST = 120
 _CUT = "…"
-# Digests of every layer of the checkpoint: the digest of the whole says the same.
-_LEFT_OUT = ("model.layers",)
+# Digests of every layer of the checkpoint: layers of another model are refused before anything is compared.
+_LEFT_OUT = ("model.layers", "model.layer_tensors")
+_DIGEST = re.compile("[0-9a-f]{40,}")
+_SHOWN_OF_DIGEST = 16
 _ABSENT = "–"
 
 
@@ -74,8 +77,10 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def _word(value: Any) -> str:
+    if value is None:
+        return _ABSENT
     if isinstance(value, str):
-        return value or _ABSENT
+        return value[:_SHOWN_OF_DIGEST] + _CUT if _DIGEST.fullmatch(value) else value or _ABSENT
     if isinstance(value, Sequence) and all(isinstance(item, str) for item in value):
         return ", ".join(value) or _ABSENT
     return json.dumps(value, ensure_ascii=False)

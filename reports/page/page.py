@@ -227,7 +227,7 @@ def _token_tables(comparison: Comparison) -> Iterator[SmallTable]:
             )
             foreseen = f"{word_figure(logits.kl_mean_foreseen)}, {word_figure(logits.kl_p95_foreseen)}"
             yield SmallTable(
-                title="Next-token distributions",
+                title="Next-token distributions, as judged",
                 columns=("figure", "value"),
                 rows=(
                     ("KL(golden ‖ port) in nats: mean, p95, worst", kl),
