@@ -72,11 +72,11 @@ def _choose(comparison: Comparison) -> list[_Chosen]:
     blamed = [
         _Chosen(result=by_place[layer, site], why=why)
         for layer, site, why in _blamed(comparison)
-        if (layer, site) in by_place and by_place[layer, site].routing is None
+        if (layer, site) in by_place and _has_errors(by_place[layer, site])
     ]
     if blamed:
         return blamed[:_MOST_SITES]
-    measured = [site for site in comparison.sites if site.metrics is not None and site.routing is None]
+    measured = [site for site in comparison.sites if site.metrics is not None and _has_errors(site)]
     for status, why in ((SiteStatus.FAIL, "fails"), (SiteStatus.WARN, "warns")):
         found = [_Chosen(result=site, why=why) for site in measured if site.status is status]
         if found:
@@ -86,6 +86,11 @@ def _choose(comparison: Comparison) -> list[_Chosen]:
         return []
     _, nearest = max(limited, key=lambda pair: pair[0])
     return [_Chosen(result=nearest, why="nearest to its limit, and within it")]
+
+
+def _has_errors(result: SiteResult) -> bool:
+    """Decide whether a site was compared, and holds values rather than numbers of experts."""
+    return result.status.is_compared and result.routing is None
 
 
 def _blamed(comparison: Comparison) -> Iterator[tuple[int | None, str, str]]:

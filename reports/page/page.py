@@ -155,22 +155,26 @@ def _blame_rows(comparison: Comparison) -> Iterator[BlameRow]:
     if comparison.blame_groups:
         for group in comparison.blame_groups:
             worst = f"worst in {word_layer(group.worst_layer)}: " if len(group.layers) > 1 else ""
-            name = "model" if group.worst_layer is None else group.worst_layer
             yield BlameRow(
                 place=", ".join((word_layers(group.layers), *word_sites(group.sites))),
                 reason=f"{worst}{group.reason}",
                 where=group.where,
-                anchors=tuple(f"{name}-{site}" for site in group.sites),
+                anchors=_anchors(comparison, group.worst_layer, group.sites),
             )
         return
     for blame in comparison.blame:
-        name = "model" if blame.layer is None else blame.layer
         yield BlameRow(
             place=", ".join((word_layer(blame.layer), *blame.sites)),
             reason=blame.reason,
             where=(),
-            anchors=tuple(f"{name}-{site}" for site in blame.sites),
+            anchors=_anchors(comparison, blame.layer, blame.sites),
         )
+
+
+def _anchors(comparison: Comparison, layer: int | None, sites: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the cells of the sites that were compared: a blame names the others as suspects."""
+    compared = {result.site for result in comparison.of_layer(layer) if result.status.is_compared}
+    return tuple(f"{'model' if layer is None else layer}-{site}" for site in sites if site in compared)
 
 
 def _first_layer(comparison: Comparison) -> int | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minimax_tools.results.results import Comparison
+from minimax_tools.results.results import Comparison, Curve, CurvePoint
 from reports.page.diagnosed import DiagnosedPlace, DiagnosedRun, TriedMistake
 from reports.page.evidence import (
     ErrorHistogram,
@@ -176,6 +176,26 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
     yield run
     for context in contexts:
         context.close()
+
+
+@pytest.fixture
+def failing(failing: Comparison) -> Comparison:
+    """The failing comparison, with the noise floor of every site."""
+    sites = tuple(
+        site if site.noise is None else replace(site, noise=replace(site.noise, floor=0.004))
+        for site in failing.sites
+    )
+    return replace(failing, sites=sites)
+
+
+@pytest.fixture
+def chained(chained: Comparison) -> Comparison:
+    """The chained comparison, with the error along two layers of it."""
+    points = (
+        CurvePoint(layer=0, error=0.01, handed_on=0.0, floor=0.008, ratio=1.2),
+        CurvePoint(layer=1, error=0.5, handed_on=0.01, floor=0.009, ratio=40.0),
+    )
+    return replace(chained, curve=Curve(points=points, onset=1, command="mm2-test single-layer --layer 1"))
 
 
 @pytest.fixture
