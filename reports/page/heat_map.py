@@ -114,7 +114,7 @@ _DECIMALS = {"cosine_similarity": 5, "pearson_correlation": 5, "close_fraction":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One site of one layer."""
+    """Cell of the map: one site of one layer."""
 
     layer: int | None  # None outside the layers
     site: str

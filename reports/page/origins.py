@@ -23,7 +23,7 @@ _ABSENT = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginRow:
-    """One value of both sides' provenance."""
+    """Row of the table: one value of both sides' provenance."""
 
     name: str
     golden: str

@@ -82,13 +82,13 @@ class Page:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """All cells, in the order in which the page numbers them."""
+        """The cells, in the order in which the page numbers them."""
         rows = (*self.layers.rows, *self.outside.rows)
         return tuple(cell for row in rows for cell in row.cells if cell is not None)
 
     @property
     def charts(self) -> tuple[Chart, ...]:
-        """All charts of the page."""
+        """The charts of the page."""
         of_sites = (chart for section in self.sites for chart in section.charts)
         return (*self.curves, *of_sites, *self.routing, *self.logits)
 

@@ -28,6 +28,7 @@
       term.textContent = name;
       text.textContent = value;
       pair.append(term, text);
+      if (value.length > 60) pair.className = "long";
       return pair;
     }));
   }
@@ -44,6 +45,9 @@
     if (errors) byId("details-errors").href = `#errors-${cell.anchor}`;
     fill(byId("details-facts"), [...figures.map((title, place) => [title, cell.words[place]]), ...cell.facts]);
     details.hidden = false;
+    // The panel sticks to the lower end of the window: a cell behind it moves up.
+    const covered = node.getBoundingClientRect().bottom + 8 - details.getBoundingClientRect().top;
+    if (covered > 0) scrollBy(0, covered);
   }
 
   function close() {
