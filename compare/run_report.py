@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import click
@@ -13,6 +14,8 @@ from compare.evidence.collection import collect_evidence
 from compare.evidence.mistakes import word_diagnosis
 from reports.folder import Report, WrittenReport, write_report
 from reports.page.origins import origin_rows
+
+logger = logging.getLogger(__name__)
 
 report_option = click.option(
     "--report-path",
@@ -27,12 +30,14 @@ def report_run(
 ) -> WrittenReport:
     """Write the report of a judged run into a directory, with its diagnosis if one was made.
 
+    A warning says what was not written, and what to install for it.
+
     Raises:
         CannotRunError: The directory cannot be made or written to.
         CheckpointError: The weights that judged the run cannot be read any more.
     """
     text = "" if diagnosis is None else render_diagnosis(diagnosis, width=120, is_terminal=False)
-    return write_report(
+    written = write_report(
         Report(
             comparison=run.comparison,
             next_commands=next_commands,
@@ -43,3 +48,6 @@ def report_run(
         ),
         directory,
     )
+    if written.missing:
+        logger.warning("%s", written.missing)
+    return written

@@ -63,8 +63,7 @@ class WrittenReport:
     missing: str = ""  # sentence on what was not written, and what to install; empty if all was
 
     def __str__(self) -> str:
-        lines = [f"written: {path}" for path in self.paths]
-        return "\n".join([*lines, self.missing] if self.missing else lines)
+        return "\n".join(f"written: {path}" for path in self.paths)
 
 
 def write_report(report: Report, directory: Path) -> WrittenReport:
@@ -95,6 +94,8 @@ def write_report(report: Report, directory: Path) -> WrittenReport:
     if has_library():
         texts = {PAGE_NAME: render_page(page), **texts}
     else:
+        # A page of an earlier run would not fit the files beside it.
+        _remove(directory / PAGE_NAME)
         missing = f"not written: {PAGE_NAME}, whose charts need a package: {install_command('report')}"
     paths = tuple(_write(directory / name, text) for name, text in texts.items())
     return WrittenReport(paths=paths, missing=missing)
@@ -112,6 +113,13 @@ def _json_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
 def _write(path: Path, text: str) -> Path:
     """Write text as UTF-8, in one piece, to a path whose folder may be missing; return the path."""
     try:
@@ -120,9 +128,13 @@ def _write(path: Path, text: str) -> Path:
             # A path may hold bytes that are no text.
             file.write(text.encode("utf-8", "replace").decode("utf-8"))
     except OSError as error:
-        raise CannotRunError(
-            f"cannot write the report {path}",
-            found=error.strerror or str(error),
-            next_step="Choose another directory for reports, one that can be written to.",
-        ) from error
+        raise _cannot_write(path, error) from error
     return path
+
+
+def _cannot_write(path: Path, error: OSError) -> CannotRunError:
+    return CannotRunError(
+        f"cannot write the report {path}",
+        found=error.strerror or str(error),
+        next_step="Choose another directory for reports, one that can be written to.",
+    )

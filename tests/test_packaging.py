@@ -287,9 +287,9 @@ def test_core_asks_for_torch_and_light_libraries_only(metadata: email.message.Me
     assert not [text for text in core if re.search(r"<|==|~=", text)]
 
 
-def test_extras_are_golden_xla_and_dev(metadata: email.message.Message) -> None:
+def test_extras_are_golden_report_xla_and_dev(metadata: email.message.Message) -> None:
     required = metadata.get_all("Requires-Dist", [])
-    assert set(metadata.get_all("Provides-Extra", [])) == {"golden", "xla", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"golden", "report", "xla", "dev"}
     assert 'transformers>=5.23; extra == "golden"' in required
     assert 'accelerate>=1.0; extra == "golden"' in required
     xla = [text for text in required if 'extra == "xla"' in text]

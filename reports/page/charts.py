@@ -43,6 +43,9 @@ def draw_curves(comparison: Comparison) -> tuple[Chart, ...]:
     ]
     if not rows:
         return ()
+    own = (
+        " Each layer of the chain is judged on the port's own input." if _is_on_own_input(comparison) else ""
+    )
     sites = list(dict.fromkeys(str(row["site"]) for row in rows))
     blamed = [site for blame in comparison.blame if blame.layer is not None for site in blame.sites]
     chosen = next((site for site in blamed if site in sites), "output" if "output" in sites else sites[0])
@@ -56,7 +59,7 @@ def draw_curves(comparison: Comparison) -> tuple[Chart, ...]:
             name="curve",
             title="Error over the layers",
             reading="The port's error at one site, relative to the golden's values. The band is the noise floor: what "
-            "BF16 alone costs there.",
+            f"BF16 alone costs there.{own}",
             spec={
                 **spec,
                 "params": [
@@ -70,6 +73,12 @@ def draw_curves(comparison: Comparison) -> tuple[Chart, ...]:
             },
         ),
     )
+
+
+def _is_on_own_input(comparison: Comparison) -> bool:
+    """Decide whether the layers of a chained run were judged without the errors that they inherit."""
+    incoming = [site.noise.incoming for site in comparison.sites if site.layer is not None and site.noise]
+    return comparison.curve is not None and not any(incoming)
 
 
 def draw_chain(curve: Curve | None) -> tuple[Chart, ...]:

@@ -47,9 +47,17 @@ class TestWithoutThePage:
     ) -> None:
         written = write(failing, tmp_path / "new" / "reports")
         assert [path.name for path in written.paths] == NAMES
-        assert str(written).splitlines()[-1] == (
+        assert str(written).splitlines()[-1] == f"written: {written.paths[-1]}"
+        assert written.missing == (
             "not written: report.html, whose charts need a package: pip install 'vl-convert-python>=1.9'"
         )
+
+    def test_page_of_an_earlier_run_does_not_stay_beside_the_new_files(
+        self, failing: Comparison, tmp_path: Path
+    ) -> None:
+        (tmp_path / "report.html").write_text("another run", encoding="utf-8")
+        write(failing, tmp_path)
+        assert not (tmp_path / "report.html").exists()
 
     def test_data_are_those_of_the_commands(self, failing: Comparison, tmp_path: Path) -> None:
         write(failing, tmp_path)
