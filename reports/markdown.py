@@ -24,7 +24,8 @@ _SIGNS = {
 }
 # More would hide the rest of the comment.
 _MOST_BLAMED, _MOST_LAYERS, _MOST_MISTAKES = 8, 80, 3
-_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~>-])")
+# Characters that mean something anywhere, at the start of a line, and in addresses that become links by themselves.
+_SPECIAL = re.compile(r"([\\`*_\[\]|~]|^[#+>-]|^\d+(?=[.)])|:(?=//)|(?<=www)\.)")
 
 
 def render_markdown(
@@ -143,7 +144,12 @@ def _plain(text: str) -> str:
     """Escape text, so that it means nothing in Markdown and HTML and mentions nobody."""
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", " ").replace("\r", " ")
     # A zero-width space keeps a name behind @ from being told.
-    return _SPECIAL.sub(r"\\\1", escaped).replace("@", "@\u200b")
+    return _SPECIAL.sub(_escape, escaped.strip()).replace("@", "@\u200b")
+
+
+def _escape(found: re.Match[str]) -> str:
+    # A number before a dot begins a list: nothing but the dot can be escaped, so the number gets a space of no width.
+    return f"{found[0]}\u200b" if found[0].isdigit() else f"\\{found[0]}"
 
 
 def _code(text: str) -> str:

@@ -10,7 +10,7 @@ from reports.markdown import render_markdown
 from reports.page.diagnosed import DiagnosedPlace, DiagnosedRun, TriedMistake
 
 NEXT = ("mm2-diagnose --model m --gpu-path 'a b' --neuron-path run",)
-HOSTILE = "](http://x) <img src=x onerror=y> `code` | cell | **bold** @everyone ~~~ # title\n- item"
+HOSTILE = "](http://x) www.x.org <img src=x onerror=y> `code` | cell | **bold** @everyone ~~~ # title\n- item"
 
 
 def render(comparison: Comparison, diagnosis: DiagnosedRun | None = None) -> str:
@@ -82,8 +82,16 @@ def test_text_of_captures_means_nothing_in_markdown(failing: Comparison, where: 
     text = render(hostile, named(HOSTILE) if where == "mistake" else None)
     outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
     assert "<img" not in outside
-    assert "](http" not in outside
+    assert "](" not in outside.replace("\\](", "")
+    assert "://" not in outside.replace("\\://", "")
+    assert "www." not in outside
     assert "@everyone" not in outside
     assert "\n- item" not in text
     golden, port = (line for line in text.splitlines() if line.startswith(("| golden |", "| port |")))
     assert len(re.findall(r"(?<!\\)\|", port)) == len(re.findall(r"(?<!\\)\|", golden)) == 3
+
+
+@pytest.mark.parametrize("text", ["# title", "- item", "+ item", "> quote", "1. item", "* item"])
+def test_text_begins_no_list_and_no_heading(failing: Comparison, text: str) -> None:
+    (line,) = (line for line in render(replace(failing, notes=(text,))).splitlines() if text[-4:] in line)
+    assert line.startswith(("- \\", "- 1\u200b"))
