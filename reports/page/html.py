@@ -1,6 +1,6 @@
 r"""Html: the page as one file, which needs no network and lets no script run but its own.
 
-Text of captures goes through jinja2's escaping, and through JSON whose `<`, `>` and `&` are written as `\\u003c`. The
+Text of captures goes through jinja2's escaping, and through JSON whose `<`, `>` and `&` are written as `\u003c`. The
 page's policy names its scripts by their digests and allows no connection, so that nothing else could run or load.
 """
 
@@ -24,7 +24,7 @@ from reports.wording import word_figure
 
 _ASSETS = Path(__file__).with_name("assets")
 _LIBRARY = "vl_convert"
-# Specifications name this version of Vega-Lite, which vl-convert can bundle from 1.8 on.
+# Newest version of Vega-Lite that every vl-convert from 1.9 on can bundle.
 _VEGA_LITE = "6.1"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from minimax_tools.capture.passes import pass_name
+from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Comparison, GeneratedRow
 from reports.page.charts import draw_chain, draw_curves
@@ -102,14 +103,13 @@ def plan_page(
     origins: tuple[OriginRow, ...],
 ) -> Page:
     """Plan the page of a comparison."""
-    text = render_comparison(comparison, width=_ONE_LINE, is_terminal=False)
-    sentence, extent, *_ = [*text.splitlines(), ""]
+    sentence = render_comparison(comparison, width=_ONE_LINE, is_terminal=False).partition("\n")[0]
     layers, outside = draw_layers(comparison), draw_outside(comparison)
     logits = evidence.logits
     return Page(
         verdict=str(comparison.verdict),
         sentence=sentence,
-        extent=extent,
+        extent=_word_extent(comparison),
         sides=tuple(_sides(comparison)),
         next_commands=next_commands,
         blame=tuple(_blame_rows(comparison)),
@@ -132,6 +132,11 @@ def plan_page(
         notes=(*comparison.notes, *evidence.notes),
         glossary=GLOSSARY,
     )
+
+
+def _word_extent(comparison: Comparison) -> str:
+    layers = f" in {format_count(len(comparison.layers), 'layer')}" if comparison.layers else ""
+    return f"compared {comparison.compared} of {format_count(comparison.of, 'site')}{layers}"
 
 
 def _sides(comparison: Comparison) -> Iterator[tuple[str, str]]:
