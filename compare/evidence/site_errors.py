@@ -14,7 +14,7 @@ from compare.noise.rows import Rows
 from reports.page.evidence import ErrorHistogram, ErrorPicture, SiteErrors, WorstElement
 
 # Blocks of a picture: as many as a chart of a screen's width can show, and few enough to draw at once.
-_MOST_TOKEN_BLOCKS, _MOST_CHANNEL_BLOCKS = 40, 64
+_MOST_TOKEN_BLOCKS, _MOST_CHANNEL_BLOCKS = 32, 64
 _NUM_BINS = 40
 # Errors this much smaller than the largest share the lowest bin.
 _SPAN = 1e-8

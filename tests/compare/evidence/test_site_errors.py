@@ -56,7 +56,7 @@ def test_picture_shows_where_the_error_lies_in_units_of_the_noise() -> None:
     assert found.by_token[-1] > 50 > 2 > found.by_token[0]
     assert found.by_channel[-1] > 50 > 2 > found.by_channel[0]
     assert found.massive == (7,)
-    assert found.token_names[0] == "row 0, token 0 to 1"
+    assert found.token_names[0] == "row 0, token 0 to 2"
     assert found.token_names[-1].startswith("row 1, token ")
 
 
