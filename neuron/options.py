@@ -60,6 +60,7 @@ class DeviceOptions:
     skip_compile: bool
     criteria: Criteria
     shows_metrics: bool
+    is_verbose: bool
     inputs: InputRequest  # the prompts, as rows of token ids, that the options ask for
     sites_level: str  # a named choice of sites to record
     dtype: torch.dtype

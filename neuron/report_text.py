@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from minimax_tools.errors import format_count
 from minimax_tools.machine.size import format_size
@@ -19,8 +20,8 @@ _COLUMNS = [
 ]
 
 
-def render_report(report: RunReport) -> str:
-    """Return the report as text, for stdout; empty if there is nothing to report."""
+def render_report(report: RunReport, *, trace: Path | None = None) -> str:
+    """Return the report as text, for stdout; empty if there is nothing to report. `trace` is the profile's file."""
     canvas = Canvas(width=None, is_terminal=None)
     compiles = report.compiles
     if compiles.first_layer or compiles.later_layers:
@@ -38,6 +39,7 @@ def render_report(report: RunReport) -> str:
     if report.profile:
         canvas.gap()
         canvas.table(_COLUMNS, _profile_rows(report.profile))
+        canvas.line(f"  trace: {trace}")
     return canvas.text
 
 

@@ -32,12 +32,13 @@ from minimax_tools.model.run import bisect_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from neuron.commands.bisect_whole import WholeBisection, refuse_options_of_layers
-from neuron.commands.device_run import print_report
+from neuron.commands.device_run import print_warnings
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, compile_option, prefetch_option, target_option
 from neuron.ports.targets import find_target
 from neuron.rank_options import rank_options
+from neuron.report_text import render_report
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 from neuron.runs.run_report import RunReport
 from reports.bisection import bisection_record, next_commands, render_bisection
@@ -199,9 +200,8 @@ def bisect_command(
         record |= {"graphs": asdict(compiles), "directory": str(directory)}
         print_json(record, next_commands=next_commands(bisection))
     else:
-        click.echo(render_bisection(bisection))
-        if compiles.first_layer or compiles.later_layers:
-            click.echo()
-        print_report(RunReport(compiles=compiles))
-        print_text("", next_commands=next_commands(bisection))
+        report = RunReport(compiles=compiles)
+        text = "\n\n".join(filter(None, (render_bisection(bisection), render_report(report))))
+        print_text(text, next_commands=next_commands(bisection))
+        print_warnings(report)
     end_command(bisection.verdict.exit_code)
