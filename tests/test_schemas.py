@@ -79,6 +79,7 @@ prompts 0 mm2-test prompts --model {{model}} --golden {{golden}} --target {{whol
 golden 0 mm2-gpu full --model {{model}} --seq-len 24,17 --dtype float32 --output-dir {{here}}/golden32
 export 0 mm2-gpu export --format vllm-neuron --golden {{golden}} --float32-golden {{here}}/golden32 \
  --output-dir {{here}}/export --allow-uncertified
+port 3 mm2-test port --model {{model}} --golden {{golden}} --target {{broken}} --output-dir {{here}}/port
 stream-search 0 mm2-test bisect --whole --model {{model}} --golden {{golden}} --target {{whole}} \
  --captures {{here}}/captures
 stream-search 3 mm2-test replacement --format vllm-neuron --model {{model}} --golden {{golden}} \
@@ -125,12 +126,16 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Output]:
     (here / "dump").mkdir()
     torch.save(torch.zeros(2, 24, 256, dtype=torch.bfloat16), here / "dump" / DUMPED)
     (here / "swapped.py").write_text(SWAPPED_PORT)
+    (here / "broken.py").write_text(
+        "def DecoderLayer(config, layer_idx):\n    raise RuntimeError('broken')\n"
+    )
     places = {
         "here": here,
         "model": here / "model",
         "golden": here / "golden",
         "run": here / "run",
         "swapped": f"{here}/swapped.py:DecoderLayer",
+        "broken": f"{here}/broken.py:DecoderLayer",
         "port": f"{PORTS}/port.py:DecoderLayer",
         "whole": f"{PORTS}/model_port.py:Model",
     }
