@@ -33,6 +33,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from neuron.commands.bisect_whole import WholeBisection, refuse_options_of_layers
 from neuron.commands.device_run import print_report
+from neuron.devices.compiler import AUTO
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, compile_option, prefetch_option, target_option
@@ -142,6 +143,8 @@ def bisect_command(
             all=extent is Extent.ALL,
             chain_length=chain_length is not None,
             prefetch=prefetch is not None,
+            # A whole port is run as it is.
+            compile=compile_with != AUTO,
         )
         WholeBisection(
             model=model,
