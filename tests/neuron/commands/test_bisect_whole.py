@@ -63,6 +63,18 @@ class ClosedRight(Closed):
 class ClosedWrong(Closed):
     layer, tensor = 2, "self_attn.o_proj.weight"
 
+class Deaf(ClosedWrong):
+    # Takes another stream, it says, and computes with its own.
+    def replace_stream(self, point, states):
+        pass
+
+class Headless(ClosedRight):
+    # Its head got no weights: no stream moves its logits.
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx is None:
+            tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+        return super().convert_state_dict(tensors, config, layer_idx)
+
 class Mute(ClosedRight):
     # Shows no layer, and takes no other stream.
     replace_stream = None
@@ -168,6 +180,18 @@ def test_stream_that_was_not_taken_is_no_verdict(bisect: Any) -> None:
     assert "did not take the stream that was to replace its own at point 2" in result.stderr
 
 
+def test_port_that_drops_the_stream_it_is_given_is_no_verdict(bisect: Any) -> None:
+    result, _ = bisect("Deaf")
+    assert result.exit_code == 3
+    assert "did not take the stream that was to replace its own at point 2" in result.stderr
+    assert "found the same in every bit" in result.stderr
+
+
+def test_head_that_no_stream_moves_is_named(bisect: Any) -> None:
+    _, record = bisect("Headless")
+    assert record["blame"][0]["part"].startswith("the final norm or the head")
+
+
 def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy: Path, golden: Path) -> None:
     bisect("Swapped")
     arguments = ("bisect", "--whole", "--model", toy, "--golden", golden, "--backend", "cpu", "--quiet")
@@ -182,6 +206,7 @@ def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy:
     [
         (("--chain-length", 2), "--chain-length and --whole were both given"),
         (("--all", "--layers", "0:2"), "--layers, --all and --whole were both given"),
+        (("--compile", "eager"), "--compile and --whole were both given"),
         (("--dtype", "float32"), "expected --dtype bfloat16, found float32"),
         (("--decode", 40), "of a prompt of 33 tokens 40 cannot be decoded"),
     ],
