@@ -36,7 +36,7 @@ from neuron.commands.device_run import print_report
 from neuron.devices.compiler import AUTO
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
-from neuron.options import backend_option, compile_option, prefetch_option, target_option
+from neuron.options import backend_option, compile_option, golden_option, prefetch_option, target_option
 from neuron.ports.targets import find_target
 from neuron.rank_options import rank_options
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
@@ -50,12 +50,7 @@ from reports.bisection import bisection_record, next_commands, render_bisection
     epilog="\b\nExample: mm2-test bisect --model DIR --golden GOLDEN --target port.py:DecoderLayer",
 )
 @model_option
-@click.option(
-    "--golden",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Golden capture: gives the chains their inputs, and judges their outputs.",
-)
+@golden_option("Golden capture: gives the chains their inputs, and judges their outputs.", required=True)
 @target_option
 @backend_option
 @compile_option

@@ -27,6 +27,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
 from neuron.commands.bisect_whole import choose_num_decoded
 from neuron.model_runs.passes import plan_passes
+from neuron.options import golden_option
 from neuron.replacement.instructions import nxdi_instructions, vllm_neuron_instructions
 from neuron.replacement.nxdi_files import refuse_prompts, write_nxdi_files
 from neuron.replacement.replaced_judge import ReplacedJudge
@@ -64,12 +65,7 @@ class ReplacementOptions:
 )
 @stack_options(
     model_option,
-    click.option(
-        "--golden",
-        type=click.Path(path_type=Path),
-        required=True,
-        help="Golden capture of the whole model: gives the stream and the prompts.",
-    ),
+    golden_option("Golden capture of the whole model: gives the stream and the prompts.", required=True),
     click.option(
         "--format",
         "tool",
