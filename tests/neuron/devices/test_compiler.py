@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._dynamo.backends.registry import register_backend
 from minimax_tools.errors import TargetError, UsageError
 from neuron.devices.backend import Backend
 from neuron.devices.compile_counts import CompileCounts, GraphBreak
-from neuron.devices.compiler import Compiler, choose_compiler
+from neuron.devices.compiler import Compiler, choose_compiler, count_torch_compiles
 
 REPOSITORY = Path(__file__).parents[3]
 EVERY_SITE = f"{REPOSITORY / 'scripts/examples/port.py'}:DecoderLayer"
@@ -230,6 +231,26 @@ class TestFailures:
         run = Compiler.EAGER.compile(nn.Linear(2, 2), what="layer 3")
         with pytest.raises(TargetError, match=r"found TorchRuntimeError: .*size=\(1, 5\)"):
             run(torch.zeros(1, 5))
+
+
+def test_graph_for_each_of_many_layers_is_compiled_and_counted() -> None:
+    """torch's own limit is 8 graphs of one function."""
+
+    class Numbered(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return states * self.number
+
+    before, start_s = count_torch_compiles(), time.monotonic()
+    for number in range(10):
+        run = Compiler.EAGER.compile(Numbered(number), what="the layer")
+        assert run(torch.ones(2)).tolist() == [number, number]
+    grown, wall_s = count_torch_compiles().since(before), time.monotonic() - start_s
+    assert (grown.compiles, sum(grown.recompiles.values())) == (10, 9)
+    assert 0.0 < grown.seconds < wall_s
 
 
 class TestChoice:
