@@ -169,19 +169,15 @@ def test_interrupted_search_goes_on(bisect: Any, monkeypatch: pytest.MonkeyPatch
     assert "out of luck" in result.stderr
 
 
-def test_left_padded_golden_and_another_of_the_same_prompts(
-    bisect: Any, command: Any, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_right_port_on_left_padded_prompts_is_not_blamed(
+    bisect: Any, command: Any, toy: Path, tmp_path: Path
 ) -> None:
-    """Each row's logits are those of its own tokens, and runs on another golden are made anew."""
+    """Each row's logits are those of its own tokens, wherever its padding lies."""
     rows = ("--input-ids", "5,6,7,8,9,10,11,12", "--input-ids", "20,21,22,23", "--padding-side", "left")
-    for attention in ("sdpa", "eager"):
-        made = ("--output-dir", tmp_path / attention, "--attn-implementation", attention, "--quiet")
-        command(mm2_gpu, "extract-all", "--model", toy, *rows, "--sites", "layer", *made)
-    _, record = bisect("ClosedRight", "--golden", tmp_path / "sdpa", "--exhaustive")
+    made = ("--sites", "layer", "--output-dir", tmp_path / "left", "--quiet")
+    command(mm2_gpu, "extract-all", "--model", toy, *rows, *made)
+    _, record = bisect("ClosedRight", "--golden", tmp_path / "left", "--exhaustive")
     assert (record["verdict"], len(record["runs"])) == ("pass", 6)
-    monkeypatch.setenv("FAIL", "1")
-    result, _ = bisect("ClosedRight", "--golden", tmp_path / "eager", "--exhaustive")
-    assert (result.exit_code, "out of luck" in result.stderr) == (3, True)
 
 
 def test_port_that_takes_no_other_stream_is_refused(bisect: Any) -> None:
