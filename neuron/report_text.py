@@ -48,13 +48,14 @@ def find_warnings(report: RunReport) -> Iterator[str]:
     compiles = report.compiles
     if compiles.later_layers:
         yield "a graph depends on the layer: a number, a shape or a slice differs between layers"
-    if compiles.compiler and not (compiles.first_layer or compiles.later_layers):
+    # A layer that breaks everywhere makes no graph either: its breaks tell that.
+    if compiles.compiler and not (compiles.first_layer or compiles.later_layers or compiles.graph_breaks):
         yield "torch.compile made no graph, and layers ran as they are: is TORCHDYNAMO_DISABLE or such a variable set?"
     if compiles.recompiles:
         # All begin alike: a number that differs between layers, for instance.
         yield f"the first graph that did not serve a later layer was made for {compiles.recompiles[0]}"
     for graph_break in compiles.graph_breaks:
-        yield f"the graph breaks at {graph_break}: this line runs uncompiled"
+        yield f"the graph breaks at {graph_break}: this line runs uncompiled; in a loop, its whole function does"
     for operation in compiles.fallbacks:
         yield f"{operation} ran on the CPU instead of the device"
     if report.generation_error is not None:

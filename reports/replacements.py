@@ -92,6 +92,11 @@ def blind_spots(search: StreamSearch) -> tuple[str, ...]:
     )
     if search.finding is None:
         return (faint,)
+    if search.finding.point == search.num_layers and not search.target:
+        # A port that mm2 runs was seen to take the stream.
+        faint = (
+            f"A port that does not replace its stream looks the same: see that the lines are in it. {faint}"
+        )
     before = "Layers before it were" if search.finding.point else "What lies before it was"
     return (f"{before} not judged: mend this part, and search again.", faint)
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_reference.cli import main as mm2_gpu
+
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 
 PORTS = f"""
@@ -62,6 +64,18 @@ class ClosedRight(Closed):
 
 class ClosedWrong(Closed):
     layer, tensor = 2, "self_attn.o_proj.weight"
+
+class Deaf(ClosedWrong):
+    # Takes another stream, it says, and computes with its own.
+    def replace_stream(self, point, states):
+        pass
+
+class Headless(ClosedRight):
+    # Its head got no weights: no stream moves its logits.
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx is None:
+            tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+        return super().convert_state_dict(tensors, config, layer_idx)
 
 class Mute(ClosedRight):
     # Shows no layer, and takes no other stream.
@@ -155,6 +169,17 @@ def test_interrupted_search_goes_on(bisect: Any, monkeypatch: pytest.MonkeyPatch
     assert "out of luck" in result.stderr
 
 
+def test_right_port_on_left_padded_prompts_is_not_blamed(
+    bisect: Any, command: Any, toy: Path, tmp_path: Path
+) -> None:
+    """Each row's logits are those of its own tokens, wherever its padding lies."""
+    rows = ("--input-ids", "5,6,7,8,9,10,11,12", "--input-ids", "20,21,22,23", "--padding-side", "left")
+    made = ("--sites", "layer", "--output-dir", tmp_path / "left", "--quiet")
+    command(mm2_gpu, "extract-all", "--model", toy, *rows, *made)
+    _, record = bisect("ClosedRight", "--golden", tmp_path / "left", "--exhaustive")
+    assert (record["verdict"], len(record["runs"])) == ("pass", 6)
+
+
 def test_port_that_takes_no_other_stream_is_refused(bisect: Any) -> None:
     result, _ = bisect("Mute")
     assert result.exit_code == 3
@@ -166,6 +191,18 @@ def test_stream_that_was_not_taken_is_no_verdict(bisect: Any) -> None:
     result, _ = bisect("Compiled")
     assert result.exit_code == 3
     assert "did not take the stream that was to replace its own at point 2" in result.stderr
+
+
+def test_port_that_drops_the_stream_it_is_given_is_no_verdict(bisect: Any) -> None:
+    result, _ = bisect("Deaf")
+    assert result.exit_code == 3
+    assert "did not take the stream that was to replace its own at point 2" in result.stderr
+    assert "found the same in every bit" in result.stderr
+
+
+def test_head_that_no_stream_moves_is_named(bisect: Any) -> None:
+    _, record = bisect("Headless")
+    assert record["blame"][0]["part"].startswith("the final norm or the head")
 
 
 def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy: Path, golden: Path) -> None:
@@ -182,6 +219,7 @@ def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy:
     [
         (("--chain-length", 2), "--chain-length and --whole were both given"),
         (("--all", "--layers", "0:2"), "--layers, --all and --whole were both given"),
+        (("--compile", "eager"), "--compile and --whole were both given"),
         (("--dtype", "float32"), "expected --dtype bfloat16, found float32"),
         (("--decode", 40), "of a prompt of 33 tokens 40 cannot be decoded"),
     ],
