@@ -6,6 +6,7 @@ dump shows what each layer was fed, so the keys and values can be judged.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.cache_capture import FILE
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import word_layers
 
 # Folder of the dump below the folder with the caches.
 MODULES_FOLDER = Path("tensor_compare", "neuron")
@@ -26,7 +28,7 @@ class JoinedCapture(CaptureSource):
 
     def __init__(self, directory: Path, dump: CaptureSource, caches: CaptureSource) -> None:
         self.directory = directory
-        self.notes = (*dump.notes, f"keys and values that no module returns are read from {FILE}")
+        self.notes = (*dump.notes, *_notes(dump, caches))
         self.has_checked_tokens = dump.has_checked_tokens
         self._dump = dump
         self._caches = caches
@@ -67,3 +69,10 @@ class JoinedCapture(CaptureSource):
 
     def listing(self) -> DumpListing | None:
         return self._dump.listing()
+
+
+def _notes(dump: CaptureSource, caches: CaptureSource) -> Iterator[str]:
+    yield f"keys and values that no module returns are read from {FILE}"
+    others = sorted(set(caches.layers) - set(dump.layers))
+    if others:
+        yield f"{FILE} holds {word_layers(others)} too, of which no module was captured: they are left out"

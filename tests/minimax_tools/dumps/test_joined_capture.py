@@ -95,6 +95,18 @@ def test_blocks_in_the_wrong_order_are_blamed(toy: Path, golden: Path, tmp_path:
     assert (blamed["layer"], blamed["sites"][-1]) == (1, "k_rope")
 
 
+def test_layers_that_only_the_caches_hold_are_named(golden: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path, golden)
+    for layer in (2, 3):
+        for folder in run.glob(f"tensor_compare/neuron/dp0/*/model.layers.{layer}*"):
+            shutil.rmtree(folder)
+    joined = open_source(run)
+    assert joined.layers == (0, 1)
+    assert (
+        "vllm_kv.pt holds layers 2-3 too, of which no module was captured: they are left out" in joined.notes
+    )
+
+
 def test_caches_of_fewer_prompts_are_refused(golden: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path, golden)
     shutil.rmtree(run / "prompt_1")
