@@ -22,7 +22,7 @@ MODULES_FOLDER = Path("tensor_compare", "neuron")
 
 
 class JoinedCapture(CaptureSource):
-    """A dump, with the sites that the caches hold besides; `CaptureSource` describes its methods."""
+    """A dump, with k_rope and v_proj as the caches hold them; `CaptureSource` describes its methods."""
 
     may_omit_inputs = True
 
@@ -52,7 +52,8 @@ class JoinedCapture(CaptureSource):
         return self._dump.model_sites()
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        source = self._dump if site in self._dump.sites(layer) else self._caches
+        # A module's values may be right, and written wrongly into the cache: the cache shows either mistake.
+        source = self._caches if site in self._caches.sites(layer) else self._dump
         return source.read(layer, site)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
@@ -72,7 +73,7 @@ class JoinedCapture(CaptureSource):
 
 
 def _notes(dump: CaptureSource, caches: CaptureSource) -> Iterator[str]:
-    yield f"keys and values that no module returns are read from {FILE}"
+    yield f"k_rope and v_proj are read from {FILE}, whether modules return them or not"
     others = sorted(set(caches.layers) - set(dump.layers))
     if others:
         yield f"{FILE} holds {word_layers(others)} too, of which no module was captured: they are left out"

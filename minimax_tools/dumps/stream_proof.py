@@ -8,7 +8,8 @@ layer's module returns is the layer's output if it passes one of two tests:
 | sum | the stream before the layer plus both deltas, but for rounding |
 | norm | what the norm behind the layer returns, but for a scale of each token and of each channel |
 
-If it passes neither, the sum itself is taken, if it passes the test of the norm. Right and wrong ports pass alike: the
+If it passes neither, the sum itself is taken, if it passes the test of the norm. That test proves nothing if the tokens
+are all alike, as in a warm-up: one scale of each channel fits any tensor then. Right and wrong ports pass alike: the
 tests tell what a tensor is, not whether its values are right.
 T real tokens of one pass, H hidden.
 """

@@ -98,6 +98,9 @@ def _notes(directory: Path, root: Path, *, num_empty: int) -> Iterator[str]:
     if root != directory:
         others = f"; {_DRAFT}/ is another model's" if (directory / _DRAFT).is_dir() else ""
         yield f"{_TARGET}/ is read{others}"
+        if beside := len(_passes(directory)):
+            words = "pass" if beside == 1 else "passes"
+            yield f"not read: {beside} {words} beside {_TARGET}/"
 
 
 def _name_by_layer(pieces: Iterable[DumpPiece]) -> tuple[tuple[DumpPiece, ...], tuple[str, ...]]:

@@ -46,6 +46,18 @@ def test_embeddings_tell_the_requests_among_others(tmp_path: Path) -> None:
     assert torch.equal(read[1], embedding[:12] * 2)
 
 
+def test_equal_prompts_have_a_request_each(tmp_path: Path) -> None:
+    write(tmp_path, (12, 9, 9))
+    folder = tmp_path / "dp0" / "prefill_s64_0"
+    held = torch.load(folder / "model.embed_tokens/rank0.pt")
+    held[21:30] = held[12:21]
+    torch.save(held, folder / "model.embed_tokens/rank0.pt")
+    wanted = held[12:21].repeat(2, 1)
+    capture = DumpCapture.open(tmp_path, NameMap()).aligned(side(wanted, (9, 9)))
+    experts = torch.load(folder / "model.layers.0.mlp/rank0.pt")
+    assert torch.equal(capture.read(0, Site.MOE_DELTA), experts[12:30].unflatten(0, (2, 9)))
+
+
 def test_embeddings_are_read_only_if_lengths_do_not_tell(tmp_path: Path) -> None:
     embedding = write(tmp_path, (12, 9))
     capture = DumpCapture.open(tmp_path, NameMap())
