@@ -107,7 +107,7 @@ class _Prover:
     def has_enough_tokens(self) -> bool:
         """True if the pass has enough different tokens to prove by, as far as their embeddings tell."""
         if self._stream is None:
-            return True
+            return (None, ModelSite.EMBEDDING) not in self._found.sites
         return len(self._stream.values.to(torch.float32).unique(dim=0)) >= _LEAST_TOKENS
 
     def follow(self, layer: int) -> None:
