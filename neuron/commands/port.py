@@ -12,7 +12,7 @@ import click
 import torch
 
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
-from minimax_tools.command_line.options import dtype_option, model_option, output_options
+from minimax_tools.command_line.options import DEFAULT_CAPTURES, dtype_option, model_option, output_options
 from minimax_tools.results.results import Verdict
 from neuron.devices.ranks import Ranks
 from neuron.options import backend_option, name_port, target_option
@@ -55,7 +55,7 @@ class _Stage:
 @click.option(
     "--output-dir",
     type=click.Path(path_type=Path, file_okay=False),
-    default=Path("mm2-port"),
+    default=Path(DEFAULT_CAPTURES) / "port",
     show_default=True,
     help="Folder of the golden, the runs and the log of finished stages.",
 )
