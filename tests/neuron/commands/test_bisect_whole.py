@@ -172,7 +172,7 @@ def test_interrupted_search_goes_on(bisect: Any, monkeypatch: pytest.MonkeyPatch
 def test_right_port_on_left_padded_prompts_is_not_blamed(
     bisect: Any, command: Any, toy: Path, tmp_path: Path
 ) -> None:
-    """Each row's logits are those of its own tokens, wherever its padding lies."""
+    """A row's logits are those of its own tokens, wherever its padding lies."""
     rows = ("--input-ids", "5,6,7,8,9,10,11,12", "--input-ids", "20,21,22,23", "--padding-side", "left")
     made = ("--sites", "layer", "--output-dir", tmp_path / "left", "--quiet")
     command(mm2_gpu, "extract-all", "--model", toy, *rows, *made)
