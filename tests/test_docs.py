@@ -33,8 +33,12 @@ COMMANDS: dict[str, click.Command] = {
 }
 # torchrun runs a module, which is one of the commands.
 MODULES = {"gpu_reference": "mm2-gpu", "neuron": "mm2-test"}
-# Options of torchrun and of scripts, which the pages name too.
-OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node"}
+# Options of torchrun, of scripts and of the pytest plugin, which the pages name too.
+OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node"} | {
+    "--mm2-golden",
+    "--mm2-model",
+    "--mm2-layers",
+}
 # Files that a reader writes.
 READERS_FILES = {"my_port.py", "PATH.py", "port.py"}
 
@@ -42,7 +46,7 @@ GLOSSARY = """site, golden, port, reference, target, isolated run, chained run, 
 massive channel, row, variant, flip, replay, blame, verdict, shard, slice, probe, dump"""
 
 _LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
-_PACKAGES = "compare|docs|gpu_reference|minimax_tools|neuron|reports|scripts|tests"
+_PACKAGES = "compare|docs|gpu_reference|minimax_tools|mm2|neuron|reports|scripts|tests"
 _PATH = re.compile(rf"(?<![\w/.-])(?:{_PACKAGES})/[\w./-]*\w")
 _FILE = re.compile(r"(?<![\w/.-])[\w-]+\.(?:py|sh)\b")
 _BLOCK = re.compile(r"^```bash\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
