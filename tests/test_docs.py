@@ -21,7 +21,7 @@ from minimax_tools.results.results import Verdict
 from neuron.cli import main as mm2_test
 
 REPOSITORY = Path(__file__).parents[1]
-PAPERS = ("README.md", "DECISIONS.md", "CHANGELOG.md", "BENCHMARKS.md")
+PAPERS = ("README.md", "DECISIONS.md", "CHANGELOG.md", "BENCHMARKS.md", "CONTRIBUTING.md")
 MAX_LINE, MAX_README, MAX_PAGE = 120, 120, 200
 
 COMMANDS: dict[str, click.Command] = {
@@ -266,7 +266,7 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
     """A copy of all papers in which one place is another."""
     for pages_folder in ("docs", "skills"):
         shutil.copytree(REPOSITORY / pages_folder, folder / pages_folder)
-    for paper in PAPERS:
+    for paper in (*PAPERS, "LICENSE"):
         shutil.copy(REPOSITORY / paper, folder)
     text = (folder / page).read_text()
     assert old in text
@@ -321,6 +321,14 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
         (wrong_words, "docs/glossary.md", "| **flip** |", "| **golden** |", "flip stands there 0 times"),
         (wrong_words, "docs/glossary.md", "| **flip** |", "| **golden** |", "golden stands there 2 times"),
         (wrong_walks, "docs/architecture.md", "| a layer is a", MANY_FILES, "A weight goes through"),
+        (dead_links, "CONTRIBUTING.md", "(LICENSE)", "(LICENCE)", "LICENCE leads nowhere"),
+        (
+            unknown_options,
+            "docs/python.md",
+            "| `--mm2-model` |",
+            "| `--mm2-checkpoint` |",
+            "--mm2-checkpoint",
+        ),
         (missing_files, "DECISIONS.md", "scripts/fit_limits", "scripts/fit_limit", "no scripts/fit_limit.py"),
         (wrong_walks, "docs/architecture.md", "`neuron/runs/` |", "`runs` |", "`neuron/runs/` is missing"),
         (
