@@ -101,7 +101,7 @@ class GoldenLayers:
 
 
 class GoldenLayer:
-    """One layer of a golden: what it was given, what it holds, and what it computed.
+    """A layer of a golden: what it was given, what it holds, and what it computed.
 
     All tensors come on the CPU, in the dtypes that the golden computed in. `number` is the layer's.
     """

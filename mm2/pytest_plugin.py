@@ -94,7 +94,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def mm2_golden(pytestconfig: pytest.Config) -> GoldenLayers:
-    """The golden of --mm2-golden, opened: `mm2_golden.layer(5)`."""
+    """Give the golden of --mm2-golden, opened: `mm2_golden.layer(5)`."""
     golden = pytestconfig.stash[_GOLDEN]
     if golden is None:
         pytest.skip(_NO_GOLDEN)
@@ -103,7 +103,7 @@ def mm2_golden(pytestconfig: pytest.Config) -> GoldenLayers:
 
 @pytest.fixture
 def mm2_layer(request: pytest.FixtureRequest, mm2_golden: GoldenLayers) -> GoldenLayer:
-    """A layer of the golden: its input, weights and values. The test runs once for each."""
+    """Give a layer of the golden: its input, weights and values. The test runs once for each."""
     return mm2_golden.layer(request.param)
 
 

@@ -22,7 +22,7 @@ from mm2.recording import Recording, backend_name
 
 
 class RecordedCapture(CaptureSource):
-    """One layer in memory; `CaptureSource` describes the methods.
+    """A layer in memory; `CaptureSource` describes the methods.
 
     Args:
         tensors: The layer's values by site, on the CPU.
