@@ -401,7 +401,7 @@ ModelFactory.create_split_models("minimax_m2", folder, 1, 3, low_memory=True, ve
 
 
 def run_in_terminal(program: str, *arguments: object, verbose: bool) -> str:
-    """What a program writes to a real pseudo-terminal as its stderr."""
+    """Run a program, and return what it writes to a real pseudo-terminal as its stderr."""
     own, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
