@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.limits_file import calibrated_limits
 from compare.sides.golden_weights import CheckpointWeights, find_weights
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.opening import DumpReading, open_sides
@@ -150,12 +151,14 @@ def compare(
         UsageError: A golden is to be compared with a recording, and no layer of it was named.
     """
     golden, port = _open_sides(reference, target)
+    # A suite compares every layer: its limits are those of one comparison of all of them.
+    num_parts = len(golden.layers) if isinstance(reference, GoldenLayer) else 1
     named = None if model is None else str(model)
     if isinstance(reference, GoldenLayer | GoldenLayers) and named is None:
         weights = (reference.golden if isinstance(reference, GoldenLayer) else reference).checkpoint
     else:
         weights = find_weights(named, golden, port)
-    return _judge(golden, port, weights)
+    return _judge(golden, port, weights, num_parts=num_parts)
 
 
 def assert_site(tensor: torch.Tensor, layer: GoldenLayer, site: str) -> SiteResult:
@@ -184,7 +187,11 @@ def assert_site(tensor: torch.Tensor, layer: GoldenLayer, site: str) -> SiteResu
             "a layer's input is given to it, and not judged", expected="a site that the layer computes"
         )
     port = RecordedCapture.of_tensor(tensor, named, golden=layer)
-    result = _judge(layer.golden.capture, port, layer.golden.checkpoint).site(named, layer=layer.number)
+    golden = layer.golden.capture
+    # As if a suite asserts every site of every layer.
+    num_parts = len(golden.layers) * len({*layer.sites} - {Site.INPUT})
+    comparison = _judge(golden, port, layer.golden.checkpoint, num_parts=num_parts)
+    result = comparison.site(named, layer=layer.number)
     if result.status is SiteStatus.FAIL:
         raise PortDiffersError(describe_site(result))
     if not result.status.is_compared:
@@ -244,12 +251,17 @@ def _captured_sides(reference: object, target: str | Path) -> tuple[CaptureSourc
     return open_sides(*folders, reference_reading=DumpReading(), target_reading=DumpReading())
 
 
-def _judge(golden: CaptureSource, port: CaptureSource, weights: CheckpointWeights | None) -> PortComparison:
+def _judge(
+    golden: CaptureSource, port: CaptureSource, weights: CheckpointWeights | None, *, num_parts: int
+) -> PortComparison:
+    """Judge one of `num_parts` equal parts of a comparison: together, right ones fail no more often than it may."""
+    limits = calibrated_limits()
+    limits = replace(limits, level=limits.level / num_parts)
     return PortComparison(
         result=compare_captures(
             golden,
             port,
-            criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+            criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL, noise=limits),
             layer_pattern="layer_*",
             weights=weights,
         )

@@ -37,17 +37,23 @@ def test_wrong_port_fails_with_the_report(run: Run, swapped: Any, layer: mm2.Gol
         comparison.require()
 
 
-def test_json_is_that_of_mm2_compare(
+def test_results_and_limits_are_those_of_a_sweep_of_all_layers(
     run: Run, example: Example, layer: mm2.GoldenLayer, golden: Path, toy: Path, tmp_path: Path, command: Any
 ) -> None:
     target = f"{EXAMPLES / 'minimal_port.py'}:DecoderLayer"
     options = ("--model", toy, "--golden", golden, "--backend", "cpu", "--captures", tmp_path, "--quiet")
-    command(mm2_test, "single-layer", "--layer", 1, "--target", target, *options)
-    sides = ("--gpu-path", golden, "--neuron-path", tmp_path / "neuron" / "single_layer_1")
+    command(mm2_test, "sweep", "--target", target, *options)
+    sides = ("--gpu-path", golden, "--neuron-path", tmp_path / "neuron" / "sweep_0_to_3")
     printed = json.loads(command(mm2_compare, *sides, "--model", toy, "--json", "--quiet").stdout)
     record = mm2.compare(layer, run(example("minimal_port.py"))).to_json()
-    assert record["sites"] == printed["sites"]
+    of_layer_1 = [site for site in printed["sites"] if site["layer"] == 1]
+    assert record["sites"] == of_layer_1
     assert record["verdict"] == printed["verdict"]
+    # Limits are wider than those of a comparison of one layer, which fails less often than a suite of many.
+    (site,) = (site for site in of_layer_1 if site["site"] == "moe_delta")
+    alone = mm2.assert_site(run(example("minimal_port.py"))["moe_delta"], layer, "moe_delta")
+    assert alone.nearest is not None
+    assert alone.nearest.limit == pytest.approx(site["nearest"]["limit"])
 
 
 def test_folders_are_compared_as_mm2_compare_does(
