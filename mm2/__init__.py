@@ -12,7 +12,7 @@ pytest does not wait for torch in projects that do not use mm2.
 
 - `golden_layer`: a golden for tests, and its layers
 - `recording`: the sites of a module, recorded while it runs; `recorded_capture`: the recording as a capture
-- `comparison`: two sides compared, one site asserted, and the verdict
+- `comparison`: two sides compared, one site asserted, and the verdict; `port_diagnosis`: the mistake named
 - `pytest_plugin`: fixtures and options for pytest
 """
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minimax_tools.results.results import SiteResult, Verdict
     from mm2.comparison import PortComparison, PortDiffersError, PortWarning, assert_site, compare
     from mm2.golden_layer import GoldenLayer, GoldenLayers, open_golden
+    from mm2.port_diagnosis import PortDiagnosis, diagnose
     from mm2.recording import Recording, record
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "IncomparableError",
     "Mm2Error",
     "PortComparison",
+    "PortDiagnosis",
     "PortDiffersError",
     "PortWarning",
     "Recording",
@@ -44,6 +46,7 @@ __all__ = [
     "Verdict",
     "assert_site",
     "compare",
+    "diagnose",
     "open_golden",
     "record",
 ]
@@ -51,6 +54,7 @@ __all__ = [
 _HOMES = {
     "mm2.comparison": ("PortComparison", "PortDiffersError", "PortWarning", "assert_site", "compare"),
     "mm2.golden_layer": ("GoldenLayer", "GoldenLayers", "open_golden"),
+    "mm2.port_diagnosis": ("PortDiagnosis", "diagnose"),
     "mm2.recording": ("Recording", "record"),
     "minimax_tools.errors": ("IncomparableError", "Mm2Error", "UsageError"),
     "minimax_tools.model.sites": ("Site",),

@@ -26,7 +26,7 @@ from reports.terminal import render_comparison
 from reports.wording import word_place
 
 # Characters of a line of the report in a test's output.
-_WIDTH = 110
+REPORT_WIDTH = 110
 
 
 class PortDiffersError(AssertionError):
@@ -119,7 +119,7 @@ class PortComparison:
         return self.verdict in (Verdict.PASS, Verdict.WARN)
 
     def __str__(self) -> str:
-        return render_comparison(self.result, width=_WIDTH, is_terminal=False)
+        return render_comparison(self.result, width=REPORT_WIDTH, is_terminal=False)
 
     def __repr__(self) -> str:
         return f"PortComparison({self._headline()}; compared {self.compared} of {self.of} sites)"
