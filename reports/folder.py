@@ -102,7 +102,9 @@ def write_report(report: Report, directory: Path) -> WrittenReport:
 
 
 def _terminal_text(report: Report) -> str:
-    text = render_comparison(report.comparison, width=_WIDTH, is_terminal=False, shows_metrics=True)
+    text = render_comparison(
+        report.comparison, width=_WIDTH, is_terminal=False, shows_metrics=True, is_verbose=True
+    )
     parts = [text, report.diagnosis_text] if report.diagnosis_text else [text]
     if report.next_commands:
         parts.append("\n".join(["Next", *(f"  {command}" for command in report.next_commands)]))

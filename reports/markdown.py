@@ -46,7 +46,7 @@ def render_markdown(
     lines += _layers(comparison)
     lines += _uncompared(comparison)
     lines += ["| side | folder |", "|---|---|"]
-    lines += [f"| golden | {_code(comparison.reference)} |", f"| port | {_code(comparison.target)} |"]
+    lines += [f"| golden | {_code(comparison.reference)} |", f"| run | {_code(comparison.target)} |"]
     return "\n".join(lines) + "\n"
 
 

@@ -63,7 +63,7 @@ class Page:
     verdict: str
     sentence: str  # the verdict, with the place to look at first
     extent: str  # number of sites that were compared
-    sides: tuple[tuple[str, str], ...]  # golden, port, criteria and tokens
+    sides: tuple[tuple[str, str], ...]  # golden, run, criteria and tokens
     next_commands: tuple[str, ...]
     blame: tuple[BlameRow, ...]
     figures: tuple[Figure, ...]
@@ -141,7 +141,7 @@ def _word_extent(comparison: Comparison) -> str:
 
 def _sides(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "golden", comparison.reference
-    yield "port", comparison.target
+    yield "run", comparison.target
     yield "criteria", comparison.criteria
     if comparison.tokens:
         yield "tokens", comparison.tokens
@@ -201,11 +201,11 @@ def _section(errors: SiteErrors) -> SiteSection:
 def _token_tables(comparison: Comparison) -> Iterator[SmallTable]:
     if comparison.pass_logits:
         yield SmallTable(
-            title="Next tokens by pass",
+            title="Next tokens, the errors of all layers included",
             columns=("pass", "tokens", "same likeliest", "KL mean", "KL worst", "worst at"),
             rows=tuple(
                 (
-                    pass_name(one.number),
+                    "all" if one.number is None else pass_name(one.number),
                     str(one.num_tokens),
                     str(one.num_agreeing),
                     word_figure(one.kl_mean),
@@ -227,6 +227,7 @@ def _token_tables(comparison: Comparison) -> Iterator[SmallTable]:
     for result in comparison.sites:
         if result.logits is not None:
             logits = result.logits
+            of_head = " of the head on the port's own last layer" if logits.is_of_head else ""
             overlaps = tuple(
                 (f"of the golden's {k} likeliest the port has", f"{100 * share:.1f} %")
                 for k, share in logits.overlaps.items()
@@ -236,7 +237,7 @@ def _token_tables(comparison: Comparison) -> Iterator[SmallTable]:
             )
             foreseen = f"{word_figure(logits.kl_mean_foreseen)}, {word_figure(logits.kl_p95_foreseen)}"
             yield SmallTable(
-                title="Next-token distributions, as judged",
+                title=f"Next-token distributions{of_head}, as judged",
                 columns=("figure", "value"),
                 rows=(
                     ("KL(golden ‖ port) in nats: mean, p95, worst", kl),

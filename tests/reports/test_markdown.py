@@ -87,8 +87,8 @@ def test_text_of_captures_means_nothing_in_markdown(failing: Comparison, where: 
     assert "www." not in outside
     assert "@everyone" not in outside
     assert "\n- item" not in text
-    golden, port = (line for line in text.splitlines() if line.startswith(("| golden |", "| port |")))
-    assert len(re.findall(r"(?<!\\)\|", port)) == len(re.findall(r"(?<!\\)\|", golden)) == 3
+    golden, run = (line for line in text.splitlines() if line.startswith(("| golden |", "| run |")))
+    assert len(re.findall(r"(?<!\\)\|", run)) == len(re.findall(r"(?<!\\)\|", golden)) == 3
 
 
 @pytest.mark.parametrize("text", ["# title", "- item", "+ item", "> quote", "1. item", "* item"])
