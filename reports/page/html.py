@@ -77,7 +77,7 @@ def _chart_library() -> str:
         raise MissingExtraError("vl-convert-python", extra="report", needed_for="report.html")
     import vl_convert
 
-    return _closed(vl_convert.javascript_bundle(snippet=None, vl_version=_VEGA_LITE))
+    return _closed(vl_convert.javascript_bundle(vl_version=_VEGA_LITE))
 
 
 def _closed(script: str) -> str:
