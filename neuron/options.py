@@ -26,6 +26,7 @@ from minimax_tools.command_line.options import (
     stack_options,
     store_options,
 )
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.errors import UsageError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
@@ -122,7 +123,7 @@ def _device_options(*further: Decorator) -> Decorator:
         model_option,
         click.option(
             "--golden",
-            type=click.Path(path_type=Path),
+            type=CapturePath(),
             help="Golden capture: gives the inputs, and judges the run. Default: none.",
         ),
         target_option,

@@ -46,6 +46,13 @@ class Mm2Command(click.Command):
     prints the traceback as well.
     """
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options. Some of them read a remote address, and may fail as the command itself may."""
+        try:
+            return super().parse_args(ctx, args)
+        except (Mm2Error, KeyboardInterrupt) as error:
+            _fail(ctx, error)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:

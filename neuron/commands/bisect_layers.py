@@ -24,6 +24,7 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
@@ -51,7 +52,7 @@ from reports.bisection import bisection_record, next_commands, render_bisection
 @model_option
 @click.option(
     "--golden",
-    type=click.Path(path_type=Path),
+    type=CapturePath(),
     required=True,
     help="Golden capture: gives the chains their inputs, and judges their outputs.",
 )

@@ -36,6 +36,7 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
@@ -88,7 +89,7 @@ class ModelOptions:
     model_option,
     click.option(
         "--golden",
-        type=click.Path(path_type=Path),
+        type=CapturePath(),
         required=True,
         help="Golden capture of the whole model: gives the prompts and their continuation, and judges the run.",
     ),

@@ -33,6 +33,7 @@ from minimax_tools.command_line.options import (
     text_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.errors import UsageError, format_count
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER, LogitsStore
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
@@ -130,7 +131,7 @@ class PromptOptions:
     click.option("--wrong", "only_wrong", is_flag=True, help="Take only samples that were answered wrongly."),
     click.option(
         "--golden",
-        type=click.Path(path_type=Path),
+        type=CapturePath(),
         help="Golden capture of the whole model, whose rows are the prompts. The worst is followed with it.",
     ),
     click.option("--limit", type=click.IntRange(min=1), help="Take only the first N prompts. Default: all."),

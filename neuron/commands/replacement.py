@@ -20,6 +20,7 @@ from minimax_tools.command_line.options import (
     output_options,
     stack_options,
 )
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.errors import UsageError
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
@@ -64,7 +65,7 @@ class ReplacementOptions:
     model_option,
     click.option(
         "--golden",
-        type=click.Path(path_type=Path),
+        type=CapturePath(),
         required=True,
         help="Golden capture of the whole model: gives the stream and the prompts.",
     ),

@@ -19,6 +19,7 @@ from minimax_tools.command_line.options import (
     output_options,
     stack_options,
 )
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside
@@ -54,7 +55,7 @@ _BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
 )
 @click.option(
     "--golden",
-    type=click.Path(path_type=Path),
+    type=CapturePath(),
     help="Golden capture that gives the shape of the rows. Default: none, see --seq-len.",
 )
 @click.option(
