@@ -12,6 +12,7 @@ from gpu_reference.commands.capture import (
 )
 from gpu_reference.commands.certify import certify_command
 from gpu_reference.commands.export import export_command
+from gpu_reference.commands.publish import publish_command
 from gpu_reference.commands.show import show_command
 from minimax_tools.command_line.console import Mm2Group
 
@@ -31,6 +32,7 @@ for _command in (
     multi_layer_command,
     certify_command,
     export_command,
+    publish_command,
     show_command,
 ):
     main.add_command(_command)

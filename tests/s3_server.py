@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import boto3
+import moto.backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -48,11 +50,14 @@ class S3Server:
     port: int = 0
     requests: list[S3Request] = field(default_factory=list)
     faults: list[S3Fault] = field(default_factory=list)
+    objects: Any = None  # boto3's client, for what a test does by hand
 
     def __enter__(self) -> S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True, request_handler=_Quiet)
+        self._server = make_server(
+            "127.0.0.1", self.port, self._answer, threaded=True, request_handler=_Quiet
+        )
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
@@ -73,6 +78,15 @@ class S3Server:
     def fetched(self) -> list[str]:
         """Names of the files that were asked for, each once, in the order of the first request."""
         return list(dict.fromkeys(one.path.rpartition("/")[2] for one in self.asked("GET") if one.range))
+
+    def reset(self, bucket: str) -> None:
+        """Begin anew, with one empty bucket."""
+        moto.backends.get_backend("s3").reset()
+        self.faults.clear()
+        client = boto3.client("s3", endpoint_url=self.endpoint)
+        client.create_bucket(Bucket=bucket)
+        self.objects = client
+        self.forget()
 
     def forget(self) -> None:
         self.requests.clear()

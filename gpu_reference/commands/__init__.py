@@ -5,5 +5,6 @@
 - `planned_run`: the run of one rank of a plan behind extract-all
 - `certify`: the check of a finished golden
 - `export`: goldens written as another tool's reference captures
+- `publish`: a golden put at a remote address
 - `show`: the content of a capture
 """

@@ -1,8 +1,8 @@
 """CaptureMirror: a capture at a remote address as a folder on this machine, its files fetched when they are read.
 
-The folder holds the manifest and the other JSON files from the start, and the address, in a file of its own. So its path
-may be given to other processes like any capture's. A tensor file that is read for the first time is fetched whole, and
-each of its tensors is checked against the manifest: a command about layer 3 fetches the files of layer 3.
+The folder holds the manifest and the other JSON files from the start, and the address, in a file of its own. So its
+path may be given to other processes like any capture's. A tensor file that is read for the first time is fetched whole,
+and each of its tensors is checked against the manifest: a command about layer 3 fetches the files of layer 3.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
 logger = logging.getLogger(__name__)
 
 ADDRESS_NAME = ".address.json"
+# Beside the folder of a run that is put at an address once it is whole.
+OUTPUT_NAME = ".output.json"
 _TEXTS = (GENERATION_NAME, PASSES_NAME)
 _MAX_NAMED = 5
 
@@ -59,12 +61,13 @@ def mirror_capture(address: RemoteAddress, *, cache: RemoteCache | None = None) 
 
 
 def address_of(directory: Path) -> str:
-    """Return the address of a capture that is a mirror of another; of any other folder its path."""
-    try:
-        record = json.loads((directory / ADDRESS_NAME).read_text(encoding="utf-8"))
-    except OSError:
-        return str(directory)
-    return str(record["asked"])
+    """Return the address that a folder stands for, a mirror's or that of a run to be put; of others their path."""
+    for path in (directory / ADDRESS_NAME, directory.parent / OUTPUT_NAME):
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["asked"])
+        except OSError:
+            continue
+    return str(directory)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,13 @@ def certify_golden(golden: Path, model: str) -> str:
     return shlex.join(("mm2-gpu", "certify", "--model", model, "--golden", address_of(golden)))
 
 
-def judge_port(golden: Path, run: Run, *, model: str, arguments: tuple[str, ...] = ()) -> str:
-    """Return the command that runs a port on a golden of some layers; `arguments` name the port.
+def judge_port(golden: Path | str, run: Run, *, model: str, arguments: tuple[str, ...] = ()) -> str:
+    """Return the command that runs a port on a golden of some layers, in a folder or at a remote address.
 
+    `arguments` name the port.
     Without them it runs mm2's own layer, which shows that the machine and the golden are right.
     """
+    place = golden if isinstance(golden, str) else address_of(golden)
     words: tuple[str, ...]
     if run.model_sites:  # all layers
         words = ("sweep",)
@@ -40,7 +42,7 @@ def judge_port(golden: Path, run: Run, *, model: str, arguments: tuple[str, ...]
         words = ("single-layer", "--layer", str(run.span.start))
     else:
         words = ("sweep", "--layers", f"{run.span.start}:{run.span.stop}")
-    return shlex.join(("mm2-test", *words, "--model", model, "--golden", address_of(golden), *arguments))
+    return shlex.join(("mm2-test", *words, "--model", model, "--golden", place, *arguments))
 
 
 def after_golden(golden: Capture, *, model: str | None = None) -> tuple[str, ...]:

@@ -63,6 +63,11 @@ class RepositoryKind(TextEnum):
         """The option of a command that takes a folder in place of such a repository."""
         return "--model" if self is RepositoryKind.MODEL else "--golden"
 
+    @property
+    def pattern(self) -> str:
+        """The form of such a repository's name with a revision."""
+        return "owner/name@revision" if self is RepositoryKind.MODEL else "hf://datasets/owner/name@revision"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:

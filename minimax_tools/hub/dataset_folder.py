@@ -75,7 +75,7 @@ class DatasetFolder(RemoteFolder):
         path.unlink(missing_ok=True)
 
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
-        """Put files in one commit, so that a revision has all of them or none; `last` needs no order.
+        """Put files in one commit, so that a revision has all of them or none: `last` needs no order.
 
         Large files that an interrupted call has sent are not sent again.
         """

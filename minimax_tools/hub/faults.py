@@ -32,6 +32,10 @@ _RATE_LIMIT = re.compile(r"r=0\b.*?\bt=(\d+)")
 _MAX_FOUND_LENGTH = 300
 
 
+class NoRepositoryError(CheckpointError):
+    """A repository, or a revision of it, that the hub does not have."""
+
+
 class BrokenTransferError(ConnectionError):
     """A body that is shorter or longer than announced."""
 
@@ -151,7 +155,8 @@ def translate(error: BaseException, commit: HubCommit, *, file: str | None = Non
             next_step="Make room there or mend its permissions, or set HF_HOME to another disk.",
         )
     reason, next_step = _explain(error, commit, file)
-    return CheckpointError(
+    is_absent = type(error).__name__ in ("RepositoryNotFoundError", "RevisionNotFoundError")
+    return (NoRepositoryError if is_absent else CheckpointError)(
         f"{subject} could not be fetched from {access.endpoint}: {reason}", found=found, next_step=next_step
     )
 
@@ -176,7 +181,7 @@ def _explain(error: BaseException, commit: HubCommit, file: str | None) -> tuple
     if kind == "RevisionNotFoundError":
         return (
             f"it has no revision {commit.revision!r}",
-            "Name a branch, a tag or a whole commit of it: owner/name@revision.",
+            f"Name a branch, a tag or a whole commit of it: {commit.kind.option} {commit.kind.pattern}.",
         )
     if kind in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
         reason = f"revision {commit.revision!r} has no file {file!r}"

@@ -199,7 +199,8 @@ def _list_files(asked: HubCommit) -> HubSnapshot:
 
     access = asked.access
     api = HfApi(endpoint=access.endpoint, token=access.token)
-    info = api.repo_info(
+    # Untyped: the class depends on the kind of the repository.
+    info: Any = api.repo_info(
         asked.model,
         repo_type=str(asked.kind),
         revision=asked.revision,

@@ -17,6 +17,7 @@ _WITHOUT_CREDENTIALS = frozenset(
         *("ProfileNotFound", "TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError"),
     }
 )
+_WRONG_CHECKSUM = frozenset({"FlexibleChecksumError", "ChecksumError"})
 _NO_REGION = frozenset({"NoRegionError", "InvalidRegionError"})
 
 
@@ -25,9 +26,18 @@ def lacks_credentials(error: BaseException) -> bool:
     return any(type(cause).__name__ in _WITHOUT_CREDENTIALS for cause in _causes(error))
 
 
+def is_damage(error: BaseException) -> bool:
+    """Decide whether the bytes that came are not those of the checksum that S3 sent with them."""
+    return any(type(cause).__name__ in _WRONG_CHECKSUM for cause in _causes(error))
+
+
 def is_network_loss(error: BaseException) -> bool:
     """Decide whether no whole answer came: no connection, a timeout, or a body that broke off."""
-    if isinstance(error, (FileNotFoundError, PermissionError)) or lacks_credentials(error):
+    if (
+        isinstance(error, (FileNotFoundError, PermissionError))
+        or lacks_credentials(error)
+        or is_damage(error)
+    ):
         return False
     return any(
         isinstance(cause, (ConnectionError, TimeoutError))
@@ -71,6 +81,11 @@ def _explain(error: BaseException, address: RemoteAddress) -> tuple[str, str]:
         return (
             "the credentials are not valid for it, or there is no such file (without s3:ListBucket, S3 says the same)",
             "Check the address and the credentials: aws sts get-caller-identity shows whose they are.",
+        )
+    if is_damage(error):
+        return (
+            "it came damaged twice: its bytes are not those of S3's own checksum",
+            "A proxy may spoil it: try another network.",
         )
     if any(type(cause).__name__ in _NO_REGION for cause in _causes(error)):
         return "no region is set", "Set AWS_DEFAULT_REGION to the bucket's region."

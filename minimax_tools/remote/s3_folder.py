@@ -19,7 +19,7 @@ from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.cache import check_room
 from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
-from minimax_tools.remote.s3_faults import lacks_credentials, translate
+from minimax_tools.remote.s3_faults import is_damage, lacks_credentials, translate
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ _RANGE_BYTES = 8 << 20
 _NUM_RANGES = 8
 # Key of an object's metadata with the sha256 of its content; S3 itself knows none of an object put in several parts.
 _SHA256_KEY = "mm2-sha256"
-_PATIENCE = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 4, "mode": "standard"}}
+# In seconds. The variable AWS_MAX_ATTEMPTS sets the number of attempts.
+_PATIENCE = {"connect_timeout": 10, "read_timeout": 60}
 
 
 @dataclass(kw_only=True)
@@ -38,8 +39,6 @@ class S3Folder(RemoteFolder):
     """A folder in a bucket of S3."""
 
     address: RemoteAddress
-    # Options of botocore's client for every request.
-    patience: Mapping[str, Any] = field(default_factory=lambda: _PATIENCE)
     range_bytes: int = _RANGE_BYTES
     _opened: Any = None
     _is_anonymous: bool = False
@@ -155,8 +154,15 @@ class S3Folder(RemoteFolder):
 
     def _request(self, work: Callable[[Any], Result], *, name: str, verb: str = "fetched") -> Result:
         """Return the result of `work` on the file system; without credentials, of a second try as anybody."""
+        system = self._system()
         try:
-            return work(self._system())
+            try:
+                return work(system)
+            except Exception as error:
+                if not is_damage(error):
+                    raise
+                logger.warning("%s of %s came damaged: fetching it once more.", name, self.address)
+                return work(system)
         except Exception as error:
             if not lacks_credentials(error) or verb != "fetched":
                 raise translate(error, self.address, name=name, verb=verb) from error
@@ -173,18 +179,21 @@ class S3Folder(RemoteFolder):
         """Return s3fs' file system of this process."""
         with self._lock:
             if self._opened is None:
-                self._opened = _open_system(self.address, anon=self._is_anonymous, patience=self.patience)
+                self._opened = _open_system(self.address, anon=self._is_anonymous)
             return self._opened
 
 
-def _open_system(address: RemoteAddress, *, anon: bool, patience: Mapping[str, Any]) -> Any:
+def _open_system(address: RemoteAddress, *, anon: bool) -> Any:
     try:
         import s3fs
     except ImportError as error:
         raise MissingExtraError("s3fs", extra="remote", needed_for=str(address)) from error
     # Nothing is remembered of what was there: another process may publish meanwhile.
     return s3fs.S3FileSystem(
-        anon=anon, config_kwargs=dict(patience), use_listings_cache=False, skip_instance_cache=True
+        anon=anon,
+        config_kwargs=dict(_PATIENCE),
+        use_listings_cache=False,
+        skip_instance_cache=True,
     )
 
 
