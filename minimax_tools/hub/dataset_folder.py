@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minimax_tools.errors import CheckpointError, RemoteError
+from minimax_tools.errors import RemoteError
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind
-from minimax_tools.hub.faults import Attempts, is_transient, translate
+from minimax_tools.hub.faults import Attempts, is_transient
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
-from minimax_tools.remote.address import RemoteAddress, Scheme
+from minimax_tools.remote.address import DEFAULT_REVISION, RemoteAddress, Scheme
 from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
 from minimax_tools.remote.s3_folder import S3Folder
 
@@ -88,10 +88,12 @@ class DatasetFolder(RemoteFolder):
             for name, path in sorted(files.items())
         ]
 
-        def commit() -> str | None:
-            """Put the files, and return the commit that the revision had before."""
+        def commit() -> None:
             api.create_repo(address.repository, repo_type="dataset", exist_ok=True)
-            before = api.repo_info(address.repository, repo_type="dataset", revision=address.revision).sha
+            if address.revision != DEFAULT_REVISION:
+                api.create_branch(
+                    address.repository, branch=address.revision, repo_type="dataset", exist_ok=True
+                )
             api.create_commit(
                 address.repository,
                 operations,
@@ -99,7 +101,6 @@ class DatasetFolder(RemoteFolder):
                 repo_type="dataset",
                 revision=address.revision,
             )
-            return before
 
         self._send(commit)
         return tuple(sorted(files))
@@ -114,7 +115,7 @@ class DatasetFolder(RemoteFolder):
         )
         attempts = Attempts(self._access, name=str(self._asked), stop=threading.Event())
         try:
-            return attempts.run(work)
+            return attempts.run(lambda: _unwrapped(work))
         except Exception as error:
             raise _word_refusal(error, self._asked, commit) from error
 
@@ -127,6 +128,16 @@ class DatasetFolder(RemoteFolder):
             work=lambda snapshot: snapshot,
             kind=RepositoryKind.DATASET,
         )
+
+
+def _unwrapped(work: Callable[[], Result]) -> Result:
+    """Return the result of `work`; the cause of a failed upload is raised, which huggingface_hub wraps."""
+    try:
+        return work()
+    except RuntimeError as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from error
+        raise
 
 
 def _describe(name: str, file: HubFile, snapshot: HubSnapshot) -> RemoteFile:
@@ -155,5 +166,8 @@ def _word_refusal(error: Exception, address: RemoteAddress, commit: HubCommit) -
             found=found,
             next_step="Log in with `hf auth login`, or set HF_TOKEN to a token with write access.",
         )
-    read_error: CheckpointError = translate(error, commit)
-    return RemoteError(f"{what}: {read_error.what}", found=found, next_step=read_error.next_step)
+    return RemoteError(
+        f"{what}: the hub refuses it",
+        found=found,
+        next_step="Name a branch of a dataset of yours: hf://datasets/owner/name@main.",
+    )

@@ -13,7 +13,7 @@ _BUCKET = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]+)(?:/(.*))?")
 # Owner and name, a revision, and a folder in the dataset.
 _DATASET = re.compile(r"hf://datasets/([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w.-]*))?(?:/(.*))?")
 _EXPECTED = "s3://bucket/folder or hf://datasets/owner/name@revision"
-_DEFAULT_REVISION = "main"
+DEFAULT_REVISION = "main"
 
 
 class Scheme(TextEnum):
@@ -52,7 +52,7 @@ class RemoteAddress:
                 scheme=Scheme.DATASET,
                 repository=match[1],
                 path=_clean(match[3], text),
-                revision=match[2] or _DEFAULT_REVISION,
+                revision=match[2] or DEFAULT_REVISION,
             )
         raise _unreadable(text)
 
