@@ -11,6 +11,7 @@ from gpu_reference.commands.capture import (
     single_layer_command,
 )
 from gpu_reference.commands.certify import certify_command
+from gpu_reference.commands.check import check_command
 from gpu_reference.commands.export import export_command
 from gpu_reference.commands.publish import publish_command
 from gpu_reference.commands.show import show_command
@@ -34,6 +35,7 @@ for _command in (
     export_command,
     publish_command,
     show_command,
+    check_command,
 ):
     main.add_command(_command)
 

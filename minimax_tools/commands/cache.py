@@ -25,7 +25,11 @@ def cache_command(clears: bool, as_json: bool) -> None:
     if clears:
         cache.clear()
     if as_json:
-        record = {"directory": str(cache.folder), "cleared": clears, "folders": [encode(one) for one in folders]}
+        record = {
+            "directory": str(cache.folder),
+            "cleared": clears,
+            "folders": [encode(one) for one in folders],
+        }
         print_json(record, next_commands=())
         return
     total = format_size(sum(one.size_bytes for one in folders))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -10,13 +10,14 @@ import click
 
 from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import model_option, output_options
+from minimax_tools.command_line.table import align_columns
 from minimax_tools.errors import format_count
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.model_memory import ModelMemory, PartMemory
 from minimax_tools.slices.source import open_source
 
-_HEADER = ("part", "stored", "in BF16", "in float32")
+_STACKED = ("stacking a layer's experts", "held to BF16", "left in float32")
 
 
 @click.command("memory", cls=Mm2Command, epilog="\b\nExample: mm2-split memory --model MiniMaxAI/MiniMax-M2")
@@ -44,23 +45,21 @@ def _record(model: str, memory: ModelMemory, *, has_headers: bool) -> dict[str, 
 def _render(model: str, memory: ModelMemory, *, has_headers: bool) -> str:
     known = "its headers" if has_headers else "config.json: the headers are not known"
     lines = [f"{model}: {format_count(memory.num_layers, 'layer')}, by {known}", ""]
-    rows = [("stored in", "tensors", "bytes")]
-    rows += [(one.dtype, str(one.num_tensors), format_size(one.size_bytes)) for one in memory.dtypes]
-    lines += [*_align(rows), ""]
-    parts = [_HEADER, *((name, *_sizes(part)) for name, part in _name_groups(memory)), ("in all", *_sizes(memory.total))]
-    lines += _align(parts)
+    dtypes = [(one.dtype, str(one.num_tensors), format_size(one.size_bytes)) for one in memory.dtypes]
+    lines += [*_table(("stored in", "tensors", "bytes"), dtypes), ""]
+    parts = [(name, *_sizes(part)) for name, part in (*_name_groups(memory), ("in all", memory.total))]
+    lines += _table(("part", "stored", "in BF16", "in float32"), parts)
     if memory.regrouping is not None:
         regrouping = memory.regrouping
-        stacked = [("stacking a layer's experts", "", "held to BF16", "left in float32")]
-        stacked += [
-            ("experts of a layer", "", *_sizes(regrouping.layer_experts)[1:]),
-            ("the layer, and its experts once more", "", *_sizes(regrouping.peak_layer)[1:]),
-            ("all layers, if they are kept", "", *_sizes(regrouping.model)[1:]),
-        ]
-        lines += ["", *_align(stacked)]
+        stacked = {
+            "experts of a layer": regrouping.layer_experts,
+            "the layer, and its experts once more": regrouping.peak_layer,
+            "all layers, if they are kept": regrouping.model,
+        }
+        lines += ["", *_table(_STACKED, [(name, *_sizes(part)[1:]) for name, part in stacked.items()])]
         lines += [
             "",
-            "An FP8 weight times its float32 scale is float32: cast the product to BF16 before it is stacked.",
+            "An FP8 weight times its float32 scale is float32: cast the product to BF16 before stacking.",
         ]
     return "\n".join(lines)
 
@@ -83,14 +82,5 @@ def _sizes(part: PartMemory) -> tuple[str, str, str]:
     return format_size(part.stored_bytes), format_size(part.bfloat16_bytes), format_size(part.float32_bytes)
 
 
-def _align(rows: list[tuple[str, ...]]) -> list[str]:
-    """Align columns: the first left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in align_columns([titles, *rows], words=titles[:1])]

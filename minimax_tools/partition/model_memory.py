@@ -75,7 +75,9 @@ class ModelMemory:
         return sum(name.startswith("layer_") for name in self.parts)
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor], architecture: Architecture, config: Mapping[str, Any]) -> ModelMemory:
+    def of(
+        cls, tensors: Iterable[Tensor], architecture: Architecture, config: Mapping[str, Any]
+    ) -> ModelMemory:
         """Measure a checkpoint by all of its tensors.
 
         Raises:
@@ -112,9 +114,16 @@ def _count_dtypes(tensors: tuple[Tensor, ...]) -> tuple[DtypeShare, ...]:
 
 def _name_parts(bfloat16: ModelCost, float32: ModelCost) -> dict[str, PartMemory]:
     """Return the parts by name; a tied lm_head is the embedding, and a model without other tensors has no rest."""
-    names = ["embedding", *(f"layer_{layer}" for layer in range(len(bfloat16.layers))), "final_norm", "lm_head", "rest"]
+    names = [
+        "embedding",
+        *(f"layer_{layer}" for layer in range(len(bfloat16.layers))),
+        "final_norm",
+        "lm_head",
+        "rest",
+    ]
     halves, wholes = (
-        (cost.embedding, *cost.layers, cost.final_norm, cost.lm_head, cost.rest) for cost in (bfloat16, float32)
+        (cost.embedding, *cost.layers, cost.final_norm, cost.lm_head, cost.rest)
+        for cost in (bfloat16, float32)
     )
     return {
         name: PartMemory(
@@ -126,7 +135,10 @@ def _name_parts(bfloat16: ModelCost, float32: ModelCost) -> dict[str, PartMemory
 
 
 def _measure_regrouping(
-    tensors: tuple[Tensor, ...], architecture: Architecture, parts: Mapping[str, PartMemory], total: PartMemory
+    tensors: tuple[Tensor, ...],
+    architecture: Architecture,
+    parts: Mapping[str, PartMemory],
+    total: PartMemory,
 ) -> Regrouping | None:
     experts: Counter[int | str] = Counter()
     stored: Counter[int | str] = Counter()
