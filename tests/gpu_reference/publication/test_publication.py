@@ -16,6 +16,7 @@ from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
 
 OLD = Path(__file__).parents[2] / "old_files" / "golden"
+SCHEMA = Path(__file__).parents[3] / "docs" / "schema" / "publication.schema.json"
 ADDRESS = "s3://lab/goldens/toy"
 
 
@@ -42,6 +43,10 @@ def test_a_published_golden_is_read_by_its_address(s3: Any, command: Any) -> Non
     done = publish(command, OLD, "--json", "--quiet")
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
+    jsonschema = pytest.importorskip(
+        "jsonschema", reason="jsonschema is not installed: it is in the extra dev"
+    )
+    jsonschema.validate(record, json.loads(SCHEMA.read_text()))
     assert record["address"] == ADDRESS
     assert record["certified"] is True
     assert record["num_put"] == len(record["files"]) == len(list(OLD.iterdir())) + 1
