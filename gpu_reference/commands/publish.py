@@ -12,6 +12,7 @@ from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.capture_commands import judge_port
 from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import captures_option, output_options
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
 
@@ -23,7 +24,7 @@ from minimax_tools.remote.address import RemoteAddress
 )
 @click.option(
     "--golden",
-    type=click.Path(path_type=Path),
+    type=CapturePath(),
     help="Golden capture, certified. Default: the newest under --captures.",
 )
 @click.option(

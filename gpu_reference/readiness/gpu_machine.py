@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from minimax_tools.errors import UsageError
@@ -62,11 +61,6 @@ class GpuMachine:
         size_bytes = _read_size(match[2], option="--gpus")
         gpu = Gpu(name="", total_bytes=size_bytes, free_bytes=size_bytes)
         return cls(gpus=(gpu,) * int(match[1] or 1), host_bytes=host_bytes, is_here=False)
-
-    @property
-    def total_host_bytes(self) -> int:
-        """All memory of the host; of a described one what it can take."""
-        return psutil.virtual_memory().total if self.is_here else self.host_bytes
 
     def __str__(self) -> str:
         host = f"{format_size(self.host_bytes)} of memory"

@@ -189,7 +189,6 @@ store_options = stack_options(
     click.option(
         "--output-dir",
         type=OutputPath(),
-        metavar="DIRECTORY|ADDRESS",
         help="Capture directory of this run, or an address such as s3://bucket/folder. Default: one under --captures.",
     ),
     grouped_as("store", CaptureStore),

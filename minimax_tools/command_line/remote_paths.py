@@ -16,6 +16,7 @@ import click
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.capture.mirror import OUTPUT_NAME, mirror_capture
 from minimax_tools.command_line.console import do_afterwards
+from minimax_tools.errors import UsageError
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.hub.faults import NoRepositoryError
 from minimax_tools.machine.whole_file import whole_file
@@ -27,10 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class CapturePath(click.Path):
-    """The folder of a capture, or the address of one: its mirror's folder, whose files come when they are read."""
+    """The folder of a capture, or the address of one: its mirror's folder, whose files come when they are read.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(path_type=Path, **options)
+    Args:
+        is_written: Whether the command writes into the capture: then it must be a folder.
+    """
+
+    def __init__(self, *, is_written: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self._is_written = is_written
+        self.name = "folder" if is_written else "folder|address"
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
@@ -38,10 +45,15 @@ class CapturePath(click.Path):
         """Return the folder that `value` names.
 
         Raises:
-            UsageError: It is an address that mm2 does not read.
+            UsageError: It is an address that mm2 does not read, or one that the command would write into.
             CannotRunError: There is no capture at the address, or it cannot be read.
         """
         if isinstance(value, str) and is_remote(value):
+            if self._is_written:
+                raise UsageError(
+                    f"{value} is an address, and this command writes into the capture",
+                    next_step="Name its folder on this machine, and publish it afterwards: mm2-gpu publish.",
+                )
             return mirror_capture(RemoteAddress.parse(value))
         return super().convert(value, param, ctx)
 
@@ -51,6 +63,7 @@ class OutputPath(click.Path):
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, file_okay=False)
+        self.name = "folder|address"
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None

@@ -126,3 +126,15 @@ def test_an_address_without_a_model_is_named(s3: Any, command: Any, address: str
     done = command(mm2_gpu, "extract-all", "--model", address, "--quiet")
     assert done.exit_code == 3
     assert address in done.stderr
+
+
+def test_a_command_that_writes_into_a_golden_takes_folders_alone(s3: Any, command: Any) -> None:
+    done = command(mm2_gpu, "certify", "--golden", "s3://lab/golden")
+    assert done.exit_code == 2
+    assert "s3://lab/golden is an address, and this command writes into the capture" in done.stderr
+
+
+def test_help_says_what_takes_an_address(command: Any) -> None:
+    text = command(mm2_test, "sweep", "--help").stdout
+    assert "--golden FOLDER|ADDRESS" in text
+    assert "--output-dir FOLDER|ADDRESS" in text
