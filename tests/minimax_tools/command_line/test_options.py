@@ -19,8 +19,9 @@ from neuron.cli import main as mm2_test
 
 # These capture no run: two run no model, bisect keeps no sites of a golden's rows, trace runs nothing of its own,
 # weights and certify look at what others load and have captured, model takes the golden's rows and all its sites,
-# prompts have answers, and export and replacement write files for other tools.
+# prompts have answers, export and replacement write files for other tools, and publish puts a golden elsewhere.
 OTHERS = {
+    "publish",
     "show",
     "check",
     "bisect",

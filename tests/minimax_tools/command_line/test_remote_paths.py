@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from compare.cli import main as mm2_compare
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.reader import Capture
+from minimax_tools.cli import mm2_split
 from minimax_tools.hub.checkpoint_folder import list_files, resolve_config, resolve_model
 from minimax_tools.model.weight_names import layer_of
 from neuron.cli import main as mm2_test
@@ -110,6 +111,22 @@ def test_a_model_at_an_address_comes_by_its_shards(s3: Any, toy: Path) -> None:
     for name in set(weight_map.values()):
         assert (folder / name).read_bytes() == (toy / name).read_bytes()
         assert len(s3.asked("GET", name)) == 1
+
+
+def test_slices_of_a_model_at_an_address_are_fetched_and_cut(
+    s3: Any, command: Any, toy: Path, tmp_path: Path
+) -> None:
+    put(s3, toy, "models/toy")
+    plan = tmp_path / "plan.json"
+    nodes = ("--node", "a:memory=1GB,layers=0:2", "--node", "b:memory=1GB,layers=2:4", "--planner", "manual")
+    done = command(mm2_split, "plan", "--model", "s3://lab/models/toy", *nodes, "--output", plan, "--json")
+    following = json.loads(done.stdout)["next"]
+    assert following == [f"mm2-split fetch --plan {plan} --node {node}" for node in "ab"]
+    assert command(mm2_split, "fetch", "--plan", plan, "--node", "a").exit_code == 0
+    cut = command(mm2_split, "extract", "--plan", plan, "--node", "a", "--output", tmp_path / "slice")
+    assert cut.exit_code == 0, cut.output
+    fetched = {name for name in s3.fetched() if name.endswith(".safetensors")}
+    assert fetched < {path.name for path in toy.glob("*.safetensors")}
 
 
 def test_a_replaced_model_is_another(s3: Any, toy: Path) -> None:
