@@ -177,6 +177,20 @@ def _find_remote(model: str) -> RemoteCheckpoint | None:
     return RemoteCheckpoint.open(S3Folder(address=RemoteAddress.parse(model)))
 
 
+def find_bucket_shards(model: str) -> tuple[RemoteCheckpoint, set[str]]:
+    """Return the checkpoint at an address of S3, with its description fetched, and the names of all its shards.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it holds no weights.
+        RemoteError: S3 refuses, or does not answer.
+    """
+    checkpoint = _find_remote(model)
+    if checkpoint is None:
+        raise UsageError(f"{model} is no address of S3", next_step="Give s3://bucket/folder.")
+    folder = _describe_remote(checkpoint)
+    return checkpoint, _choose_shards(checkpoint.files, folder, None, is_listed=True, place=model)
+
+
 def _fetch_remote(checkpoint: RemoteCheckpoint, layers: range | None) -> Path:
     folder = _describe_remote(checkpoint)
     place = str(checkpoint.source.address)

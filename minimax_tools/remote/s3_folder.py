@@ -81,6 +81,17 @@ class S3Folder(RemoteFolder):
                 output.flush()
         part.replace(path)
 
+    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        if start >= stop:
+            return b""
+        path = self._key(file.name)
+        piece: bytes = self._request(
+            lambda system: system.cat_file(path, start=start, end=stop), name=file.name
+        )
+        if len(piece) != stop - start:
+            raise _replaced(file, self.address)
+        return piece
+
     def forget(self, file: RemoteFile, path: Path) -> None:
         path.unlink(missing_ok=True)
         _part(file, path).unlink(missing_ok=True)
@@ -107,11 +118,7 @@ class S3Folder(RemoteFolder):
         )
         for piece, first, end in zip(pieces, starts, stops, strict=True):
             if len(piece) != end - first:
-                raise RemoteError(
-                    f"{file.name} of {self.address} is no longer as long as it was",
-                    expected=f"{file.size_bytes} bytes",
-                    next_step="It was replaced while it was fetched: run again.",
-                )
+                raise _replaced(file, self.address)
         return pieces
 
     def _holds(self, name: str, path: Path, sha256: str) -> bool:
@@ -194,6 +201,14 @@ def _open_system(address: RemoteAddress, *, anon: bool) -> Any:
         config_kwargs=dict(_PATIENCE),
         use_listings_cache=False,
         skip_instance_cache=True,
+    )
+
+
+def _replaced(file: RemoteFile, address: RemoteAddress) -> RemoteError:
+    return RemoteError(
+        f"{file.name} of {address} is no longer as long as it was",
+        expected=f"{file.size_bytes} bytes",
+        next_step="It was replaced while it was fetched: run again.",
     )
 
 

@@ -113,6 +113,17 @@ def test_a_model_at_an_address_comes_by_its_shards(s3: Any, toy: Path) -> None:
         assert len(s3.asked("GET", name)) == 1
 
 
+def test_headers_of_a_model_at_an_address_are_enough(s3: Any, command: Any, toy: Path) -> None:
+    put(s3, toy, "models/toy")
+    s3.forget()
+    remote = json.loads(command(mm2_split, "memory", "--model", "s3://lab/models/toy", "--json").stdout)
+    local = json.loads(command(mm2_split, "memory", "--model", toy, "--json").stdout)
+    assert remote["from"] == "headers"
+    assert (remote["dtypes"], remote["parts"]) == (local["dtypes"], local["parts"])
+    assert {one.range for one in s3.asked("GET", "/model-0")} >= {"bytes=0-7"}
+    assert len(s3.asked("GET", "/model-0")) == 2 * len(list(toy.glob("*.safetensors")))
+
+
 def test_slices_of_a_model_at_an_address_are_fetched_and_cut(
     s3: Any, command: Any, toy: Path, tmp_path: Path
 ) -> None:
@@ -125,7 +136,7 @@ def test_slices_of_a_model_at_an_address_are_fetched_and_cut(
     assert command(mm2_split, "fetch", "--plan", plan, "--node", "a").exit_code == 0
     cut = command(mm2_split, "extract", "--plan", plan, "--node", "a", "--output", tmp_path / "slice")
     assert cut.exit_code == 0, cut.output
-    fetched = {name for name in s3.fetched() if name.endswith(".safetensors")}
+    fetched = {path.name for path in (tmp_path / "cache" / "models").rglob("*.safetensors")}
     assert fetched < {path.name for path in toy.glob("*.safetensors")}
 
 
