@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from minimax_tools.errors import RemoteError
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind
 from minimax_tools.hub.faults import Attempts, is_transient
-from minimax_tools.hub.ranges import HubRanges
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
 from minimax_tools.remote.address import DEFAULT_REVISION, RemoteAddress, Scheme
 from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
@@ -68,10 +67,6 @@ class DatasetFolder(RemoteFolder):
         path.unlink(missing_ok=True)
         # A link: the hub's cache is shared with other programs, and holds the file once.
         path.symlink_to(fetched.resolve())
-
-    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        ranges = HubRanges(self._snapshot.commit, stop_event=threading.Event())
-        return ranges.read(self._snapshot.files[self._asked.join(file.name)], start, stop)
 
     def forget(self, file: RemoteFile, path: Path) -> None:
         in_cache = self._snapshot.folder / self._asked.join(file.name)

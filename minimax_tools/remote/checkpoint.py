@@ -1,4 +1,4 @@
-"""RemoteCheckpoint: a checkpoint in a folder at a remote address, whose files are fetched when they are needed."""
+"""RemoteCheckpoint: a checkpoint in a folder of S3, whose files are fetched when they are needed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from pathlib import Path
 
 from minimax_tools.errors import CheckpointError, list_names
 from minimax_tools.remote.cache import MODELS, RemoteCache
-from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
+from minimax_tools.remote.remote_folder import RemoteFile
+from minimax_tools.remote.s3_folder import S3Folder
 
 _MAX_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteCheckpoint:
-    """A checkpoint at a remote address as it was listed; another version of its files has another `folder`."""
+    """A checkpoint in a folder of S3 as it was listed; another version of its files has another `folder`."""
 
-    source: RemoteFolder
+    source: S3Folder
     files: Mapping[str, RemoteFile]  # by name
     folder: Path  # folder of the files that are here, under their names
 
     @classmethod
-    def open(cls, source: RemoteFolder, *, cache: RemoteCache | None = None) -> RemoteCheckpoint:
+    def open(cls, source: S3Folder, *, cache: RemoteCache | None = None) -> RemoteCheckpoint:
         """List the files at an address.
 
         Raises:

@@ -49,10 +49,6 @@ class RemoteFolder(ABC):
         """Fetch a file to `path`. The next call goes on where an interrupted one ended."""
 
     @abstractmethod
-    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        """Read bytes `start` to `stop` of a file, `stop` not included."""
-
-    @abstractmethod
     def forget(self, file: RemoteFile, path: Path) -> None:
         """Remove what was fetched to `path`, and every copy that a further `fetch` would take in its place."""
 

@@ -17,7 +17,7 @@ from minimax_tools.errors import MissingExtraError, RemoteError
 from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import check_room
+from minimax_tools.remote.cache import CACHE_VARIABLE, check_room
 from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
 from minimax_tools.remote.s3_faults import is_damage, lacks_credentials, translate
 
@@ -74,14 +74,26 @@ class S3Folder(RemoteFolder):
         logger.info(
             "Fetching %s of %s (%s%s).", file.name, self.address, format_size(file.size_bytes), resumed
         )
-        with part.open("ab") as output:
-            while (start := output.tell()) < file.size_bytes:
-                for piece in self._read_ranges(file, start):
-                    output.write(piece)
-                output.flush()
-        part.replace(path)
+        try:
+            with part.open("ab") as output:
+                while (start := output.tell()) < file.size_bytes:
+                    for piece in self._read_ranges(file, start):
+                        output.write(piece)
+                    output.flush()
+            part.replace(path)
+        except OSError as error:
+            raise RemoteError(
+                f"{file.name} of {self.address} cannot be stored in {path.parent}",
+                found=str(error),
+                next_step=f"Mend the disk or its permissions, or set {CACHE_VARIABLE} to another folder.",
+            ) from error
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        """Read bytes `start` to `stop` of a file, `stop` not included.
+
+        Raises:
+            RemoteError: They could not be fetched.
+        """
         if start >= stop:
             return b""
         path = self._key(file.name)
@@ -99,7 +111,8 @@ class S3Folder(RemoteFolder):
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
         digests = {name: digest_file(path) for name, path in files.items()}
         absent = [name for name in files if not self._holds(name, files[name], digests[name])]
-        if last in absent:
+        # Not asked for where there is nothing to remove: a publisher may lack the right to delete.
+        if last in absent and self._head(last) is not None:
             self._remove(last)
         for name in sorted(absent, key=lambda name: (name == last, name)):
             logger.info("Putting %s (%s) at %s.", name, format_size(files[name].stat().st_size), self.address)

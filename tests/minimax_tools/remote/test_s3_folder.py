@@ -133,6 +133,23 @@ def test_a_server_that_is_away_is_told(s3: Any, monkeypatch: pytest.MonkeyPatch)
     assert error.is_network_loss
 
 
+def test_a_file_that_cannot_be_stored_is_told(folder: S3Folder, tmp_path: Path) -> None:
+    file = folder.find("large.bin")
+    assert file is not None
+    (tmp_path / "large.bin" / "taken").mkdir(parents=True)
+    with pytest.raises(RemoteError, match=r"large.bin of s3://lab/golden cannot be stored in .*MM2_CACHE"):
+        folder.fetch(file, tmp_path / "large.bin")
+
+
+def test_a_new_place_needs_no_right_to_delete(s3: Any, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("text")
+    s3.plant("DELETE", "manifest.json", status=403, times=9)
+    assert at("s3://lab/new").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
+    (tmp_path / "manifest.json").write_text("another")
+    with pytest.raises(RemoteError, match="manifest.json of s3://lab/new could not be removed"):
+        at("s3://lab/new").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
+
+
 def test_a_body_that_breaks_off_is_asked_for_again(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
     file = folder.find("large.bin")
     assert file is not None
