@@ -55,6 +55,7 @@ def main(
     model: str | None,
     criteria: Criteria,
     shows_metrics: bool,
+    is_verbose: bool,
     report_path: Path | None,
     as_json: bool,
 ) -> None:
@@ -79,7 +80,7 @@ def main(
     if as_json:
         print_json(comparison_record(comparison), next_commands=following)
     else:
-        text = render_comparison(comparison, shows_metrics=shows_metrics)
+        text = render_comparison(comparison, shows_metrics=shows_metrics, is_verbose=is_verbose)
         print_text("\n".join([text, *(f"written: {path}" for path in written)]), next_commands=following)
     end_command(comparison.verdict.exit_code)
 

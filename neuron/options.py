@@ -61,6 +61,7 @@ class DeviceOptions:
     skip_compile: bool
     criteria: Criteria
     shows_metrics: bool
+    is_verbose: bool
     inputs: InputRequest  # the prompts, as rows of token ids, that the options ask for
     sites_level: str  # a named choice of sites to record
     dtype: torch.dtype
@@ -78,6 +79,13 @@ backend_option = click.option(
     show_default=True,
     help="Backend that computes; auto takes the best one on this machine.",
 )
+
+
+def golden_option(help_text: str, *, required: bool = False) -> Decorator:
+    """Return the option `--golden`; the help says what the golden is for."""
+    return click.option("--golden", type=CapturePath(), required=required, help=help_text)
+
+
 compile_option = click.option(
     "--compile",
     "compile_with",
@@ -121,11 +129,7 @@ def _device_options(*further: Decorator) -> Decorator:
     # Groups of options come after `rank_options`: only rank 0 builds them, so an error shows once.
     return stack_options(
         model_option,
-        click.option(
-            "--golden",
-            type=CapturePath(),
-            help="Golden capture: gives the inputs, and judges the run. Default: none.",
-        ),
+        golden_option("Golden capture: gives the inputs, and judges the run. Default: none."),
         target_option,
         backend_option,
         compile_option,

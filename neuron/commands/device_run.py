@@ -100,7 +100,7 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
     if options.as_json:
         _print_record(outcome)
     else:
-        _print_text(outcome, shows_metrics=options.shows_metrics)
+        _print_text(outcome, options)
     end_command(outcome.exit_code)
 
 
@@ -127,13 +127,8 @@ def build_request(
     )
 
 
-def print_report(report: RunReport, *, trace: Path | None = None) -> None:
-    """Print graphs and profile of a run to stdout, and its warnings to stderr; `trace` is the profile's file."""
-    text = render_report(report)
-    if text:
-        click.echo(text)
-    if report.profile:
-        click.echo(f"  trace: {trace}")
+def print_warnings(report: RunReport) -> None:
+    """Print a run's warnings to stderr."""
     for warning in find_warnings(report):
         click.echo(f"warning: {warning}", err=True)
 
@@ -214,14 +209,22 @@ def _print_record(outcome: _Outcome) -> None:
     print_json(record, next_commands=outcome.following)
 
 
-def _print_text(outcome: _Outcome, *, shows_metrics: bool) -> None:
-    click.echo(render_capture(outcome.capture))
-    if outcome.generation is not None:
-        click.echo(str(outcome.generation))
-        if outcome.comparison is None and any(len(row.generated_ids) > 1 for row in outcome.generation.rows):
-            click.echo("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
-    if outcome.report is not None:
-        print_report(outcome.report, trace=outcome.capture.directory / PROFILE_NAME)
-    comparison = outcome.comparison
-    text = "" if comparison is None else render_comparison(comparison, shows_metrics=shows_metrics)
-    print_text(text, next_commands=outcome.following)
+def _print_text(outcome: _Outcome, options: DeviceOptions) -> None:
+    """Print the verdict first; without a golden, and with --verbose, what the capture holds."""
+    comparison, report = outcome.comparison, outcome.report
+    parts = []
+    if comparison is not None:
+        parts.append(
+            render_comparison(comparison, shows_metrics=options.shows_metrics, is_verbose=options.is_verbose)
+        )
+    if comparison is None or options.is_verbose:
+        parts.append(render_capture(outcome.capture))
+    if outcome.generation is not None and (comparison is None or options.is_verbose):
+        parts.append(str(outcome.generation))
+        if comparison is None and any(len(row.generated_ids) > 1 for row in outcome.generation.rows):
+            parts.append("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
+    if report is not None:
+        parts.append(render_report(report, trace=outcome.capture.directory / PROFILE_NAME))
+    print_text("\n\n".join(filter(None, parts)), next_commands=outcome.following)
+    if report is not None:
+        print_warnings(report)

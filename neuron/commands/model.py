@@ -36,7 +36,6 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
@@ -50,7 +49,7 @@ from neuron.model_runs.black_box import judge_black_box
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.model_runner import ModelRun
 from neuron.model_runs.naming import NamedRun, name_first
-from neuron.options import backend_option, layer_timeout_option
+from neuron.options import backend_option, golden_option, layer_timeout_option
 from neuron.ports.targets import find_model_target
 from neuron.rank_options import rank_options
 from reports.captures import capture_record
@@ -87,11 +86,9 @@ class ModelOptions:
 )
 @stack_options(
     model_option,
-    click.option(
-        "--golden",
-        type=CapturePath(),
+    golden_option(
+        "Golden capture of the whole model: gives the prompts and their continuation, and judges the run.",
         required=True,
-        help="Golden capture of the whole model: gives the prompts and their continuation, and judges the run.",
     ),
     click.option(
         "--target",

@@ -19,7 +19,6 @@ from minimax_tools.command_line.options import (
     output_options,
     stack_options,
 )
-from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside
@@ -30,7 +29,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.prompts import InputRequest
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.runtime import open_runtime
-from neuron.options import read_inputs, target_option
+from neuron.options import golden_option, read_inputs, target_option
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX
 from neuron.ports.tracing import Trace, TraceRequest, trace_layer
@@ -53,11 +52,7 @@ _BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
     required=True,
     help="File to write, as large as the layer's weights.",
 )
-@click.option(
-    "--golden",
-    type=CapturePath(),
-    help="Golden capture that gives the shape of the rows. Default: none, see --seq-len.",
-)
+@golden_option("Golden capture that gives the shape of the rows. Default: none, see --seq-len.")
 @click.option(
     "--backend",
     type=click.Choice(_BACKENDS),

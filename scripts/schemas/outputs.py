@@ -72,6 +72,7 @@ _OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
         "memory": travel.memory,
         "model": _model,
         "plan": splitting.plan,
+        "port": judging.port,
         "prompts": judging.prompts,
         "proof": judging.undone,
         "publication": travel.publication,
