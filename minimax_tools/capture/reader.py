@@ -52,10 +52,9 @@ class Capture(CaptureSource):
             CaptureError: There is no capture, or it is damaged.
             RemoteError: A remote address cannot be read.
         """
-        if isinstance(directory, str):
-            directory = (
-                mirror_capture(RemoteAddress.parse(directory)) if is_remote(directory) else Path(directory)
-            )
+        if isinstance(directory, str) and is_remote(directory):
+            directory = mirror_capture(RemoteAddress.parse(directory))
+        directory = Path(directory).expanduser()
         return cls(directory, Manifest.read(directory))
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from compare.cli import main as mm2_compare
@@ -15,6 +16,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.cli import mm2_split
 from minimax_tools.hub.checkpoint_folder import list_files, resolve_config, resolve_model
 from minimax_tools.model.weight_names import layer_of
+from mm2.golden_layer import open_golden
 from neuron.cli import main as mm2_test
 
 OLD = Path(__file__).parents[2] / "old_files"
@@ -60,7 +62,7 @@ def test_a_run_is_put_at_its_address_when_it_is_whole(s3: Any, command: Any) -> 
     arguments = ["single-layer", "--layer", "1", "--backend", "cpu", "--model", OLD / "toy", "--quiet"]
     done = command(mm2_test, *arguments, "--golden", "s3://lab/golden", "--output-dir", "s3://lab/runs/one")
     assert done.exit_code == 0, done.output
-    assert "Capture s3://lab/runs/one" in done.stdout
+    assert "  run     s3://lab/runs/one" in done.stdout
     assert s3.asked("PUT", "/runs/one/")[-1].path == "/lab/runs/one/manifest.json"
     assert Capture.open("s3://lab/runs/one").layers == (1,)
 
@@ -166,3 +168,10 @@ def test_help_says_what_takes_an_address(command: Any) -> None:
     text = command(mm2_test, "sweep", "--help").stdout
     assert "--golden FOLDER|ADDRESS" in text
     assert "--output-dir FOLDER|ADDRESS" in text
+
+
+def test_a_port_s_own_tests_take_a_golden_at_an_address(s3: Any) -> None:
+    put(s3, OLD / "golden", "golden")
+    golden = open_golden("s3://lab/golden", model=OLD / "toy")
+    local = open_golden(OLD / "golden", model=OLD / "toy")
+    assert torch.equal(golden.layer(1).input, local.layer(1).input)
