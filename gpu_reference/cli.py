@@ -11,7 +11,9 @@ from gpu_reference.commands.capture import (
     single_layer_command,
 )
 from gpu_reference.commands.certify import certify_command
+from gpu_reference.commands.check import check_command
 from gpu_reference.commands.export import export_command
+from gpu_reference.commands.publish import publish_command
 from gpu_reference.commands.show import show_command
 from minimax_tools.command_line.console import Mm2Group
 
@@ -31,7 +33,9 @@ for _command in (
     multi_layer_command,
     certify_command,
     export_command,
+    publish_command,
     show_command,
+    check_command,
 ):
     main.add_command(_command)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import click
 
 from minimax_tools.command_line.console import Mm2Group
+from minimax_tools.commands.cache import cache_command
 from minimax_tools.commands.extract import extract_command
 from minimax_tools.commands.fetch import fetch_command
+from minimax_tools.commands.memory import memory_command
 from minimax_tools.commands.plan import plan_command
 from minimax_tools.commands.synthesize import synthesize_command
 from minimax_tools.commands.train import train_command
@@ -25,6 +27,8 @@ for _command in (
     plan_command,
     fetch_command,
     verify_command,
+    memory_command,
+    cache_command,
 ):
     mm2_split.add_command(_command)
 

@@ -192,7 +192,7 @@ def open_golden(directory: str | Path, *, model: str | Path | None = None) -> Go
     """Open a golden capture that `mm2-gpu` made.
 
     Args:
-        directory: Folder of the golden.
+        directory: Folder of the golden, or its address, such as `s3://bucket/folder`.
         model: Folder or hub id of its checkpoint. Default: the one that it was made from, if it is on this machine.
 
     Raises:
@@ -200,7 +200,7 @@ def open_golden(directory: str | Path, *, model: str | Path | None = None) -> Go
         IncomparableError: The golden was changed after it was certified.
         CheckpointError: `model` holds no model that mm2 computes.
     """
-    capture = Capture.open(Path(directory).expanduser())
+    capture = Capture.open(directory)
     capture.refuse_void_certificate()
     if model is None:
         return GoldenLayers(capture, weights=find_weights(None, capture, capture))

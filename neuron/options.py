@@ -27,6 +27,7 @@ from minimax_tools.command_line.options import (
     stack_options,
     store_options,
 )
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.errors import UsageError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
@@ -84,7 +85,7 @@ backend_option = click.option(
 
 def golden_option(help_text: str, *, required: bool = False) -> Decorator:
     """Return the option `--golden`; the help says what the golden is for."""
-    return click.option("--golden", type=click.Path(path_type=Path), required=required, help=help_text)
+    return click.option("--golden", type=CapturePath(), required=required, help=help_text)
 
 
 compile_option = click.option(

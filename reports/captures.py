@@ -10,6 +10,7 @@ import torch
 
 from minimax_tools.capture.inspection import CaptureInspection
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import format_count
@@ -49,7 +50,7 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
         return dump_record(source, listing)
     description = source.known_description
     return {
-        "directory": str(source.directory),
+        "directory": address_of(source.directory),
         "complete": source.is_complete if description else None,
         "description": to_json(encode(description)) if description else None,
         "observed_dtypes": dict(source.observed_dtypes),
@@ -91,7 +92,7 @@ def render_capture(
     if listing is not None:
         draw_dump(canvas, source, listing)
         return canvas.text
-    canvas.line(f"Capture {source.directory}", style="bold")
+    canvas.line(f"Capture {address_of(source.directory)}", style="bold")
     canvas.facts(_facts(source, inspection))
     for fault in () if inspection is None else inspection.faults:
         canvas.paragraph(f"DAMAGED: {fault}", style="bold red")

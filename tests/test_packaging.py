@@ -289,11 +289,19 @@ def test_core_asks_for_torch_and_light_libraries_only(metadata: email.message.Me
     assert not [text for text in core if re.search(r"<|==|~=", text)]
 
 
-def test_extras_are_golden_report_xla_pytest_and_dev(metadata: email.message.Message) -> None:
+def test_extras_are_golden_remote_report_xla_pytest_and_dev(metadata: email.message.Message) -> None:
     required = metadata.get_all("Requires-Dist", [])
-    assert set(metadata.get_all("Provides-Extra", [])) == {"golden", "report", "xla", "pytest", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "golden",
+        "remote",
+        "report",
+        "xla",
+        "pytest",
+        "dev",
+    }
     assert 'transformers>=5.23; extra == "golden"' in required
     assert 'accelerate>=1.0; extra == "golden"' in required
+    assert [text for text in required if 'extra == "remote"' in text] == ['s3fs>=2024.2; extra == "remote"']
     xla = [text for text in required if 'extra == "xla"' in text]
     assert sorted(text.partition(";")[0] for text in xla) == ["torch==2.9.*", "torch_xla==2.9.*"]
     assert all('sys_platform == "linux" and platform_machine == "x86_64"' in text for text in xla)

@@ -26,6 +26,7 @@ from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
 from compare.sides.pairing import declared_layers
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
@@ -133,8 +134,8 @@ def diagnose_run(
         if (includes_outside if blamed.layer is None else layers is None or blamed.layer in layers)
     ]
     return Diagnosis(
-        reference=str(reference.directory),
-        target=str(target.directory),
+        reference=address_of(reference.directory),
+        target=address_of(target.directory),
         is_failed=bool(blame)
         or _has_failing_site(run, layers)
         or _is_any_wrong_on_port_input(run, diagnoses),

@@ -10,6 +10,7 @@ import click
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.options import captures_option, grouped_as, reading_options, stack_options
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.dumps.opening import DumpReading, is_others, open_sides
 from minimax_tools.errors import UsageError
 
@@ -75,12 +76,12 @@ class NamedSides:
 sides_options = stack_options(
     click.option(
         "--gpu-path",
-        type=click.Path(path_type=Path),
+        type=CapturePath(),
         help="Golden capture. Default: the newest under --captures.",
     ),
     click.option(
         "--neuron-path",
-        type=click.Path(path_type=Path),
+        type=CapturePath(),
         help="Device run. Default: the newest under --captures.",
     ),
     captures_option,

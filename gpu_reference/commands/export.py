@@ -11,6 +11,7 @@ from gpu_reference.export.site_modules import SiteModules
 from gpu_reference.export.vllm_neuron import NAME, ReferenceExport, export_reference
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.remote_paths import CapturePath
 
 
 @click.command(
@@ -26,10 +27,10 @@ from minimax_tools.command_line.options import output_options
     required=True,
     help="Tool that reads the captures.",
 )
-@click.option("--golden", type=click.Path(path_type=Path), required=True, help="BF16 golden, certified.")
+@click.option("--golden", type=CapturePath(), required=True, help="BF16 golden, certified.")
 @click.option(
     "--float32-golden",
-    type=click.Path(path_type=Path),
+    type=CapturePath(),
     required=True,
     help="Golden of the same model and tokens, made with --dtype float32 and certified.",
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -26,14 +27,16 @@ def make_golden(model: str) -> str:
 
 def certify_golden(golden: Path, model: str) -> str:
     """Return the command that checks a golden against its checkpoint."""
-    return shlex.join(("mm2-gpu", "certify", "--model", model, "--golden", str(golden)))
+    return shlex.join(("mm2-gpu", "certify", "--model", model, "--golden", address_of(golden)))
 
 
-def judge_port(golden: Path, run: Run, *, model: str, arguments: tuple[str, ...] = ()) -> str:
-    """Return the command that runs a port on a golden of some layers; `arguments` name the port.
+def judge_port(golden: Path | str, run: Run, *, model: str, arguments: tuple[str, ...] = ()) -> str:
+    """Return the command that runs a port on a golden of some layers, in a folder or at a remote address.
 
+    `arguments` name the port.
     Without them it runs mm2's own layer, which shows that the machine and the golden are right.
     """
+    place = golden if isinstance(golden, str) else address_of(golden)
     words: tuple[str, ...]
     if run.model_sites:  # all layers
         words = ("sweep",)
@@ -41,7 +44,7 @@ def judge_port(golden: Path, run: Run, *, model: str, arguments: tuple[str, ...]
         words = ("single-layer", "--layer", str(run.span.start))
     else:
         words = ("sweep", "--layers", f"{run.span.start}:{run.span.stop}")
-    return shlex.join(("mm2-test", *words, "--model", model, "--golden", str(golden), *arguments))
+    return shlex.join(("mm2-test", *words, "--model", model, "--golden", place, *arguments))
 
 
 def after_golden(golden: Capture, *, model: str | None = None) -> tuple[str, ...]:
@@ -50,14 +53,14 @@ def after_golden(golden: Capture, *, model: str | None = None) -> tuple[str, ...
     model = model or made.provenance.model_source
     certificate = golden.certificate
     if certificate is not None and not golden.has_void_certificate and not certificate.has_passed:
-        return (shlex.join(("mm2-gpu", "show", str(golden.directory))),)
+        return (shlex.join(("mm2-gpu", "show", address_of(golden.directory))),)
     certify = () if golden.manifest.is_certified else (certify_golden(golden.directory, model),)
     return (*certify, judge_port(golden.directory, made.run, model=model))
 
 
 def after_capture(source: CaptureSource) -> tuple[str, ...]:
     """Return what comes next for a capture that is whole: of a golden its check, of a run its comparison."""
-    folder = str(source.directory)
+    folder = address_of(source.directory)
     if source.listing() is not None:
         return (shlex.join(("mm2-test", "show", folder, "--map-template")),)
     if isinstance(source, Capture) and source.description.side == GOLDEN_SIDE:

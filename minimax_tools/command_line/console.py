@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 import click
@@ -24,6 +24,7 @@ _DEBUG = "minimax_tools.debug"  # whether --debug was given
 _JSON = "minimax_tools.json"  # whether --json was given
 _ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
 _SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
+_AFTERWARDS = "minimax_tools.afterwards"  # work for the end of the command
 # Options that change nothing but what is printed.
 _OUTPUT_OPTIONS = ("--json", "--quiet", "--debug")
 # Packages whose log messages are shown.
@@ -46,10 +47,23 @@ class Mm2Command(click.Command):
     prints the traceback as well.
     """
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options. Some of them read a remote address, and may fail as the command itself may."""
         try:
-            return super().invoke(ctx)
+            return super().parse_args(ctx, args)
+        except (Mm2Error, KeyboardInterrupt) as error:
+            _fail(ctx, error)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, and then what was left for its end."""
+        try:
+            try:
+                result = super().invoke(ctx)
+            except CommandEnd:
+                _end_work(ctx)
+                raise
+            _end_work(ctx)
+            return result
         except (click.ClickException, click.Abort, click.exceptions.Exit, CommandEnd):
             raise
         except SystemExit as error:
@@ -73,6 +87,11 @@ class Mm2Group(click.Group):
         context = super().make_context(info_name, args, parent, **extra)
         context.meta[_ARGUMENTS] = arguments
         return context
+
+
+def do_afterwards(ctx: click.Context, work: Callable[[], object]) -> None:
+    """Call `work` when the command has come to its own end, with whatever exit code, and has printed its results."""
+    ctx.meta.setdefault(_AFTERWARDS, []).append(work)
 
 
 def given_arguments() -> tuple[str, ...]:
@@ -182,6 +201,16 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
     speaker = ctx.meta.get(_SPEAKER)
     as_json = speaker is None and bool(ctx.meta.get(_JSON))
     ctx.exit(print_error(error, as_json=as_json, speaker=speaker))
+
+
+def _end_work(ctx: click.Context) -> None:
+    """Do the work for the command's end. If it fails, the command fails, but its JSON is on stdout already."""
+    for work in ctx.meta.pop(_AFTERWARDS, []):
+        try:
+            work()
+        except (Exception, KeyboardInterrupt) as error:
+            ctx.meta[_JSON] = False
+            _fail(ctx, error)
 
 
 def _describe(error: BaseException) -> tuple[str, int]:

@@ -11,11 +11,12 @@ from pathlib import Path
 import click
 import torch
 
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import DEFAULT_CAPTURES, dtype_option, model_option, output_options
 from minimax_tools.results.results import Verdict
 from neuron.devices.ranks import Ranks
-from neuron.options import backend_option, name_port, target_option
+from neuron.options import backend_option, golden_option, name_port, target_option
 from neuron.port_stages import StageLog, StageResult
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
@@ -42,11 +43,7 @@ class _Stage:
 )
 @model_option
 @target_option
-@click.option(
-    "--golden",
-    type=click.Path(path_type=Path),
-    help="Golden capture. Default: one is made, in the output folder.",
-)
+@golden_option("Golden capture. Default: one is made, in the output folder.")
 @backend_option
 @click.option(
     "--tp-degree", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks that share a layer."
@@ -130,7 +127,7 @@ class _Plan:
 
     def _stages(self, finished: Mapping[str, StageResult]) -> Iterator[_Stage]:
         """Yield all stages; the last depends on the sweep's verdict."""
-        golden, run = str(self.golden or self.folder / "golden"), str(self.folder / "run")
+        golden, run = address_of(self.golden or self.folder / "golden"), str(self.folder / "run")
         on_golden = ("--model", self.model, "--golden", golden)
         if self.golden is None:
             inputs = ("--model", self.model, "--seq-len", _LENGTHS, "--certify")

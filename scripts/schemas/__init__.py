@@ -4,6 +4,7 @@
 - `values`: schemas of dataclasses, described by their fields' comments
 - `judging`: outputs of the commands that judge a port
 - `captures`: outputs about captures, and of their checks
+- `travel`: goldens published, the cache, machines and memory
 - `splitting`: outputs of `mm2-split`
 - `outputs`: all outputs by name, with the keys that each of them has
 """
