@@ -4,6 +4,7 @@
 - `diagnose`: the library's entry: two captures and a checkpoint to a diagnosis
 - `finding`: named mistakes, and what was close
 - `report`: a diagnosis as text and JSON
+- `kept_diagnosis`: the latest diagnosis of a run, kept in its folder for `--prove`
 - `layer_group`: layers with one finding, told together
 - `catalogue/`: the mistakes of a layer
 - `mistake`: an entry of the catalogue, and a hypothesis: an entry with parameters

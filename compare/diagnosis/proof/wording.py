@@ -94,6 +94,10 @@ def draw_lines(canvas: Canvas, lines: tuple[str, ...], *, has_conversion: bool) 
     canvas.paragraph(f"Lines that undo it, {place}:")
     for line in lines:
         canvas.line(f"      {line}")
+    canvas.paragraph(
+        "They prove the place. The fault is where conversion and forward disagree: if the weights are right "
+        "(mm2-test weights), mend the forward instead."
+    )
 
 
 def _draw_lines_by_layer(canvas: Canvas, proofs: Sequence[tuple[int | None, MistakeProof]]) -> None:
