@@ -120,9 +120,7 @@ def render_catalogue() -> str:
     return canvas.text
 
 
-def _mistake_records(
-    findings: Sequence[MistakeFinding], *, are_hints: bool = False
-) -> list[dict[str, Any]]:
+def _mistake_records(findings: Sequence[MistakeFinding], *, are_hints: bool = False) -> list[dict[str, Any]]:
     """Return mistakes as JSON; `proof` is a key only where it was asked for."""
     records = []
     for finding in findings:
@@ -156,9 +154,7 @@ def _parts(diagnosis: Diagnosis) -> tuple[SiteDiagnosis | LayerGroup, ...]:
     return (*before, *group_layers(diagnosis.layers), *behind)
 
 
-def _draw_verdict(
-    canvas: Canvas, diagnosis: Diagnosis, parts: Sequence[SiteDiagnosis | LayerGroup]
-) -> None:
+def _draw_verdict(canvas: Canvas, diagnosis: Diagnosis, parts: Sequence[SiteDiagnosis | LayerGroup]) -> None:
     canvas.line(
         f"{str(diagnosis.verdict).upper()}: {_headline(diagnosis, parts)}",
         style="bold red" if diagnosis.exit_code else "bold green",

@@ -5,7 +5,9 @@ To trace is to load generated weights, and find from which of the checkpoint's e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -67,9 +69,14 @@ class TracedPort:
         """
         module = self._build(self.spec, dtype)
 
-        def run(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+        def run(
+            tensors: Tensors, trial_input: TrialInput, refills: Mapping[str, str] = MappingProxyType({})
+        ) -> torch.Tensor:
             port = f"target {self.target.name}, layer {self.layer}"
             self._load_generated(module, tensors.__getitem__, dtype)
+            held = find_port_tensors(module)
+            for name, source in refills.items():
+                held[name].copy_(tensors[source])
             errors = port_errors(
                 f"{port} failed while it ran",
                 activity=f"running layer {self.layer} of target {self.target.name} on generated weights",
@@ -87,6 +94,7 @@ class TracedPort:
         return TrialPort(
             run=run,
             computes_in_bf16=any(parameter.dtype.itemsize == 2 for parameter in module.parameters()),
+            run_refilled=run,
         )
 
     def load_checkpoint(self, spec: ModelSpec) -> LoadedPort:

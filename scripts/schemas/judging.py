@@ -174,6 +174,23 @@ def undone() -> Schema:
     )
 
 
+def weights_of_layers() -> Schema:
+    """Return the schema of `mm2-test weights --all-layers`."""
+    one = weights()
+    group = {"layers": listed(whole(), "Layers with these findings, ascending."), **one["properties"]}
+    return record(
+        {
+            "verdict": _VERDICT,
+            "target": text("The port, as --target names it."),
+            "groups": listed(
+                record(group, "The first of the layers.", optional=("conversion",)),
+                "Layers with the same findings, the worst first.",
+            ),
+        },
+        "Where every element of each layer's weights lands in a port.",
+    )
+
+
 def weights() -> Schema:
     """Return the schema of `mm2-test weights`."""
     finding = {
@@ -197,6 +214,11 @@ def weights() -> Schema:
         "limit": number("The largest error of a right port."),
         "repairs": listed(text(), "Repairs of the weights that make the output right."),
         "repaired_error": maybe(number(), "Error of the output with the repairs."),
+        "refilled_error": maybe(
+            number(), "Error once the tensors that never got their weights hold them; null if not tried."
+        ),
+        "partial_repairs": listed(text(), "Repairs that take away a part of the error."),
+        "partial_error": maybe(number(), "Error with these."),
         "kept_error": maybe(number(), "Error on weights that quantisation keeps."),
         "kept_as": maybe(text(), "Form of these weights; null if none were tried."),
         "failure": maybe(text(), "Why the port could not be run; null if it was."),

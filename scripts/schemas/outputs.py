@@ -79,6 +79,7 @@ _OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
         "train": splitting.train,
         "verify": splitting.verify,
         "weights": judging.weights,
+        "weights-of-layers": judging.weights_of_layers,
     }
 )
 

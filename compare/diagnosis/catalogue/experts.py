@@ -22,7 +22,6 @@ from compare.diagnosis.mistake import Mistake, Parameters, each, once_if, values
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import swiglu
 
-
 # Limits that other models clamp their experts at, and smaller ones.
 _CLAMP_LIMITS = (7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5)
 

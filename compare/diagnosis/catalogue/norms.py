@@ -116,7 +116,7 @@ def _by_head_averaged(layer: Evaluation, states: torch.Tensor, weight: torch.Ten
 
 
 def _weight_from_query_norm(heads: str) -> _PortNorm:
-    """Take the key norm's weight out of the query norm's: its `first` heads, or those that are first `of each group`."""
+    """Take the key norm's weight from the query norm's: from the `first` heads, or from the first `of each group`."""
 
     def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         taken = layer.weight(weight_names.Q_NORM)
@@ -131,7 +131,9 @@ def _weight_from_query_norm(heads: str) -> _PortNorm:
 def _query_norm_heads(inputs: LayerInputs) -> tuple[str, ...]:
     """List the ways to take as many heads as keys have; one if every key has one query."""
     spec = inputs.spec
-    return ("first", "of each group") if 1 < spec.num_key_value_heads < spec.num_attention_heads else ("first",)
+    return (
+        ("first", "of each group") if 1 < spec.num_key_value_heads < spec.num_attention_heads else ("first",)
+    )
 
 
 def _scaled(factor: float) -> _PortNorm:
