@@ -17,6 +17,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
 from neuron.ports.target import ConversionOrigin
+from neuron.weight_trace.conversion_memory import word_memory
 from neuron.weight_trace.layout_check import check_layouts, find_refills
 from neuron.weight_trace.loaded_check import check_loaded
 from neuron.weight_trace.repairs import candidate_repairs
@@ -52,6 +53,7 @@ class WeightInspection:
     # Kinds of source tensors (such as `q_proj`) whose loaded values were all compared with the checkpoint's; None if
     # the checkpoint's own layer was not loaded.
     compared: tuple[str, ...] | None
+    memory: tuple[str, ...] = ()  # sentences on memory that the run does not need
 
     @property
     def verdict(self) -> Verdict:
@@ -122,6 +124,14 @@ def inspect_weights(
         findings=tuple(findings),
         trial=trial,
         compared=compared,
+        memory=word_memory(
+            by_rank[0],
+            # The other ranks do not convert beside the lead, whom a conversion may wait for.
+            peak_bytes=port.measure_conversion() if len(by_rank) == 1 else None,
+            spec=spec,
+            checkpoint_spec=checkpoint_spec,
+            dtype=port.dtype,
+        ),
     )
 
 

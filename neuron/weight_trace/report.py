@@ -60,6 +60,7 @@ def _render_group(group: InspectionGroup) -> str:
         "",
         _word_trial(inspection),
         _word_loaded(inspection),
+        *(f"Memory: {sentence}" for sentence in inspection.memory),
     ]
     return "\n".join(lines)
 
@@ -98,6 +99,7 @@ def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
             "kept_as": trial.exact_in,
             "failure": trial.failure,
         },
+        "memory": list(inspection.memory),
         "is_loaded": inspection.compared is not None,
         "compared": list(inspection.compared or ()),
     }

@@ -235,6 +235,7 @@ def weights() -> Schema:
             "findings": listed(record(finding), "What is wrong or unclear; empty if all is right."),
             "places": listed(record(place), "Every tensor that the port holds."),
             "trial": record(trial, "The port's forward on generated weights, beside the reference layer."),
+            "memory": listed(text(), "Memory that the run does not need: float32 weights and temporaries."),
             "is_loaded": flag("Whether the checkpoint's own layer was loaded too."),
             "compared": listed(text(), "Kinds of tensors whose loaded values were all compared."),
         },
