@@ -14,7 +14,6 @@ of an inspection:
 - `origin_tracer`: the passes that show where each element lands
 - `origin_recorder`: what each pass shows of one port tensor
 - `tensor_origin`: the source element of each element of a port tensor
-- `order_words`: the shortest true description of an order
 - `index_sequence`: rows or columns of a source tensor in the order in which a port tensor holds them
 - `layout_segment`: rows or columns, neighbours or every nth, that one source tensor fills
 - `matrix_segments`: a matrix read as such segments

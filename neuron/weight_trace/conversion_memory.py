@@ -1,4 +1,4 @@
-"""Conversion memory: float32 tensors that a port's conversion makes on its way, and weights that it keeps in float32."""
+"""Conversion memory: float32 tensors that a conversion makes on its way, and weights that a port keeps in float32."""
 
 from __future__ import annotations
 
