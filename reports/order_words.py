@@ -21,7 +21,6 @@ def word_order(numbers: Sequence[int], *, noun: str) -> str:
     | 2 3 4 5 0 1 | experts lie rolled by 2: the first is 2 |
     | 0 1 10 11 2 3 | experts lie in the order of their numbers as text: 0, 1, 10, … |
     | 0 4 1 3 5 2 | experts lie in another order, from place 1 on: 4, 1, 3, 5, … |
-    | 0 0 1 | experts lie in another order, from place 1 on: 0, 1 |
     """
     ascending = sorted(numbers)
     moved = [place for place, number in enumerate(numbers) if number != ascending[place]]
