@@ -29,7 +29,7 @@ class WideAllocations(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._held_bytes = 0
         self._bytes: dict[int, int] = {}  # bytes of each storage, by its address
@@ -121,4 +121,5 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -116,7 +116,8 @@ class TracedPort:
         }
         with WideAllocations() as allocations:
             self._load_generated(module, given.__getitem__, self.dtype)
-        return allocations.peak_bytes
+        peak_bytes: int = allocations.peak_bytes
+        return peak_bytes
 
     def load_checkpoint(self, spec: ModelSpec) -> LoadedPort:
         """Load the checkpoint's own layer into the port, built for the checkpoint's `spec`.

@@ -126,7 +126,8 @@ class ContextNotTransposed(Arithmetic):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         context = super().attend(q, k, v, mask)
         heads = context.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-        return heads.reshape(context.shape)
+        mixed: torch.Tensor = heads.reshape(context.shape)
+        return mixed
 
 
 class MoeResidualFromInput(Arithmetic):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compare.diagnosis.finding import MistakeFinding
+from compare.diagnosis.finding import MistakeFinding, PassedOver
 from compare.diagnosis.proof.proof import MistakeProof
 from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
 from minimax_tools.results.model_findings import ModelFinding
@@ -111,6 +111,8 @@ def comparison_summary() -> Schema:
 def mistake() -> Schema:
     """Return the schema of a named or near mistake, with its proof where one was asked for."""
     schema = schema_of(MistakeFinding, parameters=by_name(anything()))
+    schema["properties"]["is_hint"] = flag("Whether it is only near, and explains nothing.")
+    schema["required"].append("is_hint")
     schema["properties"]["proof"] = proof()
     schema["required"].remove("proof")
     return schema
@@ -133,15 +135,24 @@ def diagnosis() -> Schema:
         "num_hypotheses": whole("Number of hypotheses that were tried."),
         "notes": listed(text(), "What was not tried or not judged, and where the error lies."),
     }
+    blame = schema_of(Blame)
+    blame["properties"]["formulas"] = by_name(
+        text(), "What the original computes at these sites, if they are few."
+    )
+    blame["required"].append("formulas")
     layer = {"layer": whole("The layer."), "sites": listed(text(), "Sites that judged it."), **part}
     return record(
         {
+            "verdict": _VERDICT,
             "diagnosis": listed(
                 mistake(), "Named mistakes in the model's order; empty if none explains the errors."
             ),
             "layers": listed(record(layer), "The layers that were diagnosed, ascending."),
             "sites": listed(record({"site": text("The site."), **part}), "The same outside the layers."),
-            "unexplained_blame": listed(schema_of(Blame), "Blame that no named mistake explains."),
+            "passed_over": listed(
+                schema_of(PassedOver), "Layers that are like others, which nothing explains."
+            ),
+            "unexplained_blame": listed(blame, "Blame that no named mistake explains."),
             "reference": text("Folder of the golden."),
             "target": text("Folder of the run."),
             "is_failed": flag("Whether the comparison of the chosen layers fails."),
