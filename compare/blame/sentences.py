@@ -41,7 +41,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Tokens:
-    """What the judged tokens may have in common."""
+    """Facts that the judged tokens may have in common."""
 
     places: torch.Tensor  # row and place in it, int64 [T,2]
     positions: torch.Tensor | None  # int64 [T]; None if they are the places
