@@ -11,7 +11,7 @@ from compare.diagnosis.layer_group import LayerGroup, group_layers
 from compare.diagnosis.mistake import Mistake, Value
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.proof.wording import draw_proofs, word_outcomes
+from compare.diagnosis.proof.wording import MEND_FIRST, draw_proofs, word_outcomes
 from minimax_tools.errors import format_count
 from minimax_tools.model.formulas import FORMULAS
 from minimax_tools.model.sites import ModelSite, Site
@@ -80,7 +80,7 @@ def render_diagnosis(
         canvas.item(note)
     if any(finding.proof is not None and finding.proof.is_proved for finding in diagnosis.findings):
         canvas.gap()
-        canvas.line("Mend the port first, then run it again.", style="bold")
+        canvas.line(MEND_FIRST, style="bold")
     return canvas.text
 
 

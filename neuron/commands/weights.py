@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 import torch
 
@@ -35,7 +37,7 @@ from neuron.options import name_port, target_option
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
 from neuron.rank_options import rank_options
-from neuron.weight_trace.inspection import inspect_weights
+from neuron.weight_trace.inspection import WeightInspection, inspect_weights
 from neuron.weight_trace.inspection_group import group_inspections
 from neuron.weight_trace.report import (
     inspection_record,
@@ -130,30 +132,32 @@ def weights_command(
         ReadingPool(torch.get_num_threads()) as pool,
     ):
         found = find_target(target)
-        inspections = []
-        for number in layers:
-            port = TracedPort(
-                target=found,
-                spec=spec if full_size else smaller_spec(spec, num_ranks=ranks.degree),
-                layer=number,
-                dtype=dtype,
-                reader=reader,
-                ranks=runtime.ranks,
-                pool=pool,
-            )
-            shared = SharedPort(port, runtime)
-            inspections.append(inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget)))
-            # Only rank 0 comes here. The other ranks follow its orders; this ends their wait for more.
-            shared.dismiss()
-    groups = group_inspections(inspections)
+
+        def inspect_layers() -> Iterator[WeightInspection]:
+            for number in layers:
+                port = TracedPort(
+                    target=found,
+                    spec=spec if full_size else smaller_spec(spec, num_ranks=ranks.degree),
+                    layer=number,
+                    dtype=dtype,
+                    reader=reader,
+                    ranks=runtime.ranks,
+                    pool=pool,
+                )
+                shared = SharedPort(port, runtime)
+                yield inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
+                # Only rank 0 comes here. The other ranks follow its orders; this ends their wait for more.
+                shared.dismiss()
+
+        groups = group_inspections(inspect_layers())
     verdict = groups[0].first.verdict
     following = _after_inspection(verdict, model=model, target=target, ranks=ranks, dtype=dtype)
     if as_json:
-        record = inspections_record(groups) if all_layers else inspection_record(inspections[0])
+        record = inspections_record(groups) if all_layers else inspection_record(groups[0].first)
         print_json(record, next_commands=following)
     else:
         print_text(
-            render_inspections(groups) if all_layers else render_inspection(inspections[0]),
+            render_inspections(groups) if all_layers else render_inspection(groups[0].first),
             next_commands=following,
         )
     end_command(verdict.exit_code)

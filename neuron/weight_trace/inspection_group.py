@@ -22,13 +22,16 @@ class InspectionGroup:
 def group_inspections(inspections: Iterable[WeightInspection]) -> tuple[InspectionGroup, ...]:
     """Group layers that are alike; the worst verdict comes first, then the first layer.
 
-    Figures are not compared: the generated weights differ from layer to layer.
+    Figures are not compared: the generated weights differ from layer to layer. Of each group one inspection is kept,
+    since its layouts hold a number for each element.
     """
-    alike: dict[object, list[WeightInspection]] = {}
+    layers: dict[object, list[int]] = {}
+    firsts: dict[object, WeightInspection] = {}
     for inspection in inspections:
-        alike.setdefault((inspection.verdict, inspection.findings), []).append(inspection)
+        findings = (inspection.verdict, inspection.findings)
+        layers.setdefault(findings, []).append(inspection.layer)
+        firsts.setdefault(findings, inspection)
     groups = [
-        InspectionGroup(layers=tuple(member.layer for member in members), first=members[0])
-        for members in alike.values()
+        InspectionGroup(layers=tuple(layers[findings]), first=first) for findings, first in firsts.items()
     ]
     return tuple(sorted(groups, key=lambda group: _WORST_FIRST.index(group.first.verdict)))

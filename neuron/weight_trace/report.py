@@ -23,13 +23,10 @@ _MAX_SHOWN_ALIKE = 2
 
 def render_inspections(groups: Sequence[InspectionGroup]) -> str:
     """Return the inspections of several layers as text: what is wrong first, right layers in a line."""
-    parts = [
-        f"{_verdict_word(group.first)}: {_headline(group.first, group.layers)}"
-        if group.first.verdict is Verdict.PASS
-        else _render_group(group)
+    return "\n\n".join(
+        _render_right(group) if group.first.verdict is Verdict.PASS else _render_group(group)
         for group in groups
-    ]
-    return "\n\n".join(parts)
+    )
 
 
 def inspections_record(groups: Sequence[InspectionGroup]) -> dict[str, Any]:
@@ -46,6 +43,11 @@ def render_inspection(inspection: WeightInspection) -> str:
     return _render_group(InspectionGroup(layers=(inspection.layer,), first=inspection))
 
 
+def _render_right(group: InspectionGroup) -> str:
+    headline = f"{_verdict_word(group.first)}: {_headline(group.first, group.layers)}"
+    return "\n".join([headline, *_word_memory(group.first)])
+
+
 def _render_group(group: InspectionGroup) -> str:
     inspection = group.first
     holder = "the port" if inspection.num_ranks == 1 else f"rank 0 of {inspection.num_ranks}"
@@ -60,7 +62,7 @@ def _render_group(group: InspectionGroup) -> str:
         "",
         _word_trial(inspection),
         _word_loaded(inspection),
-        *(f"Memory: {sentence}" for sentence in inspection.memory),
+        *_word_memory(inspection),
     ]
     return "\n".join(lines)
 
@@ -174,6 +176,10 @@ def _missing_kinds(inspection: WeightInspection) -> Iterator[str]:
     for finding in inspection.findings:
         if finding.mistake is WeightMistake.MISSING:
             yield from finding.kinds
+
+
+def _word_memory(inspection: WeightInspection) -> list[str]:
+    return [f"Memory: {sentence}" for sentence in inspection.memory]
 
 
 def _word_loaded(inspection: WeightInspection) -> str:
