@@ -42,7 +42,7 @@ _RIGHT = tuple(port.target for port in RIGHT_MODELS if port.num_ranks == 1 and p
 
 
 class Outcome(TextEnum):
-    """What a search says of a planted mistake."""
+    """Answer of a search to a planted mistake."""
 
     FOUND = "found"
     FOUND_AT_EVERY_LAYER = "found at every layer"
