@@ -1,4 +1,4 @@
-"""Every site has a formula, which names what it is computed from."""
+"""Formulas of all sites: each names what its site is computed from."""
 
 from __future__ import annotations
 
