@@ -25,10 +25,10 @@ _LEAST_FOUND = 0.95
 _FEWEST_TOKENS, _MOST_CHANNELS = 16, 8192
 
 
-def describe_order(rows: Rows, head_dim: int | None) -> str | None:
+def describe_order(rows: Rows, head_dim: int | None, channel_word: str = "channel") -> str | None:
     """Describe the order in which a site holds the golden's values; None if it is the right one, or not known.
 
-    `head_dim` is D if the channels are heads side by side; else None.
+    `head_dim` is D if the channels are heads side by side; else None. `channel_word` is the noun for one channel.
     """
     golden, port = rows.reference.float(), rows.target.float()
     error = float((port - golden).norm())
@@ -45,7 +45,9 @@ def describe_order(rows: Rows, head_dim: int | None) -> str | None:
         return None
     if float((port - golden[:, channels]).norm()) > _MOST_LEFT * error:
         return None
-    return f"the port holds the right values in another order: {word_order(channels, noun='channels')}"
+    return (
+        f"the port holds the right values in another order: {word_order(channels, noun=f'{channel_word}s')}"
+    )
 
 
 def _plain_orders(

@@ -85,7 +85,7 @@ def describe_regions(
             *_describe_tokens("wrong tokens", off, tokens),
             *_describe_tokens("wrong tokens", wrong, tokens),
         ][:1]
-        order = describe_order(rows, head_dim)
+        order = describe_order(rows, head_dim, channel_word)
         if order is not None:
             return (*sentences, order)
     # The channels are found in the wrong tokens. If no single token is wrong, all of them may still tell.
