@@ -6,17 +6,18 @@ from pathlib import Path
 
 import click
 
-from compare.comparer import compare_captures
+from compare.comparer import judge_run
 from compare.limits.criteria import Criteria
 from compare.limits.limits_file import CALIBRATION
 from compare.next_commands import after_comparison
 from compare.options import criteria_options
+from compare.run_report import report_option, report_run
 from compare.sides.golden_weights import find_weights
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.run_commands import RunCommands
-from reports.data import comparison_record, write_report
+from reports.data import comparison_record
 from reports.terminal import render_comparison
 
 
@@ -45,9 +46,7 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
     callback=_print_template,
     help="Print mm2's own limits as a file for --criteria, and end.",
 )
-@click.option(
-    "--report-path", type=click.Path(path_type=Path), help="Folder for JSON and CSV reports. Default: none."
-)
+@report_option
 @output_options
 def main(
     sides: NamedSides,
@@ -55,6 +54,7 @@ def main(
     model: str | None,
     criteria: Criteria,
     shows_metrics: bool,
+    is_verbose: bool,
     report_path: Path | None,
     as_json: bool,
 ) -> None:
@@ -64,23 +64,24 @@ def main(
     """
     reference, target = sides.open()
     weights = find_weights(model, reference, target)
-    comparison = compare_captures(
+    run = judge_run(
         reference,
         target,
         criteria=criteria,
         layer_pattern=layer_pattern or "layer_*",
         weights=weights,
     )
+    comparison = run.comparison
     commands = RunCommands.of(
         reference, target, model=None if weights is None else weights.model, reading=sides.reading_arguments
     )
     following = after_comparison(comparison, commands)
-    written = write_report(comparison, report_path, next_commands=following) if report_path else ()
+    written = report_run(run, report_path, next_commands=following) if report_path else None
     if as_json:
         print_json(comparison_record(comparison), next_commands=following)
     else:
-        text = render_comparison(comparison, shows_metrics=shows_metrics)
-        print_text("\n".join([text, *(f"written: {path}" for path in written)]), next_commands=following)
+        text = render_comparison(comparison, shows_metrics=shows_metrics, is_verbose=is_verbose)
+        print_text(text if written is None else f"{text}\n{written}", next_commands=following)
     end_command(comparison.verdict.exit_code)
 
 

@@ -111,7 +111,9 @@ def judge_run(
             sides, tuple(site for site in model_sites if site is not ModelSite.EMBEDDING), split=split
         )
         generated: tuple[GeneratedRow, ...] = ()
+        pass_logits: tuple[PassLogits, ...] = ()
         if ModelSite.LOGITS in model_sites:
+            pass_logits = compare_passes(sides, split)
             generated = ModelJudge(sides, last_layer=max(layers)).judge_generated()
         return JudgedRun(
             comparison=_conclude(
@@ -120,7 +122,7 @@ def judge_run(
                 judged,
                 head,
                 generated=generated,
-                pass_logits=compare_passes(sides, split),
+                pass_logits=pass_logits,
                 findings=find_model_faults(sides, embedding, judged, head),
                 pairing_notes=pairing_notes,
             ),

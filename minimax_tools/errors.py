@@ -25,7 +25,11 @@ from types import MappingProxyType
 _NUM_FAULTS_SHOWN = 12
 # As in pyproject.toml. Packages, not extras of mm2, because mm2 is not on the package index.
 EXTRA_REQUIREMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"golden": ("accelerate>=1.0", "transformers>=5.23"), "xla": ("torch==2.9.*", "torch_xla==2.9.*")}
+    {
+        "golden": ("accelerate>=1.0", "transformers>=5.23"),
+        "report": ("vl-convert-python>=1.9",),
+        "xla": ("torch==2.9.*", "torch_xla==2.9.*"),
+    }
 )
 
 

@@ -10,6 +10,7 @@ from minimax_tools.command_line.console import Mm2Group
 from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.check import check_command
 from neuron.commands.model import model_command
+from neuron.commands.port import port_command
 from neuron.commands.prompts import prompts_command
 from neuron.commands.replacement import replacement_command
 from neuron.commands.run import (
@@ -34,6 +35,7 @@ def main() -> None:
 
 
 for _command in (
+    port_command,
     single_layer_command,
     multi_layer_command,
     sweep_command,

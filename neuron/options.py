@@ -12,6 +12,7 @@ import torch
 
 from compare.limits.criteria import Criteria
 from compare.options import criteria_options
+from compare.run_report import report_option
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.options import (
@@ -60,6 +61,8 @@ class DeviceOptions:
     skip_compile: bool
     criteria: Criteria
     shows_metrics: bool
+    is_verbose: bool
+    report_path: Path | None  # folder of a report; None for none
     inputs: InputRequest  # the prompts, as rows of token ids, that the options ask for
     sites_level: str  # a named choice of sites to record
     dtype: torch.dtype
@@ -77,6 +80,13 @@ backend_option = click.option(
     show_default=True,
     help="Backend that computes; auto takes the best one on this machine.",
 )
+
+
+def golden_option(help_text: str, *, required: bool = False) -> Decorator:
+    """Return the option `--golden`; the help says what the golden is for."""
+    return click.option("--golden", type=click.Path(path_type=Path), required=required, help=help_text)
+
+
 compile_option = click.option(
     "--compile",
     "compile_with",
@@ -120,11 +130,7 @@ def _device_options(*further: Decorator) -> Decorator:
     # Groups of options come after `rank_options`: only rank 0 builds them, so an error shows once.
     return stack_options(
         model_option,
-        click.option(
-            "--golden",
-            type=click.Path(path_type=Path),
-            help="Golden capture: gives the inputs, and judges the run. Default: none.",
-        ),
+        golden_option("Golden capture: gives the inputs, and judges the run. Default: none."),
         target_option,
         backend_option,
         compile_option,
@@ -158,6 +164,7 @@ def _device_options(*further: Decorator) -> Decorator:
         input_options,
         run_options,
         store_options,
+        report_option,
         output_options,
         grouped_as("options", DeviceOptions),
     )

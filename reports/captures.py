@@ -76,10 +76,12 @@ def render_capture(
     *,
     width: int | None = None,
     is_terminal: bool | None = None,
+    shows_statistics: bool = True,
 ) -> str:
     """Draw a capture as text: its run, then a table for each layer, or a line for each if there are many.
 
-    For `width` and `is_terminal` see `Canvas`; for `inspection` see `capture_record`.
+    Without `shows_statistics`, the tables are left out, and no tensor is read. For `width` and `is_terminal` see
+    `Canvas`; for `inspection` see `capture_record`.
 
     Raises:
         CaptureError: A tensor cannot be read.
@@ -89,7 +91,6 @@ def render_capture(
     if listing is not None:
         draw_dump(canvas, source, listing)
         return canvas.text
-    contents = read_contents(source)
     canvas.line(f"Capture {source.directory}", style="bold")
     canvas.facts(_facts(source, inspection))
     for fault in () if inspection is None else inspection.faults:
@@ -97,7 +98,8 @@ def render_capture(
     if not source.is_complete:
         num_stored, num_declared = len(source.layers), len(source.description.run.span)
         canvas.line(f"  incomplete: {num_stored} of {num_declared} layers are stored", style="yellow")
-    _draw_contents(canvas, contents)
+    if shows_statistics:
+        _draw_contents(canvas, read_contents(source))
     return canvas.text
 
 

@@ -27,6 +27,7 @@ PAGES = (
     "ports",
     "torch-neuron",
     "verdicts",
+    "report",
     "diagnosis",
     "ranks-and-decoding",
     "several-boxes",

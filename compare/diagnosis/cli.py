@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import click
 
+from compare.comparer import JudgedRun
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.kept_diagnosis import DiagnosisQuestion, KeptDiagnosis
 from compare.diagnosis.proof.proving import prove_diagnosis
@@ -17,6 +19,7 @@ from compare.diagnosis.report import (
     render_nothing_to_prove,
 )
 from compare.next_commands import after_diagnosis
+from compare.run_report import report_option, report_run
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from compare.sides.pairing import select_layers
 from compare.sides.port_source import has_changed
@@ -54,6 +57,7 @@ from minimax_tools.model.spec import ModelSpec
     metavar="PATH.py:NAME|…",
     help="Port to run for --prove, as for mm2-test. Default: the one that the run names.",
 )
+@report_option
 @output_options
 def main(
     model: str | None,
@@ -63,6 +67,7 @@ def main(
     lists_catalogue: bool,
     proves: bool,
     port: str | None,
+    report_path: Path | None,
     as_json: bool,
 ) -> None:
     """Name the known mistakes that explain a port's wrong layers.
@@ -95,7 +100,9 @@ def main(
     # None stands for the layers that the comparison blames; --layer comes as a pattern too.
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
     question = DiagnosisQuestion.of(reference, target, model=model, layers=layers, mistakes=mistakes)
-    kept = KeptDiagnosis.find(target.directory, question) if proves and question else None
+    kept = KeptDiagnosis.find(target.directory, question) if proves and question and not report_path else None
+    # A report draws the comparison too, which a kept diagnosis does not hold.
+    judged: list[JudgedRun] = []
     diagnosis = kept or diagnose(
         reference,
         target,
@@ -103,6 +110,7 @@ def main(
         layers=layers,
         mistakes=mistakes,
         open_progress=lambda num_layers: LayerProgress(num_layers, label="Diagnosis"),
+        take_run=judged.append,
     )
     if question and kept is None:
         KeptDiagnosis(question=question, diagnosis=diagnosis).keep(target.directory)
@@ -120,12 +128,16 @@ def main(
     if not proves or not diagnosis.findings:
         # Proofs note by themselves that they are of a changed port.
         diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *_word_change(target)))
+    written = None
+    if report_path:
+        written = report_run(judged[0], report_path, next_commands=following, diagnosis=diagnosis)
     if as_json:
         print_json(diagnosis_record(diagnosis), next_commands=following)
     elif proves and not diagnosis.findings and kept:
         print_text(render_nothing_to_prove(diagnosis), next_commands=following)
     else:
-        print_text(render_diagnosis(diagnosis, proves=proves), next_commands=following)
+        text = render_diagnosis(diagnosis, proves=proves)
+        print_text(text if written is None else f"{text}\n{written}", next_commands=following)
     end_command(diagnosis.exit_code)
 
 

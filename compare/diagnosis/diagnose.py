@@ -56,6 +56,7 @@ def diagnose(
     layers: tuple[int, ...] | None = None,
     mistakes: tuple[str, ...] = (),
     open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
+    take_run: Callable[[JudgedRun], None] = lambda _: None,
 ) -> Diagnosis:
     """Name the known mistakes that explain a device run's layers.
 
@@ -68,6 +69,7 @@ def diagnose(
             left out here.
         mistakes: Names of the mistakes to try; empty for the whole catalogue.
         open_progress: Opens the progress that receives each diagnosed layer.
+        take_run: Takes the judged run, before mistakes are searched: for a report of both.
 
     Raises:
         IncomparableError: The captures must not be compared, are not of this checkpoint, or hold the input of no
@@ -91,6 +93,7 @@ def diagnose(
         layer_pattern=f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*",
         weights=weights,
     )
+    take_run(run)
     # Whoever asks for some of the layers does not ask for the sites outside them.
     includes_outside = layers is None or set(declared_layers(target)) <= set(layers)
     return diagnose_run(

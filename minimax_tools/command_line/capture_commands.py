@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.options import DEFAULT_CAPTURES
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Run
@@ -66,13 +68,36 @@ def after_capture(source: CaptureSource) -> tuple[str, ...]:
 def judge_port_of(model: str, *arguments: str) -> str:
     """Return the command that runs a port, named by `arguments`, on the newest golden of a checkpoint.
 
-    If no golden of it lies in the usual folder, return the command that makes one.
+    It is looked for in the usual folder and in the working directory. If no golden of the checkpoint is there, return
+    the command that makes one.
     """
+    golden = next(_goldens_of(model), None)
+    if golden is None:
+        return make_golden(model)
+    return judge_port(_shorten(golden.directory), golden.description.run, model=model, arguments=arguments)
+
+
+def _goldens_of(model: str) -> Iterator[Capture]:
+    """Yield the goldens of a checkpoint, the newest first."""
     captures = Path(os.environ.get("MM2_CAPTURES", DEFAULT_CAPTURES))
-    try:
-        golden = Capture.open(newest_capture(captures, GOLDEN_SIDE))
-    except CaptureError:
-        return make_golden(model)
-    if golden.description.provenance.model_source != model:
-        return make_golden(model)
-    return judge_port(golden.directory, golden.description.run, model=model, arguments=arguments)
+    folders = (captures / GOLDEN_SIDE, Path.cwd())
+    manifests = {path for folder in folders for path in folder.glob(f"*/{MANIFEST_NAME}")}
+    for manifest in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            capture = Capture.open(manifest.parent)
+        except CaptureError:
+            continue
+        made = capture.description
+        # A folder is named in many ways, a hub id in one.
+        is_same = made.provenance.model_source == model or _are_same(made.provenance.model_source, model)
+        if made.side == GOLDEN_SIDE and is_same:
+            yield capture
+
+
+def _are_same(source: str, model: str) -> bool:
+    return Path(model).is_dir() and Path(source).resolve() == Path(model).resolve()
+
+
+def _shorten(folder: Path) -> Path:
+    """Return a folder as the user would name it from where he is."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

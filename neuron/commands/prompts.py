@@ -58,7 +58,7 @@ from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
-from neuron.options import backend_option
+from neuron.options import backend_option, golden_option
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.following import Follower
 from neuron.prompt_runs.golden_check import refuse_other_golden
@@ -128,10 +128,8 @@ class PromptOptions:
         help="File samples_*.jsonl of lm_eval --log_samples: prompts, and the answers on record.",
     ),
     click.option("--wrong", "only_wrong", is_flag=True, help="Take only samples that were answered wrongly."),
-    click.option(
-        "--golden",
-        type=click.Path(path_type=Path),
-        help="Golden capture of the whole model, whose rows are the prompts. The worst is followed with it.",
+    golden_option(
+        "Golden capture of the whole model, whose rows are the prompts. The worst is followed with it."
     ),
     click.option("--limit", type=click.IntRange(min=1), help="Take only the first N prompts. Default: all."),
     click.option(

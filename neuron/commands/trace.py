@@ -29,7 +29,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.prompts import InputRequest
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.runtime import open_runtime
-from neuron.options import read_inputs, target_option
+from neuron.options import golden_option, read_inputs, target_option
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX
 from neuron.ports.tracing import Trace, TraceRequest, trace_layer
@@ -52,11 +52,7 @@ _BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
     required=True,
     help="File to write, as large as the layer's weights.",
 )
-@click.option(
-    "--golden",
-    type=click.Path(path_type=Path),
-    help="Golden capture that gives the shape of the rows. Default: none, see --seq-len.",
-)
+@golden_option("Golden capture that gives the shape of the rows. Default: none, see --seq-len.")
 @click.option(
     "--backend",
     type=click.Choice(_BACKENDS),

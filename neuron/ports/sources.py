@@ -17,7 +17,14 @@ from minimax_tools.provenance import digest_sources
 from neuron.process.status import doing
 
 # Modules that are no part of a port: the standard library, mm2, and what is installed.
-_LIBRARIES = sys.stdlib_module_names | {"compare", "gpu_reference", "minimax_tools", "neuron", "reports"}
+_LIBRARIES = sys.stdlib_module_names | {
+    "compare",
+    "gpu_reference",
+    "minimax_tools",
+    "mm2",
+    "neuron",
+    "reports",
+}
 _INSTALLATION_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 

@@ -257,6 +257,26 @@ def stream_search() -> Schema:
     )
 
 
+def port() -> Schema:
+    """Return the schema of a port judged in stages."""
+    stage = {
+        "stage": choice("golden", "weights", "sweep", "diagnosis", "chain"),
+        "command": text("Its command, complete."),
+        "exit_code": whole("Exit code of the command."),
+        "output": maybe(anything(), "What the command printed, by its own schema; null if that is no JSON."),
+    }
+    return record(
+        {
+            "verdict": choice("pass", "fail", "incomparable"),
+            "directory": text("Folder of the golden, the runs and the log of finished stages."),
+            "stages": listed(
+                record(stage), "The stages, in order; the last may be one that could not be carried out."
+            ),
+        },
+        "A port judged in stages: golden, weights, sweep, then its mistake named, or all layers in a chain.",
+    )
+
+
 def graphs() -> Schema:
     """Return the schema of the graphs that a run compiled."""
     graph_break = {"reason": text("Reason."), "place": maybe(text(), "File and line; null if not known.")}

@@ -70,6 +70,7 @@ _OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
         "golden-logits": judging.golden_logits,
         "model": _model,
         "plan": splitting.plan,
+        "port": judging.port,
         "prompts": judging.prompts,
         "proof": judging.undone,
         "run": _run,
