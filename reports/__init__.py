@@ -16,6 +16,7 @@
 - `contents`: the sites in a capture, with statistics
 - `dumps`: the tensors of another tool's dump, and a map to fill in
 - `canvas`: lines, paragraphs and tables as a string
+- `order_words`: the shortest true description of an order
 - `wording`: places and figures in words
 - `json_values`: values as JSON, without NaN and Infinity
 """

@@ -64,6 +64,7 @@ run 1 mm2-test sweep --model {{model}} --golden {{golden}} --target {{swapped}} 
 run 1 mm2-test multi-layer --model {{model}} --golden {{golden}} --target {{swapped}} --output-dir {{here}}/chain
 weights 1 mm2-test weights --model {{model}} --target {{swapped}} --layer 1
 weights 0 mm2-test weights --model {{model}} --target {{port}} --no-load
+weights-of-layers 1 mm2-test weights --model {{model}} --target {{swapped}} --all-layers --no-load
 bisection 1 mm2-test bisect --model {{model}} --golden {{golden}} --target {{swapped}} --output-dir {{here}}/bisect
 check 0 mm2-test check --model {{model}} --backend cpu
 readiness 0 mm2-gpu check --model {{model}} --captures {{here}}

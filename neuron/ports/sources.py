@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.provenance import digest_sources
 from neuron.process.status import doing
 
 # Modules that are no part of a port: the standard library, mm2, and what is installed.
@@ -68,12 +68,7 @@ class TargetSource:
         files = {path.relative_to(folder).as_posix(): path for path in _loaded_files_beneath(folder)}
         files |= _module_files(self.imported)
         files[Path(file).name] = Path(file)
-        digest = hashlib.sha256()
-        for name, path in sorted(files.items()):
-            source = path.read_bytes()
-            digest.update(f"{name} {len(source)}\n".encode())
-            digest.update(source)
-        return digest.hexdigest()
+        return digest_sources(files)
 
 
 def import_callable(name: str) -> tuple[TargetSource, Callable[..., Any]] | None:

@@ -3,6 +3,7 @@
 - `parts`: schemas of text, numbers, lists and closed objects
 - `values`: schemas of dataclasses, described by their fields' comments
 - `judging`: outputs of the commands that judge a port
+- `weights`: outputs of `mm2-test weights`
 - `captures`: outputs about captures, and of their checks
 - `travel`: goldens published, the cache, machines and memory
 - `splitting`: outputs of `mm2-split`

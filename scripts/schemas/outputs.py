@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from minimax_tools.command_line.console import SCHEMA_VERSION
-from schemas import captures, judging, splitting, travel
+from schemas import captures, judging, splitting, travel, weights
 from schemas.parts import DRAFT, Schema, listed, merged, record, text, whole
 
 _VERSION = record(
@@ -83,7 +83,8 @@ _OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
         "trace": captures.trace,
         "train": splitting.train,
         "verify": splitting.verify,
-        "weights": judging.weights,
+        "weights": weights.weights,
+        "weights-of-layers": weights.weights_of_layers,
     }
 )
 

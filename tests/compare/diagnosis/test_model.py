@@ -272,7 +272,7 @@ def test_unknown_head_is_said_to_be_unexplained(
         mm2_diagnose, "--model", toy, "--gpu-path", golden, "--neuron-path", target, "--quiet"
     ).stdout
     assert "logits: no known mistake explains it" in text
-    assert "Blamed and not explained: model, logits" in text
+    assert "Original: logits = final_norm @ lm_head.weightᵀ" in text
     assert "nothing differs" not in text
 
 
