@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
-EXTRAS := golden,xla,dev
+EXTRAS := golden,xla,remote,report,pytest,dev
 # Number of processes that share the test files.
 WORKERS ?= 2
 

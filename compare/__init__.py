@@ -7,6 +7,7 @@
 - `blame/`: the sites at fault, and where in them
 - `chains/`: runs of several layers, and the search for wrong ones
 - `prompts/`: next-token distributions of prompts, judged token by token
+- `evidence/`: what the captures show beside the figures, for reports
 - `diagnosis/`: the known mistake that explains a wrong layer (`mm2-diagnose`)
 - `cli`: the command `mm2-compare`
 - `options`: options of every command that judges
@@ -15,5 +16,6 @@
 - `model_runs/`: a whole port's run: passes, order of layers, chosen tokens
 - `model_faults`: all that is wrong in such a run, what came first at the front
 - `notes`: sentences beside the verdict
+- `run_report`: the files of `--report-path`
 - `next_commands`: commands to run after a result
 """

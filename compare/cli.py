@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
-from compare.comparer import compare_captures
+from compare.comparer import judge_run
 from compare.limits.criteria import Criteria
 from compare.limits.limits_file import CALIBRATION
 from compare.next_commands import after_comparison
 from compare.options import criteria_options
+from compare.run_report import report_option, report_run
 from compare.sides.golden_weights import find_weights
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from minimax_tools.command_line.console import (
@@ -22,7 +23,7 @@ from minimax_tools.command_line.console import (
 )
 from minimax_tools.command_line.options import SUMMARY_JSON, judging_output_options
 from minimax_tools.command_line.run_commands import RunCommands
-from reports.data import comparison_record, summary_record, write_report
+from reports.data import comparison_record, summary_record
 from reports.terminal import render_comparison
 
 
@@ -51,9 +52,7 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
     callback=_print_template,
     help="Print mm2's own limits as a file for --criteria, and end.",
 )
-@click.option(
-    "--report-path", type=click.Path(path_type=Path), help="Folder for JSON and CSV reports. Default: none."
-)
+@report_option
 @judging_output_options
 @version_option
 def main(
@@ -62,6 +61,7 @@ def main(
     model: str | None,
     criteria: Criteria,
     shows_metrics: bool,
+    is_verbose: bool,
     report_path: Path | None,
     as_json: str | None,
 ) -> None:
@@ -71,24 +71,25 @@ def main(
     """
     reference, target = sides.open()
     weights = find_weights(model, reference, target)
-    comparison = compare_captures(
+    run = judge_run(
         reference,
         target,
         criteria=criteria,
         layer_pattern=layer_pattern or "layer_*",
         weights=weights,
     )
+    comparison = run.comparison
     commands = RunCommands.of(
         reference, target, model=None if weights is None else weights.model, reading=sides.reading_arguments
     )
     following = after_comparison(comparison, commands)
-    written = write_report(comparison, report_path, next_commands=following) if report_path else ()
+    written = report_run(run, report_path, next_commands=following) if report_path else None
     if as_json:
         record = summary_record(comparison) if as_json == SUMMARY_JSON else comparison_record(comparison)
         print_json(record, next_commands=following)
     else:
-        text = render_comparison(comparison, shows_metrics=shows_metrics)
-        print_text("\n".join([text, *(f"written: {path}" for path in written)]), next_commands=following)
+        text = render_comparison(comparison, shows_metrics=shows_metrics, is_verbose=is_verbose)
+        print_text(text if written is None else f"{text}\n{written}", next_commands=following)
     end_command(comparison.verdict.exit_code)
 
 

@@ -26,6 +26,7 @@ from compare.sides.golden_weights import WeightSource, keep_layer_open
 from compare.sides.pairing import declared_layers, refuse_other_runs, select_layers
 from compare.sides.proving import proved
 from compare.sides.sides import Sides
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
@@ -111,7 +112,9 @@ def judge_run(
             sides, tuple(site for site in model_sites if site is not ModelSite.EMBEDDING), split=split
         )
         generated: tuple[GeneratedRow, ...] = ()
+        pass_logits: tuple[PassLogits, ...] = ()
         if ModelSite.LOGITS in model_sites:
+            pass_logits = compare_passes(sides, split)
             generated = ModelJudge(sides, last_layer=max(layers)).judge_generated()
         return JudgedRun(
             comparison=_conclude(
@@ -120,7 +123,7 @@ def judge_run(
                 judged,
                 head,
                 generated=generated,
-                pass_logits=compare_passes(sides, split),
+                pass_logits=pass_logits,
                 findings=find_model_faults(sides, embedding, judged, head),
                 pairing_notes=pairing_notes,
             ),
@@ -165,8 +168,8 @@ def _conclude(
     # A port that shows no layer leaves all of them open: one note says so.
     is_closed = is_black_box(target)
     return Comparison(
-        reference=str(reference.directory),
-        target=str(target.directory),
+        reference=address_of(reference.directory),
+        target=address_of(target.directory),
         criteria=sides.criteria.name,
         verdict=_decide_verdict(
             frozenset(site.status for site in sites),

@@ -2,7 +2,7 @@
 
 | result | next |
 |---|---|
-| fail | trace the weights, which is cheap; then name the mistake, or run the first wrong layer of a chain alone |
+| fail | trace the weights, if one may be wrong; then name the mistake, or run a chain's first wrong layer alone |
 | named | prove it |
 | proved | the same run again, once the port is mended |
 | not named, not proved | trace the weights; then the same run again, once the port is mended |
@@ -22,14 +22,18 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.capture_commands import judge_port, make_golden
 from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.model.run import Mode, single_layer_run
-from minimax_tools.model.sites import SITE_LEVELS
+from minimax_tools.model.sites import SITE_LEVELS, Site
 from minimax_tools.results.results import Comparison, Verdict
+
+# Sites that no weight enters between their inputs and them. Where inputs were not shown, a blame names those too.
+_WITHOUT_WEIGHTS = frozenset({Site.Q_ROPE, Site.K_ROPE, Site.ATTN_CONTEXT, Site.ROUTER_WEIGHTS})
 
 
 def after_comparison(comparison: Comparison, commands: RunCommands | None) -> tuple[str, ...]:
     """Return what to run after the comparison of a run; `commands` is None if no checkpoint is known."""
     if commands is None:
-        return ()
+        curve = comparison.curve
+        return (curve.command,) if curve is not None and curve.command else ()
     if comparison.verdict is Verdict.FAIL:
         return _after_failure(comparison, commands)
     if comparison.verdict is Verdict.INCOMPARABLE:
@@ -68,7 +72,11 @@ def after_proof(
 
 
 def _after_failure(comparison: Comparison, commands: RunCommands) -> tuple[str, ...]:
-    blamed = [blame.layer for blame in comparison.blame if blame.layer is not None]
+    blamed = [
+        blame.layer
+        for blame in comparison.blame
+        if blame.layer is not None and not _WITHOUT_WEIGHTS.issuperset(blame.sites)
+    ]
     curve = comparison.curve
     if curve is None:
         return (*_trace_weights(blamed, commands), commands.diagnose())

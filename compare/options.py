@@ -1,4 +1,4 @@
-"""Options of the commands that judge: --criteria with its limits and tolerances, and --metrics."""
+"""Options of the commands that judge: --criteria with its limits and tolerances, --metrics and --verbose."""
 
 from __future__ import annotations
 
@@ -119,6 +119,13 @@ criteria_options = stack_options(
         show_default=True,
         help="Absolute tolerance, see --rtol.",
     ),
-    # The command gets the values named in `_read_criteria` as one argument, `criteria`; --metrics stays its own.
+    click.option(
+        "--verbose",
+        "is_verbose",
+        is_flag=True,
+        help="Show every layer, every site that fails, and statistics. Default: verdict, blame and what to do next.",
+    ),
+    # The command gets the values named in `_read_criteria` as one argument, `criteria`; --metrics and --verbose
+    # stay their own.
     grouped_as("criteria", _read_criteria),
 )

@@ -183,7 +183,7 @@ def judge_outside(
     is_head = ModelSite.EMBEDDING not in sites
     port_sides = on_port_output(sides, last_layer) if is_head and sites else None
     judge = ModelJudge(port_sides or sides, last_layer=last_layer)
-    judged = {site: judge.judge(site) for site in sites}
+    judged = {site: _of_head(judge.judge(site), is_alone=port_sides is not None) for site in sites}
     is_input_unknown = is_head and Site.OUTPUT not in sides.target.sites(last_layer)
     results = leave_undecided(judged, sides.target) if is_input_unknown else judged
     blame = _blame_first(results.values())
@@ -204,6 +204,13 @@ def judge_outside(
         is_inherited=is_head and port_sides is None,
         num_undecided=sum(results[site] is not judged[site] for site in results),
     )
+
+
+def _of_head(result: SiteResult, *, is_alone: bool) -> SiteResult:
+    """Mark figures of the logits in which no layer's error is."""
+    if result.logits is None or not is_alone:
+        return result
+    return replace(result, logits=replace(result.logits, is_of_head=True))
 
 
 def _blame_first(results: Iterable[SiteResult]) -> tuple[Blame, ...]:

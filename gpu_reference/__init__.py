@@ -6,6 +6,8 @@
 - `pipeline`: the model run by several processes, each with one slice of a plan
 - `certification`: the check of a finished golden
 - `export`: goldens written as reference captures of other tools
+- `readiness`: a machine before a golden is made on it
+- `publication`: goldens put at remote addresses
 - `commands`, `options`, `cli`, `__main__`: the command
 """
 

@@ -11,7 +11,9 @@ from gpu_reference.commands.capture import (
     single_layer_command,
 )
 from gpu_reference.commands.certify import certify_command
+from gpu_reference.commands.check import check_command
 from gpu_reference.commands.export import export_command
+from gpu_reference.commands.publish import publish_command
 from gpu_reference.commands.show import show_command
 from minimax_tools.command_line.console import Mm2Group
 
@@ -27,7 +29,8 @@ def main() -> None:
 main.add_section(
     "Make a golden", extract_all_command, full_command, single_layer_command, multi_layer_command
 )
-main.add_section("Use a golden", certify_command, show_command, export_command)
+main.add_section("Use a golden", certify_command, show_command, export_command, publish_command)
+main.add_section("Prepare", check_command)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 - `model/`: what a MiniMax-M2 is: sizes, sites, weight names, runs, inputs
 - `checkpoint/`: a checkpoint read, dequantised, regrouped, told apart
 - `torch_files/`: `.bin`, `.pt` and `.pth` files, read without executing anything in them
-- `hub/`: files of a hub's model, fetched and verified
+- `hub/`: files of a hub's model or dataset, fetched and verified
+- `remote/`: folders at remote addresses, and the cache of what was fetched from them
 - `synthetic/`: checkpoints made of random numbers, or trained on text
 - `reference/`: the decoder layer: plain, in float32 by stages, and in variants
 - `golden_logits/`: exact next-token logits of whole rows with their noise, kept from run to run

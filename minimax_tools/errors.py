@@ -11,6 +11,7 @@
         ├── TargetError         the port under test could not be built or loaded
         ├── BackendError        the device asked for is not there
         ├── MemoryBudgetError   what comes next would break the memory budget (in machine/memory.py)
+        ├── RemoteError         a folder at a remote address cannot be read or written
         ├── RankLostError       another rank died or cannot be reached (in ranks/failure.py)
         └── MissingExtraError   a package that this command needs is not installed
 
@@ -25,7 +26,12 @@ from types import MappingProxyType
 _NUM_FAULTS_SHOWN = 12
 # As in pyproject.toml. Packages, not extras of mm2, because mm2 is not on the package index.
 EXTRA_REQUIREMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"golden": ("accelerate>=1.0", "transformers>=5.23"), "xla": ("torch==2.9.*", "torch_xla==2.9.*")}
+    {
+        "golden": ("accelerate>=1.0", "transformers>=5.23"),
+        "remote": ("s3fs>=2024.2",),
+        "report": ("vl-convert-python>=1.9",),
+        "xla": ("torch==2.9.*", "torch_xla==2.9.*"),
+    }
 )
 
 
@@ -106,6 +112,32 @@ class TargetError(CannotRunError):
 
 class BackendError(CannotRunError):
     """The device backend is not available here."""
+
+
+class RemoteError(CannotRunError):
+    """A folder at a remote address cannot be read or written.
+
+    Args:
+        what: Failure, and its place.
+        expected: Expected state, if it adds to `what`.
+        found: State that was found instead.
+        next_step: Advice to the reader.
+        commands: Complete commands that carry the advice out.
+        is_network_loss: Whether the server did not answer, so that a copy on this machine may serve.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: str | None = None,
+        found: str | None = None,
+        next_step: str | None = None,
+        commands: tuple[str, ...] = (),
+        is_network_loss: bool = False,
+    ) -> None:
+        self.is_network_loss = is_network_loss
+        super().__init__(what, expected=expected, found=found, next_step=next_step, commands=commands)
 
 
 class MissingExtraError(CannotRunError):

@@ -115,6 +115,13 @@ def _exactly(kind: type) -> Any:
     return structure
 
 
+def _number_or_text(record: Any, _: Any) -> int | float | str:
+    if type(record) not in (int, float, str):
+        raise TypeError(f"expected a number or text, found {record!r}")
+    value: int | float | str = record
+    return value
+
+
 def _dtype(name: Any, _: type) -> torch.dtype:
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
@@ -140,6 +147,8 @@ def _build_converter() -> cattrs.Converter:
     converter = cattrs.Converter()
     for kind in _FORM:
         converter.register_structure_hook(kind, _exactly(kind))
+    # cattrs tells the kinds of a union apart by their fields alone.
+    converter.register_structure_hook_func(lambda kind: kind == int | float | str, _number_or_text)
     converter.register_structure_hook(torch.dtype, _dtype)
     converter.register_unstructure_hook(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."))
     converter.register_structure_hook(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import math
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -45,6 +47,16 @@ def library_versions() -> dict[str, str]:
 def numeric_environment() -> dict[str, str]:
     """Return the environment variables that change numbers, if set."""
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
+
+
+def digest_sources(files: Mapping[str, Path]) -> str:
+    """Return sha256 over the names and contents of a port's source files, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        source = path.read_bytes()
+        digest.update(f"{name} {len(source)}\n".encode())
+        digest.update(source)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,4 @@
-"""Machine check: findings about a machine's devices, about settings that change numbers, and about memory and time.
-
-| level | means |
-|---|---|
-| `ok` | as it should be |
-| `fail` | a run cannot work |
-| `warn` | a run works, but its numbers are not what they seem |
-| `note` | worth knowing |
-"""
+"""Machine check: findings about a machine's devices, about settings that change numbers, and about memory and time."""
 
 from __future__ import annotations
 
@@ -15,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -26,13 +18,13 @@ import torch
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.command_line.progress import format_duration
 from minimax_tools.errors import BackendError, MissingExtraError, format_count
+from minimax_tools.machine.finding import Level, MachineFinding
 from minimax_tools.machine.memory import available_bytes
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.provenance import library_versions, numeric_environment
 from minimax_tools.text.prompts import InputRequest, build_inputs
-from minimax_tools.text_enum import TextEnum
 from neuron.devices.backend import NO_FALLBACK, Backend, choose_backend
 from neuron.devices.machine import Machine
 from neuron.ports.targets import find_target
@@ -44,25 +36,6 @@ _MAX_TENSOR_BYTES = 4 << 30
 _CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 # The compiler's own default, below the root folder.
 _DEFAULT_CACHE = "var/tmp/neuron-compile-cache"
-
-
-class Level(TextEnum):
-    """Importance of a finding, the highest last."""
-
-    OK = "ok"
-    NOTE = "note"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class MachineFinding:
-    """A finding about a subject, which is named in a word or two; `next_step` is empty if the user need not act."""
-
-    level: Level
-    subject: str
-    found: str
-    next_step: str = ""
 
 
 class _Setting(NamedTuple):
@@ -171,12 +144,6 @@ def check_machine(
         )
         findings += [_estimate_time(profile, spec, seq_len) for seq_len in seq_lens]
     return tuple(findings)
-
-
-def worst_level(findings: Sequence[MachineFinding]) -> Level:
-    """Return the highest level among the findings."""
-    order = tuple(Level)
-    return max((finding.level for finding in findings), key=order.index, default=Level.OK)
 
 
 def _check_devices(machine: Machine) -> Iterator[MachineFinding]:

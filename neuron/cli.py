@@ -10,6 +10,7 @@ from minimax_tools.command_line.console import Mm2Group
 from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.check import check_command
 from neuron.commands.model import model_command
+from neuron.commands.port import port_command
 from neuron.commands.prompts import prompts_command
 from neuron.commands.replacement import replacement_command
 from neuron.commands.run import (
@@ -33,7 +34,9 @@ def main() -> None:
     """Run layers of a MiniMax-M2 port on a device, from a golden's inputs, and judge them."""
 
 
-main.add_section("Find what is wrong", sweep_command, weights_command, bisect_command, replacement_command)
+main.add_section(
+    "Find what is wrong", port_command, sweep_command, weights_command, bisect_command, replacement_command
+)
 main.add_section("Run layers", single_layer_command, multi_layer_command, component_command, full_command)
 main.add_section("Run a whole port", model_command, prompts_command)
 main.add_section("Prepare and look", check_command, trace_command, show_command)

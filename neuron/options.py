@@ -12,6 +12,7 @@ import torch
 
 from compare.limits.criteria import Criteria
 from compare.options import criteria_options
+from compare.run_report import report_option
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -28,6 +29,7 @@ from minimax_tools.command_line.options import (
     stack_options,
     store_options,
 )
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.errors import UsageError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
@@ -62,6 +64,8 @@ class DeviceOptions:
     skip_compile: bool
     criteria: Criteria
     shows_metrics: bool
+    is_verbose: bool
+    report_path: Path | None  # folder of a report; None for none
     inputs: InputRequest  # the prompts, as rows of token ids, that the options ask for
     sites_level: str  # a named choice of sites to record
     dtype: torch.dtype
@@ -79,6 +83,19 @@ backend_option = click.option(
     show_default=True,
     help="Backend that computes; auto takes the best one on this machine.",
 )
+
+
+def golden_option(help_text: str, *, required: bool = False) -> Decorator:
+    """Return the option `--golden`; the help says what the golden is for."""
+    return click.option(
+        "--golden",
+        type=CapturePath(),
+        required=required,
+        help=help_text,
+        shell_complete=complete_captures(GOLDEN_SIDE),
+    )
+
+
 compile_option = click.option(
     "--compile",
     "compile_with",
@@ -122,12 +139,7 @@ def _device_options(*further: Decorator) -> Decorator:
     # Groups of options come after `rank_options`: only rank 0 builds them, so an error shows once.
     return stack_options(
         model_option,
-        click.option(
-            "--golden",
-            type=click.Path(path_type=Path),
-            help="Golden capture: gives the inputs, and judges the run. Default: none.",
-            shell_complete=complete_captures(GOLDEN_SIDE),
-        ),
+        golden_option("Golden capture: gives the inputs, and judges the run. Default: none."),
         target_option,
         backend_option,
         compile_option,
@@ -161,6 +173,7 @@ def _device_options(*further: Decorator) -> Decorator:
         input_options,
         run_options,
         store_options,
+        report_option,
         judging_output_options,
         grouped_as("options", DeviceOptions),
     )

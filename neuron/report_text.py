@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from minimax_tools.errors import format_count
 from minimax_tools.machine.size import format_size
@@ -19,8 +20,8 @@ _COLUMNS = [
 ]
 
 
-def render_report(report: RunReport) -> str:
-    """Return the report as text, for stdout; empty if there is nothing to report."""
+def render_report(report: RunReport, *, trace: Path | None = None) -> str:
+    """Return the report as text, for stdout; empty if there is nothing to report. `trace` is the profile's file."""
     canvas = Canvas(width=None, is_terminal=None)
     compiles = report.compiles
     if compiles.first_layer or compiles.later_layers:
@@ -38,6 +39,7 @@ def render_report(report: RunReport) -> str:
     if report.profile:
         canvas.gap()
         canvas.table(_COLUMNS, _profile_rows(report.profile))
+        canvas.line(f"  trace: {trace}")
     return canvas.text
 
 
@@ -46,13 +48,14 @@ def find_warnings(report: RunReport) -> Iterator[str]:
     compiles = report.compiles
     if compiles.later_layers:
         yield "a graph depends on the layer: a number, a shape or a slice differs between layers"
-    if compiles.compiler and not (compiles.first_layer or compiles.later_layers):
+    # A layer that breaks everywhere makes no graph either: its breaks tell that.
+    if compiles.compiler and not (compiles.first_layer or compiles.later_layers or compiles.graph_breaks):
         yield "torch.compile made no graph, and layers ran as they are: is TORCHDYNAMO_DISABLE or such a variable set?"
     if compiles.recompiles:
         # All begin alike: a number that differs between layers, for instance.
         yield f"the first graph that did not serve a later layer was made for {compiles.recompiles[0]}"
     for graph_break in compiles.graph_breaks:
-        yield f"the graph breaks at {graph_break}: this line runs uncompiled"
+        yield f"the graph breaks at {graph_break}: this line runs uncompiled; in a loop, its whole function does"
     for operation in compiles.fallbacks:
         yield f"{operation} ran on the CPU instead of the device"
     if report.generation_error is not None:

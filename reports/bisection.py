@@ -59,7 +59,12 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
         "compared": bisection.compared,
         "of": bisection.of,
         "blame": [
-            {"layer": finding.chain.span.start, "sites": ["output"], "reason": _reason(bisection, finding)}
+            {
+                "layer": finding.chain.span.start,
+                "sites": ["output"],
+                "reason": _reason(bisection, finding),
+                "right": [],
+            }
             for finding in bisection.culprits
         ],
         "drifts": [

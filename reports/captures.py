@@ -10,6 +10,7 @@ import torch
 
 from minimax_tools.capture.inspection import CaptureInspection
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import format_count
@@ -49,7 +50,7 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
         return dump_record(source, listing)
     description = source.known_description
     return {
-        "directory": str(source.directory),
+        "directory": address_of(source.directory),
         "complete": source.is_complete if description else None,
         "description": to_json(encode(description)) if description else None,
         "observed_dtypes": dict(source.observed_dtypes),
@@ -76,10 +77,12 @@ def render_capture(
     *,
     width: int | None = None,
     is_terminal: bool | None = None,
+    shows_statistics: bool = True,
 ) -> str:
     """Draw a capture as text: its run, then a table for each layer, or a line for each if there are many.
 
-    For `width` and `is_terminal` see `Canvas`; for `inspection` see `capture_record`.
+    Without `shows_statistics`, the tables are left out, and no tensor is read. For `width` and `is_terminal` see
+    `Canvas`; for `inspection` see `capture_record`.
 
     Raises:
         CaptureError: A tensor cannot be read.
@@ -89,15 +92,15 @@ def render_capture(
     if listing is not None:
         draw_dump(canvas, source, listing)
         return canvas.text
-    contents = read_contents(source)
-    canvas.line(f"Capture {source.directory}", style="bold")
+    canvas.line(f"Capture {address_of(source.directory)}", style="bold")
     canvas.facts(_facts(source, inspection))
     for fault in () if inspection is None else inspection.faults:
         canvas.paragraph(f"DAMAGED: {fault}", style="bold red")
     if not source.is_complete:
         num_stored, num_declared = len(source.layers), len(source.description.run.span)
         canvas.line(f"  incomplete: {num_stored} of {num_declared} layers are stored", style="yellow")
-    _draw_contents(canvas, contents)
+    if shows_statistics:
+        _draw_contents(canvas, read_contents(source))
     return canvas.text
 
 

@@ -1,4 +1,4 @@
-"""Curves: a table of a chained run's error after each layer, and the command for the layer where errors begin."""
+"""Curves: where a chained run's errors begin, and a table of its error after each layer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ _COLUMNS = (
 )
 
 
-def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
-    """Draw the curve as a table, and its onset; nothing for an isolated run."""
+def draw_curve(canvas: Canvas, curve: Curve | None, *, is_verbose: bool) -> None:
+    """Draw the onset of errors, and with `is_verbose` the curve as a table; nothing for an isolated run."""
     if curve is None:
         return
-    shown = _select_points(curve)
     canvas.section("Error along the chain")
-    canvas.table(_COLUMNS, [_row(point, is_onset=point.layer == curve.onset) for point in shown])
-    if len(shown) < len(curve.points):
-        canvas.paragraph(f"{len(curve.points) - len(shown)} more layers: --json has them all.", style="dim")
+    if is_verbose:
+        shown = _select_points(curve)
+        canvas.table(_COLUMNS, [_row(point, is_onset=point.layer == curve.onset) for point in shown])
+        if len(shown) < len(curve.points):
+            canvas.paragraph(
+                f"{len(curve.points) - len(shown)} more layers: --json has them all.", style="dim"
+            )
     if curve.onset is None:
         canvas.paragraph("No layer adds more than noise to its inherited error.")
         return
-    begin = f"Errors beyond noise begin at layer {curve.onset}."
-    if not curve.command:
-        canvas.paragraph(begin)
-        return
-    canvas.paragraph(f"{begin} Run it alone to see its mistake:")
-    canvas.line(f"  {curve.command}")
+    alone = " Run it alone to see its mistake." if curve.command else ""
+    canvas.paragraph(f"Errors beyond noise begin at layer {curve.onset}.{alone}")
 
 
 def _select_points(curve: Curve) -> tuple[CurvePoint, ...]:

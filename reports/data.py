@@ -1,19 +1,14 @@
-"""Data: a comparison as JSON and as a CSV table, and the three files of a report."""
+"""Data: a comparison as JSON and as a CSV table."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from minimax_tools.command_line.console import versioned
-from minimax_tools.errors import CannotRunError
-from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.results.results import (
     BlameGroup,
@@ -25,10 +20,6 @@ from minimax_tools.results.results import (
 )
 from reports.json_values import to_json
 from reports.wording import word_index
-
-REPORT_NAME = "comparison_report.json"
-SUMMARY_NAME = "comparison_summary.json"
-TABLE_NAME = "comparison.csv"
 
 # Sites that the summary names for each measure.
 _NUM_WORST = 5
@@ -103,25 +94,6 @@ def comparison_table(comparison: Comparison) -> str:
     for site in sorted(comparison.sites, key=lambda site: (site.layer is None, site.layer or 0)):
         writer.writerow(_table_row(site))
     return table.getvalue()
-
-
-def write_report(
-    comparison: Comparison, directory: Path, *, next_commands: Sequence[str]
-) -> tuple[Path, ...]:
-    """Write report, summary and table into `directory` and return their paths.
-
-    Report and summary end in the commands to run next.
-
-    Raises:
-        CannotRunError: The directory cannot be made or written to.
-    """
-    report = versioned(comparison_record(comparison), next_commands=next_commands)
-    summary = versioned(summary_record(comparison), next_commands=next_commands)
-    return (
-        _write(directory / REPORT_NAME, _json_text(report)),
-        _write(directory / SUMMARY_NAME, _json_text(summary)),
-        _write(directory / TABLE_NAME, comparison_table(comparison)),
-    )
 
 
 def _conclusion(comparison: Comparison) -> dict[str, Any]:
@@ -241,22 +213,3 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return word_index(value) if isinstance(value, tuple) else str(value)
-
-
-def _json_text(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _write(path: Path, text: str) -> Path:
-    """Write text as UTF-8, in one piece, to a path whose folder may be missing; return the path."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path, newline="") as file:
-            file.write(text)
-    except OSError as error:
-        raise CannotRunError(
-            f"cannot write the report {path}",
-            found=error.strerror or str(error),
-            next_step="Choose another directory for reports, one that can be written to.",
-        ) from error
-    return path

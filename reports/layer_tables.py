@@ -10,7 +10,7 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.choices import Flip
 from minimax_tools.results.results import Comparison, NoiseRatio, SiteResult, SiteStatus
 from reports.canvas import Canvas, Column, Row
-from reports.wording import word_figure, word_fraction, word_index
+from reports.wording import word_figure, word_fraction, word_index, word_place
 
 # Styles of sites that fail or warn: `status in _STYLES` is true for them alone.
 _STYLES = {SiteStatus.FAIL: "red", SiteStatus.WARN: "yellow"}
@@ -87,6 +87,14 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
         canvas.paragraph(_legend(comparison), style="dim")
 
 
+def worst_site(sites: Sequence[SiteResult]) -> str:
+    """Return the largest ρ among sites in words, with its place; empty if none has a noise floor."""
+    worst = _largest_rho(sites)
+    if worst is None:
+        return ""
+    return f"largest ρ {_word_rho(worst.noise)} ({word_place(worst.layer, [worst.site])})"
+
+
 def draw_layer(canvas: Canvas, comparison: Comparison, layer: int | None, *, blamed: frozenset[str]) -> None:
     """Draw the sites of a layer that fail or warn, with the verdict of the classic limits (fixed ones, as cosine 0.99).
 
@@ -94,7 +102,7 @@ def draw_layer(canvas: Canvas, comparison: Comparison, layer: int | None, *, bla
     """
     sites = comparison.of_layer(layer)
     suspects = [site for site in sites if site.status in _STYLES]
-    canvas.table(_SITE_COLUMNS, [_site_row(site) for site in suspects])
+    canvas.table(_SITE_COLUMNS, [_site_row(site, blamed=blamed) for site in suspects])
     for site in suspects:
         # In a blamed layer the other failures are consequences: their figures are enough.
         is_behind = bool(blamed) and site.status is SiteStatus.FAIL and site.noise is not None
@@ -146,13 +154,13 @@ def _worst_cells(sites: Sequence[SiteResult], *, has_noise: bool) -> tuple[str, 
     return _word_rho(worst.noise) if has_noise else _word_cosine(worst), worst.site
 
 
-def _site_row(site: SiteResult) -> Row:
+def _site_row(site: SiteResult, *, blamed: frozenset[str]) -> Row:
     noise, metrics = site.noise, site.metrics
     if metrics is not None and metrics.num_nonfinite_target == metrics.num_elements:
         # Figures over no finite element would look as if nothing differed.
         metrics = None
     cells = (
-        _status_word(site.status),
+        _role_word(site, blamed),
         site.site,
         _word_rho(noise),
         word_figure(noise.ordinary if noise else None),
@@ -163,6 +171,13 @@ def _site_row(site: SiteResult) -> Row:
         word_index(metrics.worst_index) if metrics else "-",
     )
     return Row(cells=cells, style=_STYLES[site.status])
+
+
+def _role_word(site: SiteResult, blamed: frozenset[str]) -> str:
+    """Return `cause` for a blamed site, `behind` for another that fails where one is blamed, else its status."""
+    if not blamed or site.status is not SiteStatus.FAIL:
+        return _status_word(site.status)
+    return "cause" if site.site in blamed else "behind"
 
 
 def _sentences(site: SiteResult, *, with_reason: bool) -> list[str]:
@@ -278,6 +293,8 @@ def _legend(comparison: Comparison) -> str:
     if any(site.status in _STYLES for site in comparison.sites):
         legend += " ordinary: without the massive channels. token p99: 99 % of the tokens are better."
     noises = [site.noise for site in comparison.sites if site.noise]
+    if comparison.blame:
+        legend += " cause: a site to blame. behind: a site that fails as its consequence."
     if any(noise.is_estimated for noise in noises):
         legend += " ~: estimated, since the golden keeps no float32 twin of it."
     if any(noise.incoming for noise in noises):

@@ -39,13 +39,22 @@ def draw_findings(canvas: Canvas, findings: Sequence[ModelFinding]) -> None:
 
 
 def draw_passes(canvas: Canvas, passes: Sequence[PassLogits]) -> None:
-    """Draw the next tokens of each pass against the golden's own, in which the errors of all layers are."""
+    """Draw the next tokens of a run, or of each pass, against the golden's own: all layers' errors are in them."""
     if not passes:
+        return
+    first, *others = passes
+    if first.number is None and not others:
+        row, token = first.worst_token
+        canvas.paragraph(
+            f"{first.num_agreeing} of {format_count(first.num_tokens, 'likeliest next token')} are the golden's; "
+            f"KL divergence from the golden: mean {word_figure(first.kl_mean)} nats, worst "
+            f"{word_figure(first.kl_worst)} at row {row}, token {token}. The errors of all layers are in it."
+        )
         return
     rows = [
         Row(
             cells=(
-                pass_name(one.number),
+                "all" if one.number is None else pass_name(one.number),
                 str(one.num_tokens),
                 f"{one.num_agreeing}/{one.num_tokens}",
                 word_figure(one.kl_mean),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minimax_tools.errors import format_count
-from minimax_tools.results.replacements import ReplacedRun, StreamSearch, name_part, name_point
+from minimax_tools.results.replacements import ReplacedRun, StreamSearch, name_part, name_point, part_layer
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
@@ -42,7 +42,7 @@ def render_stream_search(
         )
     if search.finding is not None:
         canvas.section("Found")
-        canvas.paragraph(_reason(search, search.finding))
+        canvas.paragraph(_reason(search))
     if search.is_finished:
         canvas.section("Not seen")
         for sentence in blind_spots(search):
@@ -52,17 +52,16 @@ def render_stream_search(
 
 def stream_search_record(search: StreamSearch) -> dict[str, Any]:
     """Return a search as JSON: verdict, blame, runs, what was not seen, and the point of the run needed next."""
-    blame = []
-    if search.finding is not None:
-        is_layer = search.wrong_layer is not None
-        blame = [
-            {
-                "layer": search.wrong_layer,
-                "sites": ["output"] if is_layer else [],
-                "part": name_part(search.finding.point, num_layers=search.num_layers),
-                "reason": _reason(search, search.finding),
-            }
-        ]
+    layers = [part_layer(point, num_layers=search.num_layers) for point in search.suspects]
+    blame = [
+        {
+            "layer": layer,
+            "sites": [] if layer is None else ["output"],
+            "part": name_part(point, num_layers=search.num_layers),
+            "reason": _reason(search),
+        }
+        for layer, point in zip(layers, search.suspects, strict=True)
+    ]
     return {
         "verdict": search.verdict.value,
         "compared": search.num_judged,
@@ -93,7 +92,12 @@ def blind_spots(search: StreamSearch) -> tuple[str, ...]:
     )
     if search.finding is None:
         return (faint,)
-    before = "Layers before it were" if search.wrong_layer else "What lies before it was"
+    if search.finding.point == search.num_layers and not search.target:
+        # A port that mm2 runs was seen to take the stream.
+        faint = (
+            f"A port that does not replace its stream looks the same: see that the lines are in it. {faint}"
+        )
+    before = "Layers before it were" if search.finding.point else "What lies before it was"
     return (f"{before} not judged: mend this part, and search again.", faint)
 
 
@@ -104,24 +108,26 @@ def _headline(search: StreamSearch) -> str:
         return f"{verdict}: the run with the stream replaced at {where} is missing"
     if search.finding is None:
         return f"{verdict}: the logits are right wherever the stream is replaced"
-    return f"{verdict}: {name_part(search.finding.point, num_layers=search.num_layers)}"
+    return f"{verdict}: {_name_suspects(search)}"
 
 
-def _reason(search: StreamSearch, finding: ReplacedRun) -> str:
-    num_layers = search.num_layers
-    what = name_part(finding.point, num_layers=num_layers)
+def _name_suspects(search: StreamSearch) -> str:
+    return " or ".join(name_part(point, num_layers=search.num_layers) for point in search.suspects)
+
+
+def _reason(search: StreamSearch) -> str:
+    finding, num_layers = search.finding, search.num_layers
+    assert finding is not None, "only a finding has a reason"
+    what, last = _name_suspects(search), search.suspects[-1]
     if finding.point is None:
-        return (
-            f"{what}: with the golden's stream at layer 0's input the logits are right, without it they are wrong: "
-            f"{finding.reason}"
-        )
-    if finding.point == num_layers:
-        return f"{what}: with the golden's stream at its input the logits are wrong: {finding.reason}"
-    behind = name_point(finding.point + 1, num_layers=num_layers)
-    return (
-        f"{what}: with the golden's stream at its input the logits are wrong, at {behind} they are right: "
-        f"{finding.reason}"
-    )
+        wrong = "without the golden's stream the logits are wrong"
+    else:
+        wrong = f"with the golden's stream at {name_point(finding.point, num_layers=num_layers)} the logits are wrong"
+    if last == num_layers:
+        return f"{what}: {wrong}: {finding.reason}"
+    behind = name_point(0 if last is None else last + 1, num_layers=num_layers)
+    right = "right" if len(search.suspects) == 1 else "clearly right"
+    return f"{what}: {wrong}, at {behind} they are {right}: {finding.reason}"
 
 
 def _row(number: int, run: ReplacedRun, *, num_layers: int) -> Row:

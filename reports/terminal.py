@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
@@ -17,7 +18,7 @@ from minimax_tools.results.results import (
 )
 from reports.canvas import Canvas
 from reports.curves import draw_curve
-from reports.layer_tables import draw_layer, draw_overview
+from reports.layer_tables import draw_layer, draw_overview, worst_site
 from reports.model_findings import draw_findings, draw_passes, word_first
 from reports.wording import word_figure, word_layer, word_place, word_sites, word_sites_by_layer
 
@@ -45,29 +46,36 @@ def render_comparison(
     width: int | None = None,
     is_terminal: bool | None = None,
     shows_metrics: bool = False,
+    is_verbose: bool = False,
 ) -> str:
-    """Draw a comparison as text: the verdict first, then the blame, the layers, and notes.
+    """Draw a comparison as text: the verdict first, then the blame, and notes.
 
-    `shows_metrics` adds the five classic figures of every layer's output, which classic criteria show always. For
-    `width` and `is_terminal` see `Canvas`.
+    `is_verbose` adds a line for every layer, and tables of the layers that fail. `shows_metrics` adds the five classic
+    figures of every layer's output, which classic criteria show always. For `width` and `is_terminal` see `Canvas`.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
     canvas.line(_extent(comparison), style="" if comparison.compared == comparison.of else "yellow")
+    worst = "" if is_verbose or comparison.blame else worst_site(comparison.sites)
+    if worst:
+        canvas.line(worst)
     canvas.facts(
         [
-            ("reference", comparison.reference),
-            ("target", comparison.target),
-            ("criteria", comparison.criteria),
-            *([("tokens", comparison.tokens)] if comparison.tokens else []),
+            ("golden", comparison.reference),
+            ("run", comparison.target),
+            *([("criteria", comparison.criteria)] if is_verbose or comparison.criteria != "noise" else []),
+            *([("tokens", comparison.tokens)] if is_verbose and comparison.tokens else []),
         ]
     )
     draw_findings(canvas, comparison.findings)
     _draw_blame(canvas, comparison)
-    draw_overview(canvas, comparison, shows_metrics=shows_metrics or comparison.criteria == "classic")
-    draw_curve(canvas, comparison.curve)
-    _draw_details(canvas, comparison)
-    _draw_next_tokens(canvas, comparison)
+    is_classic = comparison.criteria == "classic"
+    if is_verbose or shows_metrics or is_classic:
+        draw_overview(canvas, comparison, shows_metrics=shows_metrics or is_classic)
+    draw_curve(canvas, comparison.curve, is_verbose=is_verbose)
+    if is_verbose:
+        _draw_details(canvas, comparison)
+    _draw_next_tokens(canvas, comparison, is_verbose=is_verbose)
     _draw_uncompared(canvas, comparison)
     if comparison.notes:
         canvas.section("Notes")
@@ -82,9 +90,9 @@ def _headline(comparison: Comparison) -> str:
         return f"{verdict}: {word_first(comparison.findings)}"
     groups = _groups(comparison)
     if groups:
-        first, *others = groups
+        (layers, sites), *others = _causes(groups)
         more = f" (and {format_count(len(others), 'more place')})" if others else ""
-        return f"{verdict}: {_word_group(first)}{more}"
+        return f"{verdict}: {word_layers(layers)}, {' and '.join(sites)}{more}"
     # Without blame, as in a chained run that was not recomputed, start at the first site that fails or warns.
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
     for site in comparison.sites:
@@ -120,6 +128,31 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
             canvas.paragraph(sentence, indent=4)
     for group in groups[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(word_sites(group.sites))}")
+    for sentence in _consequences(comparison):
+        canvas.paragraph(sentence)
+
+
+def _consequences(comparison: Comparison) -> tuple[str, ...]:
+    """Return a sentence on the sites that fail behind those to blame; () if there are none."""
+    blamed = {(blame.layer, site) for blame in comparison.blame for site in blame.sites}
+    layers = {blame.layer for blame in comparison.blame}
+    behind = [
+        site.site
+        for site in comparison.sites
+        if site.status is SiteStatus.FAIL and site.layer in layers and (site.layer, site.site) not in blamed
+    ]
+    if not behind:
+        return ()
+    sites = ", ".join(word_sites(tuple(dict.fromkeys(behind))))
+    return (f"Consequences, which fail behind it: {sites}. --verbose shows their figures.",)
+
+
+def _causes(groups: Sequence[BlameGroup]) -> list[tuple[tuple[int | None, ...], list[str]]]:
+    """Return layers with the sites of each blame in them, in the order of the groups."""
+    sites_of: dict[tuple[int | None, ...], list[str]] = {}
+    for group in groups:
+        sites_of.setdefault(group.layers, []).append(", ".join(word_sites(group.sites)))
+    return list(sites_of.items())
 
 
 def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
@@ -138,7 +171,7 @@ def _word_group(group: BlameGroup) -> str:
 def _worst_token(site: str, noise: NoiseRatio) -> str:
     row, position = noise.worst_token
     return (
-        f"{site} is worst at row {row}, token {position}: rho {word_figure(noise.token_worst)}, "
+        f"{site} is worst at row {row}, token {position}: ρ {word_figure(noise.token_worst)}, "
         f"where the median token has {word_figure(noise.token_median)}"
     )
 
@@ -174,18 +207,27 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
                 canvas.paragraph(f"{line} ({reason})" if reason else line)
 
 
-def _draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
-    """Draw the divergence of the logits, the likeliest tokens and the generated ones, if there are any."""
+def _draw_next_tokens(canvas: Canvas, comparison: Comparison, *, is_verbose: bool) -> None:
+    """Draw the divergence of the logits, the likeliest tokens and the generated ones, if there are any.
+
+    Without `is_verbose`, prompts whose generated tokens are the golden's are counted only.
+    """
     results = [site.logits for site in comparison.sites if site.logits is not None]
     if not results and not comparison.generated:
         return
     canvas.section("Next tokens")
     draw_passes(canvas, comparison.pass_logits)
     for logits in results:
-        for sentence in _logits_sentences(logits):
-            canvas.paragraph(sentence)
+        if is_verbose or not logits.is_of_head or logits.num_disagreeing:
+            for sentence in _logits_sentences(logits):
+                canvas.paragraph(sentence)
+    alike = [row for row in comparison.generated if row.reference is None and not row.reason]
     for row in comparison.generated:
-        canvas.paragraph(_word_row(row))
+        if is_verbose or row not in alike:
+            canvas.paragraph(_word_row(row))
+    if alike and not is_verbose:
+        tokens = format_count(sum(row.num_compared for row in alike), "generated token")
+        canvas.paragraph(f"{format_count(len(alike), 'prompt')}: all {tokens} are the golden's")
 
 
 def _word_row(row: GeneratedRow) -> str:
@@ -203,8 +245,9 @@ def _word_row(row: GeneratedRow) -> str:
 def _logits_sentences(logits: LogitsResult) -> list[str]:
     row, position = logits.worst_token
     overlaps = ", ".join(f"{100 * share:.1f} % of the top {k}" for k, share in logits.overlaps.items())
+    of = "the head on the port's own last layer: " if logits.is_of_head else ""
     sentences = [
-        f"KL divergence in nats: mean {word_figure(logits.kl_mean)}, 95th percentile {word_figure(logits.kl_p95)}"
+        f"{of}KL divergence in nats: mean {word_figure(logits.kl_mean)}, 95th percentile {word_figure(logits.kl_p95)}"
         f"; noise comes to {word_figure(logits.kl_mean_foreseen)} and {word_figure(logits.kl_p95_foreseen)}"
         f"; worst {word_figure(logits.kl_worst)} at row {row}, token {position}",
         f"of the golden's likeliest tokens the port has {overlaps}",

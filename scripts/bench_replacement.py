@@ -4,8 +4,8 @@
     python scripts/bench_replacement.py --model MODEL --mistakes 20     another checkpoint, fewer mistakes
 
 A right port is searched at every layer, since each run may raise a false alarm. A mistake is planted in a layer drawn
-at random, and searched by bisection; if that sees nothing, at every layer. It is *found* if its layer is named,
-*misplaced* if another part is, and *unseen* if the search passes.
+at random, and searched by bisection; if that sees nothing, at every layer. It is *found* if its layer is named, alone
+or among several suspects, *misplaced* if other parts are, and *unseen* if the search passes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _RIGHT = tuple(port.target for port in RIGHT_MODELS if port.num_ranks == 1 and p
 
 
 class Outcome(TextEnum):
-    """The answer of a search to a planted mistake."""
+    """Answer of a search to a planted mistake."""
 
     FOUND = "found"
     FOUND_AT_EVERY_LAYER = "found at every layer"
+    AMONG_OTHERS = "found among several suspects"
     MISPLACED = "misplaced"
     UNSEEN = "unseen"
 
@@ -157,7 +158,10 @@ def search_mistake(ground: Ground, plant: Plant, layer: int) -> Outcome:
         name = f"{plant}_{layer}{''.join(words)}".replace("/", "_")
         record = ground.search(f"{PORTS / 'layers.py'}:WrongLayer", *words, name=name, variables=variables)
         if record["verdict"] == "fail":
-            return outcome if record["blame"][0]["layer"] == layer else Outcome.MISPLACED
+            blamed = [blame["layer"] for blame in record["blame"]]
+            if layer not in blamed:
+                return Outcome.MISPLACED
+            return outcome if len(blamed) == 1 else Outcome.AMONG_OTHERS
     return Outcome.UNSEEN
 
 

@@ -1,13 +1,13 @@
 """Verify that each node loads its own slice of a model and nothing else: `mm2-split verify` with all sections.
 
+Without arguments it verifies the newest plan in this folder. `pip install` puts it on the path.
+
 Example: python scripts/verify_slice_loading.py --plan plan.json --slices model_shards
 """
 
 from __future__ import annotations
 
-import sys
-
-from minimax_tools.commands.verify import verify_command
+from minimax_tools.commands.verify import verify_slice_loading
 
 if __name__ == "__main__":
-    verify_command(["--verbose", *sys.argv[1:]], prog_name="verify_slice_loading.py")
+    verify_slice_loading()

@@ -99,16 +99,7 @@ def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hub_module() -> ModuleType:
     """`hub_server.py`, which lies beside this file: nothing imports tests by name."""
-    specification = importlib.util.spec_from_file_location(
-        "hub_server", Path(__file__).parent / "hub_server.py"
-    )
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    # Its dataclasses look their module up by name.
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return module
+    return _load_beside("hub_server")
 
 
 @pytest.fixture
@@ -116,6 +107,32 @@ def hub(hub_module: ModuleType) -> Iterator[Any]:
     """A hub on this machine: `hub.add("owner/name", FOLDER)`, `hub.plant(...)`, `hub.log`."""
     with hub_module.HubServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """A server of S3 on this machine, for all tests of the process."""
+    for package in ("s3fs", "moto", "flask", "flask_cors"):
+        pytest.importorskip(package, reason=f"{package} is not installed: it is in the extra dev")
+    with _load_beside("s3_server").S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An empty bucket `lab`, credentials and an empty cache: `s3.plant(...)`, `s3.asked(...)`."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+        "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
+        "MM2_CACHE": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3_server.reset("lab")
+    return s3_server
 
 
 @pytest.fixture
@@ -129,6 +146,18 @@ def command() -> Command:
         return result
 
     return run
+
+
+def _load_beside(name: str) -> ModuleType:
+    """Load a module that lies beside this file."""
+    specification = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    # Its dataclasses look their module up by name.
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
 
 
 def _missing_neuron() -> str | None:

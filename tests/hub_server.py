@@ -6,6 +6,7 @@ hub does with its content network.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -21,8 +22,12 @@ from urllib.parse import unquote, urlsplit
 
 GOOD_TOKEN = "hf_good"
 _LARGE_SUFFIXES = (".safetensors", ".bin")
-_API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?")
-_RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+# A dataset is kept under its id with `datasets/` before it.
+_API = re.compile(r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/revision/([^/]+))?")
+_RESOLVE = re.compile(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_PREUPLOAD = re.compile(r"/api/(datasets/[^/]+/[^/]+)/preupload/([^/]+)")
+_BATCH = re.compile(r"/(datasets/[^/]+/[^/]+)\.git/info/lfs/objects/batch")
+_COMMIT = re.compile(r"/api/(datasets/[^/]+/[^/]+)/commit/([^/]+)")
 # A client that is reset forgets what it has not read yet.
 _BEFORE_RESET_S = 0.1
 
@@ -177,6 +182,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        self._answer()
+
+    def do_PUT(self) -> None:
+        self._answer()
+
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         try:
@@ -189,11 +200,77 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_listing(match[1], match[2] or "main", fault)
             elif match := _RESOLVE.fullmatch(path):
                 self._send_file(match[1], match[2], match[3], fault)
+            elif self.command in ("POST", "PUT"):
+                self._take(path)
             else:
                 # What huggingface_hub asks on its own account is not logged.
                 self.send_error(404)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    def _take(self, path: str) -> None:
+        """Take what is uploaded to a dataset: it is made, its files are announced, sent and committed."""
+        body = self._read_body()
+        hub = self.server_hub
+        # What is uploaded goes to an address that is itself a secret.
+        if self._token() != GOOD_TOKEN and not path.startswith("/upload/"):
+            self._send(401, {}, b'{"error":"Invalid credentials"}')
+        elif path == "/api/repos/create":
+            name = json.loads(body)["name"]
+            owner = json.loads(body).get("organization") or "owner"
+            known = hub._models.setdefault(f"datasets/{owner}/{name}", Model(files={}, commit="0" * 40))
+            self._send_json({"url": f"{hub.endpoint}/datasets/{owner}/{name}"}, 409 if known.files else 200)
+        elif path == "/api/validate-yaml":
+            self._send_json({"errors": [], "warnings": []})
+        elif _PREUPLOAD.fullmatch(path):
+            files = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(_LARGE_SUFFIXES) else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(body)["files"]
+            ]
+            self._send_json({"files": files})
+        elif _BATCH.fullmatch(path):
+            objects: list[dict[str, object]] = []
+            for wanted in json.loads(body)["objects"]:
+                href = f"{hub.endpoint}/upload/{wanted['oid']}"
+                actions = {} if wanted["oid"] in hub._blobs else {"actions": {"upload": {"href": href}}}
+                objects.append({**wanted, **actions})
+            self._send_json({"objects": objects, "transfer": "basic"})
+        elif path.startswith("/upload/"):
+            digest = hashlib.sha256(body).hexdigest()
+            assert path == f"/upload/{digest}"
+            hub._blobs[digest] = ("upload.safetensors", body)
+            self._send(200, {}, b"")
+        elif match := _COMMIT.fullmatch(path):
+            files = dict(hub._models[match[1]].files)
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    files[value["path"]] = hub._blobs[value["oid"]][1]
+            model = hub.add(match[1], files)
+            self._send_json(
+                {"commitOid": model.commit, "commitUrl": f"{hub.endpoint}/{match[1]}/commit/{model.commit}"}
+            )
+        else:
+            self.send_error(404)
+
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _send_json(self, record: object, status: int = 200) -> None:
+        self._send(status, {"Content-Type": "application/json"}, json.dumps(record).encode())
 
     def _send_listing(self, name: str, revision: str, fault: Fault | None) -> None:
         model = self._find(name, revision)

@@ -21,7 +21,7 @@ from minimax_tools.results.results import Verdict
 from neuron.cli import main as mm2_test
 
 REPOSITORY = Path(__file__).parents[1]
-PAPERS = ("README.md", "DECISIONS.md", "CHANGELOG.md", "BENCHMARKS.md")
+PAPERS = ("README.md", "DECISIONS.md", "CHANGELOG.md", "BENCHMARKS.md", "CONTRIBUTING.md")
 MAX_LINE, MAX_README, MAX_PAGE = 120, 120, 200
 
 COMMANDS: dict[str, click.Command] = {
@@ -33,8 +33,12 @@ COMMANDS: dict[str, click.Command] = {
 }
 # torchrun runs a module, which is one of the commands.
 MODULES = {"gpu_reference": "mm2-gpu", "neuron": "mm2-test"}
-# Options of torchrun and of scripts, which the pages name too.
-OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node"}
+# Options of torchrun, of scripts and of the pytest plugin, which the pages name too.
+OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node"} | {
+    "--mm2-golden",
+    "--mm2-model",
+    "--mm2-layers",
+}
 # Files that a reader writes.
 READERS_FILES = {"my_port.py", "PATH.py", "port.py"}
 
@@ -42,7 +46,7 @@ GLOSSARY = """site, golden, port, reference, target, isolated run, chained run, 
 massive channel, row, variant, flip, replay, blame, verdict, shard, slice, probe, dump"""
 
 _LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
-_PACKAGES = "compare|docs|gpu_reference|minimax_tools|neuron|reports|scripts|tests"
+_PACKAGES = "compare|docs|gpu_reference|minimax_tools|mm2|neuron|reports|scripts|tests"
 _PATH = re.compile(rf"(?<![\w/.-])(?:{_PACKAGES})/[\w./-]*\w")
 _FILE = re.compile(r"(?<![\w/.-])[\w-]+\.(?:py|sh)\b")
 _BLOCK = re.compile(r"^```bash\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -262,7 +266,7 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
     """A copy of all papers in which one place is another."""
     for pages_folder in ("docs", "skills"):
         shutil.copytree(REPOSITORY / pages_folder, folder / pages_folder)
-    for paper in PAPERS:
+    for paper in (*PAPERS, "LICENSE"):
         shutil.copy(REPOSITORY / paper, folder)
     text = (folder / page).read_text()
     assert old in text
@@ -317,6 +321,14 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
         (wrong_words, "docs/glossary.md", "| **flip** |", "| **golden** |", "flip stands there 0 times"),
         (wrong_words, "docs/glossary.md", "| **flip** |", "| **golden** |", "golden stands there 2 times"),
         (wrong_walks, "docs/architecture.md", "| a layer is a", MANY_FILES, "A weight goes through"),
+        (dead_links, "CONTRIBUTING.md", "(LICENSE)", "(LICENCE)", "LICENCE leads nowhere"),
+        (
+            unknown_options,
+            "docs/python.md",
+            "| `--mm2-model` |",
+            "| `--mm2-checkpoint` |",
+            "--mm2-checkpoint",
+        ),
         (missing_files, "DECISIONS.md", "scripts/fit_limits", "scripts/fit_limit", "no scripts/fit_limit.py"),
         (wrong_walks, "docs/architecture.md", "`neuron/runs/` |", "`runs` |", "`neuron/runs/` is missing"),
         (

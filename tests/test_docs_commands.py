@@ -27,6 +27,7 @@ PAGES = (
     "ports",
     "torch-neuron",
     "verdicts",
+    "report",
     "diagnosis",
     "ranks-and-decoding",
     "several-boxes",
@@ -35,7 +36,7 @@ PAGES = (
 )
 
 # Blocks of a page that need what is not on this machine: the hub, the reader's own files, an installation.
-NOT_HERE = ("MiniMaxAI/", "/data/", "my_port.py", "their_dump", "pip install")
+NOT_HERE = ("MiniMaxAI/", "hf://", "/data/", "my_port.py", "their_dump", "pip install")
 
 # The port that these pages run is wrong on purpose, so its verdict is `fail`.
 WRONG_PORT = "swapped_port.py"
@@ -113,6 +114,18 @@ def test_page_does_what_it_shows(page: str, captures: Path, tmp_path: Path) -> N
             assert done.returncode == expected_code(line), f"{line}\n{done.stdout}{done.stderr}"
         for shown in block.output.splitlines():
             assert words(shown) in words(printed), f"{block.commands}\nshows {shown!r}, printed\n{printed}"
+
+
+@pytest.mark.slow
+def test_goldens_travel_as_their_page_shows(s3: object, tmp_path: Path) -> None:
+    (tmp_path / "scripts").symlink_to(REPOSITORY / "scripts")
+    lines = [line for block in blocks("goldens-travel") for line in command_lines(block.commands)]
+    assert {"publish", "show", "single-layer", "sweep", "mm2-compare", "cache"} <= set(
+        " ".join(lines).split()
+    )
+    for line in lines:
+        done = run(line, tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ FLOORS: dict[str, frozenset[str]] = {
     "gpu_reference": frozenset({"reports", "minimax_tools"}),
     "compare": frozenset({"reports", "minimax_tools"}),
     "neuron": frozenset({"compare", "reports", "minimax_tools"}),
+    "mm2": frozenset({"neuron", "compare", "reports", "minimax_tools"}),
 }
 EXTRA_FLOORS = {"minimax_tools/cli.py": frozenset({"reports"})}
 NOT_IMPORTED = frozenset({"scripts", "tests"})
@@ -217,7 +218,7 @@ for module in sys.argv[3:]:
 
 
 def import_all(root: Path, *, missing: frozenset[str]) -> str:
-    """Import every module of the five packages in a fresh interpreter; what failed, empty if nothing."""
+    """Import every module of the packages in a fresh interpreter; what failed, empty if nothing."""
     files = [path.relative_to(root) for path in _source_files(root)]
     modules = [
         ".".join(file.with_suffix("").parts).removesuffix(".__init__")
@@ -276,6 +277,8 @@ def test_every_package_is_looked_at() -> None:
             "page.py:1: reports imports neuron",
         ),
         ("neuron/runs/runner.py", "from scripts.demo import main", "runner.py:1: nobody imports scripts"),
+        ("neuron/runs/runner.py", "import mm2", "runner.py:1: neuron imports mm2"),
+        ("mm2/recording.py", "import gpu_reference.cli", "recording.py:1: mm2 imports gpu_reference"),
         ("scripts/demo.py", "import tests.conftest", "demo.py:1: nobody imports tests"),
         ("neuron/runs/runner.py", "from .layer import Layer", "runner.py:1: relative import of layer"),
         ("tests/test_x.py", "from . import conftest", "test_x.py:1: relative import"),
@@ -338,6 +341,7 @@ def test_planted_violation_is_named(tmp_path: Path, name: str, text: str, violat
         ("neuron/devices/runtime.py", "def f():\n    import torch_xla.core"),
         ("gpu_reference/golden/golden.py", "def f():\n    import transformers, accelerate"),
         ("minimax_tools/reference/modules.py", "if typing.TYPE_CHECKING:\n    import transformers"),
+        ("mm2/recording.py", "import neuron.ports.exposure, compare.noise"),
         ("scripts/demo.py", "import torch_xla, neuron.runs.runner\nprint(1)"),
     ],
 )

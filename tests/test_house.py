@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGES = ("minimax_tools", "reports", "gpu_reference", "compare", "neuron")
+PACKAGES = ("minimax_tools", "reports", "gpu_reference", "compare", "neuron", "mm2")
 SOURCES = (*PACKAGES, "scripts")
 MOST_LINES = 400
 

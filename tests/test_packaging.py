@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGES = ("compare", "gpu_reference", "minimax_tools", "neuron", "reports")
+PACKAGES = ("compare", "gpu_reference", "minimax_tools", "mm2", "neuron", "reports")
 
 # A package as `name==version`, and what it requires itself.
 Scene = Mapping[str, tuple[str, ...]]
@@ -244,7 +244,7 @@ class TestInstallation:
         assert replaced(gpu_box, str(wheel), GPU_BOX) == set()
 
 
-def test_wheel_holds_every_file_of_the_five_packages_and_no_other(wheel: Path) -> None:
+def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     source = wheel.parent / "source"
@@ -252,7 +252,7 @@ def test_wheel_holds_every_file_of_the_five_packages_and_no_other(wheel: Path) -
     assert packed == {path.relative_to(source).as_posix() for path in files}
 
 
-def test_wheel_declares_the_commands(wheel: Path) -> None:
+def test_wheel_declares_the_commands_and_the_pytest_plugin(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         lines = archive.read(name).decode().split("\n")
@@ -262,6 +262,8 @@ def test_wheel_declares_the_commands(wheel: Path) -> None:
         "mm2-gpu = gpu_reference.cli:main",
         "mm2-split = minimax_tools.cli:main",
         "mm2-test = neuron.__main__:main",
+        "verify_slice_loading.py = minimax_tools.commands.verify:verify_slice_loading",
+        "mm2 = mm2.pytest_plugin",  # for pytest
     }
 
 
@@ -289,11 +291,19 @@ def test_core_asks_for_torch_and_light_libraries_only(metadata: email.message.Me
     assert not [text for text in versions if re.search(r"<|==|~=", text)]
 
 
-def test_extras_are_golden_xla_and_dev(metadata: email.message.Message) -> None:
+def test_extras_are_golden_remote_report_xla_pytest_and_dev(metadata: email.message.Message) -> None:
     required = metadata.get_all("Requires-Dist", [])
-    assert set(metadata.get_all("Provides-Extra", [])) == {"golden", "xla", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "golden",
+        "remote",
+        "report",
+        "xla",
+        "pytest",
+        "dev",
+    }
     assert 'transformers>=5.23; extra == "golden"' in required
     assert 'accelerate>=1.0; extra == "golden"' in required
+    assert [text for text in required if 'extra == "remote"' in text] == ['s3fs>=2024.2; extra == "remote"']
     xla = [text for text in required if 'extra == "xla"' in text]
     assert sorted(text.partition(";")[0] for text in xla) == ["torch==2.9.*", "torch_xla==2.9.*"]
     assert all('sys_platform == "linux" and platform_machine == "x86_64"' in text for text in xla)

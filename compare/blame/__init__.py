@@ -6,5 +6,6 @@
 - `site_inputs`: both sides' inputs of a site
 - `location`: adds where the error lies to the results of blamed sites
 - `regions`: rows, positions, experts, heads and channels that hold all wrong values
+- `reordering`: a site that holds its right values in another order
 - `sentences`: sentences on where the error of a site lies
 """

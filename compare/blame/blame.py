@@ -208,7 +208,12 @@ def _build_blame(
     if is_chained:
         command = f"mm2-test single-layer --layer {layer}"
         reason += f"; a chained run shows only where errors begin: run {command} on the golden"
-    return Blame(layer=layer, sites=tuple(str(suspect) for suspect in suspects), reason=reason)
+    return Blame(
+        layer=layer,
+        sites=tuple(str(suspect) for suspect in suspects),
+        reason=reason,
+        right=tuple(str(site) for site in right),
+    )
 
 
 def _join(sites: list[Site]) -> str:

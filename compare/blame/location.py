@@ -76,6 +76,7 @@ def _locate(
         decoded=_find_decoded(rows, sides),
         experts=_read_experts(layer, rows, sides) if site in _OF_EXPERTS else None,
         head_dim=_head_dim(layer, sides.reference) if site in _OF_HEADS else None,
+        positions=_read_positions(rows, sides.reference),
         channel_word="expert" if site is Site.ROUTER_LOGITS else "channel",
     )
 
@@ -127,6 +128,14 @@ def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
             batched = experts.unflatten(0, _batch_shape(sides)) if experts.ndim == 2 else experts
             return batched[rows.places[:, 0], rows.places[:, 1]]
     return None
+
+
+def _read_positions(rows: Rows, reference: CaptureSource) -> torch.Tensor | None:
+    """Return the position of each judged token, [T]; None if it is the token's place in its row, or not known."""
+    if reference.known_description is None:
+        return None
+    positions = reference.read_inputs().position_ids[rows.places[:, 0], rows.places[:, 1]]
+    return None if torch.equal(positions, rows.places[:, 1]) else positions
 
 
 def _batch_shape(sides: Sides) -> tuple[int, int]:

@@ -21,8 +21,12 @@ from minimax_tools.results.regions import WrongRegion
 _CHANCE = 1e-6
 # A region narrows down another if chance would put the other's wrong items into it with less than this probability.
 _CHANCE_WITHIN = 1e-3
-# A region that holds more than this share of all items says nothing.
+# A region that holds more than this share of all items says nothing, unless as many as these lie outside: the first 16
+# tokens of a long prompt that are right say where the mistake begins.
 _MOST_OF_ALL = 0.9
+_FEWEST_OUTSIDE = 8
+# Factor on the size of a region up to which another is as small.
+_ABOUT_EQUAL = 1.05
 # A region names at most one expert in so many.
 _EXPERTS_PER_NAMED = 4
 # Fields of `WrongRegion` that list single numbers; the others list ranges.
@@ -65,14 +69,17 @@ class Region:
 
 
 def tightest(wrong: torch.Tensor, candidates: Iterable[Region]) -> Region | None:
-    """Return the smallest region that holds all wrong items; None if each may do so by chance."""
+    """Return the smallest region that holds all wrong items, or a simpler one; None if each may do so by chance."""
     telling = [
         region
         for region in candidates
-        if region.size <= _MOST_OF_ALL * wrong.numel()
+        if region.size <= max(_MOST_OF_ALL * wrong.numel(), wrong.numel() - _FEWEST_OUTSIDE)
         and _log_chance(wrong, region.items, region.num_choices) < math.log(_CHANCE)
     ]
-    return min(telling, key=lambda region: region.size, default=None)
+    smallest = min((region.size for region in telling), default=0)
+    # Of about equal ones the simpler: `from 16 on` rather than `16 to 94` where the last of 96 is hardly wrong.
+    alike = [region for region in telling if region.size <= _ABOUT_EQUAL * smallest]
+    return min(alike, key=lambda region: region.num_choices, default=None)
 
 
 def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:

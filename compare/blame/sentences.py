@@ -20,6 +20,7 @@ from compare.blame.regions import (
     row_regions,
     tightest,
 )
+from compare.blame.reordering import describe_order
 from compare.noise.rho import token_ratios
 from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY_FLOAT32
@@ -39,6 +40,16 @@ class Bounds:
     channel: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Tokens:
+    """Facts that the judged tokens may have in common."""
+
+    places: torch.Tensor  # row and place in it, int64 [T,2]
+    positions: torch.Tensor | None  # int64 [T]; None if they are the places
+    decoded: torch.Tensor | None  # tokens that were decoded one at a time, bool [T]
+    experts: torch.Tensor | None  # experts of each token, int64 [T,k]
+
+
 def describe_regions(
     rows: Rows,
     *,
@@ -46,6 +57,7 @@ def describe_regions(
     decoded: torch.Tensor | None,
     experts: torch.Tensor | None,
     head_dim: int | None,
+    positions: torch.Tensor | None = None,
     channel_word: str = "channel",
 ) -> tuple[tuple[str, ...], tuple[WrongRegion, ...]]:
     """Describe where the error of a site lies: in sentences, and the regions that they name; none if it is everywhere.
@@ -56,18 +68,27 @@ def describe_regions(
         decoded: Tokens computed one at a time, bool [T]; None if none or all are.
         experts: The experts of each token, [T,k]; None if the site does not depend on them.
         head_dim: D, if the channels are heads side by side; else None.
+        positions: Positions of the tokens, int64 [T]; None if each is its token's place in its row.
         channel_word: The noun for one channel.
     """
+    tokens = _Tokens(places=rows.places, positions=positions, decoded=decoded, experts=experts)
     broken = ~rows.target.isfinite().all(dim=1)
     if bool(broken.any()):
-        region = _find_tokens(broken, rows.places, decoded=decoded, experts=experts)
-        return _tell([("NaN or Inf", broken, region)])
-    wrong = token_ratios(rows) > bounds.token
+        return _tell([("NaN or Inf", broken, _find_tokens(broken, tokens))])
+    ratios = token_ratios(rows)
+    wrong = ratios > bounds.token
     found: list[tuple[str, torch.Tensor, Region | None]] = []
     values: tuple[str, ...] = ()
     if bool(wrong.any()):
-        region = _find_tokens(wrong, rows.places, decoded=decoded, experts=experts)
-        found.append(("wrong tokens", wrong, region))
+        # The limit of one token is far above right ones, and an error may be small in many tokens: those that are half
+        # way to it, as factors go, are wrong too.
+        off = ratios > min(bounds.token, bounds.token**0.5)
+        sides = ((off, _find_tokens(off, tokens)), (wrong, _find_tokens(wrong, tokens)))
+        found += [("wrong tokens", items, region) for items, region in sides if region is not None][:1]
+        order = describe_order(rows, head_dim, channel_word)
+        if order is not None:
+            sentences, regions = _tell(found)
+            return (*sentences, order), regions
     # The channels are found in the wrong tokens. If no single token is wrong, all of them may still tell.
     rows = rows.select(wrong) if bool(wrong.any()) else rows
     channels = _wrong_channels(rows, bounds)
@@ -90,29 +111,31 @@ def _tell(
     )
 
 
-def _find_tokens(
-    wrong: torch.Tensor,
-    places: torch.Tensor,
-    *,
-    decoded: torch.Tensor | None,
-    experts: torch.Tensor | None,
-) -> Region | None:
+def _find_tokens(wrong: torch.Tensor, tokens: _Tokens) -> Region | None:
     """Find the smallest region that holds the wrong tokens, or an intersection of two; None if none tells."""
 
     def candidates(within: torch.Tensor) -> Iterator[Region]:
         """Yield regions that narrow down the tokens `within`, bool [T]."""
-        yield from row_regions(wrong, places[:, 0])
-        yield from range_regions(wrong, places[:, 1], within, word="at token", kind="tokens")
-        if decoded is not None:
+        yield from row_regions(wrong, tokens.places[:, 0])
+        yield from range_regions(wrong, tokens.places[:, 1], within, word="at token", kind="tokens")
+        if tokens.positions is not None:
+            yield from range_regions(wrong, tokens.positions, within, word="at position", kind="positions")
+        if tokens.decoded is not None:
             # A kind of one region each.
             yield Region(
-                words="decoded one at a time", items=decoded, num_choices=1, numbers={"is_decoded": True}
+                words="decoded one at a time",
+                items=tokens.decoded,
+                num_choices=1,
+                numbers={"is_decoded": True},
             )
             yield Region(
-                words="computed in one pass", items=~decoded, num_choices=1, numbers={"is_decoded": False}
+                words="computed in one pass",
+                items=~tokens.decoded,
+                num_choices=1,
+                numbers={"is_decoded": False},
             )
-        if experts is not None:
-            yield from expert_regions(wrong, experts, within)
+        if tokens.experts is not None:
+            yield from expert_regions(wrong, tokens.experts, within)
 
     single = list(candidates(torch.ones_like(wrong)))
     pairs = [

@@ -16,6 +16,9 @@ from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Chain, Probe
 from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
 
+# A part is cleared by the run that judges those behind it, if less than this share of the error shows there too.
+_SHARE_BEHIND = 0.5
+
 # Judges the run with the stream replaced at a point; None if that run is still to be made.
 JudgeRun = Callable[[Point], ReplacedRun | None]
 
@@ -25,11 +28,15 @@ def search_stream(
 ) -> StreamSearch:
     """Search all parts of a model, in at most ⌈log2 of their number⌉ + 1 runs, up to the first that is missing.
 
+    An error that grows slowly from run to run is no proof against one part: then there are several suspects, and a run
+    more for each of them.
+
     With `is_exhaustive`, each part from the last on has a run of its own, up to the first that is wrong: the fewer
     layers lie behind the point of replacement, the less noise hides a mistake.
     """
     runs = _JudgedRuns(num_layers=num_layers, judge_run=judge_run)
     finding: ReplacedRun | None = None
+    suspects: tuple[Point, ...] = ()
     is_finished, waits_for = True, None
     try:
         # One part for each layer, one behind the layers, and one before them.
@@ -39,7 +46,8 @@ def search_stream(
             if is_exhaustive
             else find_first(parts, runs.probe)
         )
-        finding = None if found is None else runs.of_place(found.chain.span.last)
+        if found is not None:
+            finding, suspects = runs.suspect(found.chain.span.last)
     except _RunMissingError as missing:
         is_finished, waits_for = False, missing.point
     return StreamSearch(
@@ -50,6 +58,7 @@ def search_stream(
         is_finished=is_finished,
         waits_for=waits_for,
         finding=finding,
+        suspects=suspects,
     )
 
 
@@ -78,12 +87,27 @@ class _JudgedRuns:
         )
         return Probe(span=places, chains=(chain,))
 
+    def suspect(self, place: int) -> tuple[ReplacedRun, tuple[Point, ...]]:
+        """Return the run that found the part at a place wrong, and the points of all parts that may be wrong instead.
+
+        A mistake shows in all runs before it, with much the same error. So a part is to blame alone only if the error
+        is small in the run behind it.
+        """
+        found = self.of_place(place)
+        last = place
+        while last and self.of_place(last - 1).excess > _SHARE_BEHIND * found.excess:
+            last -= 1
+        return found, tuple(self._point(suspected) for suspected in range(place, last - 1, -1))
+
     def of_place(self, place: int) -> ReplacedRun:
         """Return the run with the stream replaced before the part at a place; each is judged once."""
-        point = self.num_layers - place if place <= self.num_layers else None
+        point = self._point(place)
         if point not in self.judged:
             run = self.judge_run(point)
             if run is None:
                 raise _RunMissingError(point)
             self.judged[point] = run
         return self.judged[point]
+
+    def _point(self, place: int) -> Point:
+        return self.num_layers - place if place <= self.num_layers else None

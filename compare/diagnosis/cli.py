@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import click
 
+from compare.comparer import JudgedRun
 from compare.diagnosis.diagnose import diagnose
+from compare.diagnosis.kept_diagnosis import DiagnosisQuestion, KeptDiagnosis
 from compare.diagnosis.proof.proving import prove_diagnosis
-from compare.diagnosis.report import catalogue_record, diagnosis_record, render_catalogue, render_diagnosis
+from compare.diagnosis.report import (
+    catalogue_record,
+    diagnosis_record,
+    render_catalogue,
+    render_diagnosis,
+    render_nothing_to_prove,
+)
 from compare.next_commands import after_diagnosis
+from compare.run_report import report_option, report_run
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from compare.sides.pairing import select_layers
+from compare.sides.port_source import has_changed
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
@@ -49,6 +63,7 @@ from minimax_tools.model.spec import ModelSpec
     metavar="PATH.py:NAME|…",
     help="Port to run for --prove, as for mm2-test. Default: the one that the run names.",
 )
+@report_option
 @output_options
 @version_option
 def main(
@@ -59,15 +74,18 @@ def main(
     lists_catalogue: bool,
     proves: bool,
     port: str | None,
+    report_path: Path | None,
     as_json: bool,
 ) -> None:
     """Name the known mistakes that explain a port's wrong layers.
 
     The layers that a comparison blames are diagnosed, and the wrong sites outside the layers: embedding, final norm,
-    logits. With --layer or --layer-pattern the chosen layers are, blamed or not, and sites outside the layers only if
+    logits. Of layers blamed for the same sites, two that nothing explains are enough: the others are listed. With
+    --layer or --layer-pattern the chosen layers are, blamed or not, and sites outside the layers only if
     the choice is all layers of the run.
 
-    With --prove, each named mistake is undone in the port, whose layer is run and judged again.
+    With --prove, each named mistake is undone in the port, whose layer is run and judged again. A diagnosis that was
+    made before of the same captures is not made again.
 
     Exits with 0 if none of these differs, with 1 if the port does, whether its mistake is named or not.
 
@@ -88,15 +106,22 @@ def main(
     reference, target = sides.open()
     # None stands for the layers that the comparison blames; --layer comes as a pattern too.
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
-    diagnosis = diagnose(
+    question = DiagnosisQuestion.of(reference, target, model=model, layers=layers, mistakes=mistakes)
+    kept = KeptDiagnosis.find(target.directory, question) if proves and question and not report_path else None
+    # A report draws the comparison too, which a kept diagnosis does not hold.
+    judged: list[JudgedRun] = []
+    diagnosis = kept or diagnose(
         reference,
         target,
         model=model,
         layers=layers,
         mistakes=mistakes,
         open_progress=lambda num_layers: LayerProgress(num_layers, label="Diagnosis"),
+        take_run=judged.append,
     )
-    if proves:
+    if question and kept is None:
+        KeptDiagnosis(question=question, diagnosis=diagnosis).keep(target.directory)
+    if proves and diagnosis.findings:
         diagnosis = prove_diagnosis(
             diagnosis,
             reference,
@@ -107,11 +132,31 @@ def main(
         )
     commands = RunCommands.of(reference, target, model=model, target=port, reading=sides.reading_arguments)
     following = after_diagnosis(diagnosis, commands, options=_chosen(layer_pattern, mistakes))
+    if not proves or not diagnosis.findings:
+        # Proofs note by themselves that they are of a changed port.
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *_word_change(target)))
+    written = None
+    if report_path:
+        written = report_run(judged[0], report_path, next_commands=following, diagnosis=diagnosis)
     if as_json:
         print_json(diagnosis_record(diagnosis), next_commands=following)
+    elif proves and not diagnosis.findings and kept:
+        print_text(render_nothing_to_prove(diagnosis), next_commands=following)
     else:
-        print_text(render_diagnosis(diagnosis), next_commands=following)
+        text = render_diagnosis(diagnosis, proves=proves)
+        print_text(text if written is None else f"{text}\n{written}", next_commands=following)
     end_command(diagnosis.exit_code)
+
+
+def _word_change(run: CaptureSource) -> tuple[str, ...]:
+    """Note that the port's file has changed since the run."""
+    description = run.known_description
+    if description is None or not has_changed(run):
+        return ()
+    return (
+        f"{description.provenance.target} has changed since the run: the diagnosis is of the port as it was. "
+        "Run the port again, and diagnose that run.",
+    )
 
 
 def _chosen(layer_pattern: str | None, mistakes: tuple[str, ...]) -> tuple[str, ...]:

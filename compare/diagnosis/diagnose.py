@@ -6,6 +6,7 @@ the layers: embedding, final norm and logits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,7 +15,13 @@ import torch
 
 from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.catalogue.catalogue import find_mistakes
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
+from compare.diagnosis.finding import (
+    Diagnosis,
+    LayerDiagnosis,
+    MistakeFinding,
+    PassedOver,
+    SiteDiagnosis,
+)
 from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.model.case import ModelCases, SiteCase
@@ -26,12 +33,17 @@ from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
 from compare.sides.pairing import declared_layers
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame, Comparison, SiteStatus
+
+# Layers blamed for the same sites that are diagnosed in vain, before the others are passed over: each costs a whole
+# search, and the first alone may be an exception.
+_MOST_IN_VAIN = 2
 
 # From the number of layers that are diagnosed to the context of their progress.
 OpenProgress = Callable[[int], AbstractContextManager[Progress]]
@@ -45,6 +57,7 @@ def diagnose(
     layers: tuple[int, ...] | None = None,
     mistakes: tuple[str, ...] = (),
     open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
+    take_run: Callable[[JudgedRun], None] = lambda _: None,
 ) -> Diagnosis:
     """Name the known mistakes that explain a device run's layers.
 
@@ -52,10 +65,12 @@ def diagnose(
         reference: The golden, a capture of mm2's own.
         target: The device run, isolated or chained.
         model: Folder or hub id of the checkpoint; of a hub's, the shards of the layers that are needed are fetched.
-        layers: Layers to diagnose, blamed or not; None for those that the comparison blames. Sites outside the layers
-            are diagnosed unless some of the run's layers are left out here.
+        layers: Layers to diagnose, blamed or not; None for those that the comparison blames, without those that are
+            like two that nothing explains. Sites outside the layers are diagnosed unless some of the run's layers are
+            left out here.
         mistakes: Names of the mistakes to try; empty for the whole catalogue.
         open_progress: Opens the progress that receives each diagnosed layer.
+        take_run: Takes the judged run, before mistakes are searched: for a report of both.
 
     Raises:
         IncomparableError: The captures must not be compared, are not of this checkpoint, or hold the input of no
@@ -79,6 +94,7 @@ def diagnose(
         layer_pattern=f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*",
         weights=weights,
     )
+    take_run(run)
     # Whoever asks for some of the layers does not ask for the sites outside them.
     includes_outside = layers is None or set(declared_layers(target)) <= set(layers)
     return diagnose_run(
@@ -121,7 +137,15 @@ def diagnose_run(
         raise _lacks_input(chosen[0])
     with open_progress(len(judgeable)) as progress:
         diagnoses = tuple(
-            _diagnose_layers(run, reference, weights, judgeable, mistakes=entries, progress=progress)
+            _diagnose_layers(
+                run,
+                reference,
+                weights,
+                judgeable,
+                mistakes=entries,
+                passes_over=layers is None,
+                progress=progress,
+            )
         )
     # The blame of the chosen layers, and of sites outside the layers if these are diagnosed.
     blame = [
@@ -130,14 +154,15 @@ def diagnose_run(
         if (includes_outside if blamed.layer is None else layers is None or blamed.layer in layers)
     ]
     return Diagnosis(
-        reference=str(reference.directory),
-        target=str(target.directory),
+        reference=address_of(reference.directory),
+        target=address_of(target.directory),
         is_failed=bool(blame)
         or _has_failing_site(run, layers)
         or _is_any_wrong_on_port_input(run, diagnoses),
         layers=diagnoses,
         sites=sites,
         unexplained_blame=tuple(blamed for blamed in blame if not _is_explained(blamed, diagnoses, sites)),
+        passed_over=_passed_over(run, judgeable, diagnoses),
         notes=(
             *site_notes,
             *(str(_lacks_input(layer)) for layer in chosen if layer not in judgeable),
@@ -198,14 +223,22 @@ def _diagnose_layers(
     layers: Sequence[int],
     *,
     mistakes: Sequence[Mistake],
+    passes_over: bool,
     progress: Progress,
 ) -> Iterator[LayerDiagnosis]:
-    """Diagnose one layer after the other; mistakes that explain a layer are tried first on the next ones."""
+    """Diagnose one layer after the other; mistakes that explain a layer are tried first on the next ones.
+
+    With `passes_over`, a layer is passed over if its blame names the same sites as that of two layers which nothing
+    explains.
+    """
     expected: dict[str, Hypothesis] = {}
+    num_in_vain: Counter[tuple[tuple[str, ...], ...]] = Counter()
     for layer in layers:
-        suspects = frozenset(
-            Site(site) for blame in run.comparison.blame if blame.layer == layer for site in blame.sites
-        )
+        blame = _blame_of(run, layer)
+        place = tuple(blamed.sites for blamed in blame)
+        if passes_over and num_in_vain[place] >= _MOST_IN_VAIN:
+            continue
+        suspects = frozenset(Site(site) for sites in place for site in sites)
         with source.open_layer(layer, golden) as weights, torch.no_grad():
             case = LayerCase(
                 golden,
@@ -219,6 +252,7 @@ def _diagnose_layers(
                 case.open_trial(), mistakes, suspects=suspects, expected=tuple(expected.values())
             )
             progress.advance(layer, num_bytes=weights.tensors.reader.num_bytes_read)
+        num_in_vain[place] += not outcome.named
         # The parameters that were fitted last are the likeliest in the next layer.
         expected |= {score.hypothesis.name: score.hypothesis for score in outcome.named}
         # A named mistake says where to look; without a name, the place of the error is all that is known.
@@ -226,6 +260,7 @@ def _diagnose_layers(
         yield LayerDiagnosis(
             layer=layer,
             sites=case.sites,
+            blame=blame,
             unexplained=outcome.null.leaves,  # ρ on the layer without a mistake
             is_blamed=bool(suspects),
             named=tuple(MistakeFinding.of(layer, score, alike=outcome.named) for score in outcome.named),
@@ -233,6 +268,24 @@ def _diagnose_layers(
             num_hypotheses=outcome.num_tried,
             notes=notes,
         )
+
+
+def _blame_of(run: JudgedRun, layer: int) -> tuple[Blame, ...]:
+    return tuple(blame for blame in run.comparison.blame if blame.layer == layer)
+
+
+def _passed_over(
+    run: JudgedRun, layers: Sequence[int], diagnoses: Sequence[LayerDiagnosis]
+) -> tuple[PassedOver, ...]:
+    """Return the layers that were to be diagnosed and are not among the diagnoses, by the layers that they are like."""
+    diagnosed = {diagnosis.layer for diagnosis in diagnoses}
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for layer in layers:
+        if layer not in diagnosed:
+            place = tuple(blame.sites for blame in _blame_of(run, layer))
+            like = tuple(other.layer for other in diagnoses if other.place == place and not other.named)
+            alike.setdefault(like, []).append(layer)
+    return tuple(PassedOver(layers=tuple(passed), like=like) for like, passed in alike.items())
 
 
 def _word_regions(comparison: Comparison, layer: int) -> Iterator[str]:

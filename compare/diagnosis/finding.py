@@ -11,7 +11,7 @@ from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.results import Blame
+from minimax_tools.results.results import Blame, Verdict
 
 # ρ from which a site outside the layers counts as wrong although the comparison does not blame it. It is far above 1,
 # since a right port may sum in BF16, or round once more.
@@ -77,6 +77,12 @@ class LayerDiagnosis(PartDiagnosis):
 
     layer: int
     sites: tuple[Site, ...]
+    blame: tuple[Blame, ...] = ()  # blame of the comparison in this layer
+
+    @property
+    def place(self) -> tuple[tuple[str, ...], ...]:
+        """The sites of each blame: layers that nothing explains are alike if they share it."""
+        return tuple(blame.sites for blame in self.blame)
 
     @property
     def is_right(self) -> bool:
@@ -98,6 +104,14 @@ class SiteDiagnosis(PartDiagnosis):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """Layers that were not diagnosed, since nothing explains others that are blamed for the same sites."""
+
+    layers: tuple[int, ...]  # the layers that were not diagnosed, ascending
+    like: tuple[int, ...]  # the diagnosed layers that they are like
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """A whole diagnosis."""
 
@@ -107,6 +121,7 @@ class Diagnosis:
     layers: tuple[LayerDiagnosis, ...]  # diagnoses of the layers that were looked at, ascending
     sites: tuple[SiteDiagnosis, ...] = ()  # diagnoses of the sites outside the layers
     unexplained_blame: tuple[Blame, ...] = ()  # blame of the comparison that no named mistake explains
+    passed_over: tuple[PassedOver, ...] = ()  # layers that are like others, which nothing explains
     notes: tuple[str, ...] = ()  # sentences on layers and sites that were not diagnosed
 
     @property
@@ -117,10 +132,15 @@ class Diagnosis:
         return tuple(finding for part in (*before, *self.layers, *behind) for finding in part.named)
 
     @property
-    def exit_code(self) -> int:
-        """1 if the port differs, whether its mistake is named or not; else 0."""
+    def verdict(self) -> Verdict:
+        """Fail if the port differs, whether its mistake is named or not; else pass."""
         is_wrong = any(not site.is_right for site in self.sites)
-        return int(self.is_failed or is_wrong or bool(self.findings))
+        return Verdict.FAIL if self.is_failed or is_wrong or self.findings else Verdict.PASS
+
+    @property
+    def exit_code(self) -> int:
+        """The verdict's exit code."""
+        return self.verdict.exit_code
 
 
 def _parameters(score: Score) -> Iterator[tuple[str, Value]]:

@@ -1,4 +1,4 @@
-"""LayerGroup: layers that one mistake explains, or that nothing explains, so that a report tells them together."""
+"""LayerGroup: layers that one mistake explains, or that nothing explains at the same sites, told together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
+from minimax_tools.results.results import Blame
 
 # Relative difference up to which fitted parameters are the same: they differ a little from layer to layer.
 _SAME_VALUE = 0.05
@@ -16,8 +17,8 @@ _SAME_VALUE = 0.05
 class LayerGroup:
     """Layers that share a finding.
 
-    `others` are other mistakes of these layers, the commonest first, each with its findings: if a mistake is shared,
-    those that explain a layer as well as it does; else those that come nearest.
+    `others` are the mistakes that explain these layers as well as the shared one, the commonest first, each with its
+    findings.
     """
 
     diagnoses: tuple[LayerDiagnosis, ...]  # diagnoses of the layers, ascending
@@ -30,6 +31,11 @@ class LayerGroup:
         return self.diagnoses[0].is_right
 
     @property
+    def blame(self) -> tuple[Blame, ...]:
+        """Blame of the first layer; if nothing explains the layers, that of the others names the same sites."""
+        return self.diagnoses[0].blame
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the layers."""
         return tuple(diagnosis.layer for diagnosis in self.diagnoses)
@@ -40,7 +46,7 @@ def group_layers(diagnoses: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
 
     - Right layers belong together.
     - A layer that mistakes explain (its `named`, best first) belongs to the first group whose mistake is among them.
-    - Layers that nothing explains belong together if the same mistake comes nearest (their `nearest`), or none does.
+    - Layers that nothing explains belong together if they are blamed for the same sites.
     """
     groups: list[list[LayerDiagnosis]] = []
     for diagnosis in diagnoses:
@@ -57,14 +63,10 @@ def _belong_together(first: LayerDiagnosis, second: LayerDiagnosis) -> bool:
     """Decide whether `second` belongs to the group whose first layer is `first`."""
     if first.is_right or second.is_right:
         return first.is_right and second.is_right
-    if bool(first.named) is not bool(second.named):
-        return False
+    if not first.named or not second.named:
+        return not first.named and not second.named and first.place == second.place
     # Of `first` the best finding counts: it is the group's.
-    best = (first.named or first.nearest)[:1]
-    candidates = second.named or second.nearest[:1]
-    if not best:
-        return not candidates
-    return any(_are_alike(best[0], candidate) for candidate in candidates)
+    return any(_are_alike(first.named[0], candidate) for candidate in second.named)
 
 
 def _summarise(diagnoses: list[LayerDiagnosis]) -> LayerGroup:
@@ -73,7 +75,6 @@ def _summarise(diagnoses: list[LayerDiagnosis]) -> LayerGroup:
     others: list[MistakeFinding] = []
     for diagnosis in diagnoses:
         if not diagnosis.named:
-            others += diagnosis.nearest
             continue
         shared = diagnoses[0].named[0]
         match = next(finding for finding in diagnosis.named if _are_alike(shared, finding))

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from compare.diagnosis.evaluation import Change, LayerInputs
+from compare.diagnosis.evidence import Evidence
 from compare.diagnosis.repair import WeightRepair
 from minimax_tools.model.sites import Site
 
@@ -17,6 +18,8 @@ Value = int | float | str
 Parameters = Mapping[str, Value]
 # From the inputs to the parameter sets worth a try on them; an empty tuple if the mistake cannot show on them.
 Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]
+# From the wrong tokens of a port to the parameter sets that they speak for.
+Finder = Callable[[Evidence], tuple[Parameters, ...]]
 
 _NO_PARAMETERS: Parameters = MappingProxyType({})
 
@@ -38,6 +41,11 @@ def each(
     return lambda inputs: tuple(MappingProxyType({name: value}) for value in values(inputs))
 
 
+def find_nothing(_: Evidence) -> tuple[Parameters, ...]:
+    """Return no parameters: the candidates are all that is tried."""
+    return ()
+
+
 def values_of(name: str, *values: Value) -> Callable[[object], tuple[Parameters, ...]]:
     """Build candidates of one parameter, with the same values on all inputs."""
     return each(name, lambda _: values)
@@ -56,6 +64,7 @@ class Mistake:
     look_at: str  # place to look at in the port's code
     build: Callable[..., Change]
     candidates: Candidates = once
+    find: Finder = find_nothing  # further candidates, of too many to list, by the port's wrong tokens
     sources: tuple[str, ...] = ()  # public threads that report the mistake, as `repository#thread`
     fitted: str | None = None  # parameter that is searched between the candidates, on a logarithmic scale
     is_whole: bool = False  # whether the fitted parameter is a whole number
@@ -65,6 +74,10 @@ class Mistake:
     def hypotheses(self, inputs: LayerInputs) -> tuple[Hypothesis, ...]:
         """Return a hypothesis for each of the mistake's candidates."""
         return tuple(self.with_parameters(parameters) for parameters in self.candidates(inputs))
+
+    def found_hypotheses(self, evidence: Evidence) -> tuple[Hypothesis, ...]:
+        """Return a hypothesis for each parameter set that the wrong tokens speak for."""
+        return tuple(self.with_parameters(parameters) for parameters in self.find(evidence))
 
     def with_parameters(self, parameters: Parameters) -> Hypothesis:
         """Return the hypothesis that a port made this mistake with these parameters."""

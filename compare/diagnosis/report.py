@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
@@ -12,28 +11,37 @@ from compare.diagnosis.layer_group import LayerGroup, group_layers
 from compare.diagnosis.mistake import Mistake, Value
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.proof.wording import draw_proofs, word_outcomes
+from compare.diagnosis.proof.wording import MEND_FIRST, draw_proofs, word_outcomes
+from minimax_tools.errors import format_count
+from minimax_tools.model.formulas import FORMULAS
+from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
+from minimax_tools.results.results import Blame
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_figure, word_place
+from reports.wording import word_figure, word_place, word_sites
 
 # Mistakes that are listed of a group of layers.
 _MOST_LISTED = 3
-# Share of ρ: a mistake that leaves more of it is no hint.
-_NEARLY_ALL = 0.9
+_NOTHING_TO_PROVE = "Nothing to prove: no mistake was named."
+# Sites of a blame whose formulas are told: of more, too many were not shown.
+_MOST_FORMULAS = 3
 
 
 def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the diagnosis as JSON: `diagnosis` lists the named mistakes, layers ascending, best first."""
     return {
+        "verdict": str(diagnosis.verdict),
         "diagnosis": _mistake_records(diagnosis.findings),
         "layers": [
             {"layer": layer.layer, "sites": to_json(layer.sites), **_part_record(layer)}
             for layer in diagnosis.layers
         ],
         "sites": [{"site": str(site.site), **_part_record(site)} for site in diagnosis.sites],
-        "unexplained_blame": to_json(diagnosis.unexplained_blame),
+        "passed_over": to_json(diagnosis.passed_over),
+        "unexplained_blame": [
+            {**to_json(blame), "formulas": _formulas(blame)} for blame in diagnosis.unexplained_blame
+        ],
         "reference": diagnosis.reference,
         "target": diagnosis.target,
         "is_failed": diagnosis.is_failed,
@@ -42,24 +50,48 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def render_diagnosis(
-    diagnosis: Diagnosis, *, width: int | None = None, is_terminal: bool | None = None
+    diagnosis: Diagnosis,
+    *,
+    proves: bool = False,
+    width: int | None = None,
+    is_terminal: bool | None = None,
 ) -> str:
-    """Render the diagnosis as text; see `reports.terminal.render_comparison`."""
+    """Render the diagnosis as text, the verdict first; see `reports.terminal.render_comparison`.
+
+    With `proves`, proofs were asked for: it is said if there is nothing to prove.
+    """
     canvas = Canvas(width=width, is_terminal=is_terminal)
-    wrong = [site for site in diagnosis.sites if not site.is_right]
-    if not diagnosis.layers and not wrong and not diagnosis.exit_code:
-        canvas.line("nothing differs: there is nothing to diagnose", style="bold green")
-    elif not diagnosis.layers and not wrong:
-        canvas.line("the comparison fails, and nothing was found to diagnose", style="bold red")
-    parts: list[Callable[[], None]] = [partial(_draw_site, canvas, site) for site in wrong]
-    parts += [partial(_draw_group, canvas, group) for group in group_layers(diagnosis.layers)]
-    for number, draw in enumerate(parts):
-        if number:
-            canvas.gap()
-        draw()
+    parts = _parts(diagnosis)
+    _draw_verdict(canvas, diagnosis, parts)
+    if proves and not diagnosis.findings:
+        canvas.line(_NOTHING_TO_PROVE)
+    canvas.facts([("golden", diagnosis.reference), ("run", diagnosis.target)])
+    for part in parts:
+        canvas.gap()
+        if isinstance(part, LayerGroup):
+            _draw_group(canvas, part, diagnosis)
+        else:
+            _draw_site(canvas, part)
     _draw_right_sites(canvas, diagnosis)
     _draw_unexplained(canvas, diagnosis)
-    canvas.facts([("reference", diagnosis.reference), ("target", diagnosis.target)])
+    if diagnosis.notes:
+        canvas.gap()
+    for note in diagnosis.notes:
+        canvas.item(note)
+    if any(finding.proof is not None and finding.proof.is_proved for finding in diagnosis.findings):
+        canvas.gap()
+        canvas.line(MEND_FIRST, style="bold")
+    return canvas.text
+
+
+def render_nothing_to_prove(diagnosis: Diagnosis) -> str:
+    """Render the answer to --prove where a diagnosis named nothing: its verdict, and the places of the mistakes."""
+    canvas = Canvas(width=None, is_terminal=None)
+    _draw_verdict(canvas, diagnosis, _parts(diagnosis))
+    canvas.line(_NOTHING_TO_PROVE)
+    places = dict.fromkeys(_word_lies_between(blame) for blame in diagnosis.unexplained_blame if blame.right)
+    for place in places:
+        canvas.paragraph(place)
     for note in diagnosis.notes:
         canvas.item(note)
     return canvas.text
@@ -88,11 +120,11 @@ def render_catalogue() -> str:
     return canvas.text
 
 
-def _mistake_records(findings: Sequence[MistakeFinding]) -> list[dict[str, Any]]:
+def _mistake_records(findings: Sequence[MistakeFinding], *, are_hints: bool = False) -> list[dict[str, Any]]:
     """Return mistakes as JSON; `proof` is a key only where it was asked for."""
     records = []
     for finding in findings:
-        record = to_json(finding)
+        record = {**to_json(finding), "is_hint": are_hints}
         if finding.proof is None:
             del record["proof"]
         records.append(record)
@@ -104,7 +136,7 @@ def _part_record(part: LayerDiagnosis | SiteDiagnosis) -> dict[str, Any]:
         "unexplained": to_json(part.unexplained),
         "is_explained": bool(part.named),
         "is_right": part.is_right,
-        "nearest": _mistake_records(part.nearest),
+        "nearest": _mistake_records(part.nearest, are_hints=True),
         "num_hypotheses": part.num_hypotheses,
         "notes": list(part.notes),
     }
@@ -114,8 +146,46 @@ def _catalogue() -> tuple[Mistake | ModelMistake, ...]:
     return (*CATALOGUE.values(), *MODEL_CATALOGUE.values())
 
 
+def _parts(diagnosis: Diagnosis) -> tuple[SiteDiagnosis | LayerGroup, ...]:
+    """Return the wrong sites outside the layers and the groups of layers, in the model's order."""
+    wrong = [site for site in diagnosis.sites if not site.is_right]
+    before = [site for site in wrong if site.site is ModelSite.EMBEDDING]
+    behind = [site for site in wrong if site.site is not ModelSite.EMBEDDING]
+    return (*before, *group_layers(diagnosis.layers), *behind)
+
+
+def _draw_verdict(canvas: Canvas, diagnosis: Diagnosis, parts: Sequence[SiteDiagnosis | LayerGroup]) -> None:
+    canvas.line(
+        f"{str(diagnosis.verdict).upper()}: {_headline(diagnosis, parts)}",
+        style="bold red" if diagnosis.exit_code else "bold green",
+    )
+
+
+def _headline(diagnosis: Diagnosis, parts: Sequence[SiteDiagnosis | LayerGroup]) -> str:
+    """Return the first wrong place with its mistake, and the number of further ones."""
+    if not diagnosis.exit_code:
+        return "nothing to explain" if parts else "nothing differs: there is nothing to diagnose"
+    wrong = [_word_part(part, diagnosis) for part in parts if not part.is_right]
+    if not wrong:
+        return "the comparison fails, and nothing was found to diagnose"
+    more = f" (and {format_count(len(wrong) - 1, 'more place')})" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{more}"
+
+
+def _word_part(part: SiteDiagnosis | LayerGroup, diagnosis: Diagnosis) -> str:
+    """Return a wrong part with its mistake, as `layers 0-5, gate_up_swapped`."""
+    unnamed = "no known mistake explains it"
+    if isinstance(part, SiteDiagnosis):
+        return f"{part.site}, {_word_mistake(part.named[:1]) if part.named else unnamed}"
+    if part.named:
+        return f"{word_layers(part.numbers)}, {_word_mistake(part.named)}"
+    layers = sorted((*part.numbers, *_alike(part, diagnosis)))
+    sites = dict.fromkeys(site for blame in part.blame for site in word_sites(blame.sites))
+    return f"{', '.join([word_layers(layers), *sites])}: {unnamed}"
+
+
 def _draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
-    """Draw a site that is wrong: the mistake that explains it, or what comes nearest."""
+    """Draw a site that is wrong: the mistake that explains it, or what the original computes there."""
     before = word_figure(site.unexplained)
     if site.named:
         first, *others = site.named
@@ -132,16 +202,15 @@ def _draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
             canvas.paragraph(f"Cannot be told from: {'; '.join(words)}.")
     else:
         canvas.line(f"{site.site}: no known mistake explains it (ρ {before})", style="bold")
-        for near in site.nearest:
-            canvas.paragraph(f"nearest: {_word_mistake([near])} leaves ρ {word_figure(near.leaves)}")
+        canvas.paragraph(f"Original: {site.site} = {FORMULAS[site.site]}")
     canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on the port's own input")
     for note in site.notes:
         canvas.item(note)
 
 
-def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
-    """Draw a group of layers: the mistake that explains them, or what comes nearest."""
-    where, is_single = _word_layers(group.numbers), len(group.numbers) == 1
+def _draw_group(canvas: Canvas, group: LayerGroup, diagnosis: Diagnosis) -> None:
+    """Draw a group of layers: the mistake that explains them, or the place of the one that nothing names."""
+    where, is_single = _capitalise(word_layers(group.numbers)), len(group.numbers) == 1
     before = _word_range(layer.unexplained for layer in group.diagnoses)
     if group.named:
         leaves = _word_range(finding.leaves for finding in group.named)
@@ -157,24 +226,53 @@ def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
     else:
         them = "it" if is_single else "them"
         canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")
-        # Nothing is named: `others` are the mistakes that come nearest.
-        hints = [findings for findings in group.others if _explains_some(findings, group)]
-        no_hint = "" if hints else ": nearly all of it, so no hint"
-        for findings in hints[:_MOST_LISTED] or group.others[:1]:
-            leaves, place = _word_range(finding.leaves for finding in findings), _word_where(findings, group)
-            canvas.paragraph(f"nearest: {_word_mistake(findings)} leaves ρ {leaves}{place}{no_hint}")
+        for blame in group.blame:
+            _draw_place(canvas, blame)
+        alike = _alike(group, diagnosis)
+        if alike:
+            canvas.paragraph(
+                f"{len(alike)} more {'shows' if len(alike) == 1 else 'show'} the same pattern: {word_layers(alike)}. "
+                "Nothing was tried there; --layer-pattern 'layer_*' tries each layer."
+            )
     _draw_method(canvas, group)
 
 
-def _word_layers(layers: Sequence[int]) -> str:
-    words = word_layers(layers)
+def _draw_place(canvas: Canvas, blame: Blame) -> None:
+    """Draw the sites between which a mistake lies, and what the original computes there."""
+    canvas.paragraph(_word_lies_between(blame))
+    for site, formula in _formulas(blame).items():
+        canvas.paragraph(f"Original: {site} = {formula}")
+
+
+def _word_lies_between(blame: Blame) -> str:
+    *hidden, wrong = blame.sites
+    right = f"{', '.join(blame.right)} (right)"
+    if not blame.right:
+        return f"Lies in {wrong}: {blame.reason}."
+    if hidden:
+        return f"Lies between {right} and {wrong} (wrong); {', '.join(word_sites(hidden))} not compared."
+    return f"Lies between {right} and {wrong} (wrong)."
+
+
+def _formulas(blame: Blame) -> dict[str, str]:
+    """Return what the original computes at the sites of a blame; {} for too many, which a formula cannot narrow."""
+    if len(blame.sites) > _MOST_FORMULAS:
+        return {}
+    return {str(site): FORMULAS[site] for site in (*Site, *ModelSite) if str(site) in blame.sites}
+
+
+def _alike(group: LayerGroup, diagnosis: Diagnosis) -> tuple[int, ...]:
+    """Return the layers that were passed over since they are like those of a group."""
+    return tuple(
+        layer
+        for passed in diagnosis.passed_over
+        if set(passed.like) & set(group.numbers)
+        for layer in passed.layers
+    )
+
+
+def _capitalise(words: str) -> str:
     return words[0].upper() + words[1:]
-
-
-def _explains_some(findings: Sequence[MistakeFinding], group: LayerGroup) -> bool:
-    """Decide whether a mistake takes away a part of some layer's error that is worth a hint."""
-    before: dict[int | None, float] = {layer.layer: layer.unexplained for layer in group.diagnoses}
-    return any(finding.leaves <= _NEARLY_ALL * before[finding.layer] for finding in findings)
 
 
 def _draw_mistake(canvas: Canvas, named: Sequence[MistakeFinding]) -> None:
@@ -228,11 +326,16 @@ def _draw_right_sites(canvas: Canvas, diagnosis: Diagnosis) -> None:
 
 
 def _draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:
-    """Draw what the comparison blames and no named mistake explains."""
+    """Draw what the comparison blames and no named mistake explains, if nothing above tells of it."""
+    told = {layer.layer for layer in diagnosis.layers}
+    told |= {layer for passed in diagnosis.passed_over for layer in passed.layers}
+    sites = {str(site.site) for site in diagnosis.sites if not site.is_right}
     for blame in diagnosis.unexplained_blame:
-        canvas.paragraph(
-            f"Blamed and not explained: {word_place(blame.layer, blame.sites)} ({blame.reason})", indent=0
-        )
+        if blame.layer in told or (blame.layer is None and sites & set(blame.sites)):
+            continue
+        canvas.gap()
+        canvas.paragraph(f"{_capitalise(word_place(blame.layer, blame.sites))}: not diagnosed", indent=0)
+        _draw_place(canvas, blame)
 
 
 def _word_mistake(findings: Sequence[MistakeFinding]) -> str:

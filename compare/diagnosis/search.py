@@ -72,17 +72,22 @@ def search_layer(
     if not bool(trial.is_usable.any()):
         return SearchOutcome(null=null)
     first, screen = _with_few_tokens(trial, _FIRST_TOKENS), _with_few_tokens(trial, _SCREENING_TOKENS)
+    evidence = trial.evidence()
+    found = [hypothesis for mistake in mistakes for hypothesis in mistake.found_hypotheses(evidence)]
+    # Few tokens need not hold those of two experts: such hypotheses are judged on all tokens at once.
+    of_experts = trial.judge([hypothesis for hypothesis in found if not hypothesis.is_of_attention])
     num_tried = 0
     on_first: list[Score] = []
     on_screen: list[Score] = []
     finals: list[Score] = []
-    for is_expected, hypotheses in _turns(first, mistakes, suspects=suspects, expected=expected):
+    turns = _turns(first, mistakes, found=found, suspects=suspects, expected=expected)
+    for is_expected, hypotheses in turns:
         num_tried += len(hypotheses)
         logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(first.base.tokens))
         scores = first.judge(hypotheses)
         on_first += scores
         on_screen += _judge_survivors(first, screen, scores)
-        finals = _judge_finalists(trial, screen, on_screen)
+        finals = [*_judge_finalists(trial, screen, on_screen), *of_experts]
         named = name_mistakes(finals)
         # A mistake of another layer must be proved here, as others of this layer have not been tried yet.
         if named and (not is_expected or is_proof(named[0])):
@@ -115,12 +120,18 @@ def _with_few_tokens(trial: Trial, most: int) -> Trial:
 
 
 def _turns(
-    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
+    trial: Trial,
+    mistakes: Sequence[Mistake],
+    *,
+    found: Sequence[Hypothesis],
+    suspects: frozenset[Site],
+    expected: Sequence[Hypothesis],
 ) -> Iterator[tuple[bool, list[Hypothesis]]]:
     """Yield the turns of `search_layer`, 1 to 3: whether they are the expected hypotheses, and the hypotheses."""
     # The catalogue's candidates come first: a value that was fitted elsewhere must explain more than they do.
     catalogued = [hypothesis for mistake in mistakes for hypothesis in mistake.hypotheses(trial.base.inputs)]
-    hypotheses = [hypothesis for hypothesis in (*catalogued, *expected) if not trial.refutes(hypothesis)]
+    every = (*catalogued, *found, *expected)
+    hypotheses = [hypothesis for hypothesis in every if not trial.refutes(hypothesis)]
     expected_names = {hypothesis.name for hypothesis in expected}
     seen_elsewhere: list[Hypothesis] = []
     at_suspects: list[Hypothesis] = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
+from compare.diagnosis.evidence import Evidence
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
@@ -25,6 +26,8 @@ _NUM_DRAWS = 6
 _NOISE_FACTOR = 2.0
 # Changed sites from which a hypothesis counts as one that replaces the whole layer.
 _FEWEST_OF_WHOLE_LAYER = 6
+# ρ of a token from which it counts as wrong: right tokens whose experts stay the same are below 2.
+_WRONG_RHO = 3.0
 _STREAM_DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA)
 _ROUTER_CHOICE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
 _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
@@ -126,6 +129,20 @@ class Trial:
             yardsticks=self.yardsticks,
             judged=self.settled,
             is_decode_only=False,
+        )
+
+    def evidence(self) -> Evidence:
+        """Return the wrong tokens among the settled ones, at the judging site where a token is worst."""
+        settled = self.settled
+        misfits = [
+            yardstick.misfit(yardstick.exact, yardstick.variance) for yardstick in self.yardsticks.values()
+        ]
+        worst = torch.stack(misfits).nan_to_num(nan=torch.inf).amax(0)
+        return Evidence(
+            is_wrong=worst[settled] > _WRONG_RHO**2,
+            experts=self.base[Site.ROUTER_EXPERTS][settled],
+            positions=self.base.position_ids.flatten()[self.base.tokens][settled],
+            num_experts=self.base.spec.num_local_experts,
         )
 
     def evaluate(

@@ -147,17 +147,33 @@ class LayerJudge:
 
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
-        noise, replay = self.router_noise, self._replay
+        judged = self.judge_choice(result, self._experts[0], self.choice_noise)
+        replay = self._replay
         if self._sides.is_classic or replay is None or not bool(replay.flipped.any()):
-            return self.judge_choice(result, self._experts[0], noise)
-        if noise is not None:
-            noise = replace(noise, scores=replay.scores)
-        judged = self.judge_choice(result, self._experts[0], noise)
+            return judged
         if judged.status is SiteStatus.FAIL:
             return judged
         if not self.has_contradictions:
             return judged
         return replace(judged, status=SiteStatus.FAIL, reason=self._describe_contradictions())
+
+    @property
+    def experts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The golden's and the port's experts, [T,k] each; None if a side hides them."""
+        return self._experts
+
+    @property
+    def choice_noise(self) -> RouterNoise | None:
+        """Margin and noise of the golden's choice, with its scores if they can tell how close a flip was.
+
+        Raises:
+            IncomparableError: The weights are another model's.
+            CheckpointError: They cannot be read.
+        """
+        noise, replay = self.router_noise, self._replay
+        if noise is None or replay is None or self._sides.is_classic or not bool(replay.flipped.any()):
+            return noise
+        return replace(noise, scores=replay.scores)
 
     @property
     def has_contradictions(self) -> bool:
@@ -178,13 +194,13 @@ class LayerJudge:
     def _describe_contradictions(self) -> str:
         contradictions = self._contradictions
         assert contradictions is not None, "there are contradictions"
-        row, position = self._choice_places()[contradictions.nonzero()[0, 0]].tolist()
+        row, position = self.choice_places()[contradictions.nonzero()[0, 0]].tolist()
         return (
             f"{int(contradictions.sum())} of {len(contradictions)} tokens chose other experts than the port's own "
             f"logits and the checkpoint's correction bias give (the first: row {row}, token {position})"
         )
 
-    def _choice_places(self) -> torch.Tensor:
+    def choice_places(self) -> torch.Tensor:
         """Return row and position of each token whose experts both sides hold, [T,2]."""
         experts = self._reference.read(self._layer, Site.ROUTER_EXPERTS)
         return self._batch.places(experts, Site.ROUTER_EXPERTS)
@@ -197,7 +213,7 @@ class LayerJudge:
         `noise` is the margin and noise of the right choice; None if the golden kept no floor.
         """
         assert self._experts is not None, "both sides hold experts of one shape here"
-        routing = compare_routing(experts, self._experts[1], noise, places=self._choice_places())
+        routing = compare_routing(experts, self._experts[1], noise, places=self.choice_places())
         if self._sides.is_classic:
             status, reason = SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
         else:

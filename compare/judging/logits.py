@@ -59,7 +59,7 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
         torch.cat(blocks) for blocks in zip(*_blocks(rows.reference, rows.target), strict=True)
     )
     noise = logit_noise(rows, usual_error=usual_error)
-    foreseen = _foreseen_divergence(rows, noise)
+    foreseen = foreseen_divergence(rows, noise)
     disagrees = golden != port
     explained = disagrees & (margin <= REACH * noise)
     unexplained = (disagrees & ~explained).nonzero()[:, 0]
@@ -91,7 +91,7 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
     )
 
 
-def _foreseen_divergence(rows: Rows, noise: torch.Tensor) -> torch.Tensor:
+def foreseen_divergence(rows: Rows, noise: torch.Tensor) -> torch.Tensor:
     """Return the divergence that noise foretells for each token, [T].
 
     The noise σ is that of the average logit. Large logits are rounded to larger steps, and it is they that decide the

@@ -55,6 +55,14 @@ class ModelJudge:
         )
         return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
 
+    def judged_rows(self, site: ModelSite) -> Rows | None:
+        """Return the tokens of a site that `judge` judges; None if both sides' values cannot be compared."""
+        reference, target = self._sides.reference, self._sides.target
+        if any(site not in side.model_sites() for side in (reference, target)):
+            return None
+        golden, port = reference.read_model(site), target.read_model(site)
+        return None if find_mismatch(golden, port) is not None else self._rows(site, golden, port)
+
     def judge_generated(self) -> tuple[GeneratedRow, ...]:
         """Compare what both sides generated, prompt by prompt; empty if a side generated nothing.
 
@@ -64,14 +72,14 @@ class ModelJudge:
         golden, port = (side.read_generation() for side in (self._sides.reference, self._sides.target))
         if golden is None or port is None:
             return ()
-        rows = self._read_logits()
+        rows = self.read_logits()
         if rows is None:
             return compare_generated(golden, port, noise=None, places=None)
-        noise = logit_noise(rows, usual_error=self._usual_error)
+        noise = logit_noise(rows, usual_error=self.usual_error)
         first = _first_logits(rows, len(golden.rows))
         return compare_generated(golden, port, noise=noise, places=rows.places, first=first)
 
-    def _read_logits(self) -> Rows | None:
+    def read_logits(self) -> Rows | None:
         """Read the logits of both sides; None if a side lacks them, or they cannot be compared."""
         reference, target = self._sides.reference, self._sides.target
         if any(ModelSite.LOGITS not in side.model_sites() for side in (reference, target)):
@@ -82,7 +90,7 @@ class ModelJudge:
         return self._rows(ModelSite.LOGITS, golden, port)
 
     @property
-    def _usual_error(self) -> float:
+    def usual_error(self) -> float:
         """Usual error of right ports, relative to the logits, if the golden kept no floor."""
         limits = self._sides.criteria.noise
         if self._sides.limit_context().is_float32:
@@ -93,7 +101,7 @@ class ModelJudge:
         """Add next-token distributions to the logits' result; they may make it worse."""
         if result.metrics is None or result.metrics.num_nonfinite_target:
             return result
-        logits = compare_logits(rows, usual_error=self._usual_error)
+        logits = compare_logits(rows, usual_error=self.usual_error)
         result = replace(result, logits=logits)
         criteria = self._sides.criteria
         status, reason = judge_logits(

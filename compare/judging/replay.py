@@ -58,7 +58,10 @@ class Replay:
         """
         if self._exact_logits is None or self._sides.weights is None or not bool(self.flipped.any()):
             return None
-        return self._exact_logits.sigmoid() + self._open(self._sides.weights).bias
+        # The bias alone is read here: what the experts add is computed where a site behind them is judged.
+        with self._sides.weights.open_layer(self._layer, self._sides.reference) as weights:
+            bias = weights.tensors[CORRECTION_BIAS].float()
+        return self._exact_logits.sigmoid() + bias
 
     def tokens(self, site: Site) -> torch.Tensor:
         """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
@@ -145,12 +148,10 @@ class Replay:
         return expert_shares(logits[tokens].sigmoid(), self._port_experts[tokens].sort(dim=-1).values)
 
     def _open(self, source: WeightSource) -> _Opened:
-        """Return the values that need the layer's weights, which are read once."""
+        """Return the values that need the weights of the experts, which are read once."""
         if self._opened is None:
             with source.open_layer(self._layer, self._sides.reference) as weights:
-                self._opened = _Opened(
-                    bias=weights.tensors[CORRECTION_BIAS].float(), experts=self._compute_experts(weights)
-                )
+                self._opened = _Opened(experts=self._compute_experts(weights))
         return self._opened
 
     def _compute_experts(self, weights: GoldenWeights) -> _Values | None:
@@ -187,9 +188,8 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Opened:
-    """Values that need the layer's weights."""
+    """Values that need the weights of the layer's experts."""
 
-    bias: torch.Tensor  # the correction bias, float32 [E]
     experts: _Values | None  # what the port's experts add, [t,H]; None if the golden did not keep their input
 
 

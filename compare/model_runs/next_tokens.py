@@ -1,10 +1,12 @@
-"""Next tokens by pass: how far a whole port's distributions are from the golden's own, in each pass.
+"""Next tokens: how far a run's distributions are from the golden's own; of a whole port in each pass.
 
 The errors of all layers are in them, so they judge nothing: noise grows through a chain. They show what a user of the
 port would see.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
@@ -17,16 +19,20 @@ from minimax_tools.results.choices import PassLogits
 
 
 def compare_passes(sides: Sides, split: PassSplit | None) -> tuple[PassLogits, ...]:
-    """Compare the logits of each pass with the golden's; () if a side lacks them, or they are not finite."""
-    if split is None or any(
-        ModelSite.LOGITS not in side.model_sites() for side in (sides.reference, sides.target)
-    ):
+    """Compare the logits of each pass, or of all tokens without a `split`, with the golden's.
+
+    Returns () if a side lacks them, or they are not finite.
+    """
+    if any(ModelSite.LOGITS not in side.model_sites() for side in (sides.reference, sides.target)):
         return ()
-    compared = (_compare(number, sides, batch) for number, batch in enumerate((split.prefill, *split.steps)))
+    batches: Iterable[tuple[int | None, Batch]] = [(None, sides.batch)]
+    if split is not None:
+        batches = enumerate((split.prefill, *split.steps))
+    compared = (_compare(number, sides, batch) for number, batch in batches)
     return tuple(found for found in compared if found is not None)
 
 
-def _compare(number: int, sides: Sides, batch: Batch) -> PassLogits | None:
+def _compare(number: int | None, sides: Sides, batch: Batch) -> PassLogits | None:
     golden, port = (
         batch.rows(side.read_model(ModelSite.LOGITS), ModelSite.LOGITS)
         for side in (sides.reference, sides.target)

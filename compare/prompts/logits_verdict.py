@@ -5,7 +5,6 @@ The rows are judged one by one, and then all together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,11 +56,7 @@ def judge_logits(
 
 
 def _excess(phase: PhaseResult, *, token_limit: float) -> float:
-    choice = phase.first_choice
-    if choice is None:
-        of_choice = 0.0
-    else:
-        of_choice = math.inf if choice.margin is None or not choice.reach else choice.margin / choice.reach
+    of_choice = 0.0 if phase.worst_choice is None else phase.worst_choice.excess
     return max(phase.worst_excess / token_limit, phase.share_outside / phase.share_limit, of_choice)
 
 

@@ -114,6 +114,7 @@ class PromptJudge:
             share_outside_rounding=float((~(divergences <= rounding_noise(part))).double().mean()),
             share_limit=self.limits.limit_alone(len(tokens)),
             first_choice=choices[0] if choices else None,
+            worst_choice=max(choices, key=lambda choice: choice.excess, default=None),
             num_choices=len(choices),
         )
 

@@ -2,6 +2,7 @@
 
 - `opening`: both sides as a command's options name them
 - `pairing`: captures that may be compared, and their layers
+- `port_source`: whether a port's file has changed since its run
 - `proving`: no verdict before all that was read is checked
 - `sides`: the pair, its batch, criteria and weights
 - `batch`: the real tokens

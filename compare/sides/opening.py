@@ -17,6 +17,7 @@ from minimax_tools.command_line.options import (
     reading_options,
     stack_options,
 )
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.dumps.opening import DumpReading, is_others, open_sides
 from minimax_tools.errors import UsageError
 
@@ -85,7 +86,7 @@ sides_options = stack_options(
         "--gpu-path",
         "golden",
         cls=RenamedOption,
-        type=click.Path(path_type=Path),
+        type=CapturePath(),
         shell_complete=complete_captures(GOLDEN_SIDE),
         help="Golden capture. Default: the newest under --captures.",
     ),
@@ -94,7 +95,7 @@ sides_options = stack_options(
         "--neuron-path",
         "run",
         cls=RenamedOption,
-        type=click.Path(path_type=Path),
+        type=CapturePath(),
         shell_complete=complete_captures(DEVICE_SIDE),
         help="Capture of the port's run, or another tool's dump of it. Default: the newest under --captures.",
     ),

@@ -5,5 +5,6 @@
 - `layer_certifier`: the checks of the layers against the model and mm2's own float32 layer
 - `golden_checks`: the figures of one layer, and their limits
 - `variant_check`: the distance of the floor's variants from the float32 twin
+- `trust`: refusals of goldens that are incomplete, changed, or not certified
 - `check_tally`: counts and worst figures that become checks
 """

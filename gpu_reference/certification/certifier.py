@@ -16,7 +16,6 @@ from gpu_reference.certification.checked_capture import CheckedCapture
 from gpu_reference.certification.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier
 from gpu_reference.certification.variant_check import check_variants
 from minimax_tools.capture.certificate import Certificate, Check, Outcome
-from minimax_tools.capture.digests import digest_file
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import store_certificate
@@ -25,6 +24,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import LayerProgress, Progress
 from minimax_tools.errors import IncomparableError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions
 

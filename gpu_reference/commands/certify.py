@@ -14,6 +14,7 @@ from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import captures_option, optional_model_option, output_options
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.json_codec import encode
 
 _MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKED: "[not checked]"}
@@ -23,7 +24,7 @@ _MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKE
 @optional_model_option
 @click.option(
     "--golden",
-    type=click.Path(path_type=Path),
+    type=CapturePath(is_written=True),
     help="Golden capture. Default: the newest under --captures.",
     shell_complete=complete_captures(GOLDEN_SIDE),
 )

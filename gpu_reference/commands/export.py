@@ -13,6 +13,7 @@ from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.remote_paths import CapturePath
 
 
 @click.command(
@@ -30,14 +31,14 @@ from minimax_tools.command_line.options import output_options
 )
 @click.option(
     "--golden",
-    type=click.Path(path_type=Path),
+    type=CapturePath(),
     required=True,
     help="BF16 golden, certified.",
     shell_complete=complete_captures(GOLDEN_SIDE),
 )
 @click.option(
     "--float32-golden",
-    type=click.Path(path_type=Path),
+    type=CapturePath(),
     required=True,
     help="Golden of the same model and tokens, made with --dtype float32 and certified.",
 )

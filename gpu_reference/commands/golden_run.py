@@ -81,7 +81,7 @@ def run_golden(
                 # The certificate is stored in the capture, which is then printed with it.
                 certify_golden(directory, options.model)
             capture = Capture.open(directory)
-            record, text = capture_record(capture), render_capture(capture)
+            record, text = describe_golden(capture, as_json=options.as_json)
             following = after_golden(capture, model=options.model)
     print_golden(record, text, generation, as_json=options.as_json, next_commands=following)
 
@@ -111,6 +111,13 @@ def _read_generation(directory: Path) -> Generation | None:
     return Capture.open(directory).read_generation()
 
 
+def describe_golden(golden: Capture, *, as_json: bool) -> tuple[dict[str, Any], str]:
+    """Return a stored golden as JSON or as text, the other empty. Its statistics are left to `mm2-gpu show`."""
+    if as_json:
+        return capture_record(golden), ""
+    return {}, render_capture(golden, shows_statistics=False)
+
+
 def print_golden(
     record: dict[str, Any],
     text: str,
@@ -124,7 +131,8 @@ def print_golden(
         record |= {"generation": encode(generation)} if generation else {}
         print_json(record, next_commands=next_commands)
     else:
-        print_text(text + str(generation or ""), next_commands=next_commands)
+        text = "\n\n".join(filter(None, (text.strip("\n"), str(generation or "").strip("\n"))))
+        print_text(text, next_commands=next_commands)
 
 
 def whole_model_run(options: GoldenOptions, spec: ModelSpec) -> Run:

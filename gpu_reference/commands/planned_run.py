@@ -11,7 +11,13 @@ from types import MappingProxyType
 
 import click
 
-from gpu_reference.commands.golden_run import make_request, print_golden, read_placement, whole_model_run
+from gpu_reference.commands.golden_run import (
+    describe_golden,
+    make_request,
+    print_golden,
+    read_placement,
+    whole_model_run,
+)
 from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.options import GoldenOptions
 from gpu_reference.pipeline.pipeline import capture_by_ranks
@@ -32,7 +38,6 @@ from minimax_tools.ranks.failure import ReportedElsewhereError
 from minimax_tools.ranks.rank_group import open_ranks
 from minimax_tools.ranks.rank_place import RankPlace, warn_of_idle_cores
 from minimax_tools.slices.verification_text import render_run
-from reports.captures import capture_record, render_capture
 
 
 def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | None) -> None:
@@ -79,8 +84,7 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
     if place.rank == 0:
         capture = Capture.open(directory)
         print_golden(
-            capture_record(capture),
-            render_capture(capture),
+            *describe_golden(capture, as_json=options.as_json),
             None,
             as_json=options.as_json,
             next_commands=after_golden(capture, model=options.model),

@@ -12,6 +12,7 @@ from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.command_line.capture_commands import after_capture
 from minimax_tools.command_line.console import Mm2Command, end_command
 from minimax_tools.command_line.options import output_options, reading_options
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.dumps.opening import DumpReading, open_source
 from minimax_tools.errors import CaptureError
 from reports.captures import capture_record, is_damaged, render_capture
@@ -20,7 +21,7 @@ from reports.captures import capture_record, is_damaged, render_capture
 @click.command(
     "show", cls=Mm2Command, epilog="\b\nExample: mm2-gpu show mm2-captures/gpu_reference/full_model"
 )
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=CapturePath())
 @reading_options()
 @output_options
 def show_command(directory: Path, reading: DumpReading, as_json: bool) -> None:

@@ -12,17 +12,14 @@ from pathlib import Path
 
 import torch
 
+from gpu_reference.certification.trust import refuse_no_golden, refuse_uncertified
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.errors import CaptureError, IncomparableError, UsageError, list_names
+from minimax_tools.errors import IncomparableError, UsageError, list_names
 from minimax_tools.model.inputs import Inputs
 
 _MAX_NAMED = 4
 _AGAIN = "Make both with the same options but --dtype: mm2-gpu extract-all --model DIR …, once with --dtype float32."
-_ALLOW = "Or give --allow-uncertified."
-# Check that is made only if the golden was certified with its model.
-_WITH_MODEL = "same_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,27 +47,11 @@ def open_golden_pair(golden: Path, float32_golden: Path, *, allows_uncertified: 
     """
     pair = Capture.open(golden), Capture.open(float32_golden)
     for capture, dtype in zip(pair, (torch.bfloat16, torch.float32), strict=True):
-        _refuse_no_golden(capture)
+        refuse_no_golden(capture)
         _refuse_dtype(capture, dtype_name(dtype))
-        _refuse_uncertified(capture, allows_uncertified=allows_uncertified)
+        refuse_uncertified(capture, allows_uncertified=allows_uncertified)
     _refuse_strangers(*pair)
     return GoldenPair(golden=pair[0], float32_golden=pair[1], inputs=pair[0].read_inputs())
-
-
-def _refuse_no_golden(capture: Capture) -> None:
-    if capture.description.side != GOLDEN_SIDE:
-        raise IncomparableError(
-            f"{capture.directory} is no golden",
-            expected="a capture of mm2-gpu",
-            found=f"a run of {capture.description.provenance.target} on a device",
-            next_step="Name a golden: only the trusted side can judge.",
-        )
-    if not capture.is_complete:
-        raise CaptureError(
-            f"the golden {capture.directory} is incomplete",
-            found=f"{len(capture.layers)} of {len(capture.description.run.span)} layers",
-            next_step="Run its command again: it continues behind the last layer.",
-        )
 
 
 def _refuse_dtype(capture: Capture, expected: str) -> None:
@@ -82,29 +63,6 @@ def _refuse_dtype(capture: Capture, expected: str) -> None:
             expected=expected,
             found=str(found),
             next_step=_AGAIN,
-        )
-
-
-def _refuse_uncertified(capture: Capture, *, allows_uncertified: bool) -> None:
-    capture.refuse_void_certificate()
-    certificate, again = capture.certificate, f"mm2-gpu certify --model DIR --golden {capture.directory}."
-    if certificate is None and not allows_uncertified:
-        raise IncomparableError(
-            f"the golden {capture.directory} is not certified", next_step=f"Certify it: {again} {_ALLOW}"
-        )
-    if certificate is not None and certificate.failed:
-        check = certificate.failed[0]
-        raise IncomparableError(
-            f"the golden {capture.directory} failed certification, and proves nothing",
-            found=f"{check.name}: {check.found}",
-            next_step="Make it again with other versions or options.",
-        )
-    # Other checks may not apply: a float32 golden has no noise of BF16.
-    unchecked = () if certificate is None else certificate.not_checked
-    if not allows_uncertified and _WITH_MODEL in [check.name for check in unchecked]:
-        raise IncomparableError(
-            f"the golden {capture.directory} was certified without its model",
-            next_step=f"Certify it again: {again} {_ALLOW}",
         )
 
 

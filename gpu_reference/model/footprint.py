@@ -58,7 +58,7 @@ class Footprint:
         """Return the memory of a slice that is held whole: weights, and sites until they are written."""
         weights = self.packed_layer_bytes if packed else self.layer_bytes
         vocabulary = self.vocabulary_bytes * (stage.has_embedding + stage.has_head)
-        return len(stage.layers) * (weights + self._site_values * self.dtype.itemsize) + vocabulary
+        return len(stage.layers) * (weights + self.site_values * self.dtype.itemsize) + vocabulary
 
     @property
     def vocabulary_bytes(self) -> int:
@@ -77,7 +77,7 @@ class Footprint:
         """The memory of one layer beside its weights: sites, float32 twins, variants and temporaries."""
         spec = self.spec
         # As captured; in float32 the twin, the error, and the error again, split into ordinary and massive channels.
-        sites = self._site_values * (self.dtype.itemsize + 3 * _FLOAT32_BYTES)
+        sites = self.site_values * (self.dtype.itemsize + 3 * _FLOAT32_BYTES)
         # Float32 weights of the twin: one attention matrix at a time, and the router. Experts come in blocks.
         twin = (spec.query_width + spec.num_local_experts) * spec.hidden_size * _FLOAT32_BYTES
         return sites + self._expert_bytes + self._score_bytes + twin + self._variant_bytes
@@ -92,7 +92,7 @@ class Footprint:
         return num_values * (2 * self.dtype.itemsize + 4 * _FLOAT32_BYTES)
 
     @property
-    def _site_values(self) -> int:
+    def site_values(self) -> int:
         """The number of values in all sites of a layer."""
         spec = self.spec
         # Most sites are as wide as the residual stream, the queries or the keys; the router has one value for each
@@ -117,7 +117,7 @@ class Footprint:
             return 0
         # Once for all variants: one float32 weight, and the scores of a block of heads with their random steps.
         shared = spec.query_width * spec.hidden_size + 4 * self.inputs.input_ids.shape[1] ** 2
-        return (num_variants * (self._site_values + experts) + shared) * _FLOAT32_BYTES
+        return (num_variants * (self.site_values + experts) + shared) * _FLOAT32_BYTES
 
     @property
     def _expert_bytes(self) -> int:

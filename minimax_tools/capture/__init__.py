@@ -16,6 +16,7 @@
 - `read_record`: the tensors that a node read of a checkpoint
 - `source`: the interface of a readable capture, whichever tool wrote it
 - `listing`: the tensors of another tool's dump, listed
+- `mirror`: a capture at a remote address, its files fetched when they are read
 - `reader`: a capture directory opened for reading
 - `open_files`: the files read last, kept open
 - `proof`: tensors checked against their digests

@@ -1,4 +1,4 @@
-"""Digests: sha256 of tensors and files, and those that a manifest lists of everything but the sites.
+"""Digests: sha256 of tensors, and those that a manifest lists of everything but the sites.
 
 A manifest lists the digests of inputs, float32 twins, noise floors and JSON files here; a site's is in its `Entry`.
 """
@@ -8,14 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from minimax_tools.json_codec import decode, encode
-
-_CHUNK_BYTES = 1 << 24  # of a file, in memory at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +99,3 @@ def digest_tensor(tensor: torch.Tensor) -> str:
     # numpy has no bfloat16, so the bytes are hashed as uint8.
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().data).hexdigest()
-
-
-def digest_file(path: Path) -> str:
-    """Return the sha256 over a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,16 @@ def file_state(path: Path) -> tuple[int, int, int]:
 
 
 class OpenFiles:
-    """The safetensors files read last from a directory, each kept open until it is replaced."""
+    """The safetensors files read last from a directory, each kept open until it is replaced.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: Folder of the files.
+        hold: Called with a file's name before it is read: a mirror fetches the file then.
+    """
+
+    def __init__(self, directory: Path, *, hold: Callable[[str], None] | None = None) -> None:
         self._directory = directory
+        self._hold = hold
         # By file name, the one read last at the end.
         self._opened: OrderedDict[str, _OpenFile] = OrderedDict()
 
@@ -40,6 +47,8 @@ class OpenFiles:
             OSError: There is no such file, or it cannot be read.
             SafetensorError: It is damaged.
         """
+        if self._hold is not None:
+            self._hold(file)
         path = self._directory / file
         opened = self._open(path, file)
         if name not in opened.names:

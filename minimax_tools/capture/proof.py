@@ -19,11 +19,13 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.check_runner import CheckRunner
-from minimax_tools.capture.digests import TensorDigest, describe_tensor, digest_file, dtype_name
+from minimax_tools.capture.digests import TensorDigest, describe_tensor, dtype_name
 from minimax_tools.capture.manifest import Entry, Manifest
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.open_files import file_state
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
@@ -55,7 +57,7 @@ class Proof:
     @property
     def owner(self) -> str:
         """The capture in words, `the golden DIR` or `the run DIR`."""
-        return f"the {'golden' if self._is_golden else 'run'} {self._directory}"
+        return f"the {'golden' if self._is_golden else 'run'} {address_of(self._directory)}"
 
     @property
     def next_step(self) -> str:

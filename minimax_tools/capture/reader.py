@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
+from minimax_tools.capture.mirror import CaptureMirror, mirror_capture
 from minimax_tools.capture.open_files import OpenFiles
 from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
 from minimax_tools.capture.proof import Proof
@@ -23,6 +24,7 @@ from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs, tail_tokens
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.remote.address import RemoteAddress, is_remote
 
 
 class Capture(CaptureSource):
@@ -39,16 +41,20 @@ class Capture(CaptureSource):
         self._manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
         self._proof = Proof(directory, manifest)
-        self._files = OpenFiles(directory)
+        mirror = CaptureMirror.find(directory, manifest)
+        self._files = OpenFiles(directory, hold=None if mirror is None else mirror.hold)
 
     @classmethod
     def open(cls, directory: Path | str) -> Capture:
-        """Open a capture directory.
+        """Open a capture directory, or by a text such as `s3://bucket/golden` the capture at a remote address.
 
         Raises:
             CaptureError: There is no capture, or it is damaged.
+            RemoteError: A remote address cannot be read.
         """
-        directory = Path(directory)
+        if isinstance(directory, str) and is_remote(directory):
+            directory = mirror_capture(RemoteAddress.parse(directory))
+        directory = Path(directory).expanduser()
         return cls(directory, Manifest.read(directory))
 
     @property

@@ -2,6 +2,8 @@
 
 - `options`: options that mean the same in every command
 - `capture_store`: the place of a run's capture
+- `remote_paths`: options that take remote addresses beside folders
+- `table`: tables as plain text
 - `console`: exit codes, errors, JSON and log messages
 - `help_groups`: the groups in which a command's help shows its options
 - `completion`: shell completion of captures

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.options import captures_folder
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Run
@@ -23,14 +26,16 @@ def make_golden(model: str) -> str:
 
 def certify_golden(golden: Path, model: str) -> str:
     """Return the command that checks a golden against its checkpoint."""
-    return shlex.join(("mm2-gpu", "certify", "--model", model, "--golden", str(golden)))
+    return shlex.join(("mm2-gpu", "certify", "--model", model, "--golden", address_of(golden)))
 
 
-def judge_port(golden: Path, run: Run, *, model: str, arguments: tuple[str, ...] = ()) -> str:
-    """Return the command that runs a port on a golden of some layers; `arguments` name the port.
+def judge_port(golden: Path | str, run: Run, *, model: str, arguments: tuple[str, ...] = ()) -> str:
+    """Return the command that runs a port on a golden of some layers, in a folder or at a remote address.
 
+    `arguments` name the port.
     Without them it runs mm2's own layer, which shows that the machine and the golden are right.
     """
+    place = golden if isinstance(golden, str) else address_of(golden)
     words: tuple[str, ...]
     if run.model_sites:  # all layers
         words = ("sweep",)
@@ -38,7 +43,7 @@ def judge_port(golden: Path, run: Run, *, model: str, arguments: tuple[str, ...]
         words = ("single-layer", "--layer", str(run.span.start))
     else:
         words = ("sweep", "--layers", f"{run.span.start}:{run.span.stop}")
-    return shlex.join(("mm2-test", *words, "--model", model, "--golden", str(golden), *arguments))
+    return shlex.join(("mm2-test", *words, "--model", model, "--golden", place, *arguments))
 
 
 def after_golden(golden: Capture, *, model: str | None = None) -> tuple[str, ...]:
@@ -47,14 +52,14 @@ def after_golden(golden: Capture, *, model: str | None = None) -> tuple[str, ...
     model = model or made.provenance.model_source
     certificate = golden.certificate
     if certificate is not None and not golden.has_void_certificate and not certificate.has_passed:
-        return (shlex.join(("mm2-gpu", "show", str(golden.directory))),)
+        return (shlex.join(("mm2-gpu", "show", address_of(golden.directory))),)
     certify = () if golden.manifest.is_certified else (certify_golden(golden.directory, model),)
     return (*certify, judge_port(golden.directory, made.run, model=model))
 
 
 def after_capture(source: CaptureSource) -> tuple[str, ...]:
     """Return what comes next for a capture that is whole: of a golden its check, of a run its comparison."""
-    folder = str(source.directory)
+    folder = address_of(source.directory)
     if source.listing() is not None:
         return (shlex.join(("mm2-test", "show", folder, "--map-template")),)
     if isinstance(source, Capture) and source.description.side == GOLDEN_SIDE:
@@ -65,12 +70,35 @@ def after_capture(source: CaptureSource) -> tuple[str, ...]:
 def judge_port_of(model: str, *arguments: str) -> str:
     """Return the command that runs a port, named by `arguments`, on the newest golden of a checkpoint.
 
-    If no golden of it lies in the usual folder, return the command that makes one.
+    It is looked for in the usual folder and in the working directory. If no golden of the checkpoint is there, return
+    the command that makes one.
     """
-    try:
-        golden = Capture.open(newest_capture(captures_folder(), GOLDEN_SIDE))
-    except CaptureError:
+    golden = next(_goldens_of(model), None)
+    if golden is None:
         return make_golden(model)
-    if golden.description.provenance.model_source != model:
-        return make_golden(model)
-    return judge_port(golden.directory, golden.description.run, model=model, arguments=arguments)
+    return judge_port(_shorten(golden.directory), golden.description.run, model=model, arguments=arguments)
+
+
+def _goldens_of(model: str) -> Iterator[Capture]:
+    """Yield the goldens of a checkpoint, the newest first."""
+    folders = (captures_folder() / GOLDEN_SIDE, Path.cwd())
+    manifests = {path for folder in folders for path in folder.glob(f"*/{MANIFEST_NAME}")}
+    for manifest in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            capture = Capture.open(manifest.parent)
+        except CaptureError:
+            continue
+        made = capture.description
+        # A folder is named in many ways, a hub id in one.
+        is_same = made.provenance.model_source == model or _are_same(made.provenance.model_source, model)
+        if made.side == GOLDEN_SIDE and is_same:
+            yield capture
+
+
+def _are_same(source: str, model: str) -> bool:
+    return Path(model).is_dir() and Path(source).resolve() == Path(model).resolve()
+
+
+def _shorten(folder: Path) -> Path:
+    """Return a folder as the user would name it from where he is."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

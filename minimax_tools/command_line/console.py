@@ -30,6 +30,7 @@ _JSON = "minimax_tools.json"  # whether --json was given
 _ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
 _SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
 _DEFAULTS = "minimax_tools.defaults"  # the project's defaults
+_AFTERWARDS = "minimax_tools.afterwards"  # work for the end of the command
 # Options that change nothing but what is printed.
 _JSON_OPTION = "--json"
 _OUTPUT_OPTIONS = (_JSON_OPTION, "--quiet", "--debug")
@@ -113,11 +114,24 @@ class Mm2Command(click.Command):
             with formatter.section(f"Defaults from {defaults.path}"):
                 formatter.write_text(offered)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options. Some of them read a remote address, and may fail as the command itself may."""
+        try:
+            return super().parse_args(ctx, args)
+        except (Mm2Error, KeyboardInterrupt) as error:
+            _fail(ctx, error)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
+        """Run the command, and then what was left for its end."""
         try:
             _tell_defaults(ctx)
-            return super().invoke(ctx)
+            try:
+                result = super().invoke(ctx)
+            except CommandEnd:
+                _end_work(ctx)
+                raise
+            _end_work(ctx)
+            return result
         except (click.ClickException, click.Abort, click.exceptions.Exit, CommandEnd):
             raise
         except SystemExit as error:
@@ -188,6 +202,11 @@ def version_option(command: Command) -> Command:
     """Add --version to a command."""
     # Made anew for each: click's decorator keeps the name of the first program that it showed.
     return click.version_option(package_name="mm2", message="%(prog)s %(version)s")(command)
+
+
+def do_afterwards(ctx: click.Context, work: Callable[[], object]) -> None:
+    """Call `work` when the command has come to its own end, with whatever exit code, and has printed its results."""
+    ctx.meta.setdefault(_AFTERWARDS, []).append(work)
 
 
 def given_arguments() -> tuple[str, ...]:
@@ -324,6 +343,16 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
     speaker = ctx.meta.get(_SPEAKER)
     as_json = speaker is None and bool(ctx.meta.get(_JSON))
     ctx.exit(print_error(error, as_json=as_json, speaker=speaker))
+
+
+def _end_work(ctx: click.Context) -> None:
+    """Do the work for the command's end. If it fails, the command fails, but its JSON is on stdout already."""
+    for work in ctx.meta.pop(_AFTERWARDS, []):
+        try:
+            work()
+        except (Exception, KeyboardInterrupt) as error:
+            ctx.meta[_JSON] = False
+            _fail(ctx, error)
 
 
 def _describe(error: BaseException) -> tuple[str, int]:

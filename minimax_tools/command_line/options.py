@@ -33,6 +33,7 @@ import torch
 
 from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.console import remember_debug, remember_json, show_progress
+from minimax_tools.command_line.remote_paths import OutputPath
 from minimax_tools.dumps.formats import FORMATS
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.opening import DumpReading
@@ -166,8 +167,8 @@ def _model_option(*, required: bool) -> Callable[[Command], Command]:
         "--model",
         envvar="MM2_MODEL",
         required=required,
-        metavar="FOLDER|HUB_ID",
-        help="Checkpoint: a folder or a hub id [env: MM2_MODEL].",
+        metavar="FOLDER|HUB_ID|S3_ADDRESS",
+        help="Checkpoint: a folder, a hub id or s3://bucket/folder [env: MM2_MODEL].",
     )
 
 
@@ -186,8 +187,8 @@ _folder_options = stack_options(
     captures_option,
     click.option(
         "--output-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Capture directory of this run. Default: one under --captures.",
+        type=OutputPath(),
+        help="Capture directory of this run, or an address such as s3://bucket/folder. Default: one under --captures.",
     ),
 )
 # For searches, which keep a record of their runs and begin anew with --anew.

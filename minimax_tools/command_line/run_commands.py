@@ -13,6 +13,7 @@ from typing import Any
 
 from minimax_tools.capture.kept_runs import is_numbered
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
 from minimax_tools.command_line.options import DEFAULT_CAPTURES
@@ -58,8 +59,8 @@ class RunCommands:
             return None
         return cls(
             model=model or named[0],
-            golden=str(golden.directory),
-            run=str(run.directory),
+            golden=address_of(golden.directory),
+            run=address_of(run.directory),
             port=made,
             golden_run=None if golden_made is None else golden_made.run,
             is_whole_port=run.read_passes() is not None,

@@ -5,6 +5,8 @@
 - `plan`: a model divided among machines; `plan_text`: the plan as text and as JSON
 - `extract`: slices cut out of a checkpoint
 - `fetch`: a slice fetched from a hub
+- `memory`: the bytes of a checkpoint, and what it takes in memory
+- `cache`: what was fetched from remote addresses
 - `verify`: the proof that each node loads its slice
 - `options`: options that several of them share
 """

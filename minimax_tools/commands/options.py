@@ -41,6 +41,12 @@ plan_option = click.option(
     required=True,
     help="Plan file, written by mm2-split plan.",
 )
+newest_plan_option = click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Plan file, written by mm2-split plan. Default: the newest one in this folder.",
+)
 plan_model_option = click.option(
     "--model", metavar="FOLDER|HUB_ID", help="Checkpoint: a folder or a hub id. Default: the plan's."
 )

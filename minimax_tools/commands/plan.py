@@ -11,7 +11,7 @@ import torch
 from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import dtype_option, model_option, output_options
 from minimax_tools.commands.plan_text import describe_plan, plan_values
-from minimax_tools.hub.checkpoint_folder import is_on_hub
+from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
@@ -100,16 +100,20 @@ def plan_command(
     plan.validate(source.entries, source.architecture, folder=source.folder)
     if output is not None:
         plan.write(output)
-    following = () if output is None else _get_slices(output, plan, is_on_hub=is_on_hub(model))
+    following = (
+        ()
+        if output is None
+        else _get_slices(output, plan, is_here=not (is_on_hub(model) or is_in_bucket(model)))
+    )
     if as_json:
         print_json(plan_values(plan, cost, output=output), next_commands=following)
     else:
         print_text(describe_plan(plan, cost, output=output), next_commands=following)
 
 
-def _get_slices(plan_file: Path, plan: PartitionPlan, *, is_on_hub: bool) -> tuple[str, ...]:
-    """Return the commands that give each node its slice: fetched from the hub, or cut out of the checkpoint."""
-    if not is_on_hub:
+def _get_slices(plan_file: Path, plan: PartitionPlan, *, is_here: bool) -> tuple[str, ...]:
+    """Return the commands that give each node its slice: fetched from where the model is, or cut out of the folder."""
+    if is_here:
         return (shlex.join(("mm2-split", "extract", "--plan", str(plan_file), "--all-nodes")),)
     return tuple(
         shlex.join(("mm2-split", "fetch", "--plan", str(plan_file), "--node", slice_.node.name))

@@ -5,11 +5,12 @@ A part is what a plan does not divide, such as the embedding or a layer. A slice
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.command_line.table import align_columns
 from minimax_tools.errors import format_count
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.size import format_size
@@ -30,8 +31,16 @@ def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) 
     blocks = [
         f"{plan.model}: {format_count(plan.num_hidden_layers, 'layer')} on {len(plan.used)} of "
         f"{format_count(len(plan.slices), 'node')}, by {plan.planner}",
-        "\n".join(_align_columns([_NODE_COLUMNS, *(_node_row(plan, slice_) for slice_ in plan.slices)])),
-        "\n".join(_align_columns([_PART_COLUMNS, *(_part_row(name, part) for name, part in _parts(cost))])),
+        "\n".join(
+            align_columns(
+                [_NODE_COLUMNS, *(_node_row(plan, slice_) for slice_ in plan.slices)], words=_WORD_COLUMNS
+            )
+        ),
+        "\n".join(
+            align_columns(
+                [_PART_COLUMNS, *(_part_row(name, part) for name, part in _parts(cost))], words=_WORD_COLUMNS
+            )
+        ),
         "\n".join((*_describe_files(plan), *_notes(plan))),
     ]
     if output is not None:
@@ -160,14 +169,3 @@ def _slowest(plan: PartitionPlan) -> Slice | None:
     if any(slice_.seconds_per_token is None for slice_ in plan.used):
         return None
     return max(plan.used, key=lambda slice_: slice_.seconds_per_token or 0.0)
-
-
-def _align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows as lines with aligned columns; the first row has the titles."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if title in _WORD_COLUMNS else cell.rjust(width)
-            for title, cell, width in zip(rows[0], row, widths, strict=True)
-        ]
-        yield "  ".join(cells).rstrip()

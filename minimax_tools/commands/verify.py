@@ -17,15 +17,20 @@ from minimax_tools.command_line.console import (
     shows_pictures,
 )
 from minimax_tools.command_line.options import output_options
-from minimax_tools.commands.options import plan_model_option, plan_option
+from minimax_tools.commands.options import newest_plan_option, plan_model_option
+from minimax_tools.errors import UsageError, list_names
 from minimax_tools.json_codec import encode
 from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.slices.cut import DEFAULT_FOLDER
 from minimax_tools.slices.verification_text import render_details, render_summary
 from minimax_tools.slices.verify import verify
 
+# Nodes that a message names.
+_MAX_NAMED = 8
+
 
 @click.command("verify", cls=Mm2Command)
-@plan_option
+@newest_plan_option
 @click.option(
     "--node", "nodes", multiple=True, metavar="NAME", help="Node to verify. Repeat for several. Default: all."
 )
@@ -33,7 +38,8 @@ from minimax_tools.slices.verify import verify
 @click.option(
     "--slices",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Parent folder of the slices. Every byte in it is compared with the checkpoint.",
+    help="Parent folder of the slices. Every byte in it is compared with the checkpoint. Default: none; without --plan "
+    f"./{DEFAULT_FOLDER}, if it is there.",
 )
 @click.option(
     "--records",
@@ -45,7 +51,7 @@ from minimax_tools.slices.verify import verify
 @click.pass_context
 def verify_command(
     context: click.Context,
-    plan_file: Path,
+    plan_file: Path | None,
     nodes: tuple[str, ...],
     model: str | None,
     slices: Path | None,
@@ -55,10 +61,18 @@ def verify_command(
 ) -> None:
     """Prove that each node loads its own slice, that the slices make up the model, and that no byte is wrong.
 
-    Exits with 1 if a verdict fails.
+    Exits with 1 if a verdict fails. Without --plan, the newest plan in this folder is verified, and of the nodes those
+    that have a slice here.
 
     Example: mm2-split verify --plan plan.json --slices model_shards
     """
+    if plan_file is None:
+        plan_file = _find_newest_plan(Path())
+        if slices is None and DEFAULT_FOLDER.is_dir():
+            slices = DEFAULT_FOLDER
+        nodes = nodes or _find_sliced_nodes(plan_file, slices)
+        of_nodes = f", slices of {list_names(list(nodes), most=_MAX_NAMED)} in {slices}" if nodes else ""
+        click.echo(f"Newest plan here: {plan_file}{of_nodes}", err=True)
     plan = PartitionPlan.read(plan_file)
     verification = verify(plan, nodes=nodes, model=model, slices=slices, records=records)
     # With every section the output names the tensors and bytes that are wrong.
@@ -70,6 +84,38 @@ def verify_command(
         print_text(render(verification, with_marks=shows_pictures(sys.stdout)), next_commands=following)
     if not verification.holds:
         context.exit(1)
+
+
+def verify_slice_loading() -> None:
+    """Run `verify_slice_loading.py`: `mm2-split verify` with every section."""
+    verify_command(["--verbose", *sys.argv[1:]], prog_name="verify_slice_loading.py")
+
+
+def _find_newest_plan(folder: Path) -> Path:
+    """Return the plan in a folder that was written last.
+
+    Raises:
+        UsageError: There is none.
+    """
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            PartitionPlan.read(path)
+        except UsageError:
+            continue  # another JSON file
+        return path
+    raise UsageError(
+        "there is no plan in this folder",
+        expected="a JSON file that mm2-split plan wrote",
+        next_step="Name one with --plan, or make one: mm2-split plan --output plan.json.",
+    )
+
+
+def _find_sliced_nodes(plan_file: Path, slices: Path | None) -> tuple[str, ...]:
+    """Return the nodes of a plan that have a folder in `slices`; () for none."""
+    if slices is None:
+        return ()
+    names = (slice_.node.name for slice_ in PartitionPlan.read(plan_file).slices)
+    return tuple(name for name in names if (slices / name).is_dir())
 
 
 def _with_all_sections(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -127,7 +127,9 @@ class DumpAssembly:
                     taken = take_stretch(flat, stretch, num_rows=num_tokens.get(step), what=in_pass)
                     # Cloned, so that the pass's whole tensor is freed.
                     tokens[prompt, stretch.start] = taken.reshape(len(taken), *token_shape).clone()
-        return torch.cat([tokens[key] for key in sorted(tokens)])  # by prompt, and by position in it
+        in_order = [tokens[key] for key in sorted(tokens)]  # by prompt, and by position in it
+        self._refuse_other_widths((tuple(taken.shape[1:]) for taken in in_order), what=what)
+        return torch.cat(in_order)
 
     def _read_groups(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str) -> torch.Tensor:
         """Read the real tokens of the groups of passes that the map chose, or of the first pass.
@@ -142,11 +144,23 @@ class DumpAssembly:
                 in_pass = f"{what} in pass {step}"
                 flat, token_shape = _flatten(self.read_pass(site, step, what=in_pass), kind, in_pass)
                 flats.append(flat)
+            self._refuse_other_widths((tuple(flat.shape[-1:]) for flat in flats), what=what)
             pass_rows = group_rows.in_passes([math.prod(flat.shape[:-1]) for flat in flats])
             taken = [of_pass.take(flat, what=what) for flat, of_pass in zip(flats, pass_rows, strict=True)]
             joined = join_passes(taken, [of_pass.lengths for of_pass in pass_rows])
             tokens.append(joined.reshape(len(joined), *token_shape))
         return torch.cat(tokens)
+
+    def _refuse_other_widths(self, shapes: Iterable[tuple[int, ...]], *, what: str) -> None:
+        """Refuse passes whose tokens have values of several shapes."""
+        found = sorted(set(shapes))
+        if len(found) > 1:
+            raise CaptureError(
+                f"{self.found.dump.directory}: {what} has other widths in other passes",
+                expected="one width",
+                found=", ".join("x".join(map(str, shape)) for shape in found),
+                next_step="Name passes of one kind as steps in a map, or leave the site's module out.",
+            )
 
     def _advise_on_passes(self) -> str:
         """Return the next step of an error, for a dump with passes that are not read; empty if all are read."""

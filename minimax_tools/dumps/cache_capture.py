@@ -42,6 +42,7 @@ _PROMPT = re.compile(r"prompt_(\d+)")
 _LAYER = re.compile(r"(.*\.)?layers\.\d+\.self_attn(\..+)?")
 # Site of each half of a layer's pair.
 _HALVES = {Site.K_ROPE: 0, Site.V_PROJ: 1}
+_AGAIN = "Run its KV-cache analysis again, on all prompts."
 _SAME_PROMPTS = "Make the golden with the same prompts, in the same order."
 
 # Keys and values of each layer, [1,K,S,D].
@@ -90,7 +91,13 @@ class CacheCapture(CaptureSource):
                     f"{path} is of other layers than {first_path}",
                     expected=f"{len(first)} layers",
                     found=str(len(cache)),
-                    next_step="Run its KV-cache analysis again, on all prompts.",
+                    next_step=_AGAIN,
+                )
+            if _head_shapes(cache) != _head_shapes(first):
+                raise CaptureError(
+                    f"{path} has other heads than {first_path}",
+                    expected="heads and head_dim of each layer as there",
+                    next_step=_AGAIN,
                 )
         return cls(directory, caches)
 
@@ -171,6 +178,12 @@ def _read_cache(path: Path) -> _Cache:
         if isinstance(name, str) and _LAYER.fullmatch(name):
             layer = find_layer(name)
             assert layer is not None, "the name has a layer's number"
+            if layer in caches:
+                raise CaptureError(
+                    f"{path} holds two caches of layer {layer}",
+                    found=f"{name}, and another before it",
+                    next_step="Leave out the layers of other models, such as a draft model's.",
+                )
             caches[layer] = _check_pair(pair, what=f"{name} in {path}")
     lengths = {keys.shape[2] for keys, _ in caches.values()}
     if len(lengths) != 1:
@@ -187,6 +200,11 @@ def _num_tokens(cache: _Cache) -> int:
     """Return S, the number of tokens that a prompt's cache holds."""
     keys, _ = next(iter(cache.values()))
     return keys.shape[2]
+
+
+def _head_shapes(cache: _Cache) -> dict[int, tuple[int, int]]:
+    """Return K and D of each layer."""
+    return {layer: (keys.shape[1], keys.shape[3]) for layer, (keys, _) in cache.items()}
 
 
 def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,6 +36,8 @@ from minimax_tools.model.sites import ModelSite, Site
 # Sites whose width tells how many ranks divided the heads. Keys and values may be copied on several ranks.
 _QUERY_SITES = (Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT)
 _KEY_SITES = (Site.K_PROJ, Site.K_NORM, Site.V_PROJ)
+# Sites of the hidden size that dumps hold most often.
+_HIDDEN_SITES = (Site.INPUT_NORM, Site.ATTN_DELTA, Site.POST_NORM, Site.MOE_DELTA, Site.OUTPUT)
 
 
 class DumpCapture(PlacedCapture[FoundSite]):
@@ -201,19 +203,25 @@ class DumpCapture(PlacedCapture[FoundSite]):
             return tokens
         return tokens if bool(tokens[:, self._hidden_size :].any()) else tokens[:, : self._hidden_size]
 
-    @cached_property
+    @property
     def _padded_size(self) -> int | None:
-        """The hidden size that the port padded its own to, as its embedding shows; None if it did not."""
-        found_site = self.found.sites.get((None, ModelSite.EMBEDDING))
-        width = 0 if found_site is None else _own_width(found_site)
-        return width if self._hidden_size is not None and width > self._hidden_size else None
+        """The hidden size that the port padded its own to, as its tensors show; None if it did not."""
+        return None if self._padded_site is None else _own_width(self._padded_site)
+
+    @cached_property
+    def _padded_site(self) -> FoundSite | None:
+        """The first site of the hidden size that is wider than the other side's; None without one."""
+        keys = [(layer, site) for layer in self.layers for site in _HIDDEN_SITES]
+        sites = (self.found.sites.get(key) for key in [(None, ModelSite.EMBEDDING), *keys])
+        size = self._hidden_size
+        return next((site for site in sites if site and size is not None and _own_width(site) > size), None)
 
     def _padding_notes(self) -> tuple[str, ...]:
-        if self._padded_size is None or self._hidden_size is None:
+        if self._padded_site is None or self._padded_size is None or self._hidden_size is None:
             return ()
         num_channels = self._padded_size - self._hidden_size
-        embedding = self.found.sites[None, ModelSite.EMBEDDING]
-        first = self._assembly.read_pass(embedding, self.found.passes[0][0], what=str(ModelSite.EMBEDDING))
+        step = min(self._padded_site.terms[0].steps)
+        first = self._assembly.read_pass(self._padded_site, step, what="a tensor of the hidden size")
         if bool(first[..., self._hidden_size :].any()):
             return ()
         return (

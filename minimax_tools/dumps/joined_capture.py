@@ -6,6 +6,7 @@ dump shows what each layer was fed, so the keys and values can be judged.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,19 +15,20 @@ from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.cache_capture import FILE
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import word_layers
 
 # Folder of the dump below the folder with the caches.
 MODULES_FOLDER = Path("tensor_compare", "neuron")
 
 
 class JoinedCapture(CaptureSource):
-    """A dump, with the sites that the caches hold besides; `CaptureSource` describes its methods."""
+    """A dump, with k_rope and v_proj as the caches hold them; `CaptureSource` describes its methods."""
 
     may_omit_inputs = True
 
     def __init__(self, directory: Path, dump: CaptureSource, caches: CaptureSource) -> None:
         self.directory = directory
-        self.notes = (*dump.notes, f"keys and values that no module returns are read from {FILE}")
+        self.notes = (*dump.notes, *_notes(dump, caches))
         self.has_checked_tokens = dump.has_checked_tokens
         self._dump = dump
         self._caches = caches
@@ -50,7 +52,8 @@ class JoinedCapture(CaptureSource):
         return self._dump.model_sites()
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        source = self._dump if site in self._dump.sites(layer) else self._caches
+        # A module's values may be right, and written wrongly into the cache: the cache shows either mistake.
+        source = self._caches if site in self._caches.sites(layer) else self._dump
         return source.read(layer, site)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
@@ -67,3 +70,10 @@ class JoinedCapture(CaptureSource):
 
     def listing(self) -> DumpListing | None:
         return self._dump.listing()
+
+
+def _notes(dump: CaptureSource, caches: CaptureSource) -> Iterator[str]:
+    yield f"k_rope and v_proj are read from {FILE}, whether modules return them or not"
+    others = sorted(set(caches.layers) - set(dump.layers))
+    if others:
+        yield f"{FILE} holds {word_layers(others)} too, of which no module was captured: they are left out"

@@ -1,8 +1,8 @@
 """Last tokens: the rows of a site that a serving engine computes only for the tokens to sample from.
 
-These are the final norm and the logits, which a pass holds for the last token of each prompt in it. A pass is one
-forward pass, a group is several passes that follow each other for the same prompts, and a stretch is consecutive tokens
-of one prompt in one pass.
+These are the final norm and the logits, which a pass holds for the last token of each prompt in it; a decoding pass may
+hold them for all of its rows, padding included. A pass is one forward pass, a group is several passes that follow each
+other for the same prompts, and a stretch is consecutive tokens of one prompt in one pass.
 B prompts, S their padded length, R rows of the site's tensor in one pass, F channels.
 """
 
@@ -34,15 +34,18 @@ class LastToken:
 def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...] | None:
     """Return the tokens whose rows are known, from shapes alone; None if the site has a row for every real token.
 
-    A pass counts only if the site has exactly one row in it for each prompt or request. `found` has the passes, `rows`
-    the prompts' real tokens in them.
+    A pass counts only if the site has exactly one row in it for each prompt or request, or one for each row of a pass
+    that records them. `found` has the passes, `rows` the prompts' real tokens in them.
     """
-    steps = {step for group in found.passes for step in group}
     if rows.stretches:
-        steps = {stretch.step for stretches in rows.stretches for stretch in stretches}
-    if sum(_num_rows(site, step) for step in steps) >= rows.num_tokens:
-        return None
-    tokens = _of_requests(found, rows) if rows.stretches else _of_prompts(found, rows)
+        wanted = [stretch for stretches in rows.stretches for stretch in stretches]
+        if all(_has_all_rows(site, found, stretch.step) for stretch in wanted):
+            return None
+        tokens = _of_requests(site, found, rows)
+    else:
+        if sum(_num_rows(site, step) for group in found.passes for step in group) >= rows.num_tokens:
+            return None
+        tokens = _of_prompts(found, rows)
     return tuple(token for token in tokens if _num_rows(site, token.step) == token.num_rows)
 
 
@@ -85,7 +88,18 @@ def _column(token: LastToken, mask: torch.Tensor) -> int:
     return int(mask[token.prompt].nonzero()[token.position, 0])
 
 
-def _of_requests(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
+def _has_all_rows(site: FoundSite, found: FoundSites, step: str) -> bool:
+    """Decide whether a site has a row for each row of a pass that records its requests."""
+    num_rows, schedule = _num_rows(site, step), found.schedule
+    if schedule is None:
+        return False
+    if step in schedule.num_tokens:
+        return num_rows == schedule.num_tokens[step]
+    stretches = [one for of_request in schedule.stretches.values() for one in of_request if one.step == step]
+    return num_rows >= max(stretch.row + stretch.length for stretch in stretches)
+
+
+def _of_requests(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
     """Return the last token of each request in each pass, for passes that record their requests."""
     schedule = found.schedule
     if schedule is None:
@@ -98,19 +112,25 @@ def _of_requests(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
         for stretch in stretches:
             first_rows[stretch.step].append(stretch.row)
             stops[stretch.step, stretch.row] = stretch.stop
-    return tuple(
-        LastToken(
-            step=stretch.step,
-            row=sorted(first_rows[stretch.step]).index(stretch.row),
-            num_rows=len(first_rows[stretch.step]),
-            prompt=prompt,
-            position=stretch.stop - 1,
-        )
-        for prompt, stretches in enumerate(rows.stretches)
-        for stretch in stretches
-        # `rows` ends where the prompt does. If the request has more tokens in this pass, its row is of a later token.
-        if stops[stretch.step, stretch.row] == stretch.stop
-    )
+    tokens = []
+    for prompt, stretches in enumerate(rows.stretches):
+        for stretch in stretches:
+            has_all_rows = _has_all_rows(site, found, stretch.step)
+            # `rows` ends where the prompt does. If the request has more tokens in this pass, its row is of a later one.
+            if not has_all_rows and stops[stretch.step, stretch.row] != stretch.stop:
+                continue
+            row = sorted(first_rows[stretch.step]).index(stretch.row)
+            num_rows = len(first_rows[stretch.step])
+            tokens.append(
+                LastToken(
+                    step=stretch.step,
+                    row=stretch.row + stretch.length - 1 if has_all_rows else row,
+                    num_rows=_num_rows(site, stretch.step) if has_all_rows else num_rows,
+                    prompt=prompt,
+                    position=stretch.stop - 1,
+                )
+            )
+    return tuple(tokens)
 
 
 def _of_prompts(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:

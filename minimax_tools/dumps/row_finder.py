@@ -42,7 +42,7 @@ def find_rows(assembly: DumpAssembly, names: NameMap, *, other: OtherSide | None
     schedule = assembly.found.schedule
     if schedule is not None:
         requests = names.requests
-        if not requests and other is not None:
+        if not requests and other is not None and not _tell_requests(schedule, other.lengths):
             requests = _find_requests(assembly, names, schedule, other)
         lengths = names.lengths or other_lengths
         lengths = lengths or tuple(schedule.length(name) for name in requests or schedule.requests)
@@ -83,6 +83,12 @@ def _scheduled_rows(
         for request, length in zip(requests, lengths, strict=True)
     )
     return TokenRows(lengths=lengths, padding=names.padding, is_packed=True, stretches=stretches)
+
+
+def _tell_requests(schedule: Schedule, lengths: tuple[int, ...]) -> bool:
+    """Decide whether lengths alone tell the requests: there are no others, and each has a length of its own."""
+    held = [schedule.length(request) for request in schedule.requests]
+    return len(set(held)) == len(held) and not schedule.broken and sorted(held) == sorted(lengths)
 
 
 def _find_requests(

@@ -106,6 +106,8 @@ class Schedule:
     # Errors to raise if one of these requests is meant: a token of it, or of one beside it in a pass, was computed in
     # no pass or in two.
     broken: Mapping[str, CaptureError] = field(default_factory=dict)
+    # Labels of passes that are not read: a longer one has tokens of the same request from its first on.
+    repeated: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, passes: Iterable[PassRecord]) -> Schedule:
@@ -137,7 +139,11 @@ class Schedule:
                 broken |= {request: broken.get(request, errors[0]) for request in record.requests}
         if broken and len(broken) == len(joined):
             raise next(iter(broken.values()))
+        read = {stretch.step for stretches in joined.values() for stretch in stretches}
         return cls(
+            repeated=frozenset(
+                record.step for record in passes if record.requests and record.step not in read
+            ),
             stretches={request: joined[request] for request in joined if request not in broken},
             broken=broken,
             num_tokens={record.step: len(record.positions) for record in passes if not record.ends},

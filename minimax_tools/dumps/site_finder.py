@@ -42,7 +42,7 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
         CaptureError: The map names a place or a pass that the dump does not hold, or a place fits two modules.
     """
     schedule, not_joined = _find_schedule(dump, names)
-    passes = (dump.steps,) if schedule is not None else _choose_passes(dump, names)
+    passes = _choose_passes(dump, names, schedule)
     wanted = frozenset(step for group in passes for step in group)
     num_ranks = names.num_ranks or dump.num_ranks
     zeros: list[DumpPiece] = []  # pieces that stand for a tensor that the tool did not find
@@ -262,8 +262,10 @@ def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
         return None, str(error)
 
 
-def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of passes that the map names; else the dump's first pass alone."""
+def _choose_passes(dump: Dump, names: NameMap, schedule: Schedule | None) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of passes that the schedule joins, or the map names; else the dump's first pass alone."""
+    if schedule is not None:
+        return (tuple(step for step in dump.steps if step not in schedule.repeated),)
     unknown = [step for group in names.steps for step in group if step not in dump.steps]
     if unknown:
         raise CaptureError(
@@ -352,7 +354,12 @@ def _names_nothing(
 
 def _notes(found: FoundSites, names: NameMap, zeros: Sequence[DumpPiece]) -> Iterator[str]:
     """Yield sentences on how the dump is read, for the reader of a comparison."""
-    if found.left:
+    if found.left and found.schedule is not None:
+        yield (
+            f"{_some(found.left)}: not read, because a longer pass has tokens of the same request from its first on, "
+            "as in a run without a cache"
+        )
+    elif found.left:
         read = [step for group in found.passes for step in group]
         yield (
             f"of {len(read) + len(found.left)} passes {', '.join(read)} is read, not {_some(found.left)}: "

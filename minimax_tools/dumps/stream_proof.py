@@ -8,7 +8,8 @@ layer's module returns is the layer's output if it passes one of two tests:
 | sum | the stream before the layer plus both deltas, but for rounding |
 | norm | what the norm behind the layer returns, but for a scale of each token and of each channel |
 
-If it passes neither, the sum itself is taken, if it passes the test of the norm. Right and wrong ports pass alike: the
+If it passes neither, the sum itself is taken, if it passes the test of the norm. That test proves nothing if the tokens
+are all alike, as in a warm-up: one scale of each channel fits any tensor then. Right and wrong ports pass alike: the
 tests tell what a tensor is, not whether its values are right.
 T real tokens of one pass, H hidden.
 """
@@ -31,6 +32,9 @@ from minimax_tools.model.span import word_layers
 
 # With fewer tokens a norm's scales fit any tensor; more cost time and prove nothing else.
 _LEAST_TOKENS, _MOST_TOKENS = 8, 256
+# Share of the values that are still equal if each token is taken for its neighbour: with more, the tokens are so alike
+# that a norm's scales fit any tensor.
+_MOST_ALIKE = 0.5
 # BF16 rounds a value by up to 2⁻⁸ of it. A norm rounds twice.
 _ROUNDING = 2.0**-7
 # Share of the values that must be equal but for rounding.
@@ -50,8 +54,10 @@ class _Stream:
     site: FoundSite  # where it lies in the dump
     values: torch.Tensor  # [T,H], in the dump's dtype
 
-    def plus(self, other: _Stream) -> _Stream:
-        """Return the stream behind an addition."""
+    def plus(self, other: _Stream) -> _Stream | None:
+        """Return the stream behind an addition; None if the other has another shape."""
+        if self.values.shape != other.values.shape:
+            return None
         total = self.values.to(torch.float32) + other.values.to(torch.float32)
         return _Stream(
             site=FoundSite(terms=self.site.terms + other.site.terms, is_running_sum=True),
@@ -62,14 +68,15 @@ class _Stream:
 def prove_stream(found: FoundSites) -> FoundSites:
     """Return the sites with the outputs, and the stream behind attention, that the dump's values prove.
 
-    One pass is read, and none if these sites of all layers were found by name. What cannot be read proves nothing: a
-    damaged file is an error when its site is read.
+    One pass is read, of others the embedding alone, and nothing if these sites of all layers were found by name. What
+    cannot be read proves nothing: a damaged file is an error when its site is read.
     """
     layers = sorted({layer for layer, site in found.sites if layer is not None and site in _DELTAS})
-    step = _choose_step(found)
-    if step is None or all((layer, site) in found.sites for layer in layers for site in _STREAM):
+    if all((layer, site) in found.sites for layer in layers for site in _STREAM):
         return found
-    prover = _Prover(found, step=step)
+    prover = _choose_prover(found)
+    if prover is None:
+        return found
     for layer in layers:
         prover.follow(layer)
     used = {term.module for site in prover.proved.values() for term in site.terms}
@@ -96,6 +103,13 @@ class _Prover:
         self.reasons: dict[str, list[int]] = defaultdict(list)
         self.unproved: list[int] = []  # layers whose output nothing proved
 
+    @property
+    def has_enough_tokens(self) -> bool:
+        """True if the pass has enough different tokens to prove by, as far as their embeddings tell."""
+        if self._stream is None:
+            return (None, ModelSite.EMBEDDING) not in self._found.sites
+        return len(self._stream.values.to(torch.float32).unique(dim=0)) >= _LEAST_TOKENS
+
     def follow(self, layer: int) -> None:
         """Prove what can be proved of one layer; layers come in ascending order."""
         if layer != self._next_layer:
@@ -104,6 +118,7 @@ class _Prover:
         before, behind = self._stream, None
         if before is not None and attention is not None:
             behind = before.plus(attention)
+        if behind is not None:
             self._prove_residual(layer, behind)
         total = None if behind is None or experts is None else behind.plus(experts)
         self._stream = self._read((layer, Site.OUTPUT)) or self._prove_output(layer, total)
@@ -175,14 +190,21 @@ def _is_normed(stream: _Stream, normed: _Stream) -> bool:
     if values.shape != result.shape:
         return False
     is_finite = (values.isfinite() & result.isfinite()).all(dim=-1)
-    values, result = values[is_finite], result[is_finite]
+    is_real = is_finite & (values != 0).any(dim=-1)  # a token of zeros fits any scale
+    values, result = values[is_real], result[is_real]
     if len(values) < _LEAST_TOKENS:
         return False
     unscaled = values * values.square().mean(dim=-1, keepdim=True).clamp(min=1e-30).rsqrt()
+    is_alike = _scaled_share(unscaled.roll(1, dims=0), result) > _MOST_ALIKE
+    return not is_alike and _scaled_share(unscaled, result) >= _LEAST_SHARE
+
+
+def _scaled_share(unscaled: torch.Tensor, result: torch.Tensor) -> float:
+    """Return the share of equal values of two tensors [T,H], the first scaled by the weight [H] that fits best."""
     weight = (unscaled * result).sum(dim=0) / unscaled.square().sum(dim=0).clamp(min=1e-30)
     fitted = unscaled * weight
     is_equal = (result - fitted).abs() <= _ROUNDING * fitted.abs()
-    return _share(is_equal, result, fitted) >= _LEAST_SHARE
+    return _share(is_equal, result, fitted)
 
 
 def _share(is_equal: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> float:
@@ -191,19 +213,26 @@ def _share(is_equal: torch.Tensor, first: torch.Tensor, second: torch.Tensor) ->
     return float(is_equal[counts].double().mean()) if bool(counts.any()) else 0.0
 
 
-def _choose_step(found: FoundSites) -> str | None:
-    """Return the smallest pass with enough tokens to prove by, else the largest; None without passes."""
-    steps = list(dict.fromkeys(step for group in found.passes for step in group))
+def _choose_prover(found: FoundSites) -> _Prover | None:
+    """Return a prover in the smallest pass with enough tokens, else in the largest; None without passes."""
+    num_tokens = _count_tokens(found)
+    enough = [step for step in num_tokens if num_tokens[step] >= _LEAST_TOKENS]
+    provers = (_Prover(found, step=step) for step in sorted(enough, key=num_tokens.__getitem__))
+    chosen = next((prover for prover in provers if prover.has_enough_tokens), None)
+    if chosen is None and num_tokens:
+        return _Prover(found, step=max(num_tokens, key=num_tokens.__getitem__))
+    return chosen
+
+
+def _count_tokens(found: FoundSites) -> dict[str, int]:
+    """Count the real tokens of each pass; if the dump does not tell them, take the first pass to have enough."""
     if found.schedule is None:
-        return steps[0] if steps else None
+        return dict.fromkeys([step for group in found.passes for step in group][:1], _LEAST_TOKENS)
     num_tokens: dict[str, int] = defaultdict(int)
     for stretches in found.schedule.stretches.values():
         for stretch in stretches:
             num_tokens[stretch.step] += stretch.length
-    if not num_tokens:
-        return None
-    enough = [step for step in num_tokens if num_tokens[step] >= _LEAST_TOKENS]
-    return min(enough, key=num_tokens.__getitem__) if enough else max(num_tokens, key=num_tokens.__getitem__)
+    return num_tokens
 
 
 def _real_rows(found: FoundSites, step: str) -> torch.Tensor | None:

@@ -112,6 +112,8 @@ def usual_places(
     if format_name == "vllm-neuron":
         # It keeps the first of several outputs. `stream_proof` finds out whether that is a layer's whole output.
         places[Site.OUTPUT] = ()
+        # Ranks may add up o_proj's outputs behind the module: what attention itself returns is the sum.
+        places[Site.ATTN_DELTA] = tuple(reversed(places[Site.ATTN_DELTA]))
         for site in Site:
             # A tensor that the model's code gives to `capture_tensor` under the site's name.
             by_hand = (SitePlace.parse(f"manual.{_LAYER}.{site}"),)

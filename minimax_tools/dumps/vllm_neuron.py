@@ -10,6 +10,7 @@ decoding writes two such trees, `target/` and `draft/`.
 | a pass without tensors (warm-up, or metadata alone) | left out |
 | `draft/` beside `target/` | left out |
 | `manual.q_rope`, `manual.q_rope_1`, … (`capture_tensor` in each layer) | `manual.layers.{n}.q_rope` |
+| a request's name in several replicas, each of which counts its own | `dp0/NAME`, `dp1/NAME` |
 """
 
 from __future__ import annotations
@@ -97,6 +98,9 @@ def _notes(directory: Path, root: Path, *, num_empty: int) -> Iterator[str]:
     if root != directory:
         others = f"; {_DRAFT}/ is another model's" if (directory / _DRAFT).is_dir() else ""
         yield f"{_TARGET}/ is read{others}"
+        if beside := len(_passes(directory)):
+            words = "pass" if beside == 1 else "passes"
+            yield f"not read: {beside} {words} beside {_TARGET}/"
 
 
 def _name_by_layer(pieces: Iterable[DumpPiece]) -> tuple[tuple[DumpPiece, ...], tuple[str, ...]]:
@@ -128,7 +132,25 @@ def _read_records(passes: list[_Pass]) -> tuple[PassRecord, ...]:
     """Read the metadata beside each pass; nothing if any pass has none."""
     if not all(one.metadata_path.exists() for one in passes):
         return ()
-    return tuple(_read_record(one) for one in passes)
+    return _name_by_replica(tuple(_read_record(one) for one in passes))
+
+
+def _name_by_replica(records: tuple[PassRecord, ...]) -> tuple[PassRecord, ...]:
+    """Put the replica into the names of requests if several replicas have one of the same name."""
+    replicas: dict[str, set[int]] = defaultdict(set)
+    for record in records:
+        for request in record.requests:
+            replicas[request].add(record.replica[0])
+    if all(len(found) == 1 for found in replicas.values()):
+        return records
+    return tuple(
+        replace(
+            record,
+            # With several replicas, the label of a pass begins with its replica's folder.
+            requests=tuple(f"{record.step.partition('/')[0]}/{request}" for request in record.requests),
+        )
+        for record in records
+    )
 
 
 def _read_record(one: _Pass) -> PassRecord:

@@ -1,6 +1,7 @@
 """Files of a Hugging Face hub's repository, fetched and verified.
 
 - `checkpoint_folder`: the folder of a checkpoint, local or fetched; other rooms begin here
+- `dataset_folder`: a folder in a dataset; folders at addresses of any scheme
 - `snapshot`: one commit's files in the cache
 - `headers`: safetensors headers of shards that are not here
 - `ranges`: byte ranges of single files

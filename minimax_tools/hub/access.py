@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.text_enum import TextEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,26 @@ class HubAccess:
         )
 
 
+class RepositoryKind(TextEnum):
+    """The kinds of a hub's repositories that mm2 reads."""
+
+    MODEL = "model"
+    DATASET = "dataset"
+
+    @property
+    def option(self) -> str:
+        """The option of a command that takes a folder in place of such a repository."""
+        return "--model" if self is RepositoryKind.MODEL else "--golden"
+
+    @property
+    def pattern(self) -> str:
+        """The form of such a repository's name with a revision."""
+        return "owner/name@revision" if self is RepositoryKind.MODEL else "hf://datasets/owner/name@revision"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
-    """A file of a hub model. Size and hash are None if the hub does not tell them, or is not asked."""
+    """A file of a repository. Size and hash are None if the hub does not tell them, or is not asked."""
 
     name: str  # path in the repository
     size_bytes: int | None
@@ -62,17 +80,18 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubCommit:
-    """A commit of a hub model, and its place in the cache."""
+    """A commit of a hub's model or dataset, and its place in the cache."""
 
     model: str  # `owner/name`
     revision: str  # branch, tag or commit that was asked for
     commit: str  # commit of that revision; the revision itself while it is not known
     access: HubAccess  # access to the hub
+    kind: RepositoryKind = RepositoryKind.MODEL
 
     @property
     def cache(self) -> Path:
-        """Folder of this model in the cache."""
-        return self.access.cache_dir / f"models--{self.model.replace('/', '--')}"
+        """Folder of this repository in the cache."""
+        return self.access.cache_dir / f"{self.kind}s--{self.model.replace('/', '--')}"
 
     @property
     def folder(self) -> Path:

@@ -1,14 +1,15 @@
-"""The folder of a checkpoint: a local one, or that of a hub model, which is fetched.
+"""The folder of a checkpoint: a local one, or that of a hub model or of a bucket of S3, which is fetched.
 
-A hub id is `owner/name` or `owner/name@revision`. Only shards with wanted layers are fetched. A folder wins over a hub
-id of the same name. Functions that take a model raise CheckpointError if there is no such folder, or the hub does not
-give the model.
+A hub id is `owner/name` or `owner/name@revision`, with `hf://` before it or not; a folder in a bucket is
+`s3://bucket/folder`. Only shards with wanted layers are fetched. A folder wins over a hub id of the same name.
+Functions that take a model raise CheckpointError if there is no such folder, or the hub does not give the model, and
+RemoteError if S3 does not.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,9 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
 from minimax_tools.model.config_file import CONFIG_FILE
 from minimax_tools.model.weight_names import layer_of
+from minimax_tools.remote.address import RemoteAddress
+from minimax_tools.remote.checkpoint import RemoteCheckpoint
+from minimax_tools.remote.s3_folder import S3Folder
 from minimax_tools.torch_files.whole_module import refuse_pickled_module
 
 Result = TypeVar("Result")
@@ -35,6 +39,7 @@ _INDEX_FILES = {SAFETENSORS_SUFFIX: INDEX_FILE, ".bin": PICKLED_INDEX_FILE}
 _NUMBERED = re.compile(r".*-of-\d+\.\w+")
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w][\w./-]*))?")
 _DEFAULT_REVISION = "main"
+_HUB_PREFIX, _BUCKET_PREFIX = "hf://", "s3://"
 
 
 def resolve_model(model: str, *, layers: range | None = None, access: HubAccess | None = None) -> Path:
@@ -49,18 +54,27 @@ def resolve_model(model: str, *, layers: range | None = None, access: HubAccess 
     Raises:
         CheckpointError: The folder is missing, or the hub did not give the model.
     """
+    if (remote := _find_remote(model)) is not None:
+        return _fetch_remote(remote, layers)
     folder = _find_folder(model)
     return folder or _on_snapshot(model, access, lambda snapshot: _fetch_model(snapshot, layers))
 
 
 def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
     """Return the folder of a checkpoint; of a hub model only config, index and tokenizer are fetched."""
+    if (remote := _find_remote(model)) is not None:
+        return _describe_remote(remote)
     return _find_folder(model) or _on_snapshot(model, access, _fetch_description)
 
 
 def is_on_hub(model: str) -> bool:
     """Decide whether `model` is a hub id: an existing folder of that name wins."""
-    return _find_folder(model) is None
+    return _find_folder(model) is None and not is_in_bucket(model)
+
+
+def is_in_bucket(model: str) -> bool:
+    """Decide whether `model` is the address of a folder in a bucket."""
+    return model.startswith(_BUCKET_PREFIX)
 
 
 def work_on_hub(
@@ -85,6 +99,8 @@ def work_on_hub(
 
 def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...]:
     """Return the sorted names of the model's files; offline, of its cached files."""
+    if (remote := _find_remote(model)) is not None:
+        return tuple(sorted(remote.files))
     folder = _find_folder(model)
     if folder is None:
         return _on_snapshot(model, access, lambda snapshot: tuple(sorted(snapshot.files)))
@@ -98,6 +114,8 @@ def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = 
         CheckpointError: The model, or one of its files, is missing.
     """
     wanted = tuple(names)
+    if (remote := _find_remote(model)) is not None:
+        return remote.fetch(wanted)
     folder = _find_folder(model)
     if folder is None:
         return _on_snapshot(model, access, lambda snapshot: snapshot.fetch(wanted))
@@ -119,30 +137,71 @@ def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
     Raises:
         CheckpointError: The model holds no weights, or its index is damaged.
     """
+    place = f"the hub's model {snapshot.commit.model}"
+    return _choose_shards(snapshot.files, snapshot.folder, layers, is_listed=snapshot.is_listed, place=place)
+
+
+def _choose_shards(
+    files: Collection[str], folder: Path, layers: range | None, *, is_listed: bool, place: str
+) -> set[str]:
+    """Return the shards among `files`, names of which the index is in `folder`; see `find_shards`."""
     for suffix, index_file in _INDEX_FILES.items():
-        shards = {name for name in snapshot.files if "/" not in name and name.endswith(suffix)}
-        if index_file in snapshot.files:
-            weight_map = read_weight_map(snapshot.folder / index_file)
+        shards = {name for name in files if "/" not in name and name.endswith(suffix)}
+        if index_file in files:
+            weight_map = read_weight_map(folder / index_file)
             # `layer_of` is None for a tensor outside all layers.
             return {
                 file
                 for name, file in weight_map.items()
                 if layers is None or layer_of(name) in (None, *layers)
             }
-        if shards and not snapshot.is_listed and any(map(_NUMBERED.fullmatch, shards)):
+        if shards and not is_listed and any(map(_NUMBERED.fullmatch, shards)):
             # Only the index, which the cache lacks, tells all shards.
             return {*shards, index_file}
         if shards:
             return shards
-    if snapshot.is_listed:
+    if is_listed:
         raise CheckpointError(
-            f"the hub's model {snapshot.commit.model} holds no weights",
+            f"{place} holds no weights",
             expected="safetensors shards",
-            found=f"{len(snapshot.files)} other files",
+            found=f"{len(files)} other files",
             next_step="Check the id. Other weight formats, such as GGUF, are not read.",
         )
     # The cache holds no shard at all.
     return {INDEX_FILE}
+
+
+def _find_remote(model: str) -> RemoteCheckpoint | None:
+    """Return the checkpoint at an address of S3; None if `model` is no such address."""
+    if not is_in_bucket(model):
+        return None
+    return RemoteCheckpoint.open(S3Folder(address=RemoteAddress.parse(model)))
+
+
+def find_bucket_shards(model: str) -> tuple[RemoteCheckpoint, set[str]]:
+    """Return the checkpoint at an address of S3, with its description fetched, and the names of all its shards.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it holds no weights.
+        RemoteError: S3 refuses, or does not answer.
+    """
+    checkpoint = _find_remote(model)
+    if checkpoint is None:
+        raise UsageError(f"{model} is no address of S3", next_step="Give s3://bucket/folder.")
+    folder = _describe_remote(checkpoint)
+    return checkpoint, _choose_shards(checkpoint.files, folder, None, is_listed=True, place=model)
+
+
+def _fetch_remote(checkpoint: RemoteCheckpoint, layers: range | None) -> Path:
+    folder = _describe_remote(checkpoint)
+    place = str(checkpoint.source.address)
+    checkpoint.fetch(_choose_shards(checkpoint.files, folder, layers, is_listed=True, place=place))
+    return folder
+
+
+def _describe_remote(checkpoint: RemoteCheckpoint) -> Path:
+    checkpoint.fetch(_describing(checkpoint.files) | {CONFIG_FILE})
+    return checkpoint.folder
 
 
 def _find_folder(model: str) -> Path | None:
@@ -154,7 +213,7 @@ def _find_folder(model: str) -> Path | None:
 
 def _on_snapshot(model: str, access: HubAccess | None, work: Callable[[HubSnapshot], Result]) -> Result:
     """Parse the hub id `model`, and return the result of `work` on its snapshot."""
-    match = _HUB_ID.fullmatch(model)
+    match = _HUB_ID.fullmatch(model.removeprefix(_HUB_PREFIX))
     if match is None or ".." in model:
         refuse_pickled_module(Path(model).expanduser())
         raise CheckpointError(
@@ -177,6 +236,10 @@ def _fetch_model(snapshot: HubSnapshot, layers: range | None) -> Path:
 
 def _fetch_description(snapshot: HubSnapshot) -> Path:
     """Fetch config, index and tokenizer, and return the snapshot's folder."""
-    names = {name for name in snapshot.files if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)}
-    snapshot.fetch(names | {CONFIG_FILE})
+    snapshot.fetch(_describing(snapshot.files) | {CONFIG_FILE})
     return snapshot.folder
+
+
+def _describing(files: Collection[str]) -> set[str]:
+    """Return the names of the files for tokenizers and loaders."""
+    return {name for name in files if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)}

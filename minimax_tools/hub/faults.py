@@ -32,6 +32,10 @@ _RATE_LIMIT = re.compile(r"r=0\b.*?\bt=(\d+)")
 _MAX_FOUND_LENGTH = 300
 
 
+class NoRepositoryError(CheckpointError):
+    """A repository, or a revision of it, that the hub does not have."""
+
+
 class BrokenTransferError(ConnectionError):
     """A body that is shorter or longer than announced."""
 
@@ -134,14 +138,15 @@ def translate(error: BaseException, commit: HubCommit, *, file: str | None = Non
     if isinstance(error, CheckpointError):
         return error
     model, access = commit.model, commit.access
-    subject = f"{file} of {model}" if file else f"the hub's model {model}"
+    subject = f"{file} of {model}" if file else f"the hub's {commit.kind} {model}"
     found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
     if is_transient(error):
         return CheckpointError(
             f"{subject} could not be fetched: {access.endpoint} does not answer, or breaks off",
             found=found,
             next_step="Check the network and HF_ENDPOINT and run again: received data is kept, and fetching "
-            "goes on from there. Or fetch it with `hf download` elsewhere and give --model the folder.",
+            "goes on from there. Or fetch it with `hf download` elsewhere and give "
+            f"{commit.kind.option} the folder.",
         )
     if _library(error) == "builtins" and isinstance(error, OSError):
         return CheckpointError(
@@ -150,7 +155,8 @@ def translate(error: BaseException, commit: HubCommit, *, file: str | None = Non
             next_step="Make room there or mend its permissions, or set HF_HOME to another disk.",
         )
     reason, next_step = _explain(error, commit, file)
-    return CheckpointError(
+    is_absent = type(error).__name__ in ("RepositoryNotFoundError", "RevisionNotFoundError")
+    return (NoRepositoryError if is_absent else CheckpointError)(
         f"{subject} could not be fetched from {access.endpoint}: {reason}", found=found, next_step=next_step
     )
 
@@ -160,11 +166,12 @@ def _explain(error: BaseException, commit: HubCommit, file: str | None) -> tuple
     kind, status = type(error).__name__, _status(error)
     model, endpoint = commit.model, commit.access.endpoint
     check_id = (
-        "Check the id (no folder of that name is here either); for a private model log in with "
+        "Check the id (no folder of that name is here either); for a private one log in with "
         "`hf auth login` or set HF_TOKEN to a valid token."
     )
     check_endpoint = (
-        "Check HF_ENDPOINT and the proxy, or fetch it with `hf download` and give --model the folder."
+        "Check HF_ENDPOINT and the proxy, or fetch it with `hf download` and give "
+        f"{commit.kind.option} the folder."
     )
     if kind == "GatedRepoError":
         return (
@@ -174,13 +181,13 @@ def _explain(error: BaseException, commit: HubCommit, file: str | None) -> tuple
     if kind == "RevisionNotFoundError":
         return (
             f"it has no revision {commit.revision!r}",
-            "Name a branch, a tag or a whole commit of it: --model owner/name@revision.",
+            f"Name a branch, a tag or a whole commit of it: {commit.kind.option} {commit.kind.pattern}.",
         )
     if kind in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
         reason = f"revision {commit.revision!r} has no file {file!r}"
         return reason, check_id if status in (401, 403, 404) else check_endpoint
     if kind == "RepositoryNotFoundError" or status == 404:
-        return "there is no model of that id, or it is private and hidden from this token", check_id
+        return f"there is no {commit.kind} of that id, or it is private and hidden from this token", check_id
     if status == 401:
         return "the hub wants a valid token", check_id
     if status == 403:

@@ -1,4 +1,4 @@
-"""A snapshot of a hub model: one commit and its files, as the hub lists them or the cache holds them."""
+"""A snapshot of a hub's model or dataset: one commit and its files, as the hub lists them or the cache holds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from minimax_tools.errors import CheckpointError, list_names
-from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, hub_tools
+from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind, hub_tools
 from minimax_tools.hub.faults import Attempts, is_transient, translate
 from minimax_tools.hub.transfer import HubTransfer
 from minimax_tools.machine.size import format_size
@@ -75,7 +75,8 @@ class HubSnapshot:
             f"the cache at {self.commit.access.cache_dir} lacks {names} of {self.commit.model}, "
             "and the hub is not asked",
             found=f"{len(self.files)} files of it",
-            next_step="Fetch them while online (HF_HUB_OFFLINE unset), or give --model a folder that has them.",
+            next_step="Fetch them while online (HF_HUB_OFFLINE unset), or give "
+            f"{self.commit.kind.option} a folder that has them.",
         )
 
     def _check_room(self, absent: list[HubFile]) -> None:
@@ -134,9 +135,14 @@ class HubSnapshot:
 
 
 def with_snapshot(
-    model: str, revision: str, *, access: HubAccess, work: Callable[[HubSnapshot], Result]
+    model: str,
+    revision: str,
+    *,
+    access: HubAccess,
+    work: Callable[[HubSnapshot], Result],
+    kind: RepositoryKind = RepositoryKind.MODEL,
 ) -> Result:
-    """Return the result of `work` on the model's snapshot.
+    """Return the result of `work` on the snapshot of a model, or of a dataset.
 
     Offline it is the cache's snapshot, else the hub's. If the hub does not answer, it is the cache's snapshot too. If
     that lacks files that `work` needs, the hub is asked again, several times.
@@ -146,7 +152,7 @@ def with_snapshot(
             the token.
     """
     # The commit is unknown until the hub or the cache names it.
-    asked = HubCommit(model=model, revision=revision, commit=revision, access=access)
+    asked = HubCommit(model=model, revision=revision, commit=revision, access=access, kind=kind)
     cached = _find_cached(asked)
     if access.is_offline:
         return work(cached or HubSnapshot(commit=asked, files={}, is_listed=False))
@@ -193,7 +199,14 @@ def _list_files(asked: HubCommit) -> HubSnapshot:
 
     access = asked.access
     api = HfApi(endpoint=access.endpoint, token=access.token)
-    info = api.model_info(asked.model, revision=asked.revision, files_metadata=True, timeout=access.timeout_s)
+    # Untyped: the class depends on the kind of the repository.
+    info: Any = api.repo_info(
+        asked.model,
+        repo_type=str(asked.kind),
+        revision=asked.revision,
+        files_metadata=True,
+        timeout=access.timeout_s,
+    )
     if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
         raise ValueError(f"a listing without a commit: {info.sha!r}")
     files = (

@@ -84,6 +84,7 @@ class HubTransfer:
             hf_hub_url(
                 self._commit.model,
                 file.name,
+                repo_type=str(self._commit.kind),
                 revision=self._commit.commit,
                 endpoint=self._access.endpoint,
             ),
@@ -103,6 +104,7 @@ class HubTransfer:
             lambda: hf_hub_download(
                 self._commit.model,
                 file.name,
+                repo_type=str(self._commit.kind),
                 revision=self._commit.commit,
                 cache_dir=self._access.cache_dir,
                 endpoint=self._access.endpoint,
@@ -161,7 +163,8 @@ class HubTransfer:
             expected=f"{file.size_bytes} bytes of {_hash_kind(file)} {file.content_hash}",
             found=damage,
             next_step="A proxy or mirror may spoil it: try another HF_ENDPOINT or network, or fetch it with "
-            "`hf download` elsewhere and give --model the folder.",
+            "`hf download` elsewhere and give "
+            f"{self._commit.kind.option} the folder.",
         )
 
     def _receive(self, file: HubFile, part: Path) -> None:
@@ -233,7 +236,9 @@ def open_body(
         "Accept-Encoding": "identity",
         **({"Range": byte_range} if byte_range else {}),
     }
-    url = hf_hub_url(commit.model, name, revision=commit.commit, endpoint=access.endpoint)
+    url = hf_hub_url(
+        commit.model, name, repo_type=str(commit.kind), revision=commit.commit, endpoint=access.endpoint
+    )
     session = tools.get_session()
     # The session is one of httpx or, before huggingface_hub 1.0, of requests.
     if callable(getattr(session, "stream", None)):

@@ -7,6 +7,8 @@
 - `size`: sizes in bytes, read from and written as text
 - `core_pool`: one thread for each core
 - `compiled`: loops that numba compiles
+- `finding`: findings about a machine, and their levels
+- `file_digest`: the sha256 of a file
 - `whole_file`: files that are written whole or not at all
 - `new_folder`: folders that are written whole or not at all
 - `folder_lock`: the lock of a capture directory

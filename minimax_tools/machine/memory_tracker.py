@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import click
 import torch
 from rich.cells import cell_len
 
@@ -22,7 +23,9 @@ class MemoryTracker:
             tracker.snapshot("start")
             load()
             tracker.snapshot("loaded")
-        print(tracker.summary())
+        tracker.summary()  # prints the peaks, and each snapshot
+
+    `report` and `summary` print to stdout; `report_text` and `summary_text` return the same.
 
     A thread samples the host's memory between `start` and `stop`, so that peaks between snapshots count. Peaks shorter
     than `interval_s`, or within a call that holds Python's lock, may be missed. Without `start` only snapshots count.
@@ -106,15 +109,25 @@ class MemoryTracker:
             "available_bytes": available_bytes(),
         }
 
-    def report(self) -> str:
-        """Describe the latest snapshot, or without one the memory now, and its change from the one before."""
+    def report(self) -> None:
+        """Print the latest snapshot, or without one the memory now, and its change from the one before."""
+        click.echo(self.report_text)
+
+    def summary(self) -> None:
+        """Print the peaks, and every snapshot on a line of its own."""
+        click.echo(self.summary_text)
+
+    @property
+    def report_text(self) -> str:
+        """The latest snapshot, or without one the memory now, and its change from the one before."""
         if not self.snapshots:
             return describe_change("now", self.baseline, MemoryUsage.current())
         before = self.snapshots[-2].usage if len(self.snapshots) > 1 else self.baseline
         return describe_change(self.snapshots[-1].label, before, self.snapshots[-1].usage)
 
-    def summary(self) -> str:
-        """Describe the peaks, and every snapshot on a line of its own."""
+    @property
+    def summary_text(self) -> str:
+        """The peaks, and every snapshot on a line of its own."""
         notes = []
         if not self._was_sampled:
             notes.append("Seen at snapshots only: nothing was sampled between them.")

@@ -10,6 +10,7 @@
 - `architecture`: module paths of a model, for MiniMax-M2 and other families
 - `param_mapper`: the part of a model that a tensor belongs to
 - `sites`: named points of a layer and of the model
+- `formulas`: the computation of each site from its inputs, in a line
 - `site_layouts`: how ranks share a site: assembly of their pieces, and cutting into pieces
 - `place_notation`: the place of a site, as a port's `sites` or a map names it
 - `span`: a range of layers

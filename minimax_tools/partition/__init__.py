@@ -3,6 +3,7 @@
 - `node`: machines that can hold a slice
 - `cost`: bytes, parameters and FLOPs of the model's parts
 - `cost_measurement`: the costs of a model, computed from its tensors' shapes
+- `model_memory`: the bytes of a model's parts in BF16 and in float32
 - `chain`: runs of layers that fit a node
 - `node_order`: orders of nodes that can share all layers, and each node's run in an order
 - `stage`: a node and the parts of the model that it holds

@@ -70,6 +70,8 @@ class LogitsResult:
     num_disagreeing: int  # tokens whose likeliest next token is another
     num_explained: int  # disagreements whose margin noise may reverse
     worst_choices: tuple[TokenChoice, ...] = ()  # some unexplained disagreements, the widest margin first
+    # Whether the golden's head was given the port's own last layer: then no layer's error is in these figures.
+    is_of_head: bool = False
 
     @property
     def num_unexplained(self) -> int:
@@ -79,9 +81,10 @@ class LogitsResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassLogits:
-    """Next-token distributions of one pass of a whole port, against the golden's own."""
+    """Next-token distributions of a run or of one pass of it, against the golden's own."""
 
-    number: int  # 0 for the prefill, t for the t-th step
+    # 0 for a whole port's prefill, t for its t-th step; None for all tokens of a run of layers.
+    number: int | None
     num_tokens: int
     kl_mean: float  # Kullback-Leibler divergence in nats
     kl_worst: float

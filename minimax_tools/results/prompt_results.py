@@ -5,6 +5,7 @@ A prompt has two phases: its prefill, and the decoding of its answer, whose toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +23,11 @@ class DifferingChoice:
         float | None
     )  # the golden's logit of its own token minus that of the port's; None if the port's has none
     reach: float  # the largest margin that noise may reverse
+
+    @property
+    def excess(self) -> float:
+        """The margin in units of the reach; infinite if the port's token has none."""
+        return math.inf if self.margin is None or not self.reach else self.margin / self.reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,7 @@ class PhaseResult:
         float  # the same, of the variants that only round; judged over all prompts together
     )
     first_choice: DifferingChoice | None  # first token whose likeliest next token differs beyond noise
+    worst_choice: DifferingChoice | None  # the one of them that is farthest beyond noise
     num_choices: int  # number of such tokens
 
     @property

@@ -37,6 +37,9 @@ class StreamSearch:
     finding: ReplacedRun | None = (
         None  # the run whose point begins the wrong part; None if all parts are right
     )
+    # Points of all parts that may be the wrong one, the finding's first: more than one if the error grows slowly from
+    # run to run. Empty without a finding.
+    suspects: tuple[Point, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -60,12 +63,6 @@ class StreamSearch:
             known.append(count_parts_behind(self.finding.point, num_layers=self.num_layers))
         return max(known, default=0)
 
-    @property
-    def wrong_layer(self) -> int | None:
-        """The layer that is wrong; None if none is, or what is wrong lies outside the layers."""
-        point = None if self.finding is None else self.finding.point
-        return None if point == self.num_layers else point
-
 
 def count_parts_behind(point: Point, *, num_layers: int) -> int:
     """Return the number of parts of a model behind a point."""
@@ -77,6 +74,11 @@ def name_part(point: Point, *, num_layers: int) -> str:
     if point is None:
         return "what comes before layer 0: tokens, positions, embedding"
     return "the final norm or the head" if point == num_layers else f"layer {point}"
+
+
+def part_layer(point: Point, *, num_layers: int) -> int | None:
+    """Return the layer that a point begins; None if the part lies before or behind the layers."""
+    return None if point == num_layers else point
 
 
 def name_point(point: Point, *, num_layers: int) -> str:

@@ -149,6 +149,9 @@ class Blame:
     # The site, and before it those that were not compared and may hold the fault as well.
     sites: tuple[str, ...]
     reason: str  # sentence that explains the blame
+    # Sites that the blamed ones are computed from, and that are right: the mistake lies behind them. () if none is
+    # known to be, or the site was recomputed from the port's own values.
+    right: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

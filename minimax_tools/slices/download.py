@@ -153,6 +153,30 @@ class Download:
         return all(file.is_complete for file in self.files)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFile:
+    """A weight file that several nodes fetch, since it holds tensors of each."""
+
+    name: str  # its path in the repository
+    size_bytes: int  # size in the repository, else on this machine, else 0
+    nodes: tuple[str, ...]  # names of the nodes
+
+
+def find_shared_files(downloads: Mapping[str, Download]) -> tuple[SharedFile, ...]:
+    """Return the weight files that several of the nodes fetch, by name; `downloads` has each node's."""
+    nodes: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for node, download in downloads.items():
+        for file in download.weights:
+            nodes.setdefault(file.name, []).append(node)
+            sizes[file.name] = file.size_bytes
+    return tuple(
+        SharedFile(name=name, size_bytes=sizes[name], nodes=tuple(nodes[name]))
+        for name in sorted(nodes)
+        if len(nodes[name]) > 1
+    )
+
+
 def _list_files(source: SliceSource, access: HubAccess | None) -> tuple[dict[str, int | None], bool]:
     """Return bytes by file name, and whether these are all files of the repository."""
     if is_on_hub(source.model):

@@ -149,8 +149,9 @@ def _find_difference(holding: Holding, slice_: Slice, model: str) -> str | None:
 def _open_with_headers(model: str, access: HubAccess | None) -> SliceSource:
     if not is_on_hub(model):
         raise UsageError(
-            f"{model} is a folder, so there is nothing to fetch by byte ranges",
-            next_step="Cut the slice out of the folder: mm2-split extract.",
+            f"{model} is no hub's model, so there is nothing to fetch by byte ranges",
+            next_step="Cut the slice out of a folder: mm2-split extract. Of s3://, fetch whole files: leave out "
+            "--byte-ranges.",
         )
     source = open_source(model, headers=True, access=access)
     if source.entries is None:

@@ -14,8 +14,8 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError, UnsupportedModelError, list_faults
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import is_on_hub, resolve_config, work_on_hub
-from minimax_tools.hub.headers import read_hub_headers
+from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub, resolve_config, work_on_hub
+from minimax_tools.hub.headers import read_bucket_headers, read_hub_headers
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
@@ -187,7 +187,12 @@ def _find_entries(
         return index.entries
     if not is_fetching:
         return None
-    if is_on_hub(model):
+    if is_in_bucket(model):
+        try:
+            return read_bucket_headers(model)
+        except NoRangesError as error:
+            logger.info("The headers of %s are not known: %s", model, error)
+    elif is_on_hub(model):
         try:
             return work_on_hub(model, read_hub_headers, access=access)
         except (NoRangesError, NotCachedError) as error:

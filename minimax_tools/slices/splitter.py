@@ -7,6 +7,7 @@ is called the shard of its node, and `layer_names` are names of tensors.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import threading
@@ -78,7 +79,7 @@ class SplitResult:
     """A shard that was written."""
 
     node_id: str  # name of the node
-    shard_path: Path  # the folder of safetensors, or the `.pth` file
+    shard_path: Path  # the `.pth` file, or the folder of safetensors
     layer_names: tuple[str, ...]  # names of its tensors, sorted, block scales included
     total_params: int  # number of weights; block scales do not count
     shard_size_mb: float  # size of the tensors' data, in 10⁶ bytes
@@ -88,13 +89,22 @@ class ModelSplitter:
     """Splitter of checkpoints of any architecture.
 
     Args:
-        file_format: safetensors, or one `.pth` state dict, in the shard's folder.
+        file_format: One `.pth` state dict, or safetensors, in the shard's folder.
     """
 
-    def __init__(self, *, file_format: FileFormat = FileFormat.SAFETENSORS) -> None:
+    def __init__(self, *, file_format: FileFormat = FileFormat.PTH) -> None:
         self._file_format = file_format
 
-    def split_model(
+    async def split_model(self, config: SplitConfig, node_id: str) -> SplitResult:
+        """Run `split_model_sync` in a thread; if cancelled, it stops after the current file and leaves nothing."""
+        progress = _UntilCancelled()
+        try:
+            return await asyncio.to_thread(self.split_model_sync, config, node_id, progress=progress)
+        except asyncio.CancelledError:
+            progress.is_cancelled.set()
+            raise
+
+    def split_model_sync(
         self, config: SplitConfig, node_id: str, *, progress: Progress | None = None
     ) -> SplitResult:
         """Write a node's shard, or find the same shard there already, equal byte for byte.
@@ -106,6 +116,29 @@ class ModelSplitter:
             UsageError: There is no such node, it has unknown or repeated names, or the shard's folder holds
                 something else.
             CheckpointError: The checkpoint cannot be read, or the shard cannot be written.
+        """
+        cut = self.cut_shard(config, node_id)
+        folder = DEFAULT_FOLDER if config.output_dir is None else Path(config.output_dir)
+        written = write_slice(cut, folder / node_id, progress=progress)
+        is_pth = self._file_format is FileFormat.PTH
+        return SplitResult(
+            node_id=node_id,
+            shard_path=written.files[0] if is_pth else written.folder,
+            layer_names=tuple(cut.description.tensors),
+            total_params=sum(
+                math.prod(entry.shape) for entry in cut.entries if not entry.name.endswith(SCALE_SUFFIX)
+            ),
+            shard_size_mb=cut.size_bytes / 1e6,
+        )
+
+    def cut_shard(
+        self, config: SplitConfig, node_id: str, *, shard_size_bytes: int | None = None
+    ) -> SliceCut:
+        """Return a node's shard before it is written; `shard_size_bytes` is as for `SliceCut.of`.
+
+        Raises:
+            UsageError: There is no such node, or it has unknown or repeated names.
+            CheckpointError: The checkpoint cannot be read.
         """
         if node_id not in config.split_plan:
             raise UsageError(
@@ -130,28 +163,9 @@ class ModelSplitter:
             source=source.model,
             tensors=dict.fromkeys(shard_names),  # without digests
         )
-        cut = SliceCut.of(source, description, file_format=self._file_format)
-        folder = DEFAULT_FOLDER if config.output_dir is None else Path(config.output_dir)
-        written = write_slice(cut, folder / node_id, progress=progress)
-        is_pth = self._file_format is FileFormat.PTH
-        return SplitResult(
-            node_id=node_id,
-            shard_path=written.files[0] if is_pth else written.folder,
-            layer_names=tuple(shard_names),
-            total_params=sum(
-                math.prod(entry.shape) for entry in cut.entries if not entry.name.endswith(SCALE_SUFFIX)
-            ),
-            shard_size_mb=cut.size_bytes / 1e6,
+        return SliceCut.of(
+            source, description, file_format=self._file_format, shard_size_bytes=shard_size_bytes
         )
-
-    async def split_model_async(self, config: SplitConfig, node_id: str) -> SplitResult:
-        """Run `split_model` in a thread; if cancelled, it stops after the current file and leaves nothing."""
-        progress = _UntilCancelled()
-        try:
-            return await asyncio.to_thread(self.split_model, config, node_id, progress=progress)
-        except asyncio.CancelledError:
-            progress.is_cancelled.set()
-            raise
 
     @staticmethod
     def validate_split_plan(
@@ -189,6 +203,27 @@ class ModelSplitter:
             raise _faulty(faults)
 
 
+def read_split_plans(path: Path) -> dict[str, SplitPlan]:
+    """Read split plans from a JSON file, by node.
+
+    The file is an object by node. A node has a list of tensor names, or an object with `layer_names` and, if known,
+    `node_id`, `total_compute` and `compute_utilization`.
+
+    Raises:
+        UsageError: The file is of another form, or a plan in it is invalid.
+    """
+    try:
+        nodes = json.loads(path.read_text(encoding="utf-8"))
+        return {node: _parse_split_plan(node, value) for node, value in nodes.items()}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"{path} is no plan of names",
+            expected='{"node_001": {"layer_names": ["model.norm.weight", …]}}',
+            found=f"{type(error).__name__}: {error}",
+            next_step="List each node's tensors by their names in the checkpoint.",
+        ) from error
+
+
 def split_plans(plan: PartitionPlan) -> dict[str, SplitPlan]:
     """Return a plan's tensor names by node, without idle nodes.
 
@@ -221,6 +256,15 @@ class _UntilCancelled(NoProgress):
     def advance(self, layer: int, *, num_bytes: int) -> None:
         if self.is_cancelled.is_set():
             raise asyncio.CancelledError
+
+
+def _parse_split_plan(node: str, value: object) -> SplitPlan:
+    fields = {"layer_names": value} if isinstance(value, list) else value
+    if not isinstance(fields, dict) or not isinstance(fields["layer_names"], list):
+        raise TypeError(f"{node} has no list of layer_names")
+    if not all(isinstance(name, str) for name in fields["layer_names"]):
+        raise TypeError(f"layer_names of {node} are not all names")
+    return SplitPlan(**{"node_id": node, "total_compute": 0.0, "compute_utilization": 0.0, **fields})
 
 
 def _scales_of(names: Collection[str], stored_names: Set[str]) -> Set[str]:

@@ -15,6 +15,8 @@
 - `mm2-split fetch` the first three, and after the fetch DOWNLOAD COMPLETED;
 - a run NODE SLICE ASSIGNMENT and RUNTIME SLICE.
 
+Behind the nodes stand the weight files that several of them fetch, by name.
+
 Titles and labels were given word for word. Their `Shard` is a node's slice, not a file.
 With `with_marks` lines begin with pictures. Without, `_MARKS` become words, and other pictures are left out.
 """
@@ -29,7 +31,7 @@ from minimax_tools.errors import list_faults
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.slices.download import Download, DownloadedFile, Repository
+from minimax_tools.slices.download import Download, DownloadedFile, Repository, SharedFile
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict, read_over_slice
 from minimax_tools.slices.verify import Verification, layers_read
@@ -47,6 +49,7 @@ def render_summary(verification: Verification, *, with_marks: bool) -> str:
         f"({'complete' if node.download.is_complete else 'not complete here'}){_describe_reads(node)}"
         for node in verification.nodes
     ]
+    lines += _shared_lines(verification.shared_files)
     return _join_lines([*lines, *_verdict_lines(verification.verdicts)], with_marks=with_marks)
 
 
@@ -66,6 +69,8 @@ def render_details(verification: Verification, *, with_marks: bool) -> str:
             *_folder(node.holding),
             "",
         ]
+    shared = [*_shared_lines(verification.shared_files)]
+    lines += [*shared, ""] if shared else []
     lines += ["🎯 === VERDICTS ===", *_verdict_lines(verification.verdicts)]
     return _join_lines(lines, with_marks=with_marks)
 
@@ -224,6 +229,14 @@ def _folder(holding: Holding) -> Iterator[str]:
     yield f"📁 Found in {holding.folder}: {len(holding.sizes)} tensors, {holding.size_bytes} bytes, each read once"
     if holding.digests:
         yield f"📋 Digests of {len(holding.digests)} tensors, each in --json; over all: sha256 {holding.digest}"
+
+
+def _shared_lines(files: Sequence[SharedFile]) -> Iterator[str]:
+    """Yield a line for each file that several nodes fetch."""
+    for file in files:
+        *others, last = file.nodes
+        both = "both" if len(others) == 1 else "all"
+        yield f"📄 {', '.join(others)} and {last} {both} fetch {file.name} ({_megabytes(file.size_bytes)})"
 
 
 def _verdict_lines(verdicts: Sequence[SliceVerdict]) -> Iterator[str]:

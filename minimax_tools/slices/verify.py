@@ -24,7 +24,7 @@ from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices import verdicts
 from minimax_tools.slices.digest import describe_shape, digest_tensor
-from minimax_tools.slices.download import Download, Repository
+from minimax_tools.slices.download import Download, Repository, SharedFile, find_shared_files
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict
@@ -38,6 +38,8 @@ class Verification:
     model: str  # the checkpoint: a folder or a hub id
     nodes: tuple[NodeVerification, ...]  # evidence about the nodes asked for, in the plan's order
     verdicts: tuple[SliceVerdict, ...]  # on all nodes; on files, folders and records of `nodes` alone
+    # Weight files that several nodes of the plan fetch whole; () if the nodes have slices of their own.
+    shared_files: tuple[SharedFile, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -66,6 +68,7 @@ class Verification:
                 for slice_ in plan.slices
             ],
             "nodes": [_node_to_json(node, plan) for node in self.nodes],
+            "shared_files": [asdict(file) for file in self.shared_files],
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
             "holds": self.holds,
         }
@@ -133,7 +136,15 @@ def verify(
         ),
         verdicts.judge_reads_match(plan, chosen_nodes, has_records=records is not None),
     )
-    return Verification(plan=plan, model=source.model, nodes=chosen_nodes, verdicts=judged)
+    # A node with a slice of its own fetches no whole file.
+    downloads = {} if has_folders else {node.name: node.download for node in all_nodes}
+    return Verification(
+        plan=plan,
+        model=source.model,
+        nodes=chosen_nodes,
+        verdicts=judged,
+        shared_files=find_shared_files(downloads),
+    )
 
 
 def layers_read(record: ReadRecord | None, architecture: Architecture) -> tuple[int, ...] | None:

@@ -10,12 +10,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX
+from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import format_size
 from minimax_tools.split.causal_part import ModelPart
 from minimax_tools.split.devices import DeviceName
 from minimax_tools.split.part_folder import read_part, write_part
 from minimax_tools.split.parts import Part
 from minimax_tools.split.seed_file import read_seed_file
+from minimax_tools.torch_files.header import PICKLED_SUFFIXES
+
+# Endings of the names of files that hold weights.
+_WEIGHT_SUFFIXES = (*PICKLED_SUFFIXES, SAFETENSORS_SUFFIX)
 
 
 class SplitModel(nn.Module):
@@ -91,10 +97,18 @@ class SplitModel(nn.Module):
         """Save the component to the folder `path`: safetensors, config.json and component.json.
 
         Raises:
-            UsageError: The folder holds something other than a component.
+            UsageError: The name is that of a file, such as `bottom.pt`, or the folder holds something other than a
+                component.
             CheckpointError: The disk is full, or cannot be written to.
         """
-        write_part(Path(path).expanduser(), self._loaded)
+        folder = Path(path).expanduser()
+        if folder.suffix in _WEIGHT_SUFFIXES:
+            raise UsageError(
+                f"a component is saved to a folder, and {folder.name} is the name of a file",
+                expected="a folder, which holds safetensors and JSON",
+                next_step=f"Save it to {str(folder.with_suffix(''))!r}: SplitModel.load({str(path)!r}) finds it there.",
+            )
+        write_part(folder, self._loaded)
 
     @classmethod
     def load(cls, path: str | Path, device: DeviceName = "cpu") -> SplitModel:

@@ -67,7 +67,8 @@ class ModelFactory:
                 is then ignored.
             low_memory: Load the components one after the other, each from its own shards, straight into its own
                 memory. Safetensors in one file without an index are loaded whole all the same, `.bin` files never are.
-            verbose: Report on stderr what is loaded, how fast, and the memory after each component.
+            verbose: Report on stderr what is loaded, how fast, and the memory after each component; in a terminal with
+                a bar while a component loads.
             storage_path: Folder for `auto_save`, which makes the folders bottom, trunk and top in it; else ignored.
             auto_save: Save each component as soon as it is loaded.
             dtype: Dtype of weights and activations. Default: that of the config, else of the checkpoint; BF16 for
@@ -134,12 +135,12 @@ def _finish(loaded: Iterator[ModelPart], storage: Path | None) -> Iterator[Split
             component = SplitModel(model_part)
             role = component.part.role
             tracker.snapshot(f"{role.capitalize()} loaded")
-            logger.info("%s", tracker.report())
+            logger.info("%s", tracker.report_text)
             if storage is not None:
                 component.save(storage / str(role))
                 logger.info("Saved %s to %s", role, storage / str(role))
             yield component
-        logger.info("%s", tracker.summary())
+        logger.info("%s", tracker.summary_text)
 
 
 def _read_config(model: str, model_type: str) -> CausalConfig:

@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +24,7 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
+from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.size import format_size
@@ -186,13 +190,32 @@ class PartLoader:
             size = format_size(binding.size_bytes)
             logger.info("Loading parameters: %s from %d tensors", size, binding.num_tensors)
             started_s = time.monotonic()
-            with self.budget.reserve(held_bytes + passing_bytes, f"loading {part}") as reservation:
-                # Filled bytes count as used memory, so they leave the reservation.
-                tensors = binding.fill(reader, device=device, report=reservation.touched)
+            with (
+                self.budget.reserve(held_bytes + passing_bytes, f"loading {part}") as reservation,
+                _open_bar(binding.num_tensors, label=str(part.role)) as bar,
+            ):
+                numbers = itertools.count(1)
+
+                def report(num_bytes: int) -> None:
+                    # Filled bytes count as used memory, so they leave the reservation.
+                    reservation.touched(num_bytes)
+                    bar.advance(next(numbers), num_bytes=num_bytes)
+
+                tensors = binding.fill(reader, device=device, report=report)
         duration_s = time.monotonic() - started_s
         rate = format_size(int(binding.size_bytes / max(duration_s, 1e-6)))
         logger.info("Loaded %s in %.1f s (%s/s)", size, duration_s, rate)
         return tensors
+
+
+def _open_bar(num_tensors: int, *, label: str) -> AbstractContextManager[Progress]:
+    """Open a bar over a component's tensors, which shows in a terminal if the factory is verbose.
+
+    A log gets no line for each of thousands of tensors.
+    """
+    if not sys.stderr.isatty():
+        return nullcontext(NoProgress())
+    return LayerProgress(num_tensors, label=label, unit="tensor")
 
 
 def _unshared(tensor: torch.Tensor, taken: set[int], *, device: torch.device) -> torch.Tensor:

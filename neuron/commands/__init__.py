@@ -1,5 +1,6 @@
 """Commands of `mm2-test`, registered in `neuron.cli`.
 
+- `port`: a port judged in stages, from the golden to the proof of its mistake
 - `run`: single-layer, multi-layer, sweep, full and component
 - `device_run`: the run, verdict and output behind them
 - `model`: a whole port, run and judged

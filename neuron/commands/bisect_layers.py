@@ -11,10 +11,9 @@ import torch
 from compare.chains.chain_limits import LONGEST_CHAIN, default_chain_length
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE
+from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_store import CaptureStore
-from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import (
     dtype_option,
@@ -33,12 +32,14 @@ from minimax_tools.model.run import bisect_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from neuron.commands.bisect_whole import WholeBisection, refuse_options_of_layers
-from neuron.commands.device_run import print_report
+from neuron.commands.device_run import print_warnings
+from neuron.devices.compiler import AUTO
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
-from neuron.options import backend_option, compile_option, prefetch_option, target_option
+from neuron.options import backend_option, compile_option, golden_option, prefetch_option, target_option
 from neuron.ports.targets import find_target
 from neuron.rank_options import rank_options
+from neuron.report_text import render_report
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 from neuron.runs.run_report import RunReport
 from reports.bisection import bisection_record, next_commands, render_bisection
@@ -50,13 +51,7 @@ from reports.bisection import bisection_record, next_commands, render_bisection
     epilog="\b\nExample: mm2-test bisect --model DIR --golden GOLDEN --target port.py:DecoderLayer",
 )
 @model_option
-@click.option(
-    "--golden",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Golden capture: gives the chains their inputs, and judges their outputs.",
-    shell_complete=complete_captures(GOLDEN_SIDE),
-)
+@golden_option("Golden capture: gives the chains their inputs, and judges their outputs.", required=True)
 @target_option
 @backend_option
 @compile_option
@@ -144,6 +139,8 @@ def bisect_command(
             all=extent is Extent.ALL,
             chain_length=chain_length is not None,
             prefetch=prefetch is not None,
+            # A whole port is run as it is.
+            compile=compile_with != AUTO,
         )
         WholeBisection(
             model=model,
@@ -201,9 +198,8 @@ def bisect_command(
         record |= {"graphs": asdict(compiles), "directory": str(directory)}
         print_json(record, next_commands=next_commands(bisection))
     else:
-        click.echo(render_bisection(bisection))
-        if compiles.first_layer or compiles.later_layers:
-            click.echo()
-        print_report(RunReport(compiles=compiles))
-        print_text("", next_commands=next_commands(bisection))
+        report = RunReport(compiles=compiles)
+        text = "\n\n".join(filter(None, (render_bisection(bisection), render_report(report))))
+        print_text(text, next_commands=next_commands(bisection))
+        print_warnings(report)
     end_command(bisection.verdict.exit_code)

@@ -18,9 +18,10 @@ from minimax_tools.command_line.options import (
 )
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
+from minimax_tools.machine.finding import Level, render_findings, worst_level
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from neuron.check import Level, check_machine, worst_level
+from neuron.check import check_machine
 from neuron.options import backend_option
 from neuron.runs.run_profile import RunProfile
 
@@ -72,11 +73,6 @@ def check_command(
         record = {"worst": str(worst_level(findings)), "findings": [asdict(finding) for finding in findings]}
         print_json(record, next_commands=following)
     else:
-        for finding in findings:
-            label = f"[{finding.level}]"
-            click.echo(f"{label:7}{finding.subject}: {finding.found}")
-            if finding.next_step:
-                click.echo(f"       → {finding.next_step}")
-        print_text("", next_commands=following)
+        print_text("\n".join(render_findings(findings)), next_commands=following)
     if worst_level(findings) is Level.FAIL:
         end_command(CannotRunError.exit_code)

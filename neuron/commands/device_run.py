@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from compare.comparer import compare_captures
+from compare.comparer import JudgedRun, judge_run
 from compare.next_commands import after_comparison
+from compare.run_report import report_run
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.generation import Generation
@@ -40,6 +41,7 @@ from neuron.runs.run_report import RunReport
 from neuron.runs.runner import DeviceRun
 from reports.captures import capture_record, render_capture
 from reports.data import comparison_record, summary_record
+from reports.folder import WrittenReport
 from reports.json_values import to_json
 from reports.terminal import render_comparison
 
@@ -52,7 +54,7 @@ class _Outcome:
     report: RunReport | None  # None if a saved run was loaded
     generation: Generation | None  # the tokens that the run generated; None if it generates none
     comparison: Comparison | None  # None without a golden
-
+    written: WrittenReport | None  # None if no report was asked for
     following: tuple[str, ...]  # commands to run next
 
     @property
@@ -73,6 +75,11 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
             "--json=summary sums up a verdict, and nothing is judged without a golden",
             next_step="Give --golden, or --json alone.",
         )
+    if options.report_path is not None and options.golden is None:
+        raise UsageError(
+            "--report-path is a report of a judged run, and nothing judges this one",
+            next_step="Name the golden with --golden, or leave out --report-path.",
+        )
     spec = ModelSpec.from_folder(resolve_config(options.model))
     run = make_run(spec).decoding(options.num_decoded)
     run.span.within(spec.num_hidden_layers)  # raises if the model lacks a layer
@@ -85,22 +92,26 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
         with output_set_aside():
             report, directory = _run_port(options, spec, run, golden)
     capture = Capture.open(directory)
-    comparison = None
+    judged: JudgedRun | None = None
     following: tuple[str, ...] = (judge_port_of(options.model, *port_arguments(options)),)
     if golden is not None:
-        comparison = compare_captures(
+        judged = judge_run(
             golden,
             capture,
             criteria=options.criteria,
             layer_pattern="layer_*",
             weights=CheckpointWeights(model=options.model),
         )
-        following = after_comparison(comparison, RunCommands.of(golden, capture, model=options.model))
+        following = after_comparison(judged.comparison, RunCommands.of(golden, capture, model=options.model))
+    written = None
+    if judged is not None and options.report_path is not None:
+        written = report_run(judged, options.report_path, next_commands=following)
     outcome = _Outcome(
         capture=capture,
         report=report,
         generation=capture.read_generation(),
-        comparison=comparison,
+        comparison=None if judged is None else judged.comparison,
+        written=written,
         following=following,
     )
     if options.as_json == SUMMARY_JSON:
@@ -108,7 +119,7 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
     elif options.as_json:
         _print_record(outcome)
     else:
-        _print_text(outcome, shows_metrics=options.shows_metrics)
+        _print_text(outcome, options)
     end_command(outcome.exit_code)
 
 
@@ -135,13 +146,8 @@ def build_request(
     )
 
 
-def print_report(report: RunReport, *, trace: Path | None = None) -> None:
-    """Print graphs and profile of a run to stdout, and its warnings to stderr; `trace` is the profile's file."""
-    text = render_report(report)
-    if text:
-        click.echo(text)
-    if report.profile:
-        click.echo(f"  trace: {trace}")
+def print_warnings(report: RunReport) -> None:
+    """Print a run's warnings to stderr."""
     for warning in find_warnings(report):
         click.echo(f"warning: {warning}", err=True)
 
@@ -232,14 +238,24 @@ def _print_record(outcome: _Outcome) -> None:
     print_json(record, next_commands=outcome.following)
 
 
-def _print_text(outcome: _Outcome, *, shows_metrics: bool) -> None:
-    click.echo(render_capture(outcome.capture))
-    if outcome.generation is not None:
-        click.echo(str(outcome.generation))
-        if outcome.comparison is None and any(len(row.generated_ids) > 1 for row in outcome.generation.rows):
-            click.echo("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
-    if outcome.report is not None:
-        print_report(outcome.report, trace=outcome.capture.directory / PROFILE_NAME)
-    comparison = outcome.comparison
-    text = "" if comparison is None else render_comparison(comparison, shows_metrics=shows_metrics)
-    print_text(text, next_commands=outcome.following)
+def _print_text(outcome: _Outcome, options: DeviceOptions) -> None:
+    """Print the verdict first; without a golden, and with --verbose, what the capture holds."""
+    comparison, report = outcome.comparison, outcome.report
+    parts = []
+    if comparison is not None:
+        parts.append(
+            render_comparison(comparison, shows_metrics=options.shows_metrics, is_verbose=options.is_verbose)
+        )
+    if comparison is None or options.is_verbose:
+        parts.append(render_capture(outcome.capture))
+    if outcome.generation is not None and (comparison is None or options.is_verbose):
+        parts.append(str(outcome.generation))
+        if comparison is None and any(len(row.generated_ids) > 1 for row in outcome.generation.rows):
+            parts.append("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
+    if report is not None:
+        parts.append(render_report(report, trace=outcome.capture.directory / PROFILE_NAME))
+    if outcome.written is not None:
+        parts.append(str(outcome.written))
+    print_text("\n\n".join(filter(None, parts)), next_commands=outcome.following)
+    if report is not None:
+        print_warnings(report)

@@ -14,12 +14,11 @@ from compare.comparer import judge_run
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.model_runs.passes import is_black_box
+from compare.run_report import report_option, report_run
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_store import CaptureStore
-from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
@@ -51,7 +50,7 @@ from neuron.model_runs.black_box import judge_black_box
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.model_runner import ModelRun
 from neuron.model_runs.naming import NamedRun, name_first
-from neuron.options import backend_option, layer_timeout_option
+from neuron.options import backend_option, golden_option, layer_timeout_option
 from neuron.ports.targets import find_model_target
 from neuron.rank_options import rank_options
 from reports.captures import capture_record
@@ -78,6 +77,7 @@ class ModelOptions:
     memory_budget: int | None  # in bytes
     dtype: torch.dtype
     store: CaptureStore
+    report_path: Path | None  # folder of a report; None for none
     as_json: str | None  # the form of JSON; None for text
 
 
@@ -88,12 +88,9 @@ class ModelOptions:
 )
 @stack_options(
     model_option,
-    click.option(
-        "--golden",
-        type=click.Path(path_type=Path),
+    golden_option(
+        "Golden capture of the whole model: gives the prompts and their continuation, and judges the run.",
         required=True,
-        help="Golden capture of the whole model: gives the prompts and their continuation, and judges the run.",
-        shell_complete=complete_captures(GOLDEN_SIDE),
     ),
     click.option(
         "--target",
@@ -123,6 +120,7 @@ class ModelOptions:
     memory_budget_option,
     dtype_option,
     store_options,
+    report_option,
     judging_output_options,
     grouped_as("options", ModelOptions),
 )
@@ -171,12 +169,17 @@ def model_command(options: ModelOptions) -> None:
             named = name_first(
                 judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
             )
+    following = _after_run(named, options)
+    written = None
+    if options.report_path is not None:
+        judged = replace(judged, comparison=named.comparison)
+        written = report_run(judged, options.report_path, next_commands=following, diagnosis=named.diagnosis)
     if options.as_json:
         record = _summary(capture, named) if options.as_json == SUMMARY_JSON else _record(capture, named)
-        print_json(record, next_commands=_after_run(named, options))
+        print_json(record, next_commands=following)
     else:
         _print_text(named)
-        print_text("", next_commands=_after_run(named, options))
+        print_text("" if written is None else str(written), next_commands=following)
     end_command(named.comparison.verdict.exit_code)
 
 

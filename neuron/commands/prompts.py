@@ -9,10 +9,9 @@ import click
 import torch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE
+from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_store import CaptureStore
-from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
@@ -59,7 +58,7 @@ from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
-from neuron.options import backend_option
+from neuron.options import backend_option, golden_option
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.following import Follower
 from neuron.prompt_runs.golden_check import refuse_other_golden
@@ -129,11 +128,8 @@ class PromptOptions:
         help="File samples_*.jsonl of lm_eval --log_samples: prompts, and the answers on record.",
     ),
     click.option("--wrong", "only_wrong", is_flag=True, help="Take only samples that were answered wrongly."),
-    click.option(
-        "--golden",
-        type=click.Path(path_type=Path),
-        help="Golden capture of the whole model, whose rows are the prompts. The worst is followed with it.",
-        shell_complete=complete_captures(GOLDEN_SIDE),
+    golden_option(
+        "Golden capture of the whole model, whose rows are the prompts. The worst is followed with it."
     ),
     click.option("--limit", type=click.IntRange(min=1), help="Take only the first N prompts. Default: all."),
     click.option(

@@ -11,9 +11,7 @@ import torch
 
 from compare.chains.stream_search import search_stream
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import (
     captures_option,
@@ -28,6 +26,8 @@ from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
 from neuron.commands.bisect_whole import choose_num_decoded
+from neuron.model_runs.passes import plan_passes
+from neuron.options import golden_option
 from neuron.replacement.instructions import nxdi_instructions, vllm_neuron_instructions
 from neuron.replacement.nxdi_files import refuse_prompts, write_nxdi_files
 from neuron.replacement.replaced_judge import ReplacedJudge
@@ -52,6 +52,7 @@ class ReplacementOptions:
     num_decoded: int | None
     bucket: int | None
     is_exhaustive: bool
+    is_anew: bool
     output_dir: Path
     captures: Path
     as_json: bool
@@ -64,13 +65,7 @@ class ReplacementOptions:
 )
 @stack_options(
     model_option,
-    click.option(
-        "--golden",
-        type=click.Path(path_type=Path),
-        required=True,
-        help="Golden capture of the whole model: gives the stream and the prompts.",
-        shell_complete=complete_captures(GOLDEN_SIDE),
-    ),
+    golden_option("Golden capture of the whole model: gives the stream and the prompts.", required=True),
     click.option(
         "--format",
         "tool",
@@ -106,6 +101,12 @@ class ReplacementOptions:
         help="Ask for a run at every layer, from the last on. Default: halve the layers.",
     ),
     click.option(
+        "--anew",
+        "is_anew",
+        is_flag=True,
+        help="Drop the logits in the folder: the port has been mended since. Its other files stay.",
+    ),
+    click.option(
         "--output-dir",
         type=click.Path(path_type=Path, file_okay=False),
         required=True,
@@ -120,7 +121,7 @@ def replacement_command(options: ReplacementOptions) -> None:
 
     Writes the stream in the files of the tool's tensor replacement, and prints the lines to paste for one run. After
     the run give the same command again: it judges the logits, and asks for the next run, until the last wrong layer is
-    named. Judged logits stay in the folder.
+    named. Judged logits stay in the folder, until --anew drops them for a port that has been mended.
 
     Exits with 3 while a run is missing, with 1 if a part of the model is wrong, with 0 if none is.
     """
@@ -152,9 +153,13 @@ def replacement_command(options: ReplacementOptions) -> None:
             target="",
             is_exhaustive=options.is_exhaustive,
         )
+    if search.finding is not None and search.finding.point == spec.num_hidden_layers:
+        folder.refuse_unmoved([run.point for run in search.runs])
     needs_run = options.layer is not None or not search.is_finished
     lines = _lines_to_paste(options, search, folder=folder, stream=stream) if needs_run else ""
-    again = (_again(options, folder.plan),) if needs_run else ()
+    # Once the part that was found is mended, all runs are to be made again.
+    is_mended = not needs_run and search.finding is not None
+    again = (_again(options, folder.plan, is_mended=is_mended),) if needs_run or is_mended else ()
     if options.as_json:
         record = {**stream_search_record(search), "directory": str(folder.directory)}
         print_json({**record, "lines": lines.splitlines()}, next_commands=again)
@@ -170,6 +175,8 @@ def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder
     """Open the folder of the runs, and write it if it is new."""
     inputs, spec = stream.inputs, stream.spec
     num_decoded = choose_num_decoded(inputs, options.num_decoded)
+    # Before anything is written: a prompt may be too short.
+    plan_passes(inputs, num_decoded)
     bucket = 0
     if options.tool == NXDI:
         bucket = options.bucket or -(-inputs.sequence_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
@@ -195,6 +202,8 @@ def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder
         else:
             write_token_ids(folder)
         folder.finish()
+    if options.is_anew:
+        folder.drop_logits()
     return folder
 
 
@@ -209,8 +218,8 @@ def _lines_to_paste(
     return vllm_neuron_instructions(folder, point)
 
 
-def _again(options: ReplacementOptions, plan: RunPlan) -> str:
-    """Return the command that judges the run."""
+def _again(options: ReplacementOptions, plan: RunPlan, *, is_mended: bool) -> str:
+    """Return the command that judges the run, or that asks for all runs of a port that is mended."""
     again = {
         "--model": options.model,
         "--golden": options.golden,
@@ -221,5 +230,5 @@ def _again(options: ReplacementOptions, plan: RunPlan) -> str:
         **({"--bucket": plan.bucket} if options.tool == NXDI else {}),
     }
     words = [text for pair in again.items() for text in map(str, pair)]
-    flags = ["--exhaustive"] if options.is_exhaustive else []
+    flags = [*(["--exhaustive"] if options.is_exhaustive else []), *(["--anew"] if is_mended else [])]
     return shlex.join(["mm2-test", "replacement", *words, *flags])

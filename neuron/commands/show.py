@@ -10,6 +10,7 @@ from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.command_line.capture_commands import after_capture
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import output_options, reading_options
+from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.dumps.opening import DumpReading, open_source
 from minimax_tools.errors import CaptureError
 from reports.captures import capture_record, is_damaged, render_capture
@@ -17,7 +18,7 @@ from reports.dumps import map_template_of
 
 
 @click.command("show", cls=Mm2Command, epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=CapturePath())
 @reading_options()
 @click.option("--map-template", is_flag=True, help="Print a --map file of the dump to fill in, and end.")
 @output_options

@@ -8,10 +8,8 @@ import click
 import torch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_commands import judge_port, judge_port_of
-from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import (
     dtype_option,
@@ -31,7 +29,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.prompts import InputRequest
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.runtime import open_runtime
-from neuron.options import read_inputs, target_option
+from neuron.options import golden_option, read_inputs, target_option
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX
 from neuron.ports.tracing import Trace, TraceRequest, trace_layer
@@ -54,12 +52,7 @@ _BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
     required=True,
     help="File to write, as large as the layer's weights.",
 )
-@click.option(
-    "--golden",
-    type=click.Path(path_type=Path),
-    help="Golden capture that gives the shape of the rows. Default: none, see --seq-len.",
-    shell_complete=complete_captures(GOLDEN_SIDE),
-)
+@golden_option("Golden capture that gives the shape of the rows. Default: none, see --seq-len.")
 @click.option(
     "--backend",
     type=click.Choice(_BACKENDS),

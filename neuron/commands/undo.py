@@ -83,3 +83,8 @@ def _refuse_other_inputs(options: DeviceOptions) -> None:
             "--undo runs the layer anew, all tokens at once",
             next_step="Leave out --decode and --skip-compile.",
         )
+    if options.report_path is not None:
+        raise UsageError(
+            "--report-path is a report of a comparison, and --undo ends in a proof",
+            next_step="Leave it out; mm2-diagnose --prove --report-path FOLDER reports proofs too.",
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 import torch
 
@@ -36,7 +38,13 @@ from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
 from neuron.rank_options import rank_options
 from neuron.weight_trace.inspection import WeightInspection, inspect_weights
-from neuron.weight_trace.report import inspection_record, render_inspection
+from neuron.weight_trace.inspection_group import group_inspections
+from neuron.weight_trace.report import (
+    inspection_record,
+    inspections_record,
+    render_inspection,
+    render_inspections,
+)
 from neuron.weight_trace.shared_port import SharedPort
 from neuron.weight_trace.smaller_model import smaller_spec
 from neuron.weight_trace.traced_port import TracedPort
@@ -57,7 +65,12 @@ from neuron.weight_trace.traced_port import TracedPort
     help="Where the port runs: always the CPU, as conversions run on the host.",
 )
 @rank_options
-@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer number.")
+@click.option("--layer", type=click.IntRange(min=0), help="Layer number. Default: 0.")
+@click.option(
+    "--all-layers",
+    is_flag=True,
+    help="Trace every layer of the model; layers with the same findings are told once.",
+)
 @click.option(
     "--full-size", is_flag=True, help="Trace a layer of the model's own size instead of a smaller one."
 )
@@ -77,7 +90,8 @@ def weights_command(
     target: str,
     backend: str,
     ranks: Ranks,
-    layer: int,
+    layer: int | None,
+    all_layers: bool,
     full_size: bool,
     loads: bool,
     memory_budget: int | None,
@@ -99,14 +113,17 @@ def weights_command(
     Exits with 1 if weights are wrong.
     """
     spec = ModelSpec.from_folder(resolve_config(model))
-    Span.single(layer).within(spec.num_hidden_layers)
+    if all_layers and layer is not None:
+        raise UsageError("--layer and --all-layers were both given", next_step="Use one of them.")
+    span = Span(0, spec.num_hidden_layers) if all_layers else Span.single(layer or 0)
+    span.within(spec.num_hidden_layers)
     if target.startswith(COMPILED_PREFIX):
         # A port that `mm2-test trace` compiled into a file, whereas a `TracedPort` is one whose weights are traced.
         raise UsageError(
             f"--target {target} contains its weights: there is no conversion to trace",
             next_step="Name the port that it was compiled from.",
         )
-    layers = range(layer, layer + 1)
+    layers = range(span.start, span.stop)
     folder = resolve_model(model, layers=layers)
     with (
         output_set_aside(),
@@ -114,31 +131,42 @@ def weights_command(
         CheckpointReader(folder, layers=layers) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
-        port = TracedPort(
-            target=find_target(target),
-            spec=spec if full_size else smaller_spec(spec, num_ranks=ranks.degree),
-            layer=layer,
-            dtype=dtype,
-            reader=reader,
-            ranks=runtime.ranks,
-            pool=pool,
-        )
-        shared = SharedPort(port, runtime)
-        inspection = inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
-        # Only rank 0 comes here. The other ranks follow its orders; this ends their wait for more.
-        shared.dismiss()
-    following = _after_inspection(inspection, model=model, target=target, ranks=ranks, dtype=dtype)
+        found = find_target(target)
+
+        def inspect_layers() -> Iterator[WeightInspection]:
+            for number in layers:
+                port = TracedPort(
+                    target=found,
+                    spec=spec if full_size else smaller_spec(spec, num_ranks=ranks.degree),
+                    layer=number,
+                    dtype=dtype,
+                    reader=reader,
+                    ranks=runtime.ranks,
+                    pool=pool,
+                )
+                shared = SharedPort(port, runtime)
+                yield inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
+                # Only rank 0 comes here. The other ranks follow its orders; this ends their wait for more.
+                shared.dismiss()
+
+        groups = group_inspections(inspect_layers())
+    verdict = groups[0].first.verdict
+    following = _after_inspection(verdict, model=model, target=target, ranks=ranks, dtype=dtype)
     if as_json:
-        print_json(inspection_record(inspection), next_commands=following)
+        record = inspections_record(groups) if all_layers else inspection_record(groups[0].first)
+        print_json(record, next_commands=following)
     else:
-        print_text(render_inspection(inspection), next_commands=following)
-    end_command(inspection.verdict.exit_code)
+        print_text(
+            render_inspections(groups) if all_layers else render_inspection(groups[0].first),
+            next_commands=following,
+        )
+    end_command(verdict.exit_code)
 
 
 def _after_inspection(
-    inspection: WeightInspection, *, model: str, target: str, ranks: Ranks, dtype: torch.dtype
+    verdict: Verdict, *, model: str, target: str, ranks: Ranks, dtype: torch.dtype
 ) -> tuple[str, ...]:
     """Return what comes next: the trace again if weights are wrong, once they are mended; else the port's run."""
-    if inspection.verdict is not Verdict.FAIL:
+    if verdict is not Verdict.FAIL:
         return (judge_port_of(model, *name_port(target=target, backend="auto", dtype=dtype, ranks=ranks)),)
     return (same_command("mm2-test"),)

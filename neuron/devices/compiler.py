@@ -68,7 +68,7 @@ class Compiler(TextEnum):
             except torch._dynamo.exc.TorchDynamoException as error:
                 raise TargetError(
                     f"{what} cannot be compiled by torch.compile for {self}",
-                    found=f"{type(error).__name__}: {_first_line(str(error))}",
+                    found=_read_failure(error),
                     next_step=f"--compile {OFF} runs it operation by operation; see --debug for the traceback.",
                 ) from error
 
@@ -151,6 +151,17 @@ def _read_condition(text: str) -> str:
     """
     condition = _first_line(text).partition("(HINT:")[0]
     return " ".join(_GRAPH_NUMBER.sub("", condition).split())
+
+
+def _read_failure(error: Exception) -> str:
+    """Return the class and the reason of an error of torch.compile, in one line."""
+    # A backend's own error: torch's text begins with the backend's name alone.
+    error = getattr(error, "inner_exception", error)
+    text = str(error)
+    # Newer releases of torch give a title first, and the reason on a line of its own.
+    _, _, explanation = text.partition("\n  Explanation: ")
+    reason = ": ".join(_first_line(part) for part in (text, explanation) if part)
+    return f"{type(error).__name__}: {reason}"
 
 
 def _first_line(text: str) -> str:

@@ -187,6 +187,11 @@ class ModelExecutor:
                 return ModelClasses.compare(eager, None)
         return ModelClasses.compare(eager, eager_module(there))
 
+    @property
+    def replaces_itself(self) -> bool:
+        """True if the port replaces its stream itself: then no hook sees whether it did."""
+        return getattr(eager_module(self.module), REPLACE_STREAM, None) is not None
+
     def run(self, request: PassRequest) -> PassResult:
         """Run one pass on all ranks.
 

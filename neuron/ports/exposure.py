@@ -30,6 +30,8 @@ _INPUT_NORM = ("input_layernorm", "input_norm", "attention_norm")
 _GATE = ("gate", "router", "router.linear_router")
 _POST_NORM = ("post_attention_layernorm", "post_attention_norm", "post_norm", "ffn_norm")
 
+# Sites that every layer shows. The empty path is the layer itself.
+_ALWAYS = {Site.INPUT: Tap(path="", point="input"), Site.OUTPUT: Tap(path="")}
 _SITES_STEP = "Correct the port's `sites`, or leave it out: then submodules with the usual names are found."
 
 
@@ -98,8 +100,6 @@ def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] |
     Raises:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
     """
-    # The empty path is the layer itself.
-    always = {Site.INPUT: Tap(path="", point="input"), Site.OUTPUT: Tap(path="")}
     with port_errors(
         f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
     ):
@@ -107,10 +107,19 @@ def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] |
     # An empty mapping says that the module shows its output alone.
     declared = declared if own is None else own
     if declared is None:
-        return Exposure(taps={**_find_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
+        return Exposure(taps={**_find_by_name(module), **_ALWAYS}, declared=frozenset((Site.OUTPUT,)))
+    return read_exposure(module, declared, what=what)
+
+
+def read_exposure(module: nn.Module, declared: Mapping[str, str], *, what: str) -> Exposure:
+    """Return the sites that `declared` names, and the layer's own input and output.
+
+    Raises:
+        TargetError: `declared` names an unknown site or a submodule that does not exist.
+    """
     taps, layouts = _parse_sites(declared, what=what)
     verify_taps(module, taps)
-    for site in always:
+    for site in _ALWAYS:
         if not isinstance(layouts.get(site, Replicated()), Replicated):
             raise TargetError(
                 f"{what}: sites[{str(site)!r}] is {layouts[site]}",
@@ -118,7 +127,7 @@ def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] |
                 found=str(layouts[site]),
                 next_step="Reduce or gather before the layer returns.",
             )
-    return Exposure(taps={**taps, **always}, declared=frozenset((*taps, Site.OUTPUT)), layouts=layouts)
+    return Exposure(taps={**taps, **_ALWAYS}, declared=frozenset((*taps, Site.OUTPUT)), layouts=layouts)
 
 
 def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tuple[int, ...]:

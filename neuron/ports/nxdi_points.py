@@ -15,6 +15,8 @@ from torch import nn
 from minimax_tools.errors import TargetError
 
 _POINT = "stream"
+# Usual name of the argument that holds the stream; another name is that of the first tensor.
+_STATES = "hidden_states"
 # Argument of a layer that holds a summand of its input, where a kernel adds both.
 _RESIDUAL = "residual"
 
@@ -71,5 +73,6 @@ def _pass_point(
     point = module.get_submodule(_POINT)
     if inputs:
         return (point(inputs[0]), *inputs[1:]), keywords
-    name = next(name for name, value in keywords.items() if isinstance(value, torch.Tensor))
+    tensors = [name for name, value in keywords.items() if isinstance(value, torch.Tensor)]
+    name = _STATES if _STATES in tensors else tensors[0]
     return inputs, {**keywords, name: point(keywords[name])}

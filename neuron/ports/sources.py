@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import sys
@@ -14,11 +13,19 @@ from typing import Any
 
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.provenance import digest_sources
 from minimax_tools.torch_files.whole_module import find_pickled_module
 from neuron.process.status import doing
 
 # Modules that are no part of a port: the standard library, mm2, and what is installed.
-_LIBRARIES = sys.stdlib_module_names | {"compare", "gpu_reference", "minimax_tools", "neuron", "reports"}
+_LIBRARIES = sys.stdlib_module_names | {
+    "compare",
+    "gpu_reference",
+    "minimax_tools",
+    "mm2",
+    "neuron",
+    "reports",
+}
 _INSTALLATION_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
@@ -62,12 +69,7 @@ class TargetSource:
         files = {path.relative_to(folder).as_posix(): path for path in _loaded_files_beneath(folder)}
         files |= _module_files(self.imported)
         files[Path(file).name] = Path(file)
-        digest = hashlib.sha256()
-        for name, path in sorted(files.items()):
-            source = path.read_bytes()
-            digest.update(f"{name} {len(source)}\n".encode())
-            digest.update(source)
-        return digest.hexdigest()
+        return digest_sources(files)
 
 
 def import_callable(name: str) -> tuple[TargetSource, Callable[..., Any]] | None:

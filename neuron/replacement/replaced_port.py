@@ -11,12 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from minimax_tools.command_line.progress import NoProgress, Progress
+from minimax_tools.errors import TargetError
 from minimax_tools.results.replacements import Point
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.pass_result import PassResult
 from neuron.model_runs.passes import Pass
+from neuron.ports.model_returned import REPLACE_STREAM
 from neuron.replacement.replaced_judge import RowLogits
-from neuron.replacement.stream import GoldenStream, cut_stream
+from neuron.replacement.stream import GoldenStream, cut_stream, ignores_stream
 
 
 class ReplacedPort:
@@ -53,7 +55,23 @@ class ReplacedPort:
             )
             results.append(self._executor.run(request))
             self._progress.advance(model_pass.number, num_bytes=0)
+        if point is not None and stream is not None and self._executor.replaces_itself:
+            self._require_taken(point, stream, results[0])
         return _gather(list(zip(self._passes, results, strict=True)), stream=self._stream)
+
+    def _require_taken(self, point: int, stream: torch.Tensor, result: PassResult) -> None:
+        """Refuse a port whose prefill gives the same logits for another stream, by one more prefill."""
+        prefill = self._passes[0]
+        fed = (point, -cut_stream(stream, prefill))
+        request = PassRequest(model_pass=prefill, is_first=True, records=False, fed=fed)
+        if ignores_stream(result.logits, self._executor.run(request).logits):
+            raise TargetError(
+                f"target {self._executor.setup.target.name} did not take the stream that was to replace its own at "
+                f"point {point}",
+                expected="other logits for another stream",
+                found="the same in every bit",
+                next_step=f"Mend its {REPLACE_STREAM}(layer, states): see docs/whole-ports.md.",
+            )
 
 
 def _gather(ran: list[tuple[Pass, PassResult]], *, stream: GoldenStream) -> list[RowLogits]:

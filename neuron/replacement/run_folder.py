@@ -13,23 +13,26 @@ NAME is `layer_3` for the input of layer 3, `final_norm`, or `unreplaced`. B pro
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
-from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.errors import CaptureError, TargetError, UsageError
 from minimax_tools.json_codec import DecodeError, decode, encode
 from minimax_tools.machine.whole_file import whole_capture_file
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.results.replacements import Point
+from minimax_tools.results.replacements import Point, name_point
 from neuron.model_runs.passes import Pass, plan_passes
 from neuron.replacement.replaced_judge import RowLogits
+from neuron.replacement.stream import ignores_stream
 
 PLAN_NAME, INPUTS_NAME, LOGITS_NAME = "replacement.json", "inputs.safetensors", "logits"
 _SUFFIXES = (".safetensors", ".pt")
@@ -114,8 +117,20 @@ class RunFolder:
             path.write_text(json.dumps(encode(self.plan), indent=2) + "\n", encoding="utf-8")
 
     def read_inputs(self) -> Inputs:
-        """Read the rows of the runs."""
-        return Inputs(**load_file(self.directory / INPUTS_NAME), source=str(self.directory))
+        """Read the rows of the runs.
+
+        Raises:
+            CaptureError: The file is missing or damaged.
+        """
+        path = self.directory / INPUTS_NAME
+        try:
+            return Inputs(**load_file(path), source=str(self.directory))
+        except (OSError, SafetensorError, TypeError) as error:
+            raise CaptureError(
+                f"{path} cannot be read",
+                found=f"{type(error).__name__}: {error}",
+                next_step="Write the folder with mm2-test replacement, under another --output-dir.",
+            ) from error
 
     def passes(self) -> list[Pass]:
         """Plan the passes of each run."""
@@ -172,6 +187,30 @@ class RunFolder:
             )
             for length, row_logits in zip(self.read_inputs().lengths, logits, strict=True)
         ]
+
+    def drop_logits(self) -> None:
+        """Remove the logits of all runs."""
+        for path in (self.directory / LOGITS_NAME).iterdir():
+            if path.suffix in _SUFFIXES:
+                path.unlink()
+
+    def refuse_unmoved(self, points: Sequence[Point]) -> None:
+        """Refuse runs whose logits are the same at two points: the port did not replace its stream.
+
+        Raises:
+            TargetError: The logits of two runs are the same in every bit.
+            CaptureError: A file is damaged.
+        """
+        for one, other in itertools.combinations(points, 2):
+            pair = [self.read_logits(point) for point in (one, other)]
+            rows = [torch.cat([row.logits for row in run]) for run in pair if run is not None]
+            if len(rows) == len(pair) and ignores_stream(*rows):
+                raise TargetError(
+                    f"the port's logits are the same in every bit, whether its stream was replaced at "
+                    f"{name_point(one, num_layers=self.plan.num_layers)} or at "
+                    f"{name_point(other, num_layers=self.plan.num_layers)}: it was not replaced",
+                    next_step="Paste the lines for the model too, compile it again, and give --anew.",
+                )
 
     def _check_shape(self, path: Path, shape: tuple[int, ...]) -> None:
         lengths = self.read_inputs().lengths

@@ -105,3 +105,11 @@ def cut_stream(stream: torch.Tensor, model_pass: Pass) -> torch.Tensor:
     rows = torch.arange(len(stream))[:, None]
     states = stream[rows, model_pass.columns.clamp(min=0)]
     return states.masked_fill((model_pass.columns < 0)[..., None], 0.0)
+
+
+def ignores_stream(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    """Decide whether the logits [...,V] of two runs, each with another stream, show that neither took its own.
+
+    A head without weights ignores every stream: its logits are all one number, and prove nothing.
+    """
+    return torch.equal(logits, others) and bool((logits != logits[..., :1]).any())

@@ -93,7 +93,9 @@ class _JournalledRuns:
 
     def judge_run(self, point: Point) -> ReplacedRun:
         num_layers = self.judge.stream.spec.num_hidden_layers
-        where = f"the stream is replaced at the {name_point(point, num_layers=num_layers)}"
+        where = "nothing is replaced"
+        if point is not None:
+            where = f"the stream is replaced at {name_point(point, num_layers=num_layers)}"
         # A run is stored under the parts that it judges, counted from the model's end.
         parts = Span(0, count_parts_behind(point, num_layers=num_layers))
         probe = self.journal.find(parts)
@@ -101,7 +103,7 @@ class _JournalledRuns:
             logger.info("A run where %s: done before.", where)
             (chain,) = probe.chains
             return ReplacedRun(point=point, is_right=chain.is_right, excess=chain.excess, reason=chain.reason)
-        logger.info("A run where %s.", where if point is not None else "nothing is replaced")
+        logger.info("A run where %s.", where)
         run = self.judge.judge(point, self.port.run(point))
         chain = Chain(
             span=parts, is_right=run.is_right, excess=run.excess, visible=math.inf, reason=run.reason

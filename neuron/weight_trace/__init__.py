@@ -23,7 +23,9 @@ of an inspection:
 - `repairs`: inverses of known mistakes
 - `quantisation`: generated weights that FP8 or INT8 hold exactly
 - `trial`: the run on generated weights that clears or proves a suspect
+- `conversion_memory`: float32 that a conversion makes, or keeps, beyond need
 - `value_checksum`: a checksum of values in any order
 - `loaded_check`: the checkpoint's own layer in the port, compared by checksums
-- `report`: the inspection as text and as JSON
+- `inspection_group`: layers whose inspections found the same
+- `report`: inspections as text and as JSON
 """

@@ -17,7 +17,8 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
 from neuron.ports.target import ConversionOrigin
-from neuron.weight_trace.layout_check import check_layouts
+from neuron.weight_trace.conversion_memory import word_memory
+from neuron.weight_trace.layout_check import check_layouts, find_refills
 from neuron.weight_trace.loaded_check import check_loaded
 from neuron.weight_trace.repairs import candidate_repairs
 from neuron.weight_trace.shared_port import SharedPort
@@ -29,6 +30,10 @@ from neuron.weight_trace.trial import TrialOutcome, run_trial
 from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
 
 logger = logging.getLogger(__name__)
+
+# Share of the error that repairs may leave and still be sure, though not all is explained: unrelated ones leave at
+# least 0.93 (see `trial`).
+_SURE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,7 @@ class WeightInspection:
     # Kinds of source tensors (such as `q_proj`) whose loaded values were all compared with the checkpoint's; None if
     # the checkpoint's own layer was not loaded.
     compared: tuple[str, ...] | None
+    memory: tuple[str, ...] = ()  # sentences on memory that the run does not need
 
     @property
     def verdict(self) -> Verdict:
@@ -86,6 +92,9 @@ def inspect_weights(
     by_rank = [[read_layout(origin, sources) for origin in of_rank] for of_rank in origins]
     findings = check_layouts(by_rank, sources)
     logger.info("Running the port on generated weights, beside the reference layer.")
+    missing = {
+        kind for finding in findings if finding.mistake is WeightMistake.MISSING for kind in finding.kinds
+    }
     memory = TrialMemory.fitting(spec, port.dtype, budget, num_layers_held=num_layers_held)
     trial = run_trial(
         shared.prepare_trial(memory.dtype),
@@ -93,6 +102,7 @@ def inspect_weights(
         port.layer,
         candidate_repairs(by_rank[0], SourceTensors.of(spec), spec),
         keeps_tensors=memory.keeps_tensors,
+        refills=find_refills(by_rank[0], SourceTensors.of(spec), missing),
     )
     findings = _judge(findings, trial)
     compared = None
@@ -114,6 +124,14 @@ def inspect_weights(
         findings=tuple(findings),
         trial=trial,
         compared=compared,
+        memory=word_memory(
+            by_rank[0],
+            # The other ranks do not convert beside the lead, whom a conversion may wait for.
+            peak_bytes=port.measure_conversion() if len(by_rank) == 1 else None,
+            spec=spec,
+            checkpoint_spec=checkpoint_spec,
+            dtype=port.dtype,
+        ),
     )
 
 
@@ -143,16 +161,31 @@ def _judge(findings: list[WeightFinding], trial: TrialOutcome) -> list[WeightFin
         )
         for repair in trial.repairs
     ]
+    # Two mistakes leave more of the error than repairs of the weights take away.
+    is_sure = (trial.partial_error or 0.0) <= _SURE_SHARE * (trial.refilled_error or trial.error or 0.0)
+    likely = [
+        WeightFinding(
+            mistake=repair.mistake,
+            severity=Severity.WRONG if is_sure else Severity.SUSPECT,
+            kinds=repair.kinds,
+            text=f"{repair.text}; the output is off for another reason too",
+        )
+        for repair in trial.partial_repairs
+    ]
     settled = [
         _settle(finding, trial) if finding.severity is Severity.SUSPECT else finding for finding in findings
     ]
-    return [*proved, *settled]
+    return [*proved, *likely, *settled]
 
 
 def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
     """Return the suspect as a note, as wrong, or unchanged if the trial cannot tell."""
     if trial.is_right:
         return suspect.cleared("on purpose: the port's output is right")
+    if trial.is_right_if_refilled:
+        if suspect.contradicts_names:
+            return replace(suspect, severity=Severity.WRONG)
+        return suspect.cleared("explained by what is missing, or on purpose")
     if trial.repairs:
         if any(set(suspect.kinds) & set(repair.kinds) for repair in trial.repairs):
             return suspect.cleared("explained by what is proved above, or on purpose")

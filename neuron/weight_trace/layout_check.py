@@ -7,7 +7,7 @@ and a segment is neighbouring rows or columns that one source tensor fills.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,12 +25,12 @@ from neuron.weight_trace.source_tensors import (
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
 from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+from reports.order_words import word_order
 
 # Relative rounding up to 8 float32 steps (2⁻²³) still counts as float32: a scale and its inverse cost a few.
 _FLOAT32_SLACK = 2.0**-20
 # A gain is read from BF16 values: within one BF16 step (2⁻⁸) of 1 it is 1.
 _GAIN_SLACK = 2.0**-8
-_MAX_EXPERTS_LISTED = 6
 # Parts of a port tensor's name, and the kind that each says the tensor holds.
 _NAMED_KINDS = {
     **{kind: kind for kind in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "w1", "w2", "w3")},
@@ -59,6 +59,22 @@ def check_layouts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTens
         on_ranks = "" if is_on_all else f" (on rank {', '.join(map(str, sorted(ranks)))})"
         findings.append(replace(finding, text=f"{finding.text}{on_ranks}"))
     return findings
+
+
+def find_refills(
+    layouts: Sequence[TensorLayout], sources: SourceTensors, missing: Collection[str]
+) -> dict[str, str]:
+    """Return port tensors that never got their weight, each with the weight's name.
+
+    Their own name says the kind, which is among the `missing` ones, and their shape is the weight's.
+    """
+    refills = {}
+    for layout in layouts:
+        for kind in _named_kinds(layout.origin) & set(missing):
+            of_kind = [source for source in sources.all if source.kind == kind]
+            if len(of_kind) == 1 and of_kind[0].shape == tuple(layout.origin.shape):
+                refills[layout.origin.name] = of_kind[0].name
+    return refills
 
 
 def _find_by_count(
@@ -164,19 +180,13 @@ def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFindin
         if list(experts) != sorted(experts):
             orders.setdefault(experts, []).extend(group)
     for experts, group in orders.items():
-        is_text = list(experts) == sorted(experts, key=str)
-        order = (
-            "the order of their numbers as text" if is_text else "an order that is not that of their numbers"
-        )
         names = dict.fromkeys(name_pattern(layout.origin.name) for layout in group)
         yield WeightFinding(
             mistake=WeightMistake.ORDER,
             severity=Severity.SUSPECT,
             kinds=tuple(dict.fromkeys(kind for layout in group for kind in _kinds_held(layout))),
             port_tensors=tuple(layout.origin.name for layout in group),
-            text=f"{', '.join(names)}: experts lie in {order}: "
-            + ", ".join(map(str, experts[:_MAX_EXPERTS_LISTED]))
-            + (", …" if len(experts) > _MAX_EXPERTS_LISTED else ""),
+            text=f"{', '.join(names)}: {word_order(experts, noun='experts')}",
             # Names or positions count the experts, and another expert lies there.
             contradicts_names=True,
         )
@@ -206,7 +216,7 @@ def _find_in_tensor(layout: TensorLayout) -> Iterator[WeightFinding]:
 
 def _faults_of(layout: TensorLayout) -> Iterator[_Fault]:
     origin, kinds = layout.origin, _kinds_held(layout)
-    named = {_NAMED_KINDS[part] for part in origin.name.split(".") if part in _NAMED_KINDS}
+    named = _named_kinds(origin)
     if len(named) == 1 and kinds and not named & set(kinds):
         text = f"is named {word_kinds(named)}, and holds {word_kinds(kinds)}"
         yield _Fault(WeightMistake.SWAPPED, text, contradicts_names=True)
@@ -221,6 +231,11 @@ def _faults_of(layout: TensorLayout) -> Iterator[_Fault]:
         yield from _rounding_faults(origin, kinds)
     if origin.num_computed:
         yield _Fault(WeightMistake.COMPUTED, _word_computed(origin))
+
+
+def _named_kinds(origin: TensorOrigin) -> set[str]:
+    """Return the kinds that a port tensor's name says it holds."""
+    return {_NAMED_KINDS[part] for part in origin.name.split(".") if part in _NAMED_KINDS}
 
 
 def _disorder_fault(segment: LayoutSegment) -> _Fault:

@@ -19,6 +19,7 @@ from neuron.weight_trace.layout_segment import Disorder
 from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
 from neuron.weight_trace.weight_finding import WeightMistake
+from reports.order_words import word_order
 
 # Returns the tensors that a repair changes, and no others.
 Change = Callable[[Tensors], Tensors]
@@ -34,7 +35,6 @@ _SWAPPED_PAIRS = (
 # Kinds whose rows rotate: a port may mistake their order in queries and keys, or in either alone. The weights of the
 # norms lie in the order of the projections' rows.
 _ROTARY_KINDS = (("q_proj", "k_proj", "q_norm", "k_norm"), ("q_proj", "q_norm"), ("k_proj", "k_norm"))
-_MAX_EXPERTS_LISTED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +132,7 @@ def _undo_expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Ite
         yield Repair(
             mistake=WeightMistake.ORDER,
             kinds=kinds,
-            text=f"{word_kinds(kinds)} of the experts lie in the order "
-            + ", ".join(map(str, experts[:_MAX_EXPERTS_LISTED]))
-            + (", …" if len(experts) > _MAX_EXPERTS_LISTED else ""),
+            text=f"{word_kinds(kinds)}: {word_order(experts, noun='experts')}",
             change=_rename(partners),
         )
 

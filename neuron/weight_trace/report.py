@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minimax_tools.capture.digests import dtype_name
+from minimax_tools.model.span import word_layers
+from minimax_tools.results.results import Verdict
 from neuron.weight_trace.inspection import WeightInspection
+from neuron.weight_trace.inspection_group import InspectionGroup
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout
-from neuron.weight_trace.trial import TrialOutcome
-from neuron.weight_trace.weight_finding import Severity, WeightFinding
+from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
 from reports.json_values import to_json
 
 _MARKS = {Severity.WRONG: "[wrong]", Severity.SUSPECT: "[unclear]", Severity.NOTE: "[note]"}
@@ -18,11 +21,38 @@ _MARKS = {Severity.WRONG: "[wrong]", Severity.SUSPECT: "[unclear]", Severity.NOT
 _MAX_SHOWN_ALIKE = 2
 
 
+def render_inspections(groups: Sequence[InspectionGroup]) -> str:
+    """Return the inspections of several layers as text: what is wrong first, right layers in a line."""
+    return "\n\n".join(
+        _render_right(group) if group.first.verdict is Verdict.PASS else _render_group(group)
+        for group in groups
+    )
+
+
+def inspections_record(groups: Sequence[InspectionGroup]) -> dict[str, Any]:
+    """Return the inspections of several layers as JSON: for layers that are alike, that of the first."""
+    return {
+        "verdict": str(groups[0].first.verdict),
+        "target": groups[0].first.target,
+        "groups": [{"layers": list(group.layers), **inspection_record(group.first)} for group in groups],
+    }
+
+
 def render_inspection(inspection: WeightInspection) -> str:
     """Return the inspection as text: verdict, findings, layouts, trial and loading."""
+    return _render_group(InspectionGroup(layers=(inspection.layer,), first=inspection))
+
+
+def _render_right(group: InspectionGroup) -> str:
+    headline = f"{_verdict_word(group.first)}: {_headline(group.first, group.layers)}"
+    return "\n".join([headline, *_word_memory(group.first)])
+
+
+def _render_group(group: InspectionGroup) -> str:
+    inspection = group.first
     holder = "the port" if inspection.num_ranks == 1 else f"rank 0 of {inspection.num_ranks}"
     lines = [
-        f"{str(inspection.verdict).upper()}: the weights of layer {inspection.layer} in {inspection.target}",
+        f"{_verdict_word(inspection)}: {_headline(inspection, group.layers)}",
         *(f"  {_MARKS[finding.severity]:10}{finding.text}" for finding in inspection.findings),
         *([] if inspection.conversion is None else ["", f"Converted by {inspection.conversion.words}."]),
         "",
@@ -30,8 +60,9 @@ def render_inspection(inspection: WeightInspection) -> str:
         *(f"  {line}" for line in _word_layouts(inspection.layouts)),
         *_word_sample(inspection),
         "",
-        _word_trial(inspection.trial),
+        _word_trial(inspection),
         _word_loaded(inspection),
+        *_word_memory(inspection),
     ]
     return "\n".join(lines)
 
@@ -63,10 +94,14 @@ def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
             "limit": trial.limit,
             "repairs": [repair.text for repair in trial.repairs],
             "repaired_error": trial.repaired_error,
+            "refilled_error": to_json(trial.refilled_error),
+            "partial_repairs": [repair.text for repair in trial.partial_repairs],
+            "partial_error": to_json(trial.partial_error),
             "kept_error": to_json(trial.exact_error),
             "kept_as": trial.exact_in,
             "failure": trial.failure,
         },
+        "memory": list(inspection.memory),
         "is_loaded": inspection.compared is not None,
         "compared": list(inspection.compared or ()),
     }
@@ -82,7 +117,22 @@ def _finding_record(finding: WeightFinding) -> dict[str, Any]:
     }
 
 
-def _word_trial(trial: TrialOutcome) -> str:
+def _verdict_word(inspection: WeightInspection) -> str:
+    return str(inspection.verdict).upper()
+
+
+def _headline(inspection: WeightInspection, layers: Sequence[int]) -> str:
+    weights = f"the weights of {word_layers(layers)} in {inspection.target}"
+    if inspection.verdict is Verdict.PASS:
+        return f"{weights} are right"
+    is_of_forward = not any(finding.severity is not Severity.NOTE for finding in inspection.findings)
+    if is_of_forward and inspection.trial.has_run and not inspection.trial.is_quantised:
+        return f"{weights} are right; the forward differs"
+    return weights
+
+
+def _word_trial(inspection: WeightInspection) -> str:
+    trial = inspection.trial
     if trial.error is None:
         return (
             f"The port could not be run on generated weights here ({trial.failure}): "
@@ -92,6 +142,13 @@ def _word_trial(trial: TrialOutcome) -> str:
     if trial.is_right:
         return f"{run} agrees with the reference layer's to {trial.error:.1e} of the delta."
     off = f"{run} is off by {trial.error:.2g} of the delta"
+    if trial.refilled_error is not None:
+        missing = word_kinds(dict.fromkeys(_missing_kinds(inspection)))
+        if trial.is_right_if_refilled:
+            return (
+                f"{off}. With {missing} right it agrees to {trial.refilled_error:.1e}: nothing else is wrong."
+            )
+        off += f", with {missing} right still by {trial.refilled_error:.2g}"
     if trial.repairs:
         with_them = " and ".join(repair.text for repair in trial.repairs)
         return f"{off}; once this is undone, by {trial.repaired_error:.1e}: {with_them}."
@@ -100,7 +157,29 @@ def _word_trial(trial: TrialOutcome) -> str:
             f"{off}; on weights that quantisation keeps ({trial.exact_in}) it agrees to {trial.exact_error:.1e}: "
             "the error is that of quantisation."
         )
-    return f"{off}, and no known repair of the weights helps."
+    if trial.partial_repairs:
+        with_them = " and ".join(repair.text for repair in trial.partial_repairs)
+        return (
+            f"{off}; once this is undone, still by {trial.partial_error:.2g}: {with_them}. "
+            "The forward is wrong too."
+        )
+    if trial.refilled_error is not None:
+        return f"{off}: the forward is wrong too."
+    if any(finding.severity is Severity.WRONG for finding in inspection.findings):
+        return (
+            f"{off}. What is wrong above is in it: mend that, and trace again to see what the forward does."
+        )
+    return f"{off}: the forward computes something else, or wants the weights in another order."
+
+
+def _missing_kinds(inspection: WeightInspection) -> Iterator[str]:
+    for finding in inspection.findings:
+        if finding.mistake is WeightMistake.MISSING:
+            yield from finding.kinds
+
+
+def _word_memory(inspection: WeightInspection) -> list[str]:
+    return [f"Memory: {sentence}" for sentence in inspection.memory]
 
 
 def _word_loaded(inspection: WeightInspection) -> str:

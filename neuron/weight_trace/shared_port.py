@@ -94,7 +94,12 @@ class SharedPort:
             self._messages.send(TrialOrder(tensors=tensors, trial_input=trial_input))
             return lead.run(tensors, trial_input)
 
-        return TrialPort(run=run, computes_in_bf16=lead.computes_in_bf16)
+        return TrialPort(
+            run=run,
+            computes_in_bf16=lead.computes_in_bf16,
+            # The other ranks hold parts of the tensors, and none is told what to overwrite.
+            run_refilled=None if self.port.ranks.are_several else lead.run_refilled,
+        )
 
     def dismiss(self) -> None:
         """Tell the other ranks that no order follows."""

@@ -14,6 +14,7 @@ import torch
 
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes
+from reports.order_words import word_order
 
 _EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.")
 _ROLES = {"w1": "w1 (gate)", "w2": "w2 (down)", "w3": "w3 (up)", "gate": "gate (router)"}
@@ -130,5 +131,7 @@ def word_experts(experts: Sequence[int]) -> str:
         return f"expert {experts[0]}"
     if list(experts) == list(range(experts[0], experts[0] + len(experts))):
         return f"experts {experts[0]}–{experts[-1]}"
+    if sorted(experts) == list(range(min(experts), max(experts) + 1)):
+        return f"experts {min(experts)}–{max(experts)} ({word_order(experts, noun='experts')})"
     shown = ", ".join(str(expert) for expert in experts[:_MAX_EXPERTS_LISTED])
     return f"experts {shown}{', …' if len(experts) > _MAX_EXPERTS_LISTED else ''}"

@@ -5,7 +5,9 @@ To trace is to load generated weights, and find from which of the checkpoint's e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -14,12 +16,13 @@ from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import expected_layer_shapes
+from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_bytes
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import find_output
 from neuron.ports.target import Target
+from neuron.weight_trace.conversion_memory import WideAllocations
 from neuron.weight_trace.generated_tensors import GeneratedTensors, MakeTensor, Tensors
 from neuron.weight_trace.loaded_check import LoadedPort
 from neuron.weight_trace.origin_tracer import OriginTracer
@@ -28,6 +31,8 @@ from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample
 from neuron.weight_trace.trial import TrialInput, TrialPort
 
+# A conversion of a larger layer is not measured: all tensors of the layer are in memory at once.
+_MOST_MEASURED_BYTES = 256 << 20
 # Tensors of more elements than this are not copied before loading. One that is zero after loading is then reported as
 # zero, not as never bound.
 _MAX_COPIED = 1 << 20
@@ -67,9 +72,14 @@ class TracedPort:
         """
         module = self._build(self.spec, dtype)
 
-        def run(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+        def run(
+            tensors: Tensors, trial_input: TrialInput, refills: Mapping[str, str] = MappingProxyType({})
+        ) -> torch.Tensor:
             port = f"target {self.target.name}, layer {self.layer}"
             self._load_generated(module, tensors.__getitem__, dtype)
+            held = find_port_tensors(module)
+            for name, source in refills.items():
+                held[name].copy_(tensors[source])
             errors = port_errors(
                 f"{port} failed while it ran",
                 activity=f"running layer {self.layer} of target {self.target.name} on generated weights",
@@ -87,7 +97,27 @@ class TracedPort:
         return TrialPort(
             run=run,
             computes_in_bf16=any(parameter.dtype.itemsize == 2 for parameter in module.parameters()),
+            run_refilled=run,
         )
+
+    def measure_conversion(self) -> int | None:
+        """Return the most bytes of float32 temporaries that the conversion holds at once; None for a large layer.
+
+        Raises:
+            TargetError: The port cannot be built or loaded.
+        """
+        if layer_bytes(self.spec, self.dtype) > _MOST_MEASURED_BYTES:
+            return None
+        module = self._build(self.spec, self.dtype)
+        # Made beforehand, in the dtypes that a conversion gets: else their making would count.
+        given = {
+            name: torch.rand(shape).to(torch.float32 if name in FLOAT32_NAMES else self.dtype)
+            for name, shape in expected_layer_shapes(self.spec).items()
+        }
+        with WideAllocations() as allocations:
+            self._load_generated(module, given.__getitem__, self.dtype)
+        peak_bytes: int = allocations.peak_bytes
+        return peak_bytes
 
     def load_checkpoint(self, spec: ModelSpec) -> LoadedPort:
         """Load the checkpoint's own layer into the port, built for the checkpoint's `spec`.

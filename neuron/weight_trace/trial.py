@@ -8,8 +8,9 @@ repair helps, the port runs on weights that quantisation keeps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -60,6 +61,16 @@ class TrialPort:
     # Converts and loads tensors, and returns the port's output [B,S,H]; raises TargetError if the port fails.
     run: Callable[[Tensors, TrialInput], torch.Tensor]
     computes_in_bf16: bool  # True if the port holds BF16 parameters, whatever dtype it was built in
+    # The same with some of the port's tensors, by name, overwritten with the tensors of these names once it is loaded;
+    # None if several ranks share the port.
+    run_refilled: Callable[[Tensors, TrialInput, Mapping[str, str]], torch.Tensor] | None = None
+
+    def refilled(self, refills: Mapping[str, str]) -> TrialPort | None:
+        """Return the port with some of its tensors overwritten; None without any, or if it cannot be done."""
+        if not refills or self.run_refilled is None:
+            return None
+        run_refilled = self.run_refilled
+        return replace(self, run=lambda tensors, trial_input: run_refilled(tensors, trial_input, refills))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +82,11 @@ class TrialOutcome:
     # Repairs that make the outputs agree; empty if none was needed or none helped.
     repairs: tuple[Repair, ...] = ()
     repaired_error: float | None = None  # the error with all repairs; None without repairs
+    # The error once the tensors that never got their weights hold them; None if that was not tried.
+    refilled_error: float | None = None
+    # Repairs that take away a part of the error, not all of it, and the error with them; empty and None without any.
+    partial_repairs: tuple[Repair, ...] = ()
+    partial_error: float | None = None
     # Lowest error on weights that quantisation keeps; None if they were not tried.
     exact_error: float | None = None
     # The way of quantisation with that error, a key of `EXACT_VALUES`; None if none was tried.
@@ -88,13 +104,24 @@ class TrialOutcome:
         return self.error is not None and self.error <= self.limit
 
     @property
+    def is_right_if_refilled(self) -> bool:
+        """True if the output agrees once the tensors that never got their weights hold them."""
+        return self.refilled_error is not None and self.refilled_error <= self.limit
+
+    @property
     def is_quantised(self) -> bool:
         """True if the port's output agrees on weights that quantisation keeps."""
         return self.exact_error is not None and self.exact_error <= self.limit
 
 
 def run_trial(
-    port: TrialPort, spec: ModelSpec, layer: int, candidates: Sequence[Repair], *, keeps_tensors: bool
+    port: TrialPort,
+    spec: ModelSpec,
+    layer: int,
+    candidates: Sequence[Repair],
+    *,
+    keeps_tensors: bool,
+    refills: Mapping[str, str] = MappingProxyType({}),
 ) -> TrialOutcome:
     """Run the port on generated weights, and if it is wrong search for the repairs that make it right.
 
@@ -104,6 +131,8 @@ def run_trial(
         layer: Number of the layer.
         candidates: Repairs to try if the output is wrong.
         keeps_tensors: True to keep the generated weights in memory; else each access makes them anew.
+        refills: Port tensors that never got their weights, each with the name of the weight. If the output is wrong,
+            they get it, and repairs are searched for what is left.
 
     Raises:
         PortEndError: The port tried to exit, or ran out of memory.
@@ -122,6 +151,13 @@ def run_trial(
     outcome = TrialOutcome(error=error, limit=limit)
     if outcome.is_right:
         return outcome
+    refilled = port.refilled(refills)
+    if refilled is not None:
+        error = _error_or_infinity(refilled, tensors, expected, trial_input)
+        outcome = replace(outcome, refilled_error=error)
+        if outcome.is_right_if_refilled:
+            return outcome
+        port = refilled
 
     def error_with(repairs: Sequence[Repair]) -> float:
         repaired = tensors
@@ -129,10 +165,11 @@ def run_trial(
             repaired = repair.apply(repaired)
         return _error_or_infinity(port, repaired, expected, trial_input)
 
-    repairs_and_error = _search_repairs(error_with, candidates, error=error, limit=limit)
-    if repairs_and_error is not None:
-        repairs, repaired_error = repairs_and_error
-        return replace(outcome, repairs=repairs, repaired_error=repaired_error)
+    repairs, error_left, is_enough = _search_repairs(error_with, candidates, error=error, limit=limit)
+    if is_enough:
+        return replace(outcome, repairs=repairs, repaired_error=error_left)
+    if repairs:
+        outcome = replace(outcome, partial_repairs=repairs, partial_error=error_left)
     return _try_exact_values(outcome, port, spec, tensors, trial_input)
 
 
@@ -142,8 +179,8 @@ def _search_repairs(
     *,
     error: float,
     limit: float,
-) -> tuple[tuple[Repair, ...], float] | None:
-    """Add the best repair again and again; return the repairs and the error they leave, None if it stays large.
+) -> tuple[tuple[Repair, ...], float, bool]:
+    """Add the best repair again and again; return the repairs, the error they leave, and whether it is small enough.
 
     `error_with` runs the port with repairs and returns its error; `error` is that without any.
     """
@@ -156,11 +193,11 @@ def _search_repairs(
         errors = [error_with((*chosen, repair)) for repair in remaining]
         lowest = min(errors)
         if not math.isfinite(lowest) or lowest > max(limit, _MAX_ERROR_LEFT_BY_ONE * error_left):
-            return None
+            break
         chosen, error_left = (*chosen, remaining.pop(errors.index(lowest))), lowest
         if error_left <= largest_final_error:
-            return chosen, error_left
-    return None
+            return chosen, error_left, True
+    return chosen, error_left, False
 
 
 def _try_exact_values(

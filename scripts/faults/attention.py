@@ -120,6 +120,16 @@ class ResidualAfterNorm(Arithmetic):
         return normed + delta
 
 
+class ContextNotTransposed(Arithmetic):
+    """Heads and tokens of the context stay as attention leaves them."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        context = super().attend(q, k, v, mask)
+        heads = context.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        mixed: torch.Tensor = heads.reshape(context.shape)
+        return mixed
+
+
 class MoeResidualFromInput(Arithmetic):
     """The layer's input is added to moe_delta, not attn_residual."""
 
@@ -144,6 +154,7 @@ PLANTS = (
     Plant("attention_scale", _CONTEXT, Scaled, {"factor": 2**0.5}),
     Plant("causal_mask_missing", _CONTEXT, CausalMaskMissing),
     Plant("padding_mask_missing", _CONTEXT, PaddingMaskMissing, needs_left_padding=True),
+    Plant("attention_context_not_transposed", _CONTEXT, ContextNotTransposed),
     Plant("sliding_window", _CONTEXT, SlidingWindow, {"window": 24}, decodes=True),
     Plant("attention_softmax_low_precision", _CONTEXT, SoftmaxLowPrecision),
     Plant(

@@ -14,6 +14,7 @@ from faults.arithmetic import Arithmetic
 from faults.plant import Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import expert_weight
 
 # The sites to blame for a mistake of the experts.
 _MOE = (Site.MOE_DELTA,)
@@ -98,6 +99,28 @@ class TextOrder(Arithmetic):
         return {**state, "gate_up": state["gate_up"][order], "down": state["down"][order]}
 
 
+class Exchanged(Arithmetic):
+    """Two experts hold each other's weights."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        for matrix in ("w1", "w2", "w3"):
+            names = [
+                expert_weight(expert, matrix) for expert in (self.parameters.first, self.parameters.second)
+            ]
+            values = [tensors[name] for name in names]
+            for name, value in zip(names, reversed(values), strict=True):
+                tensors[name] = value
+
+
+class UpClamped(Arithmetic):
+    """The up projection alone is clamped."""
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        limit = self.number("limit")
+        least = -limit if self.parameters.side == "both" else None
+        return super().activate(gate, up.clamp(min=least, max=limit))
+
+
 class Capacity(Arithmetic):
     """An expert takes `factor` times its even share of the tokens, the first ones; it drops the others."""
 
@@ -145,6 +168,9 @@ PLANTS = (
     Plant("activation_missing", _MOE, ActivationMissing),
     Plant("swiglu_clamped", _MOE, Clamped, {"limit": 1.0}),
     Plant("swiglu_clamped", _MOE, Clamped, {"limit": 7.0}),
+    Plant("up_clamped", _MOE, UpClamped, {"limit": 1.0, "side": "above"}, decodes=True),
+    Plant("up_clamped", _MOE, UpClamped, {"limit": 0.7, "side": "both"}),
+    Plant("experts_exchanged", _MOE, Exchanged, {"first": 5, "second": 6}),
     Plant("gate_up_interleaved", _MOE, GateUpInterleaved),
     Plant("experts_local_only", _MOE, LocalOnly, {"ep_degree": 4, "rank": 0}, decodes=True),
     Plant("expert_ids_shifted", _MOE, IdsShifted, {"offset": 1}),

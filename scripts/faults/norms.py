@@ -138,6 +138,16 @@ class HeadNormLowPrecision(Arithmetic):
         return weight * (flat.float() * torch.rsqrt(mean + self.eps())).to(flat.dtype)
 
 
+class KeyNormOfQuery(Arithmetic):
+    """The key norm got the query norm's weight: that of the first heads, or of the first head of each group."""
+
+    def k_norm(self, flat: torch.Tensor) -> torch.Tensor:
+        weight = self.weights.q_norm
+        if self.parameters.heads == "of each group":
+            weight = weight.view(-1, self.config.head_dim)[:: self.group_size()].flatten()
+        return self.head_norm(flat, weight[: flat.shape[-1]])
+
+
 class HeadNormAfterRotation(Arithmetic):
     """Queries and keys are rotated before the norm."""
 
@@ -167,6 +177,8 @@ PLANTS = (
     Plant("qk_norm_by_head_averaged", _QK_NORM, HeadNormByHeadAveraged),
     Plant("qk_norm_first_slice", _QK_NORM, HeadNormFirstSlice, {"tp_degree": 4}),
     Plant("k_norm_scaled", (Site.K_NORM,), KeyNormScaled, {"factor": 8**-0.5}, decodes=True),
+    Plant("k_norm_weight_of_q_norm", (Site.K_NORM,), KeyNormOfQuery, {"heads": "first"}),
+    Plant("k_norm_weight_of_q_norm", (Site.K_NORM,), KeyNormOfQuery, {"heads": "of each group"}),
     Plant("q_norm_scaled", (Site.Q_NORM,), QueryNormScaled, {"factor": 2**-0.5}),
     Plant("qk_norm_low_precision", _QK_NORM, HeadNormLowPrecision),
     # All four sites are wrong: the norms do not follow from the projections, nor the rotations from the norms.

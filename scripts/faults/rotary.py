@@ -142,6 +142,9 @@ _OF_FAR_POSITIONS = tuple(
 
 PLANTS = (
     *_OF_FAR_POSITIONS,
+    # Numbers that no list has: the first wrong token tells them.
+    Plant("rope_positions_modulo", _ROPE, ModuloPositions, {"modulo": 45}),
+    Plant("rope_positions_clamped", _ROPE, ClampedPositions, {"last": 40}),
     Plant("rope_width", _ROPE, OtherWidth, {"rotary_dim": 64}),
     Plant("rope_width", _ROPE, OtherWidth, {"rotary_dim": 16}),
     Plant("rope_theta", _ROPE, OtherTheta, {"theta": 1e4}, decodes=True),

@@ -57,13 +57,6 @@ class TileTwice(Arithmetic):
         return super().project_out(context) + again
 
 
-class RotaryTableShort(Arithmetic):
-    """The table of angles ends at position 40: later tokens get its last entry."""
-
-    def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        return super().angles(positions.clamp(max=40))
-
-
 class KeysQuantised(Arithmetic):
     """Rotated keys are cached in FP8 where nobody asked for it."""
 
@@ -152,7 +145,6 @@ PLANTS = (
     _plant("output_head_zero", (Site.ATTN_DELTA,), OutputHeadZero),
     _plant("saturating_cast", (Site.ATTN_CONTEXT,), Saturating),
     _plant("tile_twice", (Site.ATTN_DELTA,), TileTwice, decodes=True),
-    _plant("rotary_table_short", _ROPE, RotaryTableShort),
     _plant("keys_quantised", (Site.K_ROPE,), KeysQuantised, decodes=True),
     _plant("value_halves_swapped", (Site.V_PROJ,), ValueHalvesSwapped, decodes=True),
     _plant("last_head_reads_first", (Site.ATTN_CONTEXT,), LastHeadReadsFirst, decodes=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compare.diagnosis.finding import MistakeFinding
+from compare.diagnosis.finding import MistakeFinding, PassedOver
 from compare.diagnosis.proof.proof import MistakeProof
 from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
 from minimax_tools.results.model_findings import ModelFinding
@@ -17,7 +17,6 @@ from minimax_tools.results.results import (
     SiteResult,
     Verdict,
 )
-from neuron.weight_trace.weight_finding import Severity, WeightMistake
 from schemas.parts import (
     Schema,
     anything,
@@ -34,7 +33,7 @@ from schemas.parts import (
 )
 from schemas.values import field_comments, schema_of
 
-_VERDICT = choice(
+VERDICT = choice(
     *(verdict.value for verdict in Verdict),
     description="Conclusion. pass: proved right at every compared site. warn: right, with something to look at. "
     "fail: the port differs. incomparable: no conclusion; it is never a pass.",
@@ -61,7 +60,7 @@ def conclusion() -> Schema:
     told = field_comments(Comparison)
     return record(
         {
-            "verdict": _VERDICT,
+            "verdict": VERDICT,
             **COUNTS,
             "tokens": text(told["tokens"]),
             "blame": _BLAME,
@@ -92,6 +91,8 @@ def comparison() -> Schema:
 def mistake() -> Schema:
     """Return the schema of a named or near mistake, with its proof where one was asked for."""
     schema = schema_of(MistakeFinding, parameters=by_name(anything()))
+    schema["properties"]["is_hint"] = flag("Whether it is only near, and explains nothing.")
+    schema["required"].append("is_hint")
     schema["properties"]["proof"] = proof()
     schema["required"].remove("proof")
     return schema
@@ -114,15 +115,24 @@ def diagnosis() -> Schema:
         "num_hypotheses": whole("Number of hypotheses that were tried."),
         "notes": listed(text(), "What was not tried or not judged, and where the error lies."),
     }
+    blame = schema_of(Blame)
+    blame["properties"]["formulas"] = by_name(
+        text(), "What the original computes at these sites, if they are few."
+    )
+    blame["required"].append("formulas")
     layer = {"layer": whole("The layer."), "sites": listed(text(), "Sites that judged it."), **part}
     return record(
         {
+            "verdict": VERDICT,
             "diagnosis": listed(
                 mistake(), "Named mistakes in the model's order; empty if none explains the errors."
             ),
             "layers": listed(record(layer), "The layers that were diagnosed, ascending."),
             "sites": listed(record({"site": text("The site."), **part}), "The same outside the layers."),
-            "unexplained_blame": listed(schema_of(Blame), "Blame that no named mistake explains."),
+            "passed_over": listed(
+                schema_of(PassedOver), "Layers that are like others, which nothing explains."
+            ),
+            "unexplained_blame": listed(blame, "Blame that no named mistake explains."),
             "reference": text("Folder of the golden."),
             "target": text("Folder of the run."),
             "is_failed": flag("Whether the comparison of the chosen layers fails."),
@@ -155,53 +165,6 @@ def undone() -> Schema:
     )
 
 
-def weights() -> Schema:
-    """Return the schema of `mm2-test weights`."""
-    finding = {
-        "mistake": choice(*(mistake.value for mistake in WeightMistake), description="Kind of the mistake."),
-        "weight": choice(*(severity.value for severity in Severity), description="Severity of the finding."),
-        "tensors": listed(text(), "Kinds of the checkpoint's tensors, such as q_proj."),
-        "places": listed(text(), "Tensors of the port."),
-        "text": text("The finding in a sentence."),
-    }
-    place = {
-        "name": text("Name of the port's tensor."),
-        "shape": listed(whole()),
-        "dtype": text(),
-        "holds": text("What its rows and columns hold of the checkpoint."),
-    }
-    trial = {
-        "is_right": flag("Whether the port's output agrees with the reference layer's on generated weights."),
-        "error": maybe(
-            number(), "Error of that output, as a share of what the layer adds; null if it did not run."
-        ),
-        "limit": number("The largest error of a right port."),
-        "repairs": listed(text(), "Repairs of the weights that make the output right."),
-        "repaired_error": maybe(number(), "Error of the output with the repairs."),
-        "kept_error": maybe(number(), "Error on weights that quantisation keeps."),
-        "kept_as": maybe(text(), "Form of these weights; null if none were tried."),
-        "failure": maybe(text(), "Why the port could not be run; null if it was."),
-    }
-    return record(
-        {
-            "verdict": _VERDICT,
-            "target": text("The port, as --target names it."),
-            "conversion": text("Who converted the weights."),
-            "layer": whole("The traced layer."),
-            "num_ranks": whole("Number of ranks that share the layer."),
-            "traced": by_name(anything(), "Sizes of the traced model; is_smaller: than the checkpoint's."),
-            "followed_experts": listed(whole(), "Experts that were traced element by element."),
-            "findings": listed(record(finding), "What is wrong or unclear; empty if all is right."),
-            "places": listed(record(place), "Every tensor that the port holds."),
-            "trial": record(trial, "The port's forward on generated weights, beside the reference layer."),
-            "is_loaded": flag("Whether the checkpoint's own layer was loaded too."),
-            "compared": listed(text(), "Kinds of tensors whose loaded values were all compared."),
-        },
-        "Where every element of a layer's weights lands in a port.",
-        optional=("conversion",),
-    )
-
-
 def bisection() -> Schema:
     """Return the schema of `mm2-test bisect`."""
     span = {"start_layer": whole("First layer."), "end_layer": whole("Last layer, included.")}
@@ -217,7 +180,7 @@ def bisection() -> Schema:
     visible = {name: maybe(number()) for name in ("in_chains", "alone", "in_a_sweep")}
     return record(
         {
-            "verdict": _VERDICT,
+            "verdict": VERDICT,
             "compared": whole("Layers whose own output was judged."),
             "of": whole("Layers of the search."),
             "blame": listed(schema_of(Blame), "Layers that are wrong alone."),
@@ -257,7 +220,7 @@ def stream_search() -> Schema:
     }
     return record(
         {
-            "verdict": _VERDICT,
+            "verdict": VERDICT,
             "compared": whole("Parts of the model that were judged."),
             "of": whole("Parts of the model: its layers, and what lies before and behind them."),
             "blame": listed(record(blame), "The last wrong part; empty if none is."),
@@ -272,6 +235,26 @@ def stream_search() -> Schema:
         },
         "The search for the last wrong layer of a port compiled whole.",
         optional=("lines",),
+    )
+
+
+def port() -> Schema:
+    """Return the schema of a port judged in stages."""
+    stage = {
+        "stage": choice("golden", "weights", "sweep", "diagnosis", "chain"),
+        "command": text("Its command, complete."),
+        "exit_code": whole("Exit code of the command."),
+        "output": maybe(anything(), "What the command printed, by its own schema; null if that is no JSON."),
+    }
+    return record(
+        {
+            "verdict": choice("pass", "fail", "incomparable"),
+            "directory": text("Folder of the golden, the runs and the log of finished stages."),
+            "stages": listed(
+                record(stage), "The stages, in order; the last may be one that could not be carried out."
+            ),
+        },
+        "A port judged in stages: golden, weights, sweep, then its mistake named, or all layers in a chain.",
     )
 
 
@@ -308,7 +291,7 @@ def prompts() -> Schema:
     }
     return record(
         {
-            "verdict": _VERDICT,
+            "verdict": VERDICT,
             "compared": whole("Next-token distributions that were compared."),
             "of": whole("As compared."),
             "blame": _BLAME,

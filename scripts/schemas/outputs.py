@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from minimax_tools.command_line.console import SCHEMA_VERSION
-from schemas import captures, judging, splitting, summary
+from schemas import captures, judging, splitting, summary, travel, weights
 from schemas.parts import DRAFT, Schema, listed, merged, record, text, whole
 
 _VERSION = record(
@@ -54,6 +54,7 @@ def _model() -> Schema:
 _OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
     {
         "bisection": judging.bisection,
+        "cache": travel.cache,
         "capture": captures.capture,
         "catalogue": judging.catalogue,
         "certificate": captures.certificate,
@@ -68,17 +69,22 @@ _OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
         "fetch": splitting.fetch,
         "golden": _golden,
         "golden-logits": judging.golden_logits,
+        "memory": travel.memory,
         "model": _model,
         "plan": splitting.plan,
+        "port": judging.port,
         "prompts": judging.prompts,
         "proof": judging.undone,
+        "publication": travel.publication,
+        "readiness": travel.readiness,
         "run": _run,
         "stream-search": judging.stream_search,
         "synthesize": splitting.synthesize,
         "trace": captures.trace,
         "train": splitting.train,
         "verify": splitting.verify,
-        "weights": judging.weights,
+        "weights": weights.weights,
+        "weights-of-layers": weights.weights_of_layers,
     }
 )
 

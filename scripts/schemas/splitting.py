@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minimax_tools.partition.cost import PartCost
-from minimax_tools.slices.download import DownloadedFile
+from minimax_tools.slices.download import DownloadedFile, SharedFile
 from minimax_tools.slices.verdicts import SliceVerdict
 from minimax_tools.synthetic.learned import LearnedModel
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -96,15 +96,18 @@ def extract() -> Schema:
     part = {
         "node": text("Name of the node."),
         "folder": text("Folder of the slice."),
+        # A plan of names does not say which parts of the model they are.
         "layers": maybe(_LAYERS),
-        **_PARTS,
+        "has_embedding": maybe(flag(), "Whether it holds the embedding."),
+        "has_head": maybe(flag(), "Whether it holds the head."),
         "num_tensors": whole(),
         "size_bytes": whole("Size of the slice in bytes."),
         "files": listed(text()),
         "is_new": flag("Whether it was written now."),
     }
     return record(
-        {"plan": text("File of the plan."), "slices": listed(record(part))}, "Slices cut out of a checkpoint."
+        {"plan": text("File of the plan, or of the plan of names."), "slices": listed(record(part))},
+        "Slices cut out of a checkpoint.",
     )
 
 
@@ -145,6 +148,7 @@ def verify() -> Schema:
             "total_layers_assigned": whole(),
             "partition_map": listed(record(mapped), "All nodes of the plan."),
             "nodes": listed(_verified_node(), "Evidence about the nodes that were asked for."),
+            "shared_files": listed(schema_of(SharedFile), "Weight files that several nodes fetch whole."),
             "verdicts": listed(verdict, "Claims about all nodes together."),
             "holds": flag("Whether no verdict fails."),
         },

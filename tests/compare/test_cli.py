@@ -386,15 +386,16 @@ class TestLayers:
 
 
 class TestReports:
-    def test_report_is_written_as_json_and_csv(
+    def test_report_is_written_for_people_and_programs(
         self, golden: Path, failing: Path, command: Command, tmp_path: Path
     ) -> None:
         folder = tmp_path / "reports" / "today"
         sides = ("--golden", golden, "--run", failing)
         result = command(mm2_compare, *sides, "--report-path", folder, "--quiet")
         assert result.exit_code == 1
-        names = {"comparison_report.json", "comparison_summary.json", "comparison.csv"}
-        assert {path.name for path in folder.iterdir()} == names
+        names = {"report.md", "report.txt", "junit.xml", "comparison_report.json"}
+        names |= {"comparison_summary.json", "comparison.csv"}
+        assert {path.name for path in folder.iterdir()} - {"report.html"} == names
         assert all(f"written: {folder / name}" in result.stdout for name in names)
         report = json.loads((folder / "comparison_report.json").read_text(encoding="utf-8"))
         printed = read_record(command(mm2_compare, *sides, "--json", "--quiet"))

@@ -59,6 +59,17 @@ class TestWholeDump:
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
 
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_report_of_a_dump_has_all_files(
+        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.WRITERS[name](tmp_path / "dump", runs["swapped"])
+        compare(tmp_path / "dump", None, "--report-path", tmp_path / "report")
+        markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+        assert "layer 1, " in markdown
+        assert "Not exposed by the port" in markdown
+        assert (tmp_path / "report" / "junit.xml").exists()
+
     def test_dump_stands_for_the_golden_where_there_is_none(
         self, dumps: Any, runs: Any, compare: Any, copyist: Any, tmp_path: Path
     ) -> None:

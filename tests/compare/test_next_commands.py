@@ -47,10 +47,30 @@ def test_failure_traces_the_weights_of_the_blamed_layer_before_it_asks_for_a_nam
     assert diagnose == "mm2-diagnose --model model --golden golden --run run"
 
 
+@pytest.mark.parametrize(
+    ("sites", "has_trace"),
+    [(("q_rope",), False), (("attn_context",), False), (("q_norm", "q_rope"), True), (("moe_delta",), True)],
+)
+def test_weights_are_traced_where_one_may_be_wrong(
+    sweep: RunCommands, sites: tuple[str, ...], has_trace: bool
+) -> None:
+    failed = compared(Verdict.FAIL)
+    blame = (Blame(layer=2, sites=sites, reason="rho 9"),)
+    commands = starts(after_comparison(replace(failed, blame=blame), sweep))
+    assert commands == [*(["mm2-test weights"] if has_trace else []), "mm2-diagnose --model"]
+
+
 def test_failing_chain_goes_on_to_its_first_wrong_layer_alone(sweep: RunCommands) -> None:
     curve = Curve(points=(), onset=1, command="mm2-test single-layer --layer 1")
     commands = after_comparison(replace(compared(Verdict.FAIL), curve=curve), sweep)
     assert starts(commands) == ["mm2-test weights", "mm2-test single-layer"]
+
+
+def test_first_wrong_layer_of_a_chain_is_told_without_a_checkpoint_too() -> None:
+    curve = Curve(points=(), onset=1, command="mm2-test single-layer --layer 1")
+    failed = compared(Verdict.FAIL)
+    assert after_comparison(replace(failed, curve=curve), None) == (curve.command,)
+    assert after_comparison(failed, None) == ()
 
 
 def test_pass_goes_on_to_all_layers_and_then_to_a_chain(sweep: RunCommands) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.machine.finding import Level, MachineFinding, worst_level
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from neuron.check import Level, MachineFinding, check_machine, worst_level
+from neuron.check import check_machine
 from neuron.cli import main
 from neuron.devices.machine import Machine
 

@@ -139,6 +139,45 @@ def test_fewer_sites_are_kept_and_judged(run: Any, toy: Path, golden: Path, leve
     assert record["of"] == 4 * (len(sites) - 1)
 
 
+class TestReport:
+    NAMES = ("report.md", "report.txt", "junit.xml", "comparison_report.json", "comparison.csv")
+
+    @pytest.mark.parametrize("preset", ["sweep_0_to_3", "full_model", "single_layer_2", "component_1_moe"])
+    def test_judged_run_writes_the_same_report_as_a_comparison(
+        self, run: Any, command: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path, preset: str
+    ) -> None:
+        sides = ("--model", toy, "--golden", golden, "--target", write_port(WRONG_ATTENTION))
+        folder = tmp_path / "report"
+        result = run(*PRESETS[preset], *sides, "--report-path", folder)
+        assert all(f"written: {folder / name}" in result.stdout for name in self.NAMES)
+        saved = (
+            "--neuron-path",
+            tmp_path / "captures" / "neuron" / preset,
+            "--report-path",
+            tmp_path / "again",
+        )
+        command(mm2_compare, "--gpu-path", golden, "--model", toy, *saved)
+        for name in self.NAMES:
+            assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+    def test_report_without_a_golden_is_refused(self, run: Any, toy: Path, tmp_path: Path) -> None:
+        result = run("single-layer", "--layer", 0, "--model", toy, "--report-path", tmp_path / "report")
+        assert result.exit_code == 2
+        assert "nothing judges this one" in result.stderr
+        assert not (tmp_path / "report").exists()
+
+    def test_proof_has_no_report(self, run: Any, toy: Path, golden: Path, tmp_path: Path) -> None:
+        undone = ("--undo", "gate_up_swapped", "--report-path", tmp_path / "report")
+        result = run("single-layer", "--layer", 1, "--model", toy, "--golden", golden, *undone)
+        assert result.exit_code == 2
+        assert "mm2-diagnose --prove --report-path FOLDER" in result.stderr
+
+    def test_json_says_nothing_of_the_files(self, run: Any, toy: Path, golden: Path, tmp_path: Path) -> None:
+        sides = ("--model", toy, "--golden", golden, "--report-path", tmp_path / "report", "--json")
+        assert json.loads(run("single-layer", "--layer", 0, *sides).stdout)["verdict"] == "pass"
+        assert (tmp_path / "report" / "junit.xml").exists()
+
+
 class TestSavedRun:
     def test_show_prints_what_the_run_printed(self, run: Any, command: Any, toy: Path) -> None:
         record = json.loads(

@@ -29,7 +29,8 @@ def test_one_graph_without_breaks_warns_of_nothing() -> None:
 def test_break_is_warned_of_with_its_line_and_reason() -> None:
     (warning,) = find_warnings(report(compiler="eager", graph_breaks=(BREAK,)))
     assert warning == (
-        'the graph breaks at port.py:7 `print("x")`: Failed to trace builtin operator: this line runs uncompiled'
+        'the graph breaks at port.py:7 `print("x")`: Failed to trace builtin operator: this line runs uncompiled; '
+        "in a loop, its whole function does"
     )
 
 
@@ -44,3 +45,6 @@ def test_compiler_that_made_no_graph_is_warned_of() -> None:
     (warning,) = find_warnings(report(first_layer=0, compiler="eager"))
     assert warning.startswith("torch.compile made no graph")
     assert list(find_warnings(report(first_layer=0))) == []
+    # Breaks say why there is none.
+    (warning,) = find_warnings(report(first_layer=0, compiler="eager", graph_breaks=(BREAK,)))
+    assert warning.startswith("the graph breaks at")

@@ -399,6 +399,73 @@ class BlackBoxClean(BlackBox):
     mistake = port.DecoderLayer
 
 
+class UpClampedAlone(Planted):
+    """Another model's clamp, on up alone."""
+
+    class moe_class(port.Moe):  # noqa: N801
+        def activate(self, gate, up):
+            return super().activate(gate, up.clamp(max=1.0))
+
+
+class UpClampedOnBothSides(Planted):
+    """The same on both sides."""
+
+    class moe_class(port.Moe):  # noqa: N801
+        def activate(self, gate, up):
+            return super().activate(gate, up.clamp(min=-0.7, max=0.7))
+
+
+class ExchangedExperts(Planted):
+    """Two experts under each other's number."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        for name in ("moe.gate_up_proj", "moe.down_proj"):
+            state[name][[5, 6]] = state[name][[6, 5]]
+        return state
+
+
+class KeyNormOfQuery(Planted):
+    """The key norm bound to the query norm's weight."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        width = state["self_attn.k_norm.weight"].numel()
+        state["self_attn.k_norm.weight"] = state["self_attn.q_norm.weight"][:width].clone()
+        return state
+
+
+class ContextNotTransposed(Planted):
+    """Heads and tokens of the context as attention leaves them."""
+
+    class attention(port.Attention):  # noqa: N801
+        def attend(self, q, k, v, attention_mask):
+            context = super().attend(q, k, v, attention_mask)
+            return context.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2).reshape(context.shape)
+
+
+class PositionsModuloTwenty(Planted):
+    """Positions that begin anew at a number which nobody would list."""
+
+    class attention(port.Attention):  # noqa: N801
+        def rotate(self, heads, position_ids):
+            return super().rotate(heads, position_ids % 20)
+
+
+class BlindFromSixteenOn(Planted):
+    """Tokens from 16 on do not see the first three: in no catalogue."""
+
+    class attention(port.Attention):  # noqa: N801
+        def attend(self, q, k, v, attention_mask):
+            scores = torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2))
+            places = torch.arange(q.shape[2])
+            visible = (places <= places[:, None]) & ~((places[:, None] >= 16) & (places < 3))
+            visible = visible & attention_mask[:, None, None, :].bool()
+            scores = torch.where(visible, scores * self.config.head_dim**-0.5, torch.finfo(torch.float32).min)
+            context = torch.matmul(scores.softmax(-1).to(v.dtype), self.repeat(v))
+            return context.transpose(1, 2).flatten(2)
+
+
 class SwappedGateUpInLayerOne(Planted):
     """X1 in one layer of several: those behind it are handed its error."""
 

@@ -6,16 +6,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minimax_tools.command_line.console import SCHEMA_VERSION
-from minimax_tools.errors import CannotRunError
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison
-from reports.data import comparison_record, comparison_table, summary_record, write_report
+from reports.data import comparison_record, comparison_table, summary_record
 
 EXAMPLES = ("passing", "failing", "warning", "nonfinite", "unexposed", "classic", "chained")
 MEASURES = (
@@ -27,8 +24,6 @@ MEASURES = (
     "relative_l2",
     "rho",
 )
-
-NEXT = ("mm2-test weights --model m --target port.py:DecoderLayer --layer 2",)
 
 
 def site_record(record: dict[str, Any], layer: int | None, site: str) -> dict[str, Any]:
@@ -45,7 +40,7 @@ class TestRecord:
         record = comparison_record(failing)
         assert (record["verdict"], record["compared"], record["of"]) == ("fail", 136, 136)
         assert record["blame"] == [
-            {"layer": 5, "sites": ["moe_delta"], "reason": failing.blame[0].reason},
+            {"layer": 5, "sites": ["moe_delta"], "reason": failing.blame[0].reason, "right": []},
         ]
         assert (record["criteria"], record["reference"]) == ("noise", failing.reference)
         assert record["notes"] == list(failing.notes)
@@ -166,46 +161,3 @@ class TestTable:
         assert math.isnan(float(rows["2", "attn_context"]["rho"]))
         assert math.isinf(float(rows["2", "attn_delta"]["rho"]))
         assert rows["2", "attn_context"]["cosine_similarity"] == ""
-
-
-class TestFiles:
-    def test_report_holds_three_files_that_agree(self, failing: Comparison, tmp_path: Path) -> None:
-        paths = write_report(failing, tmp_path / "new" / "reports", next_commands=NEXT)
-        assert [path.name for path in paths] == [
-            "comparison_report.json",
-            "comparison_summary.json",
-            "comparison.csv",
-        ]
-        report, summary, table = (path.read_text(encoding="utf-8") for path in paths)
-        around = {"schema_version": SCHEMA_VERSION, "next": list(NEXT)}
-        assert json.loads(report) == comparison_record(failing) | around
-        assert json.loads(summary) == summary_record(failing) | around
-        assert table == comparison_table(failing)
-
-    def test_report_replaces_an_earlier_one_and_leaves_nothing_else(
-        self, failing: Comparison, passing: Comparison, tmp_path: Path
-    ) -> None:
-        write_report(failing, tmp_path, next_commands=NEXT)
-        (report, *_) = write_report(passing, tmp_path, next_commands=NEXT)
-        assert json.loads(report.read_text(encoding="utf-8"))["verdict"] == "pass"
-        assert len(list(tmp_path.iterdir())) == 3
-
-    def test_same_comparison_writes_the_same_bytes(self, warning: Comparison, tmp_path: Path) -> None:
-        first = [path.read_bytes() for path in write_report(warning, tmp_path / "a", next_commands=NEXT)]
-        second = [path.read_bytes() for path in write_report(warning, tmp_path / "b", next_commands=NEXT)]
-        assert first == second
-
-    def test_directory_that_cannot_be_made_is_named(self, passing: Comparison, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("in the way", encoding="utf-8")
-        with pytest.raises(CannotRunError, match=r"cannot write the report .*file/reports") as caught:
-            write_report(passing, tmp_path / "file" / "reports", next_commands=NEXT)
-        assert caught.value.next_step is not None
-        assert caught.value.exit_code == 3
-
-    def test_file_that_cannot_be_replaced_is_named_and_nothing_is_left(
-        self, passing: Comparison, tmp_path: Path
-    ) -> None:
-        (tmp_path / "comparison_report.json" / "full").mkdir(parents=True)
-        with pytest.raises(CannotRunError, match=r"comparison_report\.json"):
-            write_report(passing, tmp_path, next_commands=NEXT)
-        assert [path.name for path in tmp_path.iterdir()] == ["comparison_report.json"]

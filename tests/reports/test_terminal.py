@@ -17,8 +17,8 @@ def example(request: pytest.FixtureRequest) -> Comparison:
     return comparison
 
 
-def render(comparison: Comparison, *, width: int = 100) -> str:
-    return render_comparison(comparison, width=width, is_terminal=False)
+def render(comparison: Comparison, *, width: int = 100, is_verbose: bool = True) -> str:
+    return render_comparison(comparison, width=width, is_terminal=False, is_verbose=is_verbose)
 
 
 def row_of(text: str, *words: str) -> list[str]:
@@ -81,6 +81,33 @@ class TestExtent:
         assert "Not captured" not in render(passing)
 
 
+class TestShortForm:
+    """Verdict, blame and notes fit a screen; --verbose has the rest."""
+
+    def test_failure_is_the_verdict_the_blame_and_what_follows_from_it(self, failing: Comparison) -> None:
+        lines = render(failing, is_verbose=False).splitlines()
+        assert lines[:2] == ["FAIL: layer 5, moe_delta", "compared 136 of 136 sites in 8 layers"]
+        assert len(lines) <= 14
+        assert "  Consequences, which fail behind it: output. --verbose shows their figures." in lines
+
+    def test_pass_tells_the_largest_error(self, passing: Comparison) -> None:
+        assert render(passing, is_verbose=False).splitlines()[2] == "largest ρ 1.11 (layer 7, router_weights)"
+
+    def test_places_with_the_same_layers_stand_in_one_headline(self, failing: Comparison) -> None:
+        blame = (
+            Blame(layer=5, sites=("q_norm",), reason="ρ 9"),
+            Blame(layer=5, sites=("k_norm",), reason="ρ 8"),
+        )
+        text = render(replace(failing, blame=blame), is_verbose=False)
+        assert text.splitlines()[0] == "FAIL: layer 5, q_norm and k_norm"
+
+    def test_classic_figures_are_shown_where_they_judge(self, classic: Comparison) -> None:
+        assert "Pearson" in render(classic, is_verbose=False)
+
+    def test_all_layers_of_a_long_chain_are_left_out(self, chained: Comparison) -> None:
+        assert len(render(chained, is_verbose=False).splitlines()) <= 14
+
+
 class TestOverview:
     def test_each_layer_has_one_line_with_its_largest_rho(self, passing: Comparison) -> None:
         text = render(passing)
@@ -139,8 +166,8 @@ class TestOverview:
 
 class TestLayer:
     def test_failing_site_shows_its_figures(self, failing: Comparison) -> None:
-        assert row_of(render(failing), "FAIL", "moe_delta") == [
-            *("FAIL", "moe_delta", "14.2", "13.9", "19.9", "0.9688", "0.997300", "0.0312", "0,17,2044")
+        assert row_of(render(failing), "cause", "moe_delta") == [
+            *("cause", "moe_delta", "14.2", "13.9", "19.9", "0.9688", "0.997300", "0.0312", "0,17,2044")
         ]
 
     def test_passing_sites_share_a_sentence(self, failing: Comparison) -> None:
@@ -163,11 +190,11 @@ class TestLayer:
         assert "output: rho 3.1 is above 1.6" not in text
 
     def test_blamed_site_says_where_it_is_worst(self, failing: Comparison) -> None:
-        assert "moe_delta is worst at row 0, token 17: rho 27.0" in render(failing)
+        assert "moe_delta is worst at row 0, token 17: ρ 27.0" in render(failing)
 
     def test_site_without_figures_still_says_why_it_fails(self, nonfinite: Comparison) -> None:
         text = render(nonfinite)
-        assert row_of(text, "FAIL", "attn_residual")[2:] == ["-"] * 7
+        assert row_of(text, "behind", "attn_residual")[2:] == ["-"] * 7
         assert "attn_residual: shape [1, 96, 1536], expected [1, 96, 3072]" in text
 
     def test_nonfinite_elements_are_counted(self, nonfinite: Comparison) -> None:
@@ -232,7 +259,6 @@ class TestCurve:
     def test_onset_is_marked_and_told_what_to_run(self, chained: Comparison) -> None:
         text = render(replace(chained, curve=self.curve(62, onset=40)))
         assert "Errors beyond noise begin at layer 40." in text
-        assert "  mm2-test single-layer --layer 40" in text
         table = text[text.index("Error along the chain") :].splitlines()
         assert sum(line.endswith("onset") for line in table) == 1
         assert "46 more layers: --json has them all." in text
@@ -264,18 +290,18 @@ class TestLooks:
 
     def test_paths_are_never_broken(self, passing: Comparison) -> None:
         path = "/home/ubuntu/" + "deep folder/" * 12
-        assert f"  reference  {path}\n" in render(replace(passing, reference=path), width=80)
+        assert f"  golden    {path}\n" in render(replace(passing, reference=path), width=80)
 
     def test_piped_text_has_no_escape_codes_and_a_terminal_gets_colour(
         self, failing: Comparison, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("NO_COLOR", raising=False)
         assert "\x1b" not in render(failing)
-        coloured = render_comparison(failing, width=100, is_terminal=True)
+        coloured = render_comparison(failing, width=100, is_terminal=True, is_verbose=True)
         assert coloured.startswith("\x1b[1;31mFAIL: layer 5, moe_delta")
 
     def test_colour_changes_no_word(self, example: Comparison) -> None:
-        coloured = render_comparison(example, width=100, is_terminal=True)
+        coloured = render_comparison(example, width=100, is_terminal=True, is_verbose=True)
         plain = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
         assert [line.rstrip() for line in plain.splitlines()] == render(example).splitlines()
 
@@ -288,7 +314,7 @@ class TestLooks:
     ) -> None:
         monkeypatch.setenv("COLUMNS", "47")
         monkeypatch.setenv("FORCE_COLOR", "1")
-        assert render_comparison(example, is_terminal=False) == render(example, width=100)
+        assert render_comparison(example, is_terminal=False, is_verbose=True) == render(example, width=100)
 
     def test_same_comparison_gives_the_same_text(self, example: Comparison) -> None:
         assert render(example) == render(replace(example))

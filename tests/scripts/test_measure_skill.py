@@ -89,7 +89,7 @@ def test_script_writes_cases_without_the_key_and_judges_a_repair(tmp_path: Path)
     done = run("write", "--output", tmp_path / "cases")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "cases" / "case_2"
-    split = [tmp_path / "cases" / "bin" / "mm2-split", "--version"]
+    split = [tmp_path / "cases" / "bin" / "mm2-split", "--help"]
     for place in (folder, folder / "golden", tmp_path):
         assert subprocess.run(split, cwd=place, capture_output=True, check=False).returncode == 0
     assert sorted(path.name for path in folder.iterdir()) == ["golden", "model", "port.py"]

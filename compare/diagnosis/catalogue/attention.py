@@ -82,6 +82,16 @@ def _heads_of_one_rank(tp_degree: int, rank: int) -> Change:
     return replace_stage(Site.ATTN_DELTA, stage)
 
 
+def _not_transposed(layer: Evaluation) -> torch.Tensor:
+    """Flatten the context [B,N,S,D] as if it were [B,S,N,D]; a token that is decoded alone has nothing to transpose."""
+    mask, spec, start = layer.attention_mask, layer.spec, layer.decode_start
+    # Padding too: its values end up at other tokens.
+    right = layer.base.everywhere()[Site.ATTN_CONTEXT].unflatten(0, tuple(mask.shape))
+    heads = right[:, :start].unflatten(-1, (spec.num_attention_heads, -1)).transpose(1, 2)
+    mixed = torch.cat((heads.reshape(len(mask), start, -1), right[:, start:]), dim=1)
+    return layer.chosen(mixed)
+
+
 def _windows(inputs: LayerInputs) -> tuple[int, ...]:
     """List windows that hide a key from some query."""
     longest = int(inputs.attention_mask.sum(-1).max())
@@ -172,6 +182,12 @@ ATTENTION_MISTAKES = (
         candidates=each("window", _windows),
         fitted="window",
         is_whole=True,
+    ),
+    Mistake(
+        name="attention_context_not_transposed",
+        what="The context's heads and tokens are not transposed before heads are laid side by side.",
+        look_at="the transpose(1, 2) between attention and o_proj",
+        build=lambda: replace_stage(Site.ATTN_CONTEXT, _not_transposed),
     ),
     Mistake(
         name="attention_softmax_low_precision",

@@ -22,6 +22,9 @@ from compare.diagnosis.mistake import Mistake, Parameters, each, once_if, values
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import swiglu
 
+# Limits that other models clamp their experts at, and smaller ones.
+_CLAMP_LIMITS = (7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5)
+
 
 def _mix_with(mix: Mix) -> Change:
     """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its routing weights [n]."""
@@ -36,6 +39,11 @@ def _clamped(limit: float) -> Change:
     return _mix_with(
         lambda gate, up, _: functional.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
     )
+
+
+def _up_clamped(limit: float, side: str) -> Change:
+    least = -limit if side == "both" else None
+    return _mix_with(lambda gate, up, _: swiglu(gate, up.clamp(min=least, max=limit)))
 
 
 def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -72,6 +80,16 @@ def _renumber(renumber: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> C
 def _text_order(layer: Evaluation, experts: torch.Tensor) -> torch.Tensor:
     """Map each number, such as 2, to the expert at this place in 0, 1, 10, 11, …: here 10."""
     return torch.tensor(sorted(range(layer.spec.num_local_experts), key=str))[experts]
+
+
+def _exchange(first: int, second: int) -> Callable[[Evaluation, torch.Tensor], torch.Tensor]:
+    """Map each of two numbers to the other."""
+
+    def renumber(_: Evaluation, experts: torch.Tensor) -> torch.Tensor:
+        exchanged = torch.where(experts == first, second, experts)
+        return torch.where(experts == second, first, exchanged)
+
+    return renumber
 
 
 def _sum_only(keeps: Callable[[Evaluation], torch.Tensor]) -> Change:
@@ -178,7 +196,17 @@ EXPERT_MISTAKES = (
         what="Gate and up are clamped, as another model's are.",
         look_at="swiglu_limit",
         build=_clamped,
-        candidates=values_of("limit", 7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5),
+        candidates=values_of("limit", *_CLAMP_LIMITS),
+        fitted="limit",
+    ),
+    Mistake(
+        name="up_clamped",
+        what="The up projection alone is clamped, from above or on both sides; MiniMax-M2 clamps nothing.",
+        look_at="a clamp of another model's experts (swiglu_limit)",
+        build=_up_clamped,
+        candidates=lambda _: tuple(
+            {"limit": limit, "side": side} for limit in _CLAMP_LIMITS for side in ("above", "both")
+        ),
         fitted="limit",
     ),
     Mistake(
@@ -234,6 +262,18 @@ EXPERT_MISTAKES = (
         build=lambda: _renumber(_text_order),
         candidates=once_if(lambda inputs: inputs.spec.num_local_experts > 10),
         repair=repairs.EXPERTS_IN_NUMBER_ORDER,
+    ),
+    Mistake(
+        name="experts_exchanged",
+        what="Two experts hold each other's weights.",
+        look_at="the order in which experts are read, renamed or stacked",
+        build=lambda first, second: _renumber(_exchange(first, second)),
+        # Of some ten thousand pairs only the first is listed: the wrong tokens tell the others.
+        candidates=lambda inputs: ({"first": 0, "second": 1},) if inputs.spec.num_local_experts > 1 else (),
+        find=lambda evidence: tuple(
+            {"first": first, "second": second} for first, second in evidence.exchanged_experts()
+        ),
+        repair=repairs.TWO_EXPERTS_EXCHANGED,
     ),
     Mistake(
         name="expert_capacity",

@@ -10,6 +10,7 @@ from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.splits import degrees
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
+from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import (
     NORMS,
@@ -112,6 +113,27 @@ def _by_head_averaged(layer: Evaluation, states: torch.Tensor, weight: torch.Ten
     """Norm each head alone, with the weights averaged over heads."""
     heads = states.unflatten(-1, (-1, layer.spec.head_dim))
     return _rms_norm(layer, heads, weight.view(-1, layer.spec.head_dim).mean(0)).flatten(-2)
+
+
+def _weight_from_query_norm(heads: str) -> _PortNorm:
+    """Take the key norm's weight from the query norm's: from the `first` heads, or from the first `of each group`."""
+
+    def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        taken = layer.weight(weight_names.Q_NORM)
+        if heads == "of each group":
+            groups = taken.unflatten(0, (layer.spec.num_key_value_heads, -1, layer.spec.head_dim))
+            taken = groups[:, 0].flatten()
+        return _rms_norm(layer, states, taken[: weight.numel()])
+
+    return norm
+
+
+def _query_norm_heads(inputs: LayerInputs) -> tuple[str, ...]:
+    """List the ways to take as many heads as keys have; one if every key has one query."""
+    spec = inputs.spec
+    return (
+        ("first", "of each group") if 1 < spec.num_key_value_heads < spec.num_attention_heads else ("first",)
+    )
 
 
 def _scaled(factor: float) -> _PortNorm:
@@ -264,6 +286,13 @@ NORM_MISTAKES = (
         candidates=values_of("factor", *_FACTORS),
         fitted="factor",
         repair=repairs.KEY_NORM_DIVIDED,
+    ),
+    Mistake(
+        name="k_norm_weight_of_q_norm",
+        what="The key norm has the query norm's weight, cut to the width of the keys.",
+        look_at="the name under which convert_state_dict binds k_norm.weight",
+        build=lambda heads: _replace((Site.K_NORM,), _weight_from_query_norm(heads)),
+        candidates=each("heads", _query_norm_heads),
     ),
     Mistake(
         name="q_norm_scaled",

@@ -62,6 +62,14 @@ def _undo_text_order(tensors: Tensors, config: Any) -> None:
             tensors[name] = hub[f"block_sparse_moe.experts.{expert}.{matrix}.weight"]
 
 
+def _exchange_experts(tensors: Tensors, config: Any, first: int, second: int) -> None:
+    """Exchange the weights of two experts."""
+    for matrix in ("w1", "w2", "w3"):
+        one = f"block_sparse_moe.experts.{first}.{matrix}.weight"
+        other = f"block_sparse_moe.experts.{second}.{matrix}.weight"
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
 def _divide_down(tensors: Tensors, config: Any, factor: float) -> None:
     """Divide w2 of every expert by the factor."""
     for expert in range(config.num_local_experts):
@@ -150,6 +158,7 @@ GATE_AND_UP_INTERLEAVED = WeightRepair(edit=_interleave_gate_and_up)
 GATE_AND_UP_PARTED = WeightRepair(edit=_part_gate_and_up)
 EXPERTS_SHIFTED = WeightRepair(edit=_shift_experts)
 EXPERTS_IN_NUMBER_ORDER = WeightRepair(edit=_undo_text_order)
+TWO_EXPERTS_EXCHANGED = WeightRepair(edit=_exchange_experts)
 DOWN_DIVIDED = WeightRepair(edit=_divide_down)
 OUTPUT_PROJECTION_DIVIDED = WeightRepair(edit=_divide_output_projection)
 PROJECTION_DIVIDED = WeightRepair(edit=_divide_projection)

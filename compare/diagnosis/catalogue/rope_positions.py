@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
-from compare.diagnosis.mistake import Candidates, Mistake, Value, each, once_if
+from compare.diagnosis.mistake import Candidates, Finder, Mistake, Value, each, once_if
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import frequencies, rotate_halves, split_heads
 
@@ -64,6 +64,13 @@ def _each_that_shows(name: str, values: tuple[Value, ...], build: Callable[..., 
     return each(name, lambda inputs: [value for value in values if _shows(inputs, build(value))])
 
 
+def _from_first_wrong(name: str, *, shift: int = 0) -> Finder:
+    """Build the finder of one parameter: the position of the first wrong token, moved by `shift`."""
+    return lambda evidence: tuple(
+        MappingProxyType({name: position + shift}) for position in evidence.first_wrong_positions()
+    )
+
+
 def _shows(inputs: LayerInputs, reposition: _Reposition) -> bool:
     """Decide whether the position of some real token changes."""
     # In float64: next to a BF16 tensor, torch would compare the integers in BF16 too.
@@ -78,6 +85,7 @@ ROPE_POSITION_MISTAKES = (
         look_at="how position_ids become rows of the table of cos and sin, and the size of a cache's ring",
         build=lambda modulo: _rotate_by(_modulo(modulo)),
         candidates=_each_that_shows("modulo", _SIZES, _modulo),
+        find=_from_first_wrong("modulo"),
     ),
     Mistake(
         name="rope_positions_clamped",
@@ -85,6 +93,7 @@ ROPE_POSITION_MISTAKES = (
         look_at="the length of the table of cos and sin, against max_position_embeddings",
         build=lambda last: _rotate_by(_clamped(last)),
         candidates=_each_that_shows("last", tuple(size - 1 for size in _SIZES), _clamped),
+        find=_from_first_wrong("last", shift=-1),
     ),
     Mistake(
         name="rope_positions_low_precision",

@@ -11,6 +11,7 @@ from minimax_tools.model.span import word_layers
 from reports.canvas import Canvas
 from reports.wording import word_figure
 
+MEND_FIRST = "Mend the port first, then run it again."
 _MOST_EDITS = 3  # lines that differ by a number from layer to layer are told for so many layers
 
 
@@ -34,6 +35,7 @@ def render_proof(proof: MistakeProof, *, layer: int, undone: str) -> str:
         canvas.paragraph(sentence)
     if proof.is_proved:
         draw_lines(canvas, proof.lines, has_conversion=proof.has_conversion)
+        canvas.line(MEND_FIRST, style="bold")
     return canvas.text
 
 
@@ -94,6 +96,10 @@ def draw_lines(canvas: Canvas, lines: tuple[str, ...], *, has_conversion: bool) 
     canvas.paragraph(f"Lines that undo it, {place}:")
     for line in lines:
         canvas.line(f"      {line}")
+    canvas.paragraph(
+        "They prove the place. The fault is where conversion and forward disagree: if the weights are right "
+        "(mm2-test weights), mend the forward instead."
+    )
 
 
 def _draw_lines_by_layer(canvas: Canvas, proofs: Sequence[tuple[int | None, MistakeProof]]) -> None:

@@ -52,7 +52,9 @@ class TestFirstFailure:
 
     def test_reason_names_what_failed_and_what_is_right(self) -> None:
         (one,) = blame(Site.ATTN_DELTA, Site.ATTN_RESIDUAL)
-        assert one == Blame(layer=5, sites=("attn_delta",), reason="error 9×; attn_context is right")
+        assert one == Blame(
+            layer=5, sites=("attn_delta",), reason="error 9×; attn_context is right", right=("attn_context",)
+        )
         (one,) = blame(*past(Site.ATTN_CONTEXT))
         assert one.reason.endswith("v_proj, q_rope, k_rope are right")
 

@@ -163,6 +163,26 @@ def test_tokens_of_nan_are_named() -> None:
     )
 
 
+def test_tokens_that_are_hardly_wrong_count_beside_clearly_wrong_ones() -> None:
+    tokens = torch.arange(ROWS * LENGTH) % LENGTH >= 30
+    rows = spoilt(tokens)
+    # Two of three tokens are off by less than the limit of one token.
+    rows.target[tokens] = torch.where(
+        (torch.arange(int(tokens.sum())) % 3 == 0)[:, None],
+        rows.target[tokens],
+        rows.reference[tokens] + (rows.target[tokens] - rows.reference[tokens]) / 300,
+    )
+    assert any("at tokens from 30 on" in sentence for sentence in describe(rows, head_dim=HEAD_DIM))
+
+
+def test_positions_are_told_where_rows_begin_elsewhere() -> None:
+    # The second and third row begin at position 1000: all of their tokens are wrong.
+    positions = torch.arange(LENGTH).repeat(ROWS)
+    positions[LENGTH:] += 1000
+    (sentence, *_) = describe(spoilt(positions >= 16), positions=positions)
+    assert "at positions from 16 on; the 16 others are right" in sentence
+
+
 class TestRegions:
     """The sentences' places as numbers."""
 

@@ -39,14 +39,14 @@ def test_single_wrong_part_is_found(part: Point, is_exhaustive: bool) -> None:
     assert found.verdict is Verdict.FAIL
     assert found.finding is not None
     assert found.finding.point == part
-    assert found.wrong_layer == (None if part == NUM_LAYERS else part)
+    assert found.suspects == (part,)
     assert found.num_judged == (NUM_LAYERS + 2 if part is None else NUM_LAYERS - part + 1)
     assert is_exhaustive or len(found.runs) <= MOST_RUNS
 
 
 def test_last_of_several_wrong_parts_is_found() -> None:
     found = search({None, 3, 40, 41})
-    assert found.wrong_layer == 41
+    assert found.suspects == (41,)
 
 
 def test_right_model_passes_with_few_runs() -> None:
@@ -70,5 +70,38 @@ def test_search_waits_for_one_run_after_the_other() -> None:
         assert found.verdict is Verdict.INCOMPARABLE
         assert found.waits_for not in made
         made.add(found.waits_for)
-    assert found.wrong_layer == 17
+    assert found.suspects == (17,)
     assert {run.point for run in found.runs} == made
+
+
+@pytest.mark.parametrize("is_exhaustive", [False, True])
+def test_error_just_below_the_limit_behind_the_finding_makes_another_suspect(is_exhaustive: bool) -> None:
+    """A mistake in layer 20 that noise lifts over the limit only in the run from layer 18 on."""
+    excesses = {19: 0.99, 20: 0.9}
+
+    def judge_run(point: Point) -> ReplacedRun:
+        is_right = depth(point) > 18
+        excess = 1.03 if not is_right else excesses.get(depth(point), 0.2)
+        return ReplacedRun(point=point, is_right=is_right, excess=excess)
+
+    found = search_stream(NUM_LAYERS, judge_run, reference="golden", target="", is_exhaustive=is_exhaustive)
+    assert found.finding is not None
+    assert (found.finding.point, found.suspects) == (18, (18, 19, 20))
+
+
+def test_large_error_behind_a_small_one_makes_no_suspect() -> None:
+    def judge_run(point: Point) -> ReplacedRun:
+        is_right = depth(point) > 18
+        return ReplacedRun(point=point, is_right=is_right, excess=0.9 if is_right else 9.0)
+
+    found = search_stream(NUM_LAYERS, judge_run, reference="golden", target="")
+    assert found.suspects == (18,)
+
+
+def test_all_parts_behind_may_be_suspect() -> None:
+    def judge_run(point: Point) -> ReplacedRun:
+        is_right = depth(point) > NUM_LAYERS - 2
+        return ReplacedRun(point=point, is_right=is_right, excess=0.9 if is_right else 1.1)
+
+    found = search_stream(NUM_LAYERS, judge_run, reference="golden", target="")
+    assert found.suspects == (NUM_LAYERS - 2, NUM_LAYERS - 1, NUM_LAYERS)

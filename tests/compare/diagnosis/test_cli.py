@@ -52,7 +52,66 @@ def test_text_says_when_nothing_explains_the_layer(
     result = command(mm2_diagnose, *paths, "--mistake", "gelu_activation", "--quiet")
     assert result.exit_code == 1
     assert "Layer 1: no known mistake explains it" in result.stdout
-    assert "nearest: gelu_activation" in result.stdout
+    assert (
+        "Lies between post_norm, router_experts, router_weights (right) and moe_delta (wrong)."
+        in " ".join(result.stdout.split())
+    )
+    assert "gelu_activation" not in result.stdout.partition("Next")[0]
+
+
+def test_layers_like_two_that_nothing_explains_are_passed_over_unless_chosen(
+    toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    run = ["sweep", "--model", toy, "--golden", golden, "--backend", "cpu", "--quiet"]
+    command(mm2_test, *run, "--target", f"{PLANTED}:SwappedGateUp", "--output-dir", tmp_path / "run")
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run", "--json", "--quiet")
+    wrong = ("--mistake", "gelu_activation")
+    record = json.loads(command(mm2_diagnose, *paths, *wrong).stdout)
+    layers = [one["layer"] for one in record["layers"]]
+    assert (record["verdict"], layers) == ("fail", [0, 1])
+    (passed,) = record["passed_over"]
+    assert passed["like"] == [0, 1]
+    assert passed["layers"][0] == 2
+    record = json.loads(command(mm2_diagnose, *paths, *wrong, "--layer-pattern", "layer_*").stdout)
+    assert [one["layer"] for one in record["layers"]] == [*layers, *passed["layers"]]
+    # Where a mistake is named, every layer is diagnosed.
+    record = json.loads(command(mm2_diagnose, *paths, "--mistake", "gate_up_swapped").stdout)
+    assert [one["layer"] for one in record["diagnosis"]] == [*layers, *passed["layers"]]
+
+
+def test_nothing_is_proved_or_searched_again_where_nothing_was_named(
+    toy: Path, golden: Path, swapped: Path, command: Command
+) -> None:
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", swapped)
+    asked = (*paths, "--mistake", "gelu_activation")
+    first = command(mm2_diagnose, *asked, "--prove")
+    assert "Nothing to prove: no mistake was named." in first.stdout
+    again = command(mm2_diagnose, *asked, "--prove")
+    assert again.exit_code == 1
+    assert again.stdout.startswith("FAIL: layer 1, moe_delta: no known mistake explains it\nNothing to prove")
+    assert "Trying" not in again.stderr
+    # Another question is answered by a search.
+    assert "Trying" in command(mm2_diagnose, *paths, "--mistake", "relu_activation", "--prove").stderr
+
+
+def test_a_port_that_changed_since_the_run_is_noted(
+    toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    port = tmp_path / "port.py"
+    example = REPOSITORY / "scripts" / "examples" / "minimal_port.py"
+    wrong = example.read_text().replace("functional.silu", "functional.relu")
+    port.write_text(wrong)
+    run = ["single-layer", "--layer", "1", "--model", toy, "--golden", golden, "--backend", "cpu", "--quiet"]
+    command(mm2_test, *run, "--target", f"{port}:DecoderLayer", "--output-dir", tmp_path / "run")
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run", "--quiet")
+    asked = (*paths, "--mistake", "relu_activation")
+    assert "has changed since the run" not in command(mm2_diagnose, *asked).stdout
+    port.touch()
+    assert "has changed since the run" not in command(mm2_diagnose, *asked).stdout
+    port.write_text(f"{wrong}\n# mended\n")
+    assert "has changed since the run: the diagnosis is of the port as it was" in " ".join(
+        command(mm2_diagnose, *asked).stdout.split()
+    )
 
 
 def test_catalogue_is_listed_without_a_model(command: Command) -> None:

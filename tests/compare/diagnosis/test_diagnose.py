@@ -40,6 +40,15 @@ MORE_OF_THE_EXAMPLE_PORT = {
     "BiasedWeights": ("router_bias_in_weights", {}),
     "UpPlusOne": ("up_plus_one", {}),
 }
+# Names that fit one mistake alone.
+NAMED_ALONE = {
+    "UpClampedAlone": ("up_clamped", {"limit": pytest.approx(1.0, rel=0.02), "side": "above"}),
+    "UpClampedOnBothSides": ("up_clamped", {"limit": pytest.approx(0.7, rel=0.02), "side": "both"}),
+    "ExchangedExperts": ("experts_exchanged", {"first": 5, "second": 6}),
+    "KeyNormOfQuery": ("k_norm_weight_of_q_norm", {"heads": "first"}),
+    "ContextNotTransposed": ("attention_context_not_transposed", {}),
+    "PositionsModuloTwenty": ("rope_positions_modulo", {"modulo": 20}),
+}
 BLACK_BOXES = {
     "BlackBoxSwappedGateUp": ("gate_up_swapped", {}),
     "BlackBoxTiledKeyValueHeads": ("kv_repeat_tiled", {}),
@@ -104,6 +113,13 @@ def test_mistake_is_named(name: str, diagnose: Diagnose) -> None:
     assert first["leaves"] < 1.5
     assert first["explains"] > 0.9
     assert first["amplitude"] == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("name", NAMED_ALONE)
+def test_mistake_is_named_and_no_other(name: str, diagnose: Diagnose) -> None:
+    exit_code, record = diagnose(name)
+    assert exit_code == 1
+    assert [(one["mistake"], one["parameters"]) for one in record["diagnosis"]] == [NAMED_ALONE[name]]
 
 
 @pytest.mark.slow

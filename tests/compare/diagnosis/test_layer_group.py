@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver
 from compare.diagnosis.layer_group import group_layers
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from minimax_tools.model.sites import Site
+from minimax_tools.results.results import Blame
 
 SWAPPED = "gate_up_swapped"
 
@@ -36,8 +38,11 @@ def layer(
     unexplained: float = 100.0,
     notes: tuple[str, ...] = (),
     is_blamed: bool = True,
+    site: str = "moe_delta",
 ) -> LayerDiagnosis:
+    blame = Blame(layer=number, sites=(site,), reason="error 9×", right=("post_norm",))
     return LayerDiagnosis(
+        blame=(blame,) if is_blamed else (),
         layer=number,
         sites=(Site.MOE_DELTA,),
         unexplained=unexplained,
@@ -82,8 +87,7 @@ class TestGroups:
         assert [[one.mistake for one in other] for other in group.others] == [["k_norm_scaled"] * 2]
 
     def test_layers_that_nothing_explains_are_apart_from_those_that_something_does(self) -> None:
-        nearest = (finding(1),)
-        layers = (layer(0, finding(0)), layer(1, nearest=nearest), layer(2), layer(3, nearest=(finding(3),)))
+        layers = (layer(0, finding(0)), layer(1, nearest=(finding(1),)), layer(2, site="k_norm"), layer(3))
         assert [group.numbers for group in group_layers(layers)] == [(0,), (1, 3), (2,)]
 
     def test_no_layer_is_lost(self) -> None:
@@ -126,16 +130,24 @@ class TestText:
         assert "Layer 1 matches gate_up_swapped: leaves ρ 1.00 of 100" in told
         assert "Cannot be told" not in told
 
-    def test_unexplained_layers_are_told_with_what_comes_nearest(self) -> None:
+    def test_unexplained_layers_are_told_with_their_place_and_no_hint(self) -> None:
         told = text(*(layer(n, nearest=(finding(n, leaves=30.0 + n),)) for n in range(3)))
+        assert told.startswith("FAIL: layers 0-2, moe_delta: no known mistake explains it")
         assert "Layers 0-2: no known mistake explains them (ρ 100)" in told
-        assert "nearest: gate_up_swapped leaves ρ 30.0 … 32.0" in told
+        assert "Lies between post_norm (right) and moe_delta (wrong)." in told
+        assert "Original: moe_delta = sum over the chosen experts of router_weight" in told
+        assert "gate_up_swapped" not in told
 
-    def test_what_leaves_nearly_all_is_told_once_and_as_no_hint(self) -> None:
-        others = (finding(0, leaves=95.0), finding(0, "norm_eps", leaves=99.0))
-        told = text(layer(0, nearest=others))
-        assert "nearest: gate_up_swapped leaves ρ 95.0: nearly all of it, so no hint" in told
-        assert "norm_eps" not in told
+    def test_layers_that_were_passed_over_are_counted(self) -> None:
+        passed = PassedOver(layers=(2, 3, 4, 5), like=(0, 1))
+        found = replace(diagnosis(layer(0), layer(1)), passed_over=(passed,))
+        told = render_diagnosis(found, width=200, is_terminal=False)
+        assert told.startswith("FAIL: layers 0-5, moe_delta: no known mistake explains it")
+        assert "4 more show the same pattern: layers 2-5." in told
+
+    def test_verdict_names_the_first_mistake_and_counts_the_others(self) -> None:
+        told = text(layer(0, finding(0)), layer(1, finding(1, "norm_eps")))
+        assert told.startswith("FAIL: layer 0, gate_up_swapped (and 1 more place)")
 
     def test_notes_of_some_layers_say_which(self) -> None:
         told = text(
@@ -143,6 +155,12 @@ class TestText:
         )
         assert "- layer 0: one NaN" in told
         assert told.count("- no FP8") == 1
+
+
+def test_hints_are_marked_in_the_record() -> None:
+    record = diagnosis_record(diagnosis(layer(0, finding(0)), layer(1, nearest=(finding(1),))))
+    assert [one["is_hint"] for one in record["diagnosis"]] == [False]
+    assert [one["is_hint"] for one in record["layers"][1]["nearest"]] == [True]
 
 
 def test_record_stays_per_layer() -> None:

@@ -270,7 +270,7 @@ def test_unknown_head_is_said_to_be_unexplained(
     assert [(one["layer"], one["sites"]) for one in record["unexplained_blame"]] == [(None, ["logits"])]
     text = command(mm2_diagnose, "--model", toy, "--golden", golden, "--run", target, "--quiet").stdout
     assert "logits: no known mistake explains it" in text
-    assert "Blamed and not explained: model, logits" in text
+    assert "Original: logits = final_norm @ lm_head.weightᵀ" in text
     assert "nothing differs" not in text
 
 

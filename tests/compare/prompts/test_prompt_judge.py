@@ -84,6 +84,18 @@ def test_another_choice_beyond_noise_is_named_with_both_tokens(judge: Callable[.
     assert choice.margin > choice.reach
 
 
+def test_worst_of_several_choices_is_kept_beside_the_first(judge: Callable[..., PromptResult]) -> None:
+    logits = EXACT.clone()
+    for token, rank in ((12, 4), (14, -1)):
+        other = EXACT[token].argsort(descending=True)[rank]
+        logits[token, other] = EXACT[token].max() + 1
+    phase = judge(logits).phases[1]
+    assert phase.first_choice is not None
+    assert phase.worst_choice is not None
+    assert (phase.first_choice.token, phase.worst_choice.token) == (12, 14)
+    assert phase.worst_choice.excess > phase.first_choice.excess > 1.0
+
+
 def test_nan_is_beyond_every_limit(judge: Callable[..., PromptResult]) -> None:
     logits = EXACT.clone()
     logits[13] = torch.nan

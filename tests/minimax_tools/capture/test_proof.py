@@ -13,11 +13,12 @@ import safetensors.torch
 import torch
 
 from minimax_tools.capture.certificate import Certificate
-from minimax_tools.capture.digests import digest_file, digest_tensor
+from minimax_tools.capture.digests import digest_tensor
 from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture, store_certificate
 from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 

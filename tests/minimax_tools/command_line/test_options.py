@@ -20,8 +20,11 @@ from neuron.cli import main as mm2_test
 
 # These capture no run: two run no model, bisect keeps no sites of a golden's rows, trace runs nothing of its own,
 # weights and certify look at what others load and have captured, model takes the golden's rows and all its sites,
-# prompts have answers, and export and replacement write files for other tools.
+# prompts have answers, export and replacement write files for other tools, publish puts a golden elsewhere, and port
+# starts other commands.
 OTHERS = {
+    "port",
+    "publish",
     "show",
     "check",
     "bisect",
@@ -40,6 +43,7 @@ OTHER_MEANINGS = {
     ("check", "seq_lens"),
     ("weights", "layer"),
     ("export", "output_dir"),
+    ("port", "output_dir"),
     ("replacement", "output_dir"),
     ("replacement", "layer"),
 }

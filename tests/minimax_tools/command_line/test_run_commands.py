@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,3 +95,20 @@ def test_certified_golden_goes_on_to_a_port(golden: Path) -> None:
 def test_model_without_a_golden_gets_one_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MM2_CAPTURES", str(tmp_path))
     assert judge_port_of("model", "--target", PORT) == "mm2-gpu extract-all --model model --seq-len 96,61"
+
+
+def test_golden_in_the_working_directory_is_found_by_its_checkpoint(
+    toy: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MM2_CAPTURES", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(golden, tmp_path / "mine")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "manifest.json").write_text("{")
+    assert (
+        judge_port_of(str(toy), "--target", PORT)
+        == f"mm2-test sweep --model {toy} --golden mine --target {shlex.quote(PORT)}"
+    )
+    other = tmp_path / "other"
+    other.mkdir()
+    assert judge_port_of(str(other)).startswith("mm2-gpu extract-all")

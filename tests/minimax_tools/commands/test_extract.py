@@ -154,3 +154,76 @@ def test_what_is_no_plan_is_refused(command: Run, tmp_path: Path) -> None:
     result = command(mm2_split, "extract", "--plan", tmp_path / "plan.json", "--all-nodes")
     assert result.exit_code == 2
     assert "is no plan" in result.stderr
+
+
+@pytest.fixture
+def names_file(toy: Path, tmp_path: Path) -> Path:
+    """A plan of names: the toy's layers 0 and 1 on one node, all other tensors on another."""
+    names = TensorIndex.from_folder(toy).names
+    first = [name for name in names if name.startswith(("model.layers.0.", "model.layers.1."))]
+    plan = {"node_001": {"layer_names": first, "total_compute": 100.0, "compute_utilization": 0.5}}
+    plan |= {"node_002": [name for name in names if name not in first]}
+    (tmp_path / "names.json").write_text(json.dumps(plan))
+    return tmp_path / "names.json"
+
+
+def test_a_plan_of_names_is_cut_into_state_dicts(
+    command: Run, names_file: Path, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("extract", "--plan-of-names", names_file, "--model", toy, "--all-nodes", "--json", "--quiet")
+    result = command(mm2_split, *words)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert [(slice_["node"], slice_["files"], slice_["layers"]) for slice_ in record["slices"]] == [
+        ("node_001", ["model.pth"], None),
+        ("node_002", ["model.pth"], None),
+    ]
+    # mm2-split verify takes plans of stages alone.
+    assert record["next"] == []
+    loaded = [torch.load(tmp_path / "model_shards" / node / "model.pth", weights_only=True) for node in NODES]
+    assert sorted([*loaded[0], *loaded[1]]) == sorted(TensorIndex.from_folder(toy).names)
+
+
+NODES = ("node_001", "node_002")
+
+
+def test_a_node_of_a_plan_of_names_may_be_safetensors(
+    command: Run, names_file: Path, toy: Path, tmp_path: Path
+) -> None:
+    words = ("--plan-of-names", names_file, "--model", toy, "--node", "node_001", "--format", "safetensors")
+    result = command(mm2_split, "extract", *words, "--output", tmp_path / "mine", "--quiet")
+    assert result.exit_code == 0, result.output
+    assert TensorIndex.from_folder(tmp_path / "mine").layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--node", "node_001"), "name the plan in one way"),
+        (("--plan-of-names", "NAMES", "--plan", "NAMES", "--node", "node_001"), "name the plan in one way"),
+        (("--plan-of-names", "NAMES", "--node", "node_001"), "expected --model FOLDER"),
+        (("--plan-of-names", "NAMES", "--model", "TOY", "--node", "node_003"), "no node 'node_003'"),
+    ],
+)
+def test_a_plan_of_names_that_cannot_be_cut_is_told(
+    words: tuple[str, ...], message: str, command: Run, names_file: Path, toy: Path
+) -> None:
+    meant = {"NAMES": str(names_file), "TOY": str(toy)}
+    result = command(mm2_split, "extract", *(meant.get(word, word) for word in words))
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_all_nodes_of_a_plan_of_names_are_cut_only_if_it_is_whole(
+    command: Run, names_file: Path, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = json.loads(names_file.read_text())
+    lost = plan["node_002"].pop()
+    names_file.write_text(json.dumps(plan))
+    words = ("--plan-of-names", names_file, "--model", toy, "--all-nodes")
+    result = command(mm2_split, "extract", *words)
+    assert result.exit_code == 2
+    assert f"{lost} is not assigned" in result.stderr
+    assert not (tmp_path / "model_shards").exists()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -207,7 +209,8 @@ def test_verbose_shows_the_same_as_debug_and_less_debug_a_summary(run: Any) -> N
         summary = run(DEBUG=level).stdout
         assert "===" not in summary
         assert summary.splitlines()[0].startswith("a: layers 0-2 (3 of 4, 75.0%) and the embedding, ")
-        assert len(summary.splitlines()) == 2 + _NUM_VERDICTS
+        # Two nodes, the two weight files that both fetch, and the verdicts.
+        assert len(summary.splitlines()) == 4 + _NUM_VERDICTS
 
 
 def test_a_terminal_that_is_no_utf_8_gets_no_pictures(run: Any, slices: Path) -> None:
@@ -287,3 +290,68 @@ def test_the_seeds_script_shows_every_section(
         runpy.run_path(str(_SCRIPT), run_name="__main__")
     assert ended.value.code == 0
     assert len([line for line in capsys.readouterr().out.splitlines() if "===" in line]) == 11
+
+
+def verify_newest(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the seeds' script without arguments."""
+    environment = {**os.environ, "PYTHONPATH": str(_SCRIPT.parents[1])}
+    command = [sys.executable, str(_SCRIPT)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_seeds_script_takes_the_newest_plan_and_the_slices_that_are_here(
+    plan_file: Path, whole_slices: Path, tmp_path: Path
+) -> None:
+    newest = shutil.copy(plan_file, tmp_path / "newest.json")
+    (tmp_path / "old.json").write_text(
+        plan_file.read_text().replace('"planner": "memory"', '"planner": "old"')
+    )
+    os.utime(tmp_path / "old.json", (1, 1))
+    (tmp_path / "notes.json").write_text("{}")  # newer, and no plan
+    shutil.copytree(whole_slices / "b", tmp_path / "model_shards" / "b")
+    done = verify_newest(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Newest plan here: {newest.name}, slices of b in model_shards\n" in done.stderr
+    assert "Found in model_shards/b: " in done.stdout
+    # The other node's slice is on another machine.
+    assert "Node ID: a" not in done.stdout
+
+
+def test_the_seeds_script_fails_where_a_slice_is_wrong(
+    plan_file: Path, whole_slices: Path, tmp_path: Path
+) -> None:
+    shutil.copy(plan_file, tmp_path / "plan.json")
+    shutil.copytree(whole_slices / "a", tmp_path / "model_shards" / "b")
+    done = verify_newest(tmp_path)
+    assert done.returncode == 1
+    assert "FALSE: each slice holds the plan's tensors" in done.stdout
+
+
+def test_without_a_plan_here_the_seeds_script_says_how_to_make_one(tmp_path: Path) -> None:
+    done = verify_newest(tmp_path)
+    assert done.returncode == 2
+    assert "there is no plan in this folder" in done.stderr
+    assert "mm2-split plan --output plan.json" in done.stderr
+
+
+def test_files_that_two_nodes_fetch_are_listed_by_name(run: Any, plan: PartitionPlan, toy: Path) -> None:
+    first, second = (set(slice_.files) for slice_ in plan.slices)
+    shared = sorted(first & second)
+    assert shared  # the plan cuts through a shard
+    lines = [line for line in run().stdout.splitlines() if "both fetch" in line]
+    sizes = [(toy / name).stat().st_size for name in shared]
+    assert lines == [
+        f"📄 a and b both fetch {name} ({size / 1e6:.2f} MB)"
+        for name, size in zip(shared, sizes, strict=True)
+    ]
+    assert [line for line in run("--verbose").stdout.splitlines() if "both fetch" in line] == lines
+    assert json.loads(run("--json").stdout)["shared_files"] == [
+        {"name": name, "size_bytes": size, "nodes": ["a", "b"]}
+        for name, size in zip(shared, sizes, strict=True)
+    ]
+
+
+def test_nodes_with_slices_of_their_own_fetch_no_file_together(run: Any, slices: Path) -> None:
+    result = run("--slices", slices, "--json")
+    assert json.loads(result.stdout)["shared_files"] == []
+    assert "fetch" not in run("--slices", slices).stdout

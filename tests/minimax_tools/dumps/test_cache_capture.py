@@ -157,6 +157,30 @@ def test_prompts_of_other_layers_are_refused(golden: Path, tmp_path: Path) -> No
         open_source(tmp_path)
 
 
+def change_file(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = directory / "prompt_analysis/prompt_1/kv_analysis/vllm_kv.pt"
+    caches = torch.load(path, weights_only=True)
+    change(caches)
+    torch.save(caches, path)
+
+
+def test_prompts_of_other_heads_are_refused(golden: Path, tmp_path: Path) -> None:
+    write_caches(tmp_path, golden)
+    name = "layers.2.self_attn"
+    change_file(tmp_path, lambda caches: caches.update({name: tuple(half[:, :1] for half in caches[name])}))
+    with pytest.raises(CaptureError, match="has other heads than"):
+        open_source(tmp_path)
+
+
+def test_two_caches_of_one_layer_are_refused(golden: Path, tmp_path: Path) -> None:
+    """Such as a draft model's beside the target's."""
+    write_caches(tmp_path, golden)
+    draft = "draft.layers.0.self_attn"
+    change_file(tmp_path, lambda caches: caches.update({draft: caches["layers.0.self_attn"]}))
+    with pytest.raises(CaptureError, match=r"holds two caches of layer 0: found draft\.layers\.0\.self_attn"):
+        open_source(tmp_path)
+
+
 def test_caches_take_no_map(golden: Path, tmp_path: Path) -> None:
     write_caches(tmp_path, golden)
     (tmp_path / "map.yaml").write_text("padding: right")

@@ -95,6 +95,34 @@ def test_blocks_in_the_wrong_order_are_blamed(toy: Path, golden: Path, tmp_path:
     assert (blamed["layer"], blamed["sites"][-1]) == (1, "k_rope")
 
 
+def test_values_are_read_from_the_caches_also_if_modules_return_them(golden: Path, tmp_path: Path) -> None:
+    """Right values may be written wrongly into the cache."""
+    run = write_run(tmp_path, golden)
+    for prompt, length in enumerate((48, 33)):
+        module = run / f"tensor_compare/neuron/dp0/prefill_s{length}_0/model.layers.2.self_attn.v_proj"
+        module.mkdir()
+        torch.save(Capture.open(golden).read(2, Site.V_PROJ)[prompt, :length], module / "rank0.pt")
+        path = run / f"prompt_{prompt}/kv_analysis/vllm_kv.pt"
+        caches = torch.load(path, weights_only=True)
+        keys, values = caches["layers.2.self_attn"]
+        torch.save(caches | {"layers.2.self_attn": (keys, values.roll(1, dims=2))}, path)
+    source = Capture.open(golden)
+    read = open_source(run).laid_out_as(source).read(2, Site.V_PROJ)
+    assert torch.equal(read[0], source.read(2, Site.V_PROJ)[0].roll(1, dims=0))
+
+
+def test_layers_that_only_the_caches_hold_are_named(golden: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path, golden)
+    for layer in (2, 3):
+        for folder in run.glob(f"tensor_compare/neuron/dp0/*/model.layers.{layer}*"):
+            shutil.rmtree(folder)
+    joined = open_source(run)
+    assert joined.layers == (0, 1)
+    assert (
+        "vllm_kv.pt holds layers 2-3 too, of which no module was captured: they are left out" in joined.notes
+    )
+
+
 def test_caches_of_fewer_prompts_are_refused(golden: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path, golden)
     shutil.rmtree(run / "prompt_1")

@@ -42,6 +42,7 @@ def test_of_passes_that_compute_the_whole_prompt_anew_the_longest_counts() -> No
     passes = [record("prefill", "a", [0, 1, 2]), record("decode", "a", [0, 1, 2, 3], is_decode=True)]
     schedule = Schedule.of([*passes, record("other", "b", [0, 1, 2])])
     assert places(schedule, "a") == [("decode", 0, 0, 4)]
+    assert schedule.repeated == {"prefill"}
     assert places(schedule, "b") == [("other", 0, 0, 3)]
 
 

@@ -144,3 +144,62 @@ def test_too_few_tokens_prove_nothing_by_a_norm(
     meta.write_text(json.dumps({"req_ids": ["0"], "positions": [0, 1, 2, *[2] * (T - 3)]}))
     capture = DumpCapture.open(tmp_path, NameMap())
     assert held_sites(capture) == []
+
+
+def write_pass(folder: Path, name: str, held: Mapping[str, torch.Tensor], *, request: str) -> None:
+    """Write one more pass of the T tokens of a request."""
+    for module, tensor in held.items():
+        (folder / name / module).mkdir(parents=True)
+        torch.save(tensor, folder / name / module / "rank0.pt")
+    meta = {"req_ids": [request], "positions": list(range(len(tensor)))}
+    (folder / name / f"{name}_meta.json").write_text(json.dumps(meta))
+
+
+def test_tokens_that_are_all_alike_prove_nothing_by_a_norm(
+    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
+) -> None:
+    """A warm-up of one token over and over: whatever a norm is given, one weight fits all its tokens."""
+    del model["model.layers.0"], model["model.layers.1"]
+    model["model.layers.0.mlp"] = model["model.layers.0.mlp"] * 3
+    rounding = 1 + 2**-8 * (torch.arange(T)[:, None] % 2)
+    alike = {name: (held[:1] * rounding).to(held.dtype) for name, held in model.items()}
+    assert held_sites(opened(alike)) == []
+
+
+def test_warm_up_of_tokens_that_are_all_alike_leaves_the_proof_to_another_pass(
+    model: dict[str, torch.Tensor], tmp_path: Path, opened: Callable[..., DumpCapture]
+) -> None:
+    del model["model.layers.0"], model["model.layers.1"]
+    opened(model)
+    warm = {name: held[:1].repeat(8, 1) for name, held in model.items()}
+    write_pass(tmp_path / "dp0", "prefill_s8_0", warm, request="warm-up")
+    capture = DumpCapture.open(tmp_path, NameMap())
+    assert held_sites(capture) == ALL
+
+
+def test_pass_without_the_embedding_leaves_the_proof_to_another(
+    model: dict[str, torch.Tensor], tmp_path: Path, opened: Callable[..., DumpCapture]
+) -> None:
+    del model["model.layers.0"], model["model.layers.1"]
+    opened(model)
+    write_pass(tmp_path / "dp0", "prefill_s9_0", {"lm_head": torch.zeros(9, 5)}, request="another")
+    assert held_sites(DumpCapture.open(tmp_path, NameMap())) == ALL
+
+
+def test_one_token_among_zeros_proves_nothing_by_a_norm(
+    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
+) -> None:
+    del model["model.layers.0"], model["model.layers.1"], model["model.embed_tokens"]
+    model["model.layers.0"] = torch.zeros(T, H).bfloat16()
+    model["model.layers.1.input_layernorm"] = torch.zeros(T, H).bfloat16()
+    model["model.layers.0"][5], model["model.layers.1.input_layernorm"][5] = 2.0, 3.0
+    assert (0, Site.OUTPUT) not in held_sites(opened(model))
+
+
+def test_addends_of_other_widths_prove_nothing(
+    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
+) -> None:
+    model["model.layers.0.self_attn"] = torch.nn.functional.pad(model["model.layers.0.self_attn"], (0, 8))
+    capture = opened(model)
+    # The norm behind still proves what the layers return.
+    assert held_sites(capture) == [(0, Site.OUTPUT), (1, Site.ATTN_RESIDUAL), (1, Site.OUTPUT)]

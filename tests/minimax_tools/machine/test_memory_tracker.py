@@ -59,13 +59,13 @@ def test_tracker_that_never_started_misses_it_and_says_so(spike: Callable[[], No
     before = tracker.snapshot("before")
     spike()
     assert tracker.snapshot("after").peak_anonymous_bytes - before.usage.anonymous_bytes < SLACK
-    assert "Seen at snapshots only: nothing was sampled between them." in tracker.summary()
+    assert "Seen at snapshots only: nothing was sampled between them." in tracker.summary_text
 
 
 def test_tracker_that_sampled_says_nothing_of_the_kind() -> None:
     with MemoryTracker() as tracker:
         tracker.snapshot("one")
-    assert "sampled" not in tracker.summary()
+    assert "sampled" not in tracker.summary_text
 
 
 def test_resident_peak_is_exact_without_sampling_where_it_is_the_highest_so_far(
@@ -116,7 +116,7 @@ def test_report_is_the_latest_snapshot_against_the_one_before(fill: Callable[[in
     tracker.snapshot("start")
     tensor = fill(BLOCK)
     tracker.snapshot("bottom loaded")
-    lines = tracker.report().splitlines()
+    lines = tracker.report_text.splitlines()
     del tensor
     assert lines[0] == "Memory: bottom loaded"
     assert lines[1].startswith("  RAM: ")
@@ -129,17 +129,28 @@ def test_report_before_any_snapshot_is_the_change_since_the_making(
 ) -> None:
     tracker = MemoryTracker()
     tensor = fill(BLOCK)
-    lines = tracker.report().splitlines()
+    lines = tracker.report_text.splitlines()
     assert lines[0] == "Memory: now"
     assert lines[3].endswith(("(+0.06 GB)", "(+0.07 GB)"))
     assert tensor.nbytes == BLOCK
 
 
-def test_summary_and_report_print_nothing(capfd: Any) -> None:
-    with MemoryTracker() as tracker:
-        tracker.snapshot("one")
-        tracker.report()
-        assert tracker.summary().startswith("=== Memory Usage Summary ===\nPeak RAM: ")
+def test_report_and_summary_print_to_stdout(capfd: Any) -> None:
+    tracker = MemoryTracker()
+    tracker.snapshot("one")
+    tracker.report()
+    out, err = capfd.readouterr()
+    assert out.startswith("Memory: one\n  RAM: ")
+    tracker.summary()
+    out, more_err = capfd.readouterr()
+    assert out.startswith("=== Memory Usage Summary ===\nPeak RAM: ")
+    assert err + more_err == ""
+
+
+def test_texts_print_nothing(capfd: Any) -> None:
+    tracker = MemoryTracker()
+    assert tracker.report_text.startswith("Memory: now")
+    assert tracker.summary_text.startswith("=== Memory Usage Summary ===")
     assert capfd.readouterr() == ("", "")
 
 

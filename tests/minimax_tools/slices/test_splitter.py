@@ -17,7 +17,14 @@ from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import FileFormat
 from minimax_tools.slices.source import open_source
-from minimax_tools.slices.splitter import ModelSplitter, SplitConfig, SplitPlan, SplitResult, split_plans
+from minimax_tools.slices.splitter import (
+    ModelSplitter,
+    SplitConfig,
+    SplitPlan,
+    SplitResult,
+    read_split_plans,
+    split_plans,
+)
 
 Tensors = dict[str, torch.Tensor]
 Save = Callable[..., Path]
@@ -101,19 +108,18 @@ def partition(folder: Path, *nodes: str, planner: str = "compute") -> PartitionP
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
 def test_the_seeds_example_gives_its_three_tensors(pickled: bool, save: Save, tmp_path: Path) -> None:
     config = config_of(save("gpt2", pickled=pickled), plan_for("node_001", *_ATTENTION), tmp_path / "out")
-    result = ModelSplitter().split_model(config, "node_001")
+    result = asyncio.run(ModelSplitter().split_model(config, "node_001"))
     assert result == SplitResult(
         node_id="node_001",
-        shard_path=tmp_path / "out" / "node_001",
+        shard_path=tmp_path / "out" / "node_001" / "model.pth",
         layer_names=tuple(sorted(_ATTENTION)),
         total_params=3 * 64,
         shard_size_mb=3 * 64 * 4 / 1e6,
     )
-    loaded = load_file(result.shard_path / "model-00001-of-00001.safetensors")
+    loaded = torch.load(result.shard_path, weights_only=True)
     whole = gpt2()
     assert loaded.keys() == set(_ATTENTION)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
-    assert TensorIndex.from_folder(result.shard_path).names == result.layer_names
 
 
 def test_a_shard_goes_to_model_shards_where_nothing_else_is_said(
@@ -121,32 +127,34 @@ def test_a_shard_goes_to_model_shards_where_nothing_else_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = config_of(save("gpt2"), plan_for("node_001", *_ATTENTION), None)
-    assert ModelSplitter().split_model(config, "node_001").shard_path == Path("model_shards/node_001")
+    result = ModelSplitter().split_model_sync(config, "node_001")
+    assert result.shard_path == Path("model_shards/node_001/model.pth")
     assert (tmp_path / "model_shards" / "node_001" / "slice.json").is_file()
 
 
-def test_a_pth_shard_is_a_state_dict(save: Save, tmp_path: Path) -> None:
+def test_a_shard_may_be_safetensors(save: Save, tmp_path: Path) -> None:
     config = config_of(save("gpt2"), plan_for("n", *_ATTENTION), tmp_path)
-    result = ModelSplitter(file_format=FileFormat.PTH).split_model(config, "n")
-    assert result.shard_path == tmp_path / "n" / "model.pth"
-    loaded = torch.load(result.shard_path, weights_only=True)
+    result = ModelSplitter(file_format=FileFormat.SAFETENSORS).split_model_sync(config, "n")
+    assert result.shard_path == tmp_path / "n"
+    loaded = load_file(result.shard_path / "model-00001-of-00001.safetensors")
     assert loaded.keys() == set(_ATTENTION)
+    assert TensorIndex.from_folder(result.shard_path).names == result.layer_names
     assert all(torch.equal(tensor, gpt2()[name]) for name, tensor in loaded.items())
 
 
 def test_a_model_that_nobody_knows_is_split_too(save: Save, tmp_path: Path) -> None:
     folder = save("gpt2")
     (folder / "config.json").write_text('{"model_type": "of-tomorrow"}')
-    result = ModelSplitter().split_model(config_of(folder, plan_for("n", *_ATTENTION), tmp_path), "n")
+    result = ModelSplitter().split_model_sync(config_of(folder, plan_for("n", *_ATTENTION), tmp_path), "n")
     assert result.layer_names == tuple(sorted(_ATTENTION))
 
 
 def test_block_scales_go_with_their_weights_and_are_no_parameters(save: Save, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
-    result = ModelSplitter().split_model(config_of(save("llama"), plan_for("n", name), tmp_path), "n")
+    result = ModelSplitter().split_model_sync(config_of(save("llama"), plan_for("n", name), tmp_path), "n")
     assert result.layer_names == (name, f"{name}_scale_inv")
     assert result.total_params == 64
-    loaded = load_file(result.shard_path / "model-00001-of-00001.safetensors")
+    loaded = torch.load(result.shard_path, weights_only=True)
     assert torch.equal(loaded[f"{name}_scale_inv"], llama()[f"{name}_scale_inv"])
 
 
@@ -154,7 +162,7 @@ def test_names_must_match_to_the_letter_and_all_faults_are_told(save: Save, tmp_
     names = ("transformer.h.0.attn.q_proj", "transformer.h.9.attn.q_proj.weight", *_ATTENTION[:1] * 2)
     config = config_of(save("gpt2"), plan_for("n", *names), tmp_path / "out")
     with pytest.raises(UsageError, match="the split plan has 3 faults") as raised:
-        ModelSplitter().split_model(config, "n")
+        ModelSplitter().split_model_sync(config, "n")
     assert f"n gets {_ATTENTION[0]} twice" in str(raised.value)
     assert "n gets transformer.h.0.attn.q_proj, which the checkpoint lacks" in str(raised.value)
     assert "n gets transformer.h.9.attn.q_proj.weight, which the checkpoint lacks" in str(raised.value)
@@ -164,9 +172,9 @@ def test_names_must_match_to_the_letter_and_all_faults_are_told(save: Save, tmp_
 def test_an_unknown_node_and_an_empty_one_are_refused(save: Save, tmp_path: Path) -> None:
     config = config_of(save("gpt2"), plan_for("n"), tmp_path / "out")
     with pytest.raises(UsageError, match="no node 'm': expected one of n"):
-        ModelSplitter().split_model(config, "m")
+        ModelSplitter().split_model_sync(config, "m")
     with pytest.raises(UsageError, match="n gets nothing"):
-        ModelSplitter().split_model(config, "n")
+        ModelSplitter().split_model_sync(config, "n")
 
 
 @pytest.mark.parametrize("name", ["../escape", "", ".", "a/b"])
@@ -178,7 +186,7 @@ def test_a_node_that_is_no_folders_name_is_refused(name: str) -> None:
 def test_a_plan_under_another_nodes_name_is_refused(save: Save, tmp_path: Path) -> None:
     split_plan = {"a": plan_for("b", *_ATTENTION)["b"]}
     with pytest.raises(UsageError, match="the plan of a names node b"):
-        ModelSplitter().split_model(config_of(save("gpt2"), split_plan, tmp_path / "out"), "a")
+        ModelSplitter().split_model_sync(config_of(save("gpt2"), split_plan, tmp_path / "out"), "a")
     assert not (tmp_path / "out").exists()
 
 
@@ -186,7 +194,7 @@ def test_a_source_without_a_config_is_split_twice(save: Save, tmp_path: Path) ->
     folder = save("gpt2", pickled=True)
     (folder / "config.json").unlink()
     config = config_of(folder, plan_for("n", *_ATTENTION), tmp_path / "out")
-    assert ModelSplitter().split_model(config, "n") == ModelSplitter().split_model(config, "n")
+    assert ModelSplitter().split_model_sync(config, "n") == ModelSplitter().split_model_sync(config, "n")
 
 
 def test_a_whole_plan_passes_with_scales_named_or_not() -> None:
@@ -236,7 +244,7 @@ def test_a_partition_plan_becomes_split_plans(save: Save, tmp_path: Path) -> Non
     names = set()
     for node in split_plan:
         config = config_of(folder, split_plan, tmp_path / "out")
-        names |= set(ModelSplitter().split_model(config, node).layer_names)
+        names |= set(ModelSplitter().split_model_sync(config, node).layer_names)
     assert names == llama().keys()
 
 
@@ -254,7 +262,7 @@ def test_utilization_and_compute_are_kept_in_bounds() -> None:
             SplitPlan(node_id="n", layer_names=(), total_compute=compute, compute_utilization=utilization)
 
 
-def test_the_async_twin_gives_the_same_and_does_not_block(save: Save, tmp_path: Path) -> None:
+def test_split_model_is_awaited_and_does_not_block(save: Save, tmp_path: Path) -> None:
     config = config_of(save("gpt2"), plans(a=_ATTENTION[:2], b=_ATTENTION[2:]), tmp_path / "async")
     splitter = ModelSplitter()
 
@@ -268,21 +276,21 @@ def test_the_async_twin_gives_the_same_and_does_not_block(save: Save, tmp_path: 
                 await asyncio.sleep(0)
 
         ticker = asyncio.create_task(tick())
-        results = await asyncio.gather(*(splitter.split_model_async(config, node) for node in "ab"))
+        results = await asyncio.gather(*(splitter.split_model(config, node) for node in "ab"))
         is_done.set()
         await ticker
         return list(results), ticks
 
     results, ticks = asyncio.run(split_both())
     assert ticks > 10
-    assert results == [splitter.split_model(config, node) for node in "ab"]
+    assert results == [splitter.split_model_sync(config, node) for node in "ab"]
 
 
 def test_a_cancelled_split_leaves_nothing(save: Save, tmp_path: Path) -> None:
     config = config_of(save("gpt2"), plan_for("n", *_ATTENTION), tmp_path / "out")
 
     async def cancel() -> None:
-        task = asyncio.create_task(ModelSplitter().split_model_async(config, "n"))
+        task = asyncio.create_task(ModelSplitter().split_model(config, "n"))
         # It runs to its first await, which is the thread.
         await asyncio.sleep(0)
         task.cancel()
@@ -291,3 +299,31 @@ def test_a_cancelled_split_leaves_nothing(save: Save, tmp_path: Path) -> None:
 
     asyncio.run(cancel())
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_plan_of_names_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "names.json"
+    node = {"node_id": "a", "layer_names": ["x"], "total_compute": 100.0, "compute_utilization": 0.5}
+    path.write_text(json.dumps({"a": node, "b": ["y", "z"]}))
+    assert read_split_plans(path) == {
+        "a": SplitPlan(node_id="a", layer_names=["x"], total_compute=100.0, compute_utilization=0.5),
+        "b": SplitPlan(node_id="b", layer_names=["y", "z"], total_compute=0.0, compute_utilization=0.0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[1]", "AttributeError"),
+        ("{", "JSONDecodeError"),
+        ('{"a": 1}', "a has no list of layer_names"),
+        ('{"a": {"node_id": "a"}}', "layer_names"),
+        ('{"a": [1]}', "layer_names of a are not all names"),
+        ('{"a": {"layer_names": [], "layers": 3}}', "unexpected keyword argument 'layers'"),
+    ],
+)
+def test_a_file_of_another_form_is_no_plan_of_names(text: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text(text)
+    with pytest.raises(UsageError, match="is no plan of names") as raised:
+        read_split_plans(tmp_path / "names.json")
+    assert found in str(raised.value)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory
 
@@ -120,3 +120,13 @@ def test_hidden_states_move_to_the_components_device(
         parts[1].save(tmp_path / "trunk")
         loaded = SplitModel.load(tmp_path / "trunk", device="cuda:0")
         assert torch.equal(chain((parts[0], loaded, parts[2]), input_ids, mask), logits)
+
+
+@pytest.mark.parametrize("name", ["bottom.pt", "bottom.pth", "bottom.bin", "bottom.safetensors"])
+def test_a_component_is_not_saved_under_a_files_name(name: str, parts: Parts, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{name} is the name of a file.*Save it to .*bottom'"):
+        parts[0].save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    # The advice: the folder is found by the old name.
+    parts[0].save(tmp_path / "bottom")
+    assert SplitModel.load(tmp_path / "bottom.pt").part == parts[0].part

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import re
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -368,12 +375,53 @@ class TestTelling:
             assert text in err
         assert "Shards: " in err
 
+    @pytest.mark.parametrize("verbose", [True, False])
+    def test_bar_shows_in_a_terminal_while_components_load(self, make: Any, verbose: bool) -> None:
+        shown = run_in_terminal(_SPLIT, make("minimax_m2").folder, verbose=verbose)
+        for role in ("bottom", "trunk", "top"):
+            # The last state of each bar: all tensors of the component.
+            bars = re.findall(rf"{role}\b[^\n]*? (\d+)/(\d+) · tensor", shown)
+            assert bool(bars) is verbose
+            assert not verbose or bars[-1][0] == bars[-1][1]
+
     @pytest.mark.parametrize("low_memory", [True, False])
     def test_nothing_is_told_unless_asked(
         self, make: Any, capfd: pytest.CaptureFixture[str], low_memory: bool
     ) -> None:
         split(make("llama"), low_memory=low_memory)
         assert capfd.readouterr() == ("", "")
+
+
+_SPLIT = """
+import sys
+from minimax_tools.split.factory import ModelFactory
+folder, verbose = sys.argv[1:]
+ModelFactory.create_split_models("minimax_m2", folder, 1, 3, low_memory=True, verbose=verbose == "True")
+"""
+
+
+def run_in_terminal(program: str, *arguments: object, verbose: bool) -> str:
+    """Run a program, and return what it writes to a real pseudo-terminal as its stderr."""
+    own, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    environment = {**kept, "TERM": "xterm-256color", "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", program, *map(str, arguments), str(verbose)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=its, env=environment) as process:
+        os.close(its)
+        written = b""
+        while chunk := read_terminal(own):
+            written += chunk
+    os.close(own)
+    assert process.returncode == 0, written.decode()
+    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", written.decode())
+
+
+def read_terminal(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
 
 
 def copy(folder: Path, tmp_path: Path) -> Path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from gpu_reference.cli import main as mm2_gpu
 
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 
@@ -63,6 +66,18 @@ class ClosedRight(Closed):
 class ClosedWrong(Closed):
     layer, tensor = 2, "self_attn.o_proj.weight"
 
+class Deaf(ClosedWrong):
+    # Takes another stream, it says, and computes with its own.
+    def replace_stream(self, point, states):
+        pass
+
+class Headless(ClosedRight):
+    # Its head got no weights: no stream moves its logits.
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx is None:
+            tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+        return super().convert_state_dict(tensors, config, layer_idx)
+
 class Mute(ClosedRight):
     # Shows no layer, and takes no other stream.
     replace_stream = None
@@ -101,10 +116,13 @@ Head, Embedding = moved("lm_head.weight"), moved("model.embed_tokens.weight")
 
 
 @pytest.fixture
-def bisect(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
+def bisect(run: Any, tmp_path: Path, toy: Path, golden: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Bisects a port of this file: the result, and its JSON."""
     path = tmp_path / "whole_ports.py"
     path.write_text(PORTS)
+    # A port's digest counts the modules that it loads first. Loaded before, the example's count for no run here.
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    importlib.import_module("model_port")
 
     def bisect_port(name: str, *options: object) -> tuple[Any, dict[str, Any]]:
         arguments = ("bisect", "--whole", "--model", toy, "--golden", golden, "--target", f"{path}:{name}")
@@ -155,6 +173,17 @@ def test_interrupted_search_goes_on(bisect: Any, monkeypatch: pytest.MonkeyPatch
     assert "out of luck" in result.stderr
 
 
+def test_right_port_on_left_padded_prompts_is_not_blamed(
+    bisect: Any, command: Any, toy: Path, tmp_path: Path
+) -> None:
+    """A row's logits are those of its own tokens, wherever its padding lies."""
+    rows = ("--input-ids", "5,6,7,8,9,10,11,12", "--input-ids", "20,21,22,23", "--padding-side", "left")
+    made = ("--sites", "layer", "--output-dir", tmp_path / "left", "--quiet")
+    command(mm2_gpu, "extract-all", "--model", toy, *rows, *made)
+    _, record = bisect("ClosedRight", "--golden", tmp_path / "left", "--exhaustive")
+    assert (record["verdict"], len(record["runs"])) == ("pass", 6)
+
+
 def test_port_that_takes_no_other_stream_is_refused(bisect: Any) -> None:
     result, _ = bisect("Mute")
     assert result.exit_code == 3
@@ -166,6 +195,18 @@ def test_stream_that_was_not_taken_is_no_verdict(bisect: Any) -> None:
     result, _ = bisect("Compiled")
     assert result.exit_code == 3
     assert "did not take the stream that was to replace its own at point 2" in result.stderr
+
+
+def test_port_that_drops_the_stream_it_is_given_is_no_verdict(bisect: Any) -> None:
+    result, _ = bisect("Deaf")
+    assert result.exit_code == 3
+    assert "did not take the stream that was to replace its own at point 2" in result.stderr
+    assert "found the same in every bit" in result.stderr
+
+
+def test_head_that_no_stream_moves_is_named(bisect: Any) -> None:
+    _, record = bisect("Headless")
+    assert record["blame"][0]["part"].startswith("the final norm or the head")
 
 
 def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy: Path, golden: Path) -> None:
@@ -182,6 +223,7 @@ def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy:
     [
         (("--chain-length", 2), "--chain-length and --whole were both given"),
         (("--all", "--layers", "0:2"), "--layers, --all and --whole were both given"),
+        (("--compile", "eager"), "--compile and --whole were both given"),
         (("--dtype", "float32"), "expected --dtype bfloat16, found float32"),
         (("--decode", 40), "of a prompt of 33 tokens 40 cannot be decoded"),
     ],

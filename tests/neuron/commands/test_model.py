@@ -194,6 +194,26 @@ def test_the_suspect_layer_runs_alone_and_its_mistake_is_named(run_model: Any) -
 
 
 @pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (SWAPPED, "layer 2, `moe_delta`"),
+        (ORDERED.format(order="(0, 1, 3)"), "layer 2"),
+        (RESTARTED, "To blame"),
+        (WRONG_ROW, "To blame"),
+        (CLOSED_RIGHT, "Not exposed by the port"),
+    ],
+)
+def test_report_can_be_written_of_every_kind_of_run(
+    run_model: Any, tmp_path: Path, source: str, told: str
+) -> None:
+    _, record = run_model(source, "--report-path", tmp_path / "report")
+    markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert told in markdown
+    report = json.loads((tmp_path / "report" / "comparison_report.json").read_text(encoding="utf-8"))
+    assert (report["verdict"], report.get("findings")) == (record["verdict"], record.get("findings"))
+
+
+@pytest.mark.parametrize(
     ("order", "layer", "mistake"),
     [
         ("(0, 1, 3)", 2, "layer_skipped"),

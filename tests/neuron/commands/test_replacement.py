@@ -111,6 +111,41 @@ class TestSearch:
         )
         result, record = ask("--exhaustive")
         assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
+        # One run cannot tell it from a port without the lines.
+        assert any("see that the lines are in it" in note for note in record["notes"])
+
+    def test_port_that_replaced_nothing_is_no_verdict(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+        ask()
+        for name in ("layer_2", "final_norm"):
+            save_file(
+                {"it": golden_logits(golden).roll(1, -1)}, tmp_path / f"replaced/logits/{name}.safetensors"
+            )
+        result, _ = ask()
+        assert result.exit_code == 3
+        assert "the same in every bit, whether its stream was replaced at layer 2's input" in result.stderr
+
+    def test_head_without_weights_is_named(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+        ask()
+        for name in ("layer_2", "final_norm"):
+            save_file(
+                {"it": torch.zeros_like(golden_logits(golden))},
+                tmp_path / f"replaced/logits/{name}.safetensors",
+            )
+        result, record = ask()
+        assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
+
+    def test_mended_port_is_asked_for_all_runs_anew(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+        ask()
+        logits = golden_logits(golden)
+        for name, found in (("layer_2", logits.roll(1, -1)), ("final_norm", logits), ("layer_3", logits)):
+            save_file({"it": found}, tmp_path / f"replaced/logits/{name}.safetensors")
+        result, record = ask()
+        assert (result.exit_code, record["blame"][0]["layer"]) == (1, 2)
+        assert record["next"][0].endswith("--anew")
+        result, record = ask("--anew")
+        assert (result.exit_code, record["runs"], record["waits_for"]) == (3, [], {"point": 2})
+        # The next command judges the run that is made now.
+        assert "--anew" not in record["next"][0]
 
     def test_logits_that_are_not_finite_are_wrong(self, ask: Any, golden: Path, tmp_path: Path) -> None:
         ask()
@@ -147,6 +182,13 @@ class TestRefusals:
         result, _ = ask()
         assert (result.exit_code, "holds 2 tensors" in result.stderr) == (3, True)
 
+    def test_damaged_inputs(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+        ask()
+        save_file({"it": golden_logits(golden)}, tmp_path / "replaced/logits/layer_2.safetensors")
+        (tmp_path / "replaced/inputs.safetensors").write_text("torn")
+        result, _ = ask()
+        assert (result.exit_code, "inputs.safetensors cannot be read" in result.stderr) == (3, True)
+
     def test_folder_of_another_run(self, ask: Any) -> None:
         ask()
         for options, message in (
@@ -170,11 +212,15 @@ class TestRefusals:
             (("--bucket", 32), "nxdi", "48 columns for a bucket of 32"),
             (("--bucket", 128), "vllm-neuron", "--bucket is an option of --format nxdi"),
             (("--layer", 5), "nxdi", "expected 0 to 4, the last for the final norm"),
+            (("--decode", 40), "nxdi", "of a prompt of 33 tokens 40 cannot be decoded"),
+            (("--decode", 40), "vllm-neuron", "of a prompt of 33 tokens 40 cannot be decoded"),
         ],
     )
     def test_options_that_do_not_fit(self, ask: Any, options: Any, tool: str, message: str) -> None:
         result, _ = ask(*options, tool=tool)
         assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+        # So the folder serves a corrected command.
+        assert ask(tool=tool)[0].exit_code == 3
 
     def test_prompts_that_the_tools_compute_otherwise(
         self, ask: Any, command: Any, toy: Path, tmp_path: Path

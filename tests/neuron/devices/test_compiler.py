@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch._dynamo.backends.registry import register_backend
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import TargetError, UsageError
 from neuron.devices.backend import Backend
 from neuron.devices.compile_counts import CompileCounts, GraphBreak
-from neuron.devices.compiler import Compiler, choose_compiler
+from neuron.devices.compiler import Compiler, choose_compiler, count_torch_compiles
 
 REPOSITORY = Path(__file__).parents[3]
 EVERY_SITE = f"{REPOSITORY / 'scripts/examples/port.py'}:DecoderLayer"
@@ -204,6 +207,50 @@ class TestGraphs:
         assert result["exit_code"] == 3
         assert "layer 0 cannot be compiled by torch.compile for eager" in result["stderr"]
         assert "--compile off runs it operation by operation" in result["stderr"]
+
+
+@pytest.fixture(scope="module")
+def failing_compiler() -> None:
+    """A compiler under TorchNeuron's name, which fails: torch wraps its error in one of its own."""
+
+    def fail(graph: object, inputs: object, **options: object) -> None:
+        raise ValueError("a tensor of 4.5 GB is too large\nsee the log")
+
+    register_backend(compiler_fn=fail, name="neuron")
+
+
+class TestFailures:
+    def test_reason_is_the_compilers_own(self, failing_compiler: None) -> None:
+        run = Compiler.NEURON.compile(nn.Linear(2, 2), what="layer 3")
+        with pytest.raises(TargetError) as caught:
+            run(torch.zeros(1, 2))
+        assert "layer 3 cannot be compiled by torch.compile for neuron" in str(caught.value)
+        assert "found ValueError: a tensor of 4.5 GB is too large. " in str(caught.value)
+
+    def test_shapes_that_do_not_fit_are_named(self) -> None:
+        run = Compiler.EAGER.compile(nn.Linear(2, 2), what="layer 3")
+        with pytest.raises(TargetError, match=r"found TorchRuntimeError: .*size=\(1, 5\)"):
+            run(torch.zeros(1, 5))
+
+
+def test_graph_for_each_of_many_layers_is_compiled_and_counted() -> None:
+    """torch's own limit is 8 graphs of one function."""
+
+    class Numbered(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return states * self.number
+
+    before, start_s = count_torch_compiles(), time.monotonic()
+    for number in range(10):
+        run = Compiler.EAGER.compile(Numbered(number), what="the layer")
+        assert run(torch.ones(2)).tolist() == [number, number]
+    grown, wall_s = count_torch_compiles().since(before), time.monotonic() - start_s
+    assert (grown.compiles, sum(grown.recompiles.values())) == (10, 9)
+    assert 0.0 < grown.seconds < wall_s
 
 
 class TestChoice:

@@ -209,7 +209,7 @@ class TestByHand:
             self.by_hand(run_python, port, toy, folder, [point])
         assert points == [2, 4, 3]
         assert (result.exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [2])
-        assert record["next"] == []
+        assert [command.split()[-1] for command in record["next"]] == ["--anew"]
 
     def test_application_of_other_sizes_is_refused(
         self, run: Any, run_python: Any, port: Path, toy: Path, golden: Path, tmp_path: Path
@@ -270,6 +270,18 @@ class TestPoints:
         layer.stream.register_forward_hook(lambda *_: torch.full_like(states, 5.0))
         output, _ = layer(hidden_states=states) if by_name else layer(states)
         assert output.unique().tolist() == [6.0]
+
+    def test_point_takes_the_stream_among_other_tensors(self) -> None:
+        class Masked(nn.Module):
+            def forward(self, attention_mask: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+                return hidden_states * attention_mask
+
+        model = self.model()
+        model.layers.append(Masked())
+        add_stream_points(model)
+        layer, ones = model.layers[2], torch.ones(1, 2, 4)
+        layer.stream.register_forward_hook(lambda *_: ones * 5.0)
+        assert layer(attention_mask=ones, hidden_states=ones * 3.0).unique().tolist() == [5.0]
 
     def test_model_without_layers_is_refused(self) -> None:
         with pytest.raises(TargetError, match="has no stream to replace"):

@@ -104,6 +104,15 @@ class TestGraphs:
         assert set(tensors) == set(expected)
         assert all(tensor.equal(expected[site]) for site, tensor in tensors.items())
 
+    def test_sites_that_change_places_are_another_graph(self) -> None:
+        """The same submodules have the same kinds of hooks: the places alone tell the graphs apart."""
+        torch.compiler.reset()
+        layer, first, second = Layer(), Tap(path="first"), Tap(path="second")
+        for taps in ({Site.Q_PROJ: first, Site.K_PROJ: second}, {Site.Q_PROJ: second, Site.K_PROJ: first}):
+            _, tensors = call(in_graphs, layer, taps, {})
+            _, expected = call(as_it_is, layer, taps, {})
+            assert all(tensors[site].equal(expected[site]) for site in taps)
+
     def test_value_fed_after_a_run_without_it_is_used(self) -> None:
         torch.compiler.reset()
         layer, fed = Layer(), torch.full((1, 2, 4), 3.0)

@@ -26,6 +26,9 @@ import torch
 QKV = "self_attn.qkv_proj.weight"
 BIAS = "moe.router.correction_bias"
 
+def _half(gate, up):
+    return torch.nn.functional.silu(gate) * up * 1.1
+
 class Port(port.DecoderLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         state = super().convert_state_dict(tensors, config, layer_idx)
@@ -392,6 +395,86 @@ def test_a_port_that_quantises_to_int8_with_the_wrong_scales_is_not_cleared(insp
     assert record["trial"]["kept_error"] > record["trial"]["limit"]
 
 
+KEY_NORM_OF_QUERY = """
+width = state["self_attn.k_norm.weight"].numel()
+state["self_attn.k_norm.weight"] = state["self_attn.q_norm.weight"][:width].clone()
+"""
+WRONG_FORWARD = "self.moe.activate = lambda gate, up: torch.relu(gate) * up"
+
+
+def test_a_tensor_that_never_got_its_weight_explains_all(command: Any, tiny: Path, write_port: Any) -> None:
+    told = trace_text(command, tiny, write_port, KEY_NORM_OF_QUERY)
+    assert "[wrong]   self_attn.k_norm.weight: is named k_norm, and holds q_norm" in told
+    assert "With k_norm right it agrees to" in told
+    assert "nothing else is wrong" in told
+
+
+def test_what_a_missing_weight_does_not_explain_is_the_forwards(
+    command: Any, tiny: Path, write_port: Any
+) -> None:
+    told = trace_text(command, tiny, write_port, f"{KEY_NORM_OF_QUERY}{WRONG_FORWARD}")
+    assert "with k_norm right still by" in told
+    assert "the forward is wrong too" in told
+
+
+def test_a_swap_beside_a_wrong_forward_is_found(inspect: Inspect) -> None:
+    code, record = inspect(f"{PLANTED['gate_and_up_swapped'][0]}\nself.moe.activate = _half")
+    assert code == 1
+    assert record["trial"]["repairs"] == []
+    assert record["trial"]["partial_repairs"] == ["w1 (gate) and w3 (up) are swapped"]
+
+
+def test_right_weights_under_a_wrong_forward_are_said_to_be_right(
+    command: Any, tiny: Path, write_port: Any
+) -> None:
+    told = trace_text(command, tiny, write_port, WRONG_FORWARD)
+    assert told.splitlines()[0].endswith("are right; the forward differs")
+
+
+def test_all_layers_are_told_in_groups(command: Any, toy: Path, write_port: Any) -> None:
+    spoil = 'if layer_idx == 1:\n    state["moe.down_proj"][[5, 6]] = state["moe.down_proj"][[6, 5]]'
+    target = write_port(_of_layers(spoil))
+    arguments = ("weights", "--model", toy, "--target", target, "--all-layers", "--no-load", "--quiet")
+    result = command(mm2_test, *arguments)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("FAIL: the weights of layer 1 in")
+    assert "PASS: the weights of layers 0, 2" in result.stdout
+    record = json.loads(command(mm2_test, *arguments, "--json").stdout)
+    assert [group["layers"][0] for group in record["groups"]] == [1, 0]
+    refused = command(mm2_test, *arguments, "--layer", "1")
+    assert refused.exit_code == 2
+
+
+def test_memory_beyond_need_is_told(inspect: Inspect) -> None:
+    _, record = inspect("pass")
+    assert record["memory"] == []
+    wasteful = """
+self.self_attn.float()
+held = [tensor.float() for tensor in state.values()]
+"""
+    _, record = inspect(wasteful)
+    kept, made = record["memory"]
+    assert kept.startswith("q_proj, k_proj, v_proj, o_proj, q_norm, k_norm are held in float32")
+    assert "float32 temporaries at once" in made
+
+
+def trace_text(command: Any, tiny: Path, write_port: Any, spoil: str) -> str:
+    lines = spoil.strip().replace("\n", "\n        ")
+    target = write_port(_PORT.format(spoil=f"        {lines}"))
+    text: str = command(mm2_test, "weights", "--model", tiny, "--target", target, "--quiet").stdout
+    return text
+
+
+def _of_layers(spoil: str) -> str:
+    lines = spoil.replace("\n", "\n        ")
+    port = _PORT.format(spoil=f"        {lines}")
+    return port.replace(
+        "self.spoil(state, tensors, config)", "self.spoil(state, tensors, config, layer_idx)"
+    ).replace(
+        "def spoil(self, state, tensors, config):", "def spoil(self, state, tensors, config, layer_idx):"
+    )
+
+
 def test_a_wrong_forward_is_no_fault_of_the_weights(inspect: Inspect) -> None:
     code, record = inspect("self.moe.activate = lambda gate, up: torch.relu(gate) * up")
     assert (code, record["verdict"], record["findings"]) == (0, "warn", [])
@@ -508,5 +591,5 @@ def test_order_of_a_few_experts_stacked_by_rows_is_read(
     target = write_port(f"{_STACKED_PORT}\nORDER = {order}\n")
     result = command(mm2_test, "weights", "--model", tmp_path / "model", "--target", target)
     assert result.exit_code == exit_code
-    named = "w1 (gate), w2 (down), w3 (up) of the experts lie in the order 1, 0, 2, 3"
+    named = "w1 (gate), w2 (down), w3 (up): experts 0 and 1 are exchanged"
     assert (named in result.stdout) is (exit_code == 1)

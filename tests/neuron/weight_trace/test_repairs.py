@@ -83,7 +83,7 @@ def test_a_reshaped_matrix_is_repaired_in_two_ways() -> None:
     assert sum(repair.kinds == ("k_proj",) for repair in repairs) == 2
 
 
-def test_all_of_few_experts_are_listed() -> None:
+def test_exchanged_experts_are_named() -> None:
     spec = SyntheticModel(num_local_experts=4, num_experts_per_tok=2).spec()
     sources = SourceTensors.of(spec)
     names = [f"block_sparse_moe.experts.{expert}.w2.weight" for expert in (1, 0, 3, 2)]
@@ -94,4 +94,4 @@ def test_all_of_few_experts_are_listed() -> None:
     origin = layout_of(torch.stack(stacked)).origin
     layout = read_layout(origin, sources)
     texts = [repair.text for repair in candidate_repairs([layout], sources, spec)]
-    assert "w2 (down) of the experts lie in the order 1, 0, 3, 2" in texts
+    assert "w2 (down): experts 0 and 1, 2 and 3 are exchanged" in texts

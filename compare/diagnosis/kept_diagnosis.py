@@ -1,0 +1,89 @@
+"""KeptDiagnosis: the latest diagnosis of a run, kept in the run's folder, so that `--prove` need not search again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.diagnosis.finding import Diagnosis
+from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
+from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.json_codec import DecodeError, decode, encode
+from minimax_tools.machine.whole_file import whole_file
+
+logger = logging.getLogger(__name__)
+
+# A new run into the folder removes it, like every file of the capture.
+_FILE_NAME = "diagnosis.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosisQuestion:
+    """The question that a diagnosis answers: the same question has the same answer."""
+
+    golden: str  # sha256 of the golden's manifest
+    run: str  # sha256 of the run's manifest
+    places: tuple[str, str]  # the two folders, as they were named
+    model: str  # the checkpoint, as it was named
+    layers: tuple[int, ...] | None  # the layers that were asked for; None for those to blame
+    mistakes: tuple[str, ...]  # the mistakes that were asked for; () for all
+    catalogue: str  # sha256 of the names of all known mistakes
+
+    @classmethod
+    def of(
+        cls,
+        reference: CaptureSource,
+        target: CaptureSource,
+        *,
+        model: str,
+        layers: tuple[int, ...] | None,
+        mistakes: tuple[str, ...],
+    ) -> DiagnosisQuestion | None:
+        """Return the question about two captures; None if mm2 did not write both."""
+        if reference.known_description is None or target.known_description is None:
+            return None
+        names = " ".join((*CATALOGUE, *MODEL_CATALOGUE))
+        return cls(
+            golden=_digest_manifest(reference),
+            run=_digest_manifest(target),
+            places=(str(reference.directory), str(target.directory)),
+            model=model,
+            layers=layers,
+            mistakes=mistakes,
+            catalogue=hashlib.sha256(names.encode()).hexdigest(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptDiagnosis:
+    """A diagnosis with its question."""
+
+    question: DiagnosisQuestion
+    diagnosis: Diagnosis
+
+    def keep(self, run: Path) -> None:
+        """Write it into the run's folder; a folder that cannot be written to keeps none."""
+        try:
+            with whole_file(run / _FILE_NAME) as file:
+                json.dump(encode(self), file)
+        except OSError as error:
+            logger.debug("The diagnosis was not kept: %s", error)
+
+    @classmethod
+    def find(cls, run: Path, question: DiagnosisQuestion) -> Diagnosis | None:
+        """Read the diagnosis that answers a question from the run's folder; None if there is none."""
+        try:
+            kept = decode(cls, json.loads((run / _FILE_NAME).read_text(encoding="utf-8")))
+        except (OSError, ValueError, DecodeError) as error:
+            logger.debug("No diagnosis was kept: %s", error)
+            return None
+        return kept.diagnosis if kept.question == question else None
+
+
+def _digest_manifest(capture: CaptureSource) -> str:
+    return hashlib.sha256((capture.directory / MANIFEST_NAME).read_bytes()).hexdigest()

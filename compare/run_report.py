@@ -1,0 +1,53 @@
+"""RunReport: the files of `--report-path` for a judged run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import click
+
+from compare.comparer import JudgedRun
+from compare.diagnosis.finding import Diagnosis
+from compare.diagnosis.report import render_diagnosis
+from compare.evidence.collection import collect_evidence
+from compare.evidence.mistakes import word_diagnosis
+from reports.folder import Report, WrittenReport, write_report
+from reports.page.origins import origin_rows
+
+logger = logging.getLogger(__name__)
+
+report_option = click.option(
+    "--report-path",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Folder for a report: a page (report.html), Markdown, JUnit XML, text, JSON and CSV. Default: none.",
+)
+
+
+def report_run(
+    run: JudgedRun, directory: Path, *, next_commands: tuple[str, ...], diagnosis: Diagnosis | None = None
+) -> WrittenReport:
+    """Write the report of a judged run into a directory, with its diagnosis if one was made.
+
+    A warning says what was not written, and what to install for it.
+
+    Raises:
+        CannotRunError: The directory cannot be made or written to.
+        CheckpointError: The weights that judged the run cannot be read any more.
+    """
+    text = "" if diagnosis is None else render_diagnosis(diagnosis, width=120, is_terminal=False)
+    written = write_report(
+        Report(
+            comparison=run.comparison,
+            next_commands=next_commands,
+            evidence=collect_evidence(run),
+            diagnosis=None if diagnosis is None else word_diagnosis(diagnosis),
+            diagnosis_text=text,
+            origins=origin_rows(run.sides.reference, run.sides.target),
+        ),
+        directory,
+    )
+    if written.missing:
+        logger.warning("%s", written.missing)
+    return written

@@ -1,0 +1,253 @@
+"""CaptureMirror: a capture at a remote address as a folder on this machine, its files fetched when they are read.
+
+The folder holds the manifest and the other JSON files from the start, and the address, in a file of its own. So its
+path may be given to other processes like any capture's. A tensor file that is read for the first time is fetched whole,
+and each of its tensors is checked against the manifest: a command about layer 3 fetches the files of layer 3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from minimax_tools.capture.digests import TensorDigest, describe_tensor
+from minimax_tools.capture.generation import GENERATION_NAME
+from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.passes import PASSES_NAME
+from minimax_tools.errors import CaptureError, RemoteError, list_names
+from minimax_tools.hub.dataset_folder import open_remote
+from minimax_tools.machine.file_digest import digest_file
+from minimax_tools.machine.whole_file import whole_file
+from minimax_tools.remote.address import RemoteAddress
+from minimax_tools.remote.cache import CAPTURES, RemoteCache, locked_file
+from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_NAME = ".address.json"
+# Beside the folder of a run that is put at an address once it is whole.
+OUTPUT_NAME = ".output.json"
+_TEXTS = (GENERATION_NAME, PASSES_NAME)
+_MAX_NAMED = 5
+
+
+def mirror_capture(address: RemoteAddress, *, cache: RemoteCache | None = None) -> Path:
+    """Return the folder that stands for the capture at an address; its tensor files come when they are read.
+
+    If the server does not answer, the capture that the address named last is taken, with a warning.
+
+    Raises:
+        CaptureError: There is no whole capture at the address, or its manifest is damaged.
+        RemoteError: The server refuses, or is away and nothing is cached.
+        CheckpointError: The same of a hub.
+    """
+    cache = cache or RemoteCache.from_environment()
+    try:
+        return _mirror_newest(address, open_remote(address), cache)
+    except RemoteError as error:
+        known = _find_known(cache.address_file(address)) if error.is_network_loss else None
+        if known is None:
+            raise
+        logger.warning("%s does not answer: taking what it was when it was read last, in %s.", address, known)
+        return known
+
+
+def address_of(directory: Path) -> str:
+    """Return the address that a folder stands for, a mirror's or that of a run to be put; of others their path."""
+    for path in (directory / ADDRESS_NAME, directory.parent / OUTPUT_NAME):
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["asked"])
+        except OSError:
+            continue
+    return str(directory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureMirror:
+    """A folder that stands for a capture at an address."""
+
+    directory: Path
+    address: RemoteAddress  # at the commit that the manifest is of, if the server has commits
+    manifest: Manifest
+
+    @classmethod
+    def find(cls, directory: Path, manifest: Manifest) -> CaptureMirror | None:
+        """Return the mirror in a folder; None if the folder is no mirror."""
+        try:
+            record = json.loads((directory / ADDRESS_NAME).read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        return cls(directory=directory, address=RemoteAddress.parse(record["address"]), manifest=manifest)
+
+    def hold(self, name: str) -> None:
+        """Fetch a tensor file unless it is here. A file that comes damaged is fetched once more.
+
+        Raises:
+            CaptureError: It came damaged twice, or the address has no such file.
+            RemoteError: It could not be fetched.
+            CheckpointError: The same of a hub.
+        """
+        path = self.directory / name
+        if path.exists():
+            return
+        with locked_file(path):
+            if path.exists():
+                return
+            file = self._folder.find(name)
+            if file is None:
+                raise CaptureError(
+                    f"{self.address} holds no {name}, which its manifest lists",
+                    next_step="Publish it again from where it was made: mm2-gpu publish.",
+                )
+            self._fetch(file, path)
+
+    @cached_property
+    def _folder(self) -> RemoteFolder:
+        return open_remote(self.address)
+
+    def _fetch(self, file: RemoteFile, path: Path) -> None:
+        arriving = path.with_name(f".{path.name}.arriving")
+        for is_last in (False, True):
+            self._folder.fetch(file, arriving)
+            damage = self._find_damage(file.name, arriving)
+            if damage is None:
+                arriving.replace(path)
+                return
+            self._folder.forget(file, arriving)
+            if not is_last:
+                logger.warning(
+                    "%s of %s came damaged (%s): fetching it once more.", file.name, self.address, damage
+                )
+        raise CaptureError(
+            f"{file.name} of {self.address} came damaged twice",
+            expected="the tensors that its manifest lists",
+            found=damage,
+            next_step="It was damaged or replaced there: publish it again from where it was made.",
+        )
+
+    def _find_damage(self, name: str, path: Path) -> str | None:
+        """Describe the first tensor that differs from the manifest; None if all are as they were written."""
+        expected = self._listed(name)
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                if differing := sorted(expected.keys() ^ set(tensors.keys())):
+                    return f"other tensors: {list_names(differing, most=_MAX_NAMED)}"
+                for tensor_name, digest in expected.items():
+                    found = describe_tensor(tensors.get_tensor(tensor_name))
+                    if found != digest:
+                        return f"{tensor_name}: {found} for {digest}"
+        except (OSError, SafetensorError) as error:
+            return str(error)
+        return None
+
+    def _listed(self, name: str) -> Mapping[str, TensorDigest]:
+        """Return the digests of a file's tensors by name; of a file of an older mm2 without digests those it has."""
+        listed = {entry.site: entry.digest for entry in self.manifest.entries if entry.file == name}
+        for file in () if self.manifest.digests is None else self.manifest.digests.tensors:
+            if file.file == name:
+                listed |= dict(file.tensors)
+        return listed
+
+
+def _mirror_newest(address: RemoteAddress, folder: RemoteFolder, cache: RemoteCache) -> Path:
+    """Return the mirror of what the address names now."""
+    file = folder.find(MANIFEST_NAME)
+    if file is None:
+        raise _no_capture(folder)
+    known = _find_known(cache.address_file(address), tag=file.tag)
+    if known is not None:
+        return known
+    with tempfile.TemporaryDirectory() as temporary:
+        text = Path(temporary) / MANIFEST_NAME
+        folder.fetch(file, text)
+        content = text.read_bytes()
+        manifest = Manifest.read(Path(temporary))
+    if manifest.digests is None:
+        raise CaptureError(
+            f"the capture at {address} was made by an older mm2, without digests of its files",
+            next_step="Copy its folder to this machine and name that, or make it again: mm2-gpu extract-all.",
+        )
+    directory = cache.place(CAPTURES, address, hashlib.sha256(content).hexdigest())
+    with locked_file(directory):
+        if not (directory / MANIFEST_NAME).exists():
+            _begin(directory, address, folder, manifest, content)
+    _remember(cache.address_file(address), directory, tag=file.tag)
+    return directory
+
+
+def _begin(
+    directory: Path, address: RemoteAddress, folder: RemoteFolder, manifest: Manifest, content: bytes
+) -> None:
+    """Make the mirror's folder: the JSON files, the address, and at last the manifest."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, sha256 in () if manifest.digests is None else manifest.digests.texts:
+        if name in _TEXTS:
+            _fetch_text(folder, name, directory / name, sha256)
+    with whole_file(directory / ADDRESS_NAME) as file:
+        json.dump({"address": str(folder.address), "asked": str(address)}, file)
+    with whole_file(directory / MANIFEST_NAME, newline="") as file:
+        file.write(content.decode())
+
+
+def _fetch_text(folder: RemoteFolder, name: str, path: Path, sha256: str) -> None:
+    """Fetch a JSON file, once more if it does not have its digest."""
+    file = folder.find(name)
+    found = "no such file"
+    for _ in range(2 if file is not None else 0):
+        assert file is not None, "there is one here"
+        folder.fetch(file, path)
+        found = digest_file(path)
+        if found == sha256:
+            return
+        folder.forget(file, path)
+    raise CaptureError(
+        f"{name} of {folder.address} is not as it was written",
+        expected=f"sha256 {sha256[:16]}…",
+        found=found,
+        next_step="Publish it again from where it was made: mm2-gpu publish.",
+    )
+
+
+def _no_capture(folder: RemoteFolder) -> CaptureError:
+    """Build the error for an address without a manifest: half published, or not a capture's."""
+    names = list(folder.files())
+    if any(name.endswith(".safetensors") and "/" not in name for name in names):
+        return CaptureError(
+            f"the capture at {folder.address} is not whole: {MANIFEST_NAME} comes last, and is not there yet",
+            found=f"{len(names)} files",
+            next_step="Wait, or publish it again: what is there is not sent twice.",
+        )
+    below = sorted({name.rpartition("/")[0] for name in names if name.endswith(f"/{MANIFEST_NAME}")})
+    return CaptureError(
+        f"no capture at {folder.address}",
+        expected=MANIFEST_NAME,
+        found=list_names(names, most=_MAX_NAMED) or "nothing",
+        next_step=f"Name one of the captures in it: {list_names(below, most=_MAX_NAMED)}."
+        if below
+        else "Check the address, or publish one: mm2-gpu publish.",
+    )
+
+
+def _find_known(path: Path, *, tag: str | None = None) -> Path | None:
+    """Return the mirror that an address had last; None if there is none, or its manifest had another `tag`."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    directory = Path(record["directory"])
+    is_same = tag is None or record["tag"] == tag
+    return directory if is_same and (directory / MANIFEST_NAME).exists() else None
+
+
+def _remember(path: Path, directory: Path, *, tag: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        json.dump({"directory": str(directory), "tag": tag}, file)

@@ -1,0 +1,173 @@
+"""DatasetFolder: a folder in a hub's dataset. Files are fetched into huggingface_hub's cache, and put in one commit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from minimax_tools.errors import RemoteError
+from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind
+from minimax_tools.hub.faults import Attempts, is_transient
+from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
+from minimax_tools.remote.address import DEFAULT_REVISION, RemoteAddress, Scheme
+from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
+from minimax_tools.remote.s3_folder import S3Folder
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_MAX_FOUND_LENGTH = 300
+
+
+def open_remote(address: RemoteAddress) -> RemoteFolder:
+    """Return the folder at an address of any scheme; nothing is asked yet."""
+    if address.scheme is Scheme.S3:
+        return S3Folder(address=address)
+    return DatasetFolder(address, access=HubAccess.from_environment())
+
+
+class DatasetFolder(RemoteFolder):
+    """A folder in a dataset of a hub.
+
+    Args:
+        address: Address of the folder.
+        access: The hub.
+    """
+
+    def __init__(self, address: RemoteAddress, *, access: HubAccess) -> None:
+        self._asked = address
+        self._access = access
+
+    @property
+    def address(self) -> RemoteAddress:  # type: ignore[override]  # known once the hub has named the commit
+        """The folder's address, at the commit that the hub named when it was asked first."""
+        return self._asked.at(self._snapshot.commit.commit)
+
+    def files(self) -> Mapping[str, RemoteFile]:
+        prefix = f"{self._asked.path}/" if self._asked.path else ""
+        return {
+            name.removeprefix(prefix): _describe(name.removeprefix(prefix), file, self._snapshot)
+            for name, file in sorted(self._snapshot.files.items())
+            if name.startswith(prefix)
+        }
+
+    def find(self, name: str) -> RemoteFile | None:
+        file = self._snapshot.files.get(self._asked.join(name))
+        return None if file is None else _describe(name, file, self._snapshot)
+
+    def fetch(self, file: RemoteFile, path: Path) -> None:
+        name = self._asked.join(file.name)
+        fetched = self._snapshot.fetch([name])[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        # A link: the hub's cache is shared with other programs, and holds the file once.
+        path.symlink_to(fetched.resolve())
+
+    def forget(self, file: RemoteFile, path: Path) -> None:
+        in_cache = self._snapshot.folder / self._asked.join(file.name)
+        in_cache.resolve().unlink(missing_ok=True)
+        in_cache.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+    def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
+        """Put files in one commit, so that a revision has all of them or none: `last` needs no order.
+
+        Large files that an interrupted call has sent are not sent again.
+        """
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        api = HfApi(endpoint=self._access.endpoint, token=self._access.token)
+        address = self._asked
+        operations = [
+            CommitOperationAdd(path_in_repo=address.join(name), path_or_fileobj=str(path))
+            for name, path in sorted(files.items())
+        ]
+
+        def commit() -> None:
+            api.create_repo(address.repository, repo_type="dataset", exist_ok=True)
+            if address.revision != DEFAULT_REVISION:
+                api.create_branch(
+                    address.repository, branch=address.revision, repo_type="dataset", exist_ok=True
+                )
+            api.create_commit(
+                address.repository,
+                operations,
+                commit_message=f"{address.path or address.repository}: written by mm2",
+                repo_type="dataset",
+                revision=address.revision,
+            )
+
+        self._send(commit)
+        return tuple(sorted(files))
+
+    def _send(self, work: Callable[[], Result]) -> Result:
+        commit = HubCommit(
+            model=self._asked.repository,
+            revision=self._asked.revision,
+            commit=self._asked.revision,
+            access=self._access,
+            kind=RepositoryKind.DATASET,
+        )
+        attempts = Attempts(self._access, name=str(self._asked), stop=threading.Event())
+        try:
+            return attempts.run(lambda: _unwrapped(work))
+        except Exception as error:
+            raise _word_refusal(error, self._asked, commit) from error
+
+    @cached_property
+    def _snapshot(self) -> HubSnapshot:
+        return with_snapshot(
+            self._asked.repository,
+            self._asked.revision,
+            access=self._access,
+            work=lambda snapshot: snapshot,
+            kind=RepositoryKind.DATASET,
+        )
+
+
+def _unwrapped(work: Callable[[], Result]) -> Result:
+    """Return the result of `work`; the cause of a failed upload is raised, which huggingface_hub wraps."""
+    try:
+        return work()
+    except RuntimeError as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from error
+        raise
+
+
+def _describe(name: str, file: HubFile, snapshot: HubSnapshot) -> RemoteFile:
+    return RemoteFile(
+        name=name,
+        size_bytes=file.size_bytes or 0,
+        # The cache alone, when the hub is not asked, knows the commit.
+        tag=file.content_hash or snapshot.commit.commit,
+    )
+
+
+def _word_refusal(error: Exception, address: RemoteAddress, commit: HubCommit) -> RemoteError:
+    found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
+    status: Any = getattr(getattr(error, "response", None), "status_code", None)
+    what = f"nothing could be put at {address}"
+    if is_transient(error):
+        return RemoteError(
+            f"{what}: {commit.access.endpoint} does not answer, or breaks off",
+            found=found,
+            next_step="Check the network and HF_ENDPOINT, and run again: what was sent is not sent twice.",
+            is_network_loss=True,
+        )
+    if status in (401, 403):
+        return RemoteError(
+            f"{what}: the hub wants a token that may write there",
+            found=found,
+            next_step="Log in with `hf auth login`, or set HF_TOKEN to a token with write access.",
+        )
+    return RemoteError(
+        f"{what}: the hub refuses it",
+        found=found,
+        next_step="Name a branch of a dataset of yours: hf://datasets/owner/name@main.",
+    )

@@ -1,0 +1,234 @@
+"""S3Folder: a folder in a bucket, by fsspec's s3fs.
+
+Credentials, region and endpoint are those of the environment (`AWS_PROFILE`, `AWS_ENDPOINT_URL_S3`, …), as for the
+AWS command line. A machine without credentials reads public buckets.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from minimax_tools.errors import MissingExtraError, RemoteError
+from minimax_tools.machine.file_digest import digest_file
+from minimax_tools.machine.size import format_size
+from minimax_tools.remote.address import RemoteAddress
+from minimax_tools.remote.cache import CACHE_VARIABLE, check_room
+from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
+from minimax_tools.remote.s3_faults import is_damage, lacks_credentials, translate
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# Of a file, the bytes in one request, and the requests at once. A received batch is kept if the next one breaks off.
+_RANGE_BYTES = 8 << 20
+_NUM_RANGES = 8
+# Key of an object's metadata with the sha256 of its content; S3 itself knows none of an object put in several parts.
+_SHA256_KEY = "mm2-sha256"
+# In seconds. The variable AWS_MAX_ATTEMPTS sets the number of attempts.
+_PATIENCE = {"connect_timeout": 10, "read_timeout": 60}
+
+
+@dataclass(kw_only=True)
+class S3Folder(RemoteFolder):
+    """A folder in a bucket of S3."""
+
+    address: RemoteAddress
+    range_bytes: int = _RANGE_BYTES
+    _opened: Any = None
+    _is_anonymous: bool = False
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def files(self) -> Mapping[str, RemoteFile]:
+        listed = self._request(lambda system: system.find(self._key(""), detail=True), name="")
+        prefix = self._key("")
+        found = {path.removeprefix(prefix).lstrip("/"): record for path, record in listed.items()}
+        return {
+            name: RemoteFile(name=name, size_bytes=int(record["size"]), tag=_tag(record))
+            for name, record in sorted(found.items())
+            if name and not name.endswith("/")
+        }
+
+    def find(self, name: str) -> RemoteFile | None:
+        head = self._head(name)
+        return (
+            None
+            if head is None
+            else RemoteFile(name=name, size_bytes=int(head["ContentLength"]), tag=_tag(head))
+        )
+
+    def fetch(self, file: RemoteFile, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = _part(file, path)
+        kept_bytes = part.stat().st_size if part.exists() else 0
+        if kept_bytes > file.size_bytes:
+            part.unlink()
+            kept_bytes = 0
+        check_room(path.parent, file.size_bytes - kept_bytes, what=f"{file.name} of {self.address}")
+        resumed = f", {format_size(kept_bytes)} of it are here" if kept_bytes else ""
+        logger.info(
+            "Fetching %s of %s (%s%s).", file.name, self.address, format_size(file.size_bytes), resumed
+        )
+        try:
+            with part.open("ab") as output:
+                while (start := output.tell()) < file.size_bytes:
+                    for piece in self._read_ranges(file, start):
+                        output.write(piece)
+                    output.flush()
+            part.replace(path)
+        except OSError as error:
+            raise RemoteError(
+                f"{file.name} of {self.address} cannot be stored in {path.parent}",
+                found=str(error),
+                next_step=f"Mend the disk or its permissions, or set {CACHE_VARIABLE} to another folder.",
+            ) from error
+
+    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        """Read bytes `start` to `stop` of a file, `stop` not included.
+
+        Raises:
+            RemoteError: They could not be fetched.
+        """
+        if start >= stop:
+            return b""
+        path = self._key(file.name)
+        piece: bytes = self._request(
+            lambda system: system.cat_file(path, start=start, end=stop), name=file.name
+        )
+        if len(piece) != stop - start:
+            raise _replaced(file, self.address)
+        return piece
+
+    def forget(self, file: RemoteFile, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        _part(file, path).unlink(missing_ok=True)
+
+    def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
+        digests = {name: digest_file(path) for name, path in files.items()}
+        absent = [name for name in files if not self._holds(name, files[name], digests[name])]
+        # Not asked for where there is nothing to remove: a publisher may lack the right to delete.
+        if last in absent and self._head(last) is not None:
+            self._remove(last)
+        for name in sorted(absent, key=lambda name: (name == last, name)):
+            logger.info("Putting %s (%s) at %s.", name, format_size(files[name].stat().st_size), self.address)
+            self._put_file(name, files[name], digests[name])
+        return tuple(absent)
+
+    def _read_ranges(self, file: RemoteFile, start: int) -> list[bytes]:
+        """Read the next batch of ranges, all at once; a piece has the length that was asked for."""
+        stop = min(start + self.range_bytes * _NUM_RANGES, file.size_bytes)
+        starts = list(range(start, stop, self.range_bytes))
+        stops = [min(one + self.range_bytes, stop) for one in starts]
+        path = self._key(file.name)
+        pieces: list[bytes] = self._request(
+            lambda system: system.cat_ranges([path] * len(starts), starts, stops, on_error="raise"),
+            name=file.name,
+        )
+        for piece, first, end in zip(pieces, starts, stops, strict=True):
+            if len(piece) != end - first:
+                raise _replaced(file, self.address)
+        return pieces
+
+    def _holds(self, name: str, path: Path, sha256: str) -> bool:
+        head = self._head(name)
+        if head is None or int(head["ContentLength"]) != path.stat().st_size:
+            return False
+        found: Any = head.get("Metadata", {}).get(_SHA256_KEY)
+        return bool(found == sha256)
+
+    def _head(self, name: str) -> Mapping[str, Any] | None:
+        """Return S3's record of a file; None if there is none in an existing bucket."""
+        bucket, key = self.address.repository, self.address.join(name)
+
+        def ask(system: Any) -> Any:
+            try:
+                return system.call_s3("head_object", Bucket=bucket, Key=key)
+            except FileNotFoundError:
+                # S3 says the same of a bucket that does not exist: this request raises then.
+                system.call_s3("head_bucket", Bucket=bucket)
+                return None
+
+        head: Mapping[str, Any] | None = self._request(ask, name=name)
+        return head
+
+    def _remove(self, name: str) -> None:
+        bucket, key = self.address.repository, self.address.join(name)
+        self._request(
+            lambda system: system.call_s3("delete_object", Bucket=bucket, Key=key), name=name, verb="removed"
+        )
+
+    def _put_file(self, name: str, path: Path, sha256: str) -> None:
+        self._request(
+            lambda system: system.put_file(str(path), self._key(name), Metadata={_SHA256_KEY: sha256}),
+            name=name,
+            verb="put there",
+        )
+
+    def _key(self, name: str) -> str:
+        return "/".join(part for part in (self.address.repository, self.address.path, name) if part)
+
+    def _request(self, work: Callable[[Any], Result], *, name: str, verb: str = "fetched") -> Result:
+        """Return the result of `work` on the file system; without credentials, of a second try as anybody."""
+        system = self._system()
+        try:
+            try:
+                return work(system)
+            except Exception as error:
+                if not is_damage(error):
+                    raise
+                logger.warning("%s of %s came damaged: fetching it once more.", name, self.address)
+                return work(system)
+        except Exception as error:
+            if not lacks_credentials(error) or verb != "fetched":
+                raise translate(error, self.address, name=name, verb=verb) from error
+            no_credentials = error
+        self._is_anonymous, self._opened = True, None
+        try:
+            return work(self._system())
+        except Exception as error:
+            # A bucket that refuses anybody wants credentials: that is the user's news.
+            shown = no_credentials if isinstance(error, PermissionError) else error
+            raise translate(shown, self.address, name=name) from error
+
+    def _system(self) -> Any:
+        """Return s3fs' file system of this process."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = _open_system(self.address, anon=self._is_anonymous)
+            return self._opened
+
+
+def _open_system(address: RemoteAddress, *, anon: bool) -> Any:
+    try:
+        import s3fs
+    except ImportError as error:
+        raise MissingExtraError("s3fs", extra="remote", needed_for=str(address)) from error
+    # Nothing is remembered of what was there: another process may publish meanwhile.
+    return s3fs.S3FileSystem(
+        anon=anon,
+        config_kwargs=dict(_PATIENCE),
+        use_listings_cache=False,
+        skip_instance_cache=True,
+    )
+
+
+def _replaced(file: RemoteFile, address: RemoteAddress) -> RemoteError:
+    return RemoteError(
+        f"{file.name} of {address} is no longer as long as it was",
+        expected=f"{file.size_bytes} bytes",
+        next_step="It was replaced while it was fetched: run again.",
+    )
+
+
+def _part(file: RemoteFile, path: Path) -> Path:
+    """Return the path of what was received so far of this content of a file."""
+    return path.with_name(f".{path.name}.{file.tag[:40]}.part")
+
+
+def _tag(record: Mapping[str, Any]) -> str:
+    return "".join(letter for letter in str(record.get("ETag", "")) if letter.isalnum() or letter == "-")

@@ -1,0 +1,170 @@
+"""Markdown: a comparison as a comment on a pull request.
+
+Text of captures stands in code spans or is escaped: it can neither make a link, nor mention anybody, nor end a table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from minimax_tools.errors import format_count
+from minimax_tools.model.span import word_layers
+from minimax_tools.results.results import BlameGroup, Comparison, SiteStatus, Verdict
+from reports.page.diagnosed import DiagnosedRun
+from reports.page.heat_map import measured
+from reports.page.uncompared import group_uncompared
+from reports.wording import word_figure, word_fraction, word_layer, word_sites
+
+_SIGNS = {
+    Verdict.PASS: "✅",
+    Verdict.WARN: "⚠️",
+    Verdict.FAIL: "❌",
+    Verdict.INCOMPARABLE: "❔",
+}
+# More would hide the rest of the comment.
+_MOST_BLAMED, _MOST_LAYERS, _MOST_MISTAKES = 8, 80, 3
+# Characters that mean something anywhere, at the start of a line, and in addresses that become links by themselves.
+_SPECIAL = re.compile(r"([\\`*_\[\]|~]|^[#+>-]|^\d+(?=[.)])|:(?=//)|(?<=www)\.)")
+
+
+def render_markdown(
+    comparison: Comparison,
+    *,
+    sentence: str,
+    next_commands: Sequence[str],
+    diagnosis: DiagnosedRun | None = None,
+) -> str:
+    """Return a comparison as Markdown; `sentence` is its verdict in words."""
+    lines = [f"## {_SIGNS[comparison.verdict]} mm2: {_plain(sentence)}", ""]
+    lines += [f"Compared {comparison.compared} of {format_count(comparison.of, 'site')}.", ""]
+    lines += _blame(comparison)
+    if diagnosis is not None:
+        lines += _diagnosis(diagnosis)
+    if next_commands:
+        lines += ["**Next**", "", *_fenced(next_commands), ""]
+    lines += _layers(comparison)
+    lines += _uncompared(comparison)
+    lines += ["| side | folder |", "|---|---|"]
+    lines += [f"| golden | {_code(comparison.reference)} |", f"| run | {_code(comparison.target)} |"]
+    return "\n".join(lines) + "\n"
+
+
+def _blame(comparison: Comparison) -> Iterator[str]:
+    groups = comparison.blame_groups or tuple(
+        BlameGroup(layers=(blame.layer,), sites=blame.sites, worst_layer=blame.layer, reason=blame.reason)
+        for blame in comparison.blame
+    )
+    findings = [finding for finding in comparison.findings if not finding.is_of_sites]
+    if not groups and not findings:
+        return
+    yield "**To blame**"
+    yield ""
+    for finding in findings[:_MOST_BLAMED]:
+        yield f"- {_plain(', '.join((word_layer(finding.layer), *finding.sites)))}: {_plain(finding.reason)}"
+    for group in groups[:_MOST_BLAMED]:
+        sites = ", ".join(_code(site) for site in word_sites(group.sites))
+        yield f"- {word_layers(group.layers)}, {sites}: {_plain(group.reason)}"
+        for sentence in group.where:
+            yield f"  - {_plain(sentence)}"
+    hidden = len(groups) + len(findings) - min(len(groups), _MOST_BLAMED) - min(len(findings), _MOST_BLAMED)
+    if hidden:
+        yield f"- and {format_count(hidden, 'more place')}"
+    yield ""
+
+
+def _diagnosis(diagnosis: DiagnosedRun) -> Iterator[str]:
+    yield "**Diagnosis**"
+    yield ""
+    for place in diagnosis.places:
+        if place.is_right:
+            continue
+        yield f"- {place.place}: ρ {word_figure(place.unexplained)}"
+        for mistake in place.mistakes[:_MOST_MISTAKES]:
+            verb = "matches" if mistake.is_named else "nearest:"
+            leaves = f"leaves ρ {word_figure(mistake.leaves)}"
+            yield f"  - {verb} {_code(mistake.name)}, {leaves}. {_plain(mistake.what)}"
+        if not place.mistakes:
+            yield "  - no known mistake explains it"
+    yield ""
+
+
+def _layers(comparison: Comparison) -> Iterator[str]:
+    """Yield a table with the worst site of each layer, folded away."""
+    if not comparison.layers:
+        return
+    yield f"<details><summary>{format_count(len(comparison.layers), 'layer')}</summary>"
+    yield ""
+    yield "| layer | verdict | compared | largest ρ | site | cosine of the output |"
+    yield "|---:|---|---:|---:|---|---:|"
+    for layer in comparison.layers[:_MOST_LAYERS]:
+        sites = comparison.of_layer(layer)
+        statuses = {site.status for site in sites}
+        order = (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS)
+        status = next((str(one) for one in order if one in statuses), "none")
+        figures = [(value, site) for site in sites if (value := measured(site, "rho")) is not None]
+        # NaN is the worst of all.
+        value, worst = max(figures, key=lambda pair: (pair[0] != pair[0], pair[0]), default=(None, None))
+        output = next((site for site in sites if site.site == "output"), None)
+        cosine = None if output is None else measured(output, "cosine_similarity")
+        cells = (
+            str(layer),
+            f"**{status}**" if status == "fail" else status,
+            f"{sum(site.status.is_compared for site in sites)}/{len(sites)}",
+            word_figure(value),
+            "" if worst is None else _code(worst.site),
+            word_fraction(cosine, decimals=6),
+        )
+        yield f"| {' | '.join(cells)} |"
+    if len(comparison.layers) > _MOST_LAYERS:
+        yield ""
+        yield f"{len(comparison.layers) - _MOST_LAYERS} more layers: comparison.csv has all."
+    yield ""
+    yield "</details>"
+    yield ""
+
+
+def _uncompared(comparison: Comparison) -> Iterator[str]:
+    groups = group_uncompared(comparison)
+    if not groups and not comparison.notes:
+        return
+    yield "<details><summary>Not compared, and notes</summary>"
+    yield ""
+    for group in groups:
+        reason = f" ({_plain(group.reason)})" if group.reason else ""
+        yield f"- {group.title}{reason}: {_plain('; '.join(group.places))}"
+    for note in comparison.notes:
+        yield f"- {_plain(note)}"
+    yield ""
+    yield "</details>"
+    yield ""
+
+
+def _plain(text: str) -> str:
+    """Escape text, so that it means nothing in Markdown and HTML and mentions nobody."""
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", " ").replace("\r", " ")
+    # A zero-width space keeps a name behind @ from being told.
+    return _SPECIAL.sub(_escape, escaped.strip()).replace("@", "@\u200b")
+
+
+def _escape(found: re.Match[str]) -> str:
+    # A number before a dot begins a list: nothing but the dot can be escaped, so the number gets a space of no width.
+    return f"{found[0]}\u200b" if found[0].isdigit() else f"\\{found[0]}"
+
+
+def _code(text: str) -> str:
+    """Return text as a code span, which a table may hold."""
+    text = text.replace("\n", " ").replace("\r", " ").replace("|", "\\|")
+    fence = "`" * (1 + _longest_run(text))
+    pad = " " if text.startswith("`") or text.endswith("`") or not text else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def _fenced(lines: Sequence[str]) -> list[str]:
+    fence = "`" * max(3, 1 + max(_longest_run(line) for line in lines))
+    return [f"{fence}bash", *(line.replace("\n", " ") for line in lines), fence]
+
+
+def _longest_run(text: str) -> int:
+    """Return the length of the longest run of backticks."""
+    return max(map(len, re.findall("`+", text)), default=0)

@@ -1,0 +1,113 @@
+r"""Html: the page as one file, which needs no network and lets no script run but its own.
+
+Text of captures goes through jinja2's escaping, and through JSON whose `<`, `>` and `&` are written as `\u003c`. The
+page's policy names its scripts by their digests and allows no connection, so that nothing else could run or load.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from minimax_tools.errors import MissingExtraError
+from reports.json_values import to_json
+from reports.page.heat_map import FIGURES, Cell
+from reports.page.page import Page
+from reports.wording import word_figure
+
+_ASSETS = Path(__file__).with_name("assets")
+_LIBRARY = "vl_convert"
+# Newest version of Vega-Lite that every vl-convert from 1.9 on can bundle.
+_VEGA_LITE = "6.1"
+
+
+def has_library() -> bool:
+    """Decide whether the package that draws the page's charts is installed."""
+    return importlib.util.find_spec(_LIBRARY) is not None
+
+
+def render_page(page: Page) -> str:
+    """Return the page as HTML.
+
+    Raises:
+        MissingExtraError: The package that draws the charts is not installed.
+    """
+    library = _chart_library()
+    script = _read("page.js")
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            page=page,
+            policy=_policy(library, script),
+            library=Markup(library),  # a package's code, and no text of a capture
+            script=Markup(script),
+            style=Markup(_read("page.css")),
+            cells=[_details(cell) for cell in page.cells],
+            charts={chart.name: to_json(chart.spec) for chart in page.charts},
+        )
+    )
+
+
+def _details(cell: Cell) -> dict[str, Any]:
+    """Return what the page's script shows of a cell."""
+    return {
+        "place": cell.place,
+        "status": cell.status,
+        "reason": cell.reason,
+        "words": list(cell.words),
+        "told": [cell.told(figure) for figure in range(len(FIGURES))],
+        "shades": list(cell.shades),
+        "facts": [list(fact) for fact in cell.facts],
+        "anchor": cell.anchor,
+    }
+
+
+@lru_cache(maxsize=1)
+def _chart_library() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed as one script; bundling takes seconds, so it is done once."""
+    if not has_library():
+        raise MissingExtraError("vl-convert-python", extra="report", needed_for="report.html")
+    import vl_convert
+
+    return _closed(vl_convert.javascript_bundle(vl_version=_VEGA_LITE))
+
+
+def _closed(script: str) -> str:
+    """Return a script that the end of no element interrupts, and whose line ends a browser leaves alone."""
+    return (
+        script.replace("\r\n", "\n")
+        .replace("\r", "\n")
+        .replace("</script", "<\\/script")
+        .replace("<!--", "<\\!--")
+    )
+
+
+def _policy(*scripts: str) -> str:
+    """Return the content security policy that lets these scripts run, and nothing be loaded."""
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    sources = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["figure"] = word_figure
+    return environment
+
+
+def _read(name: str) -> str:
+    return _ASSETS.joinpath(name).read_text(encoding="utf-8")

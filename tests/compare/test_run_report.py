@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare.cli import main as mm2_compare
+from compare.diagnosis.cli import main as mm2_diagnose
+from minimax_tools.capture.reader import Capture
+
+
+def test_page_that_needs_a_package_is_told_on_stderr(
+    golden: Path,
+    runs: dict[str, Capture],
+    command: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    sides = ("--gpu-path", golden, "--neuron-path", runs["right"].directory, "--quiet")
+    result = command(mm2_compare, *sides, "--json", "--report-path", tmp_path / "report")
+    assert "report.html, whose charts need a package: pip install 'vl-convert-python>=1.9'" in result.stderr
+    assert json.loads(result.stdout)["next"] is not None
+    assert (tmp_path / "report" / "junit.xml").exists()
+
+
+def test_diagnosis_stands_in_its_report(
+    golden: Path, runs: dict[str, Capture], toy: Path, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    sides = ("--gpu-path", golden, "--neuron-path", runs["swapped"].directory, "--model", toy, "--quiet")
+    options = ("--mistake", "gate_up_swapped", "--report-path", tmp_path / "report")
+    result = command(mm2_diagnose, *sides, *options)
+    assert result.exit_code == 1
+    assert f"written: {tmp_path / 'report' / 'report.md'}" in result.stdout
+    markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "- layer 1: ρ" in markdown
+    assert "matches `gate_up_swapped`, leaves ρ" in markdown
+    text = (tmp_path / "report" / "report.txt").read_text(encoding="utf-8")
+    assert text.startswith("FAIL: ")
+    assert "Layer 1 matches gate_up_swapped" in text
+    record = json.loads((tmp_path / "report" / "comparison_report.json").read_text(encoding="utf-8"))
+    assert record["verdict"] == "fail"
+    assert record["next"][0].endswith("--prove")

@@ -1,0 +1,160 @@
+"""`mm2-gpu check`: this machine, and machines that are described."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_reference.cli import main as mm2_gpu
+from gpu_reference.readiness.golden_way import GoldenWay
+from gpu_reference.readiness.gpu_machine import Gpu, GpuMachine
+from gpu_reference.readiness.machine_check import check_gpus, check_ways, measure_disk
+from minimax_tools.machine.finding import Level, MachineFinding
+
+
+def check(command: Any, *arguments: object, code: int = 0) -> dict[str, Any]:
+    done = command(mm2_gpu, "check", *arguments, "--json", "--quiet")
+    assert done.exit_code == code, done.output
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record
+
+
+def findings(record: dict[str, Any], subject: str) -> list[dict[str, Any]]:
+    return [finding for finding in record["findings"] if finding["subject"] == subject]
+
+
+def test_this_machine_is_checked_for_a_checkpoint(command: Any, toy: Path, tmp_path: Path) -> None:
+    record = check(command, "--model", toy, "--captures", tmp_path)
+    assert {finding["subject"] for finding in record["findings"]} >= {
+        "GPUs",
+        "versions",
+        "shards",
+        "disk",
+        "memory",
+    }
+    assert record["worst"] != "fail"
+    line = shlex.split(record["next"][0])
+    assert line[:4] == ["mm2-gpu", "extract-all", "--model", str(toy)]
+    options = [way["options"] for way in record["ways"] if way["works"]]
+    assert line[4:] in options
+
+
+@pytest.mark.slow
+def test_the_way_that_is_named_makes_a_golden(command: Any, toy: Path, tmp_path: Path) -> None:
+    arguments = shlex.split(check(command, "--model", toy)["next"][0])[1:]
+    done = command(mm2_gpu, *arguments, "--seq-len", "8", "--output-dir", tmp_path / "golden", "--quiet")
+    assert done.exit_code == 0, done.output
+
+
+def test_missing_shards_are_named(command: Any, toy: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(toy, tmp_path / "toy"))
+    absent = sorted(folder.glob("*.safetensors"))[1]
+    absent.unlink()
+    (found,) = findings(check(command, "--model", folder), "shards")
+    assert found["level"] == "warn"
+    assert f"lacks 1 shard: {absent.name}" in found["found"]
+
+
+def test_a_machine_may_be_described_before_it_is_rented(command: Any) -> None:
+    record = check(command, "--gpus", "8x80GB", "--memory", "1TB")
+    assert len(record["machine"]["gpus"]) == 8
+    assert record["machine"]["is_here"] is False
+    assert [finding["subject"] for finding in record["findings"]] == ["memory"]
+    assert record["ways"][0]["name"] == "whole on the GPUs"
+    assert record["ways"][0]["works"] is True
+
+
+def test_the_table_of_usual_machines_is_computed(command: Any) -> None:
+    table = {
+        row["machine"]: row for row in check(command, "--gpus", "24GB", "--memory", "32GB")["configurations"]
+    }
+    assert table["8 × 80.0 GB, 1.0 TB of memory"]["layers_on_gpus"] == 62
+    assert table["8 × 80.0 GB, 1.0 TB of memory"]["way"] == "whole on the GPUs"
+    assert table["6 × 80.0 GB, 480.0 GB of memory"]["layers_on_gpus"] == 60
+    assert table["1 × 24.0 GB, 32.0 GB of memory"]["way"] == "streamed, two layers"
+
+
+def test_a_machine_that_is_too_small_fails(command: Any) -> None:
+    record = check(command, "--gpus", "0", "--memory", "2GB", code=3)
+    assert record["worst"] == "fail"
+    (found,) = findings(record, "memory")
+    assert "no way fits: streamed, packed takes" in found["found"]
+    assert record["next"] == []
+
+
+def test_the_text_shows_ways_and_machines(command: Any) -> None:
+    text = command(mm2_gpu, "check", "--gpus", "6x80GB", "--memory", "1TB", "--disk-speed", "2GB").stdout
+    assert "Ways on 6 × 80.0 GB, 1.0 TB of memory" in text
+    assert "the disk reads 2.0 GB/s, " in text
+    assert "60 of 62" in text
+
+
+def test_memory_without_gpus_is_refused(command: Any) -> None:
+    done = command(mm2_gpu, "check", "--memory", "1TB")
+    assert done.exit_code == 2
+    assert "--memory describes a machine" in done.stderr
+
+
+def test_old_versions_and_rounding_are_found(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    old = tmp_path / "transformers-5.10.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.10.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record = check(command, "--captures", tmp_path, code=3)
+    broken = [finding["found"] for finding in findings(record, "versions") if finding["level"] == "fail"]
+    assert any("transformers 5.10.0: it ignores rotary_dim" in text for text in broken)
+    (rounded,) = findings(record, "environment")
+    assert "NVIDIA_TF32_OVERRIDE=1 rounds float32 products to TF32" in rounded["found"]
+
+
+def test_a_driver_without_a_torch_for_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+    )
+    machine = GpuMachine(gpus=(), host_bytes=10**10, is_here=True)
+    (found,) = check_gpus(machine, tmp_path)
+    assert found.level is Level.WARN
+    assert f"driver 550.54.15 is here, and torch {torch.__version__} sees no GPU" in found.found
+
+
+def test_a_gpu_in_use_is_told(tmp_path: Path) -> None:
+    gpus = tuple(Gpu(name="A100", total_bytes=80 * 10**9, free_bytes=free * 10**9) for free in (79, 20))
+    found = list(check_gpus(GpuMachine(gpus=gpus, host_bytes=10**11, is_here=True), tmp_path))
+    assert found[0].found.startswith("2 × A100 80.0 GB")
+    assert found[-1] == MachineFinding(
+        Level.NOTE,
+        "GPUs",
+        "in use by others: GPU 1",
+        "nvidia-smi shows by whom. Or leave them out with CUDA_VISIBLE_DEVICES.",
+    )
+
+
+def test_a_small_checkpoint_measures_no_disk(toy: Path, tmp_path: Path) -> None:
+    assert measure_disk(toy) is None
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(300 << 20)
+    assert (measure_disk(tmp_path) or 0) > 0
+
+
+def test_no_way_is_a_failure() -> None:
+    way = GoldenWay(
+        name="streamed, packed",
+        options=(),
+        works=False,
+        num_layers_held=0,
+        needed_bytes=5 * 10**9,
+        room_bytes=10**9,
+        needed_host_bytes=0,
+        time_s=None,
+    )
+    assert check_ways([way]).level is Level.FAIL

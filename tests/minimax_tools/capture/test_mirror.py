@@ -1,0 +1,158 @@
+"""A capture at an address is read as a local one is, file by file, and never half or damaged."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import CaptureError, RemoteError, UsageError
+from minimax_tools.model.sites import Site
+
+OLD = Path(__file__).parents[2] / "old_files" / "golden"
+ADDRESS = "s3://lab/goldens/toy"
+
+
+@pytest.fixture
+def published(s3: Any) -> Any:
+    for path in OLD.iterdir():
+        s3.objects.put_object(Bucket="lab", Key=f"goldens/toy/{path.name}", Body=path.read_bytes())
+    s3.forget()
+    return s3
+
+
+def here(capture: Capture) -> set[str]:
+    return {path.name for path in capture.directory.iterdir() if not path.name.startswith(".")}
+
+
+def read_in_a_process(_: int) -> float:
+    capture = Capture.open(ADDRESS)
+    return float(capture.read(1, Site.OUTPUT).double().sum())
+
+
+def test_a_capture_at_an_address_is_the_local_one(published: Any) -> None:
+    local, remote = Capture.open(OLD), Capture.open(ADDRESS)
+    assert remote.manifest == local.manifest
+    for layer in local.layers:
+        for site in local.sites(layer):
+            assert torch.equal(remote.read(layer, site), local.read(layer, site))
+    assert remote.read_generation() == local.read_generation()
+    assert remote.read_inputs().digest() == local.read_inputs().digest()
+
+
+def test_only_the_files_of_a_layer_that_is_read_come(published: Any) -> None:
+    capture = Capture.open(ADDRESS)
+    assert here(capture) == {"manifest.json", "generation.json"}
+    capture.read(1, Site.OUTPUT)
+    assert published.fetched() == ["manifest.json", "generation.json", "layer_1.safetensors"]
+    capture.read_twin(1, Site.OUTPUT)
+    assert here(capture) == {
+        *("manifest.json", "generation.json", "layer_1.safetensors", "layer_1.fp32.safetensors")
+    }
+
+
+def test_what_is_here_is_not_fetched_again(published: Any) -> None:
+    Capture.open(ADDRESS).read(1, Site.OUTPUT)
+    published.forget()
+    Capture.open(ADDRESS).read(1, Site.Q_PROJ)
+    assert published.fetched() == []
+
+
+def test_the_folder_of_a_mirror_serves_other_processes(published: Any) -> None:
+    directory = Capture.open(ADDRESS).directory
+    again = Capture.open(directory)
+    assert torch.equal(again.read(0, Site.OUTPUT), Capture.open(OLD).read(0, Site.OUTPUT))
+    assert address_of(directory) == ADDRESS
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_cache(published: Any) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        sums = pool.map(read_in_a_process, range(4), chunksize=1)
+    assert len(set(sums)) == 1
+    assert len(published.asked("GET", "layer_1.safetensors")) == 1
+
+
+def test_a_damaged_file_is_fetched_once_more(published: Any, caplog: pytest.LogCaptureFixture) -> None:
+    published.plant("GET", "layer_1.safetensors", is_corrupt=True)
+    value = Capture.open(ADDRESS).read(1, Site.OUTPUT)
+    assert torch.equal(value, Capture.open(OLD).read(1, Site.OUTPUT))
+    assert "layer_1.safetensors of s3://lab/goldens/toy came damaged" in caplog.text
+
+
+def test_a_file_that_is_damaged_there_is_refused_by_name(published: Any) -> None:
+    damaged = bytearray((OLD / "layer_1.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    published.objects.put_object(Bucket="lab", Key="goldens/toy/layer_1.safetensors", Body=bytes(damaged))
+    capture = Capture.open(ADDRESS)
+    with pytest.raises(CaptureError, match="^layer_1.safetensors of s3://lab/goldens/toy came damaged twice"):
+        capture.read(1, Site.OUTPUT)
+    assert "layer_1.safetensors" not in here(capture)
+    assert torch.equal(capture.read(0, Site.OUTPUT), Capture.open(OLD).read(0, Site.OUTPUT))
+
+
+def test_a_damaged_json_file_is_refused_by_name(published: Any) -> None:
+    published.objects.put_object(Bucket="lab", Key="goldens/toy/generation.json", Body=b"{}")
+    with pytest.raises(
+        CaptureError, match="generation.json of s3://lab/goldens/toy is not as it was written"
+    ):
+        Capture.open(ADDRESS)
+
+
+def test_a_file_that_the_address_lacks_is_named(published: Any) -> None:
+    published.objects.delete_object(Bucket="lab", Key="goldens/toy/layer_1.safetensors")
+    with pytest.raises(CaptureError, match="holds no layer_1.safetensors, which its manifest lists"):
+        Capture.open(ADDRESS).read(1, Site.OUTPUT)
+
+
+def test_a_half_published_golden_is_not_read(published: Any) -> None:
+    published.objects.delete_object(Bucket="lab", Key=f"goldens/toy/{MANIFEST_NAME}")
+    with pytest.raises(CaptureError, match="is not whole: manifest.json comes last, and is not there yet"):
+        Capture.open(ADDRESS)
+
+
+def test_the_captures_below_an_address_are_named(published: Any) -> None:
+    with pytest.raises(CaptureError, match="Name one of the captures in it: toy"):
+        Capture.open("s3://lab/goldens")
+
+
+def test_a_replaced_golden_gets_a_folder_of_its_own(published: Any) -> None:
+    old = Capture.open(ADDRESS)
+    record = json.loads((OLD / MANIFEST_NAME).read_text())
+    record["provenance"]["device"] = "another"
+    published.objects.put_object(
+        Bucket="lab", Key=f"goldens/toy/{MANIFEST_NAME}", Body=json.dumps(record).encode()
+    )
+    new = Capture.open(ADDRESS)
+    assert new.directory != old.directory
+    assert new.description.provenance.device == "another"
+
+
+def test_what_was_read_before_is_read_without_the_server(
+    published: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Capture.open(ADDRESS).read(1, Site.OUTPUT)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    again = Capture.open(ADDRESS)
+    assert "does not answer: taking what it was when it was read last" in caplog.text
+    assert torch.equal(again.read(1, Site.OUTPUT), Capture.open(OLD).read(1, Site.OUTPUT))
+    with pytest.raises(RemoteError, match=r"layer_0.safetensors of .* S3 does not answer"):
+        again.read(0, Site.OUTPUT)
+    shutil.rmtree(os.environ["MM2_CACHE"])
+    with pytest.raises(RemoteError, match="S3 does not answer"):
+        Capture.open(ADDRESS)
+
+
+def test_a_text_may_be_a_folder(tmp_path: Path) -> None:
+    assert Capture.open(str(OLD)).manifest == Capture.open(OLD).manifest
+    with pytest.raises(UsageError, match="is no address that mm2 reads"):
+        Capture.open("gs://lab/golden")

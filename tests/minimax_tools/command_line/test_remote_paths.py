@@ -1,0 +1,177 @@
+"""Commands take addresses where they take folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from compare.cli import main as mm2_compare
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.capture.reader import Capture
+from minimax_tools.cli import mm2_split
+from minimax_tools.hub.checkpoint_folder import list_files, resolve_config, resolve_model
+from minimax_tools.model.weight_names import layer_of
+from mm2.golden_layer import open_golden
+from neuron.cli import main as mm2_test
+
+OLD = Path(__file__).parents[2] / "old_files"
+
+
+def put(s3: Any, folder: Path, prefix: str) -> None:
+    for path in folder.iterdir():
+        s3.objects.put_object(Bucket="lab", Key=f"{prefix}/{path.name}", Body=path.read_bytes())
+
+
+def test_two_captures_at_addresses_are_compared(s3: Any, command: Any) -> None:
+    put(s3, OLD / "golden", "golden")
+    put(s3, OLD / "swapped", "run")
+    local = command(
+        mm2_compare, "--gpu-path", OLD / "golden", "--neuron-path", OLD / "swapped", "--json", "--quiet"
+    )
+    remote = command(
+        mm2_compare, "--gpu-path", "s3://lab/golden", "--neuron-path", "s3://lab/run", "--json", "--quiet"
+    )
+    assert remote.exit_code == local.exit_code == 1
+    here, there = json.loads(local.stdout), json.loads(remote.stdout)
+    assert there["reference"] == "s3://lab/golden"
+    assert there["blame"] == here["blame"]
+    assert any("--gpu-path s3://lab/golden --neuron-path s3://lab/run" in line for line in there["next"])
+
+
+def test_an_address_without_a_capture_ends_as_a_missing_folder_does(s3: Any) -> None:
+    done = CliRunner().invoke(
+        mm2_compare, ["--gpu-path", "s3://lab/none", "--neuron-path", str(OLD / "swapped"), "--json"]
+    )
+    assert done.exit_code == 3
+    assert json.loads(done.stdout)["verdict"] == "incomparable"
+    assert "no capture at s3://lab/none" in done.stderr
+
+
+def test_a_capture_at_an_address_is_shown(s3: Any, command: Any) -> None:
+    put(s3, OLD / "golden", "golden")
+    assert "Capture s3://lab/golden" in command(mm2_gpu, "show", "s3://lab/golden", "--quiet").stdout
+
+
+def test_a_run_is_put_at_its_address_when_it_is_whole(s3: Any, command: Any) -> None:
+    put(s3, OLD / "golden", "golden")
+    arguments = ["single-layer", "--layer", "1", "--backend", "cpu", "--model", OLD / "toy", "--quiet"]
+    done = command(mm2_test, *arguments, "--golden", "s3://lab/golden", "--output-dir", "s3://lab/runs/one")
+    assert done.exit_code == 0, done.output
+    assert "  run     s3://lab/runs/one" in done.stdout
+    assert s3.asked("PUT", "/runs/one/")[-1].path == "/lab/runs/one/manifest.json"
+    assert Capture.open("s3://lab/runs/one").layers == (1,)
+
+
+def test_a_bucket_that_cannot_take_the_run_is_found_before_it_runs(s3: Any, command: Any) -> None:
+    done = command(
+        mm2_test,
+        *(
+            "single-layer",
+            "--layer",
+            "1",
+            "--backend",
+            "cpu",
+            "--model",
+            OLD / "toy",
+            "--seq-len",
+            "8",
+            "--quiet",
+        ),
+        *("--output-dir", "s3://nowhere/runs"),
+    )
+    assert done.exit_code == 3
+    assert "there is no bucket 'nowhere'" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_run_that_cannot_be_put_fails_after_its_results(s3: Any, command: Any) -> None:
+    s3.plant("PUT", "/runs/", status=403, times=99)
+    arguments = ["single-layer", "--layer", "1", "--backend", "cpu", "--model", OLD / "toy", "--seq-len", "8"]
+    done = command(mm2_test, *arguments, "--json", "--quiet", "--output-dir", "s3://lab/runs/one")
+    assert done.exit_code == 3
+    assert "could not be put there" in done.stderr
+    assert json.loads(done.stdout)["complete"] is True
+
+
+def test_a_model_at_an_address_comes_by_its_shards(s3: Any, toy: Path) -> None:
+    put(s3, toy, "models/toy")
+    assert set(list_files("s3://lab/models/toy")) == {path.name for path in toy.iterdir()}
+    s3.forget()
+    folder = resolve_config("s3://lab/models/toy")
+    assert (folder / "config.json").read_bytes() == (toy / "config.json").read_bytes()
+    assert not list(folder.glob("*.safetensors"))
+    weight_map = json.loads((toy / "model.safetensors.index.json").read_text())["weight_map"]
+    wanted = {file for name, file in weight_map.items() if layer_of(name) in (None, 0)}
+    assert resolve_model("s3://lab/models/toy", layers=range(1)) == folder
+    assert {path.name for path in folder.glob("*.safetensors")} == wanted != set(weight_map.values())
+    resolve_model("s3://lab/models/toy")
+    for name in set(weight_map.values()):
+        assert (folder / name).read_bytes() == (toy / name).read_bytes()
+        assert len(s3.asked("GET", name)) == 1
+
+
+def test_headers_of_a_model_at_an_address_are_enough(s3: Any, command: Any, toy: Path) -> None:
+    put(s3, toy, "models/toy")
+    s3.forget()
+    remote = json.loads(command(mm2_split, "memory", "--model", "s3://lab/models/toy", "--json").stdout)
+    local = json.loads(command(mm2_split, "memory", "--model", toy, "--json").stdout)
+    assert remote["from"] == "headers"
+    assert (remote["dtypes"], remote["parts"]) == (local["dtypes"], local["parts"])
+    assert {one.range for one in s3.asked("GET", "/model-0")} >= {"bytes=0-7"}
+    assert len(s3.asked("GET", "/model-0")) == 2 * len(list(toy.glob("*.safetensors")))
+
+
+def test_slices_of_a_model_at_an_address_are_fetched_and_cut(
+    s3: Any, command: Any, toy: Path, tmp_path: Path
+) -> None:
+    put(s3, toy, "models/toy")
+    plan = tmp_path / "plan.json"
+    nodes = ("--node", "a:memory=1GB,layers=0:2", "--node", "b:memory=1GB,layers=2:4", "--planner", "manual")
+    done = command(mm2_split, "plan", "--model", "s3://lab/models/toy", *nodes, "--output", plan, "--json")
+    following = json.loads(done.stdout)["next"]
+    assert following == [f"mm2-split fetch --plan {plan} --node {node}" for node in "ab"]
+    assert command(mm2_split, "fetch", "--plan", plan, "--node", "a").exit_code == 0
+    cut = command(mm2_split, "extract", "--plan", plan, "--node", "a", "--output", tmp_path / "slice")
+    assert cut.exit_code == 0, cut.output
+    fetched = {path.name for path in (tmp_path / "cache" / "models").rglob("*.safetensors")}
+    assert fetched < {path.name for path in toy.glob("*.safetensors")}
+
+
+def test_a_replaced_model_is_another(s3: Any, toy: Path) -> None:
+    put(s3, toy, "models/toy")
+    before = resolve_config("s3://lab/models/toy")
+    s3.objects.put_object(Bucket="lab", Key="models/toy/config.json", Body=b"{}")
+    after = resolve_config("s3://lab/models/toy")
+    assert after != before
+    assert (after / "config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("address", ["s3://lab/none", "s3://nowhere/model"])
+def test_an_address_without_a_model_is_named(s3: Any, command: Any, address: str) -> None:
+    done = command(mm2_gpu, "extract-all", "--model", address, "--quiet")
+    assert done.exit_code == 3
+    assert address in done.stderr
+
+
+def test_a_command_that_writes_into_a_golden_takes_folders_alone(s3: Any, command: Any) -> None:
+    done = command(mm2_gpu, "certify", "--golden", "s3://lab/golden")
+    assert done.exit_code == 2
+    assert "s3://lab/golden is an address, and this command writes into the capture" in done.stderr
+
+
+def test_help_says_what_takes_an_address(command: Any) -> None:
+    text = command(mm2_test, "sweep", "--help").stdout
+    assert "--golden FOLDER|ADDRESS" in text
+    assert "--output-dir FOLDER|ADDRESS" in text
+
+
+def test_a_port_s_own_tests_take_a_golden_at_an_address(s3: Any) -> None:
+    put(s3, OLD / "golden", "golden")
+    golden = open_golden("s3://lab/golden", model=OLD / "toy")
+    local = open_golden(OLD / "golden", model=OLD / "toy")
+    assert torch.equal(golden.layer(1).input, local.layer(1).input)

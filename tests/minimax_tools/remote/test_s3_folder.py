@@ -1,0 +1,213 @@
+"""A folder of S3, against moto's server on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimax_tools.errors import MissingExtraError, RemoteError
+from minimax_tools.remote.address import RemoteAddress
+from minimax_tools.remote.s3_folder import S3Folder
+
+LARGE = bytes(range(256)) * 400
+
+
+@pytest.fixture
+def folder(s3: Any) -> S3Folder:
+    s3.objects.put_object(Bucket="lab", Key="golden/large.bin", Body=LARGE)
+    s3.objects.put_object(Bucket="lab", Key="golden/deep/small.json", Body=b"{}")
+    return at("s3://lab/golden")
+
+
+def at(text: str, **fields: Any) -> S3Folder:
+    return S3Folder(address=RemoteAddress.parse(text), range_bytes=8000, **fields)
+
+
+def fault(folder: S3Folder, name: str = "large.bin") -> RemoteError:
+    with pytest.raises(RemoteError) as caught:
+        folder.find(name)
+    assert caught.value.next_step
+    return caught.value
+
+
+def test_files_are_listed_with_their_sizes(folder: S3Folder) -> None:
+    assert {name: file.size_bytes for name, file in folder.files().items()} == {
+        "deep/small.json": 2,
+        "large.bin": len(LARGE),
+    }
+    assert folder.find("other") is None
+
+
+def test_a_file_comes_in_ranges(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
+    file = folder.find("large.bin")
+    assert file is not None
+    s3.forget()
+    folder.fetch(file, tmp_path / "x" / "large.bin")
+    assert (tmp_path / "x" / "large.bin").read_bytes() == LARGE
+    assert len(s3.asked("GET")) == len(LARGE) // 8000 + 1
+    assert list((tmp_path / "x").iterdir()) == [tmp_path / "x" / "large.bin"]
+
+
+def test_an_interrupted_file_goes_on_where_it_ended(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
+    file = folder.find("large.bin")
+    assert file is not None
+
+    class Interrupted(S3Folder):
+        def _read_ranges(self, file: Any, start: int) -> list[bytes]:
+            if start >= 64_000:
+                raise KeyboardInterrupt
+            return super()._read_ranges(file, start)
+
+    interrupted = Interrupted(address=folder.address, range_bytes=8000)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.fetch(file, tmp_path / "large.bin")
+    assert not (tmp_path / "large.bin").exists()
+    s3.forget()
+    folder.fetch(file, tmp_path / "large.bin")
+    assert (tmp_path / "large.bin").read_bytes() == LARGE
+    starts = sorted(int(one.range.removeprefix("bytes=").partition("-")[0]) for one in s3.asked("GET"))
+    assert starts[0] == 64_000
+
+
+def test_another_version_of_a_file_does_not_go_on_from_the_old_one(
+    folder: S3Folder, s3: Any, tmp_path: Path
+) -> None:
+    old = folder.find("large.bin")
+    assert old is not None
+    (tmp_path / f".large.bin.{old.tag}.part").write_bytes(LARGE[:5000])
+    s3.objects.put_object(Bucket="lab", Key="golden/large.bin", Body=LARGE[::-1])
+    new = folder.find("large.bin")
+    assert new is not None
+    folder.fetch(new, tmp_path / "large.bin")
+    assert (tmp_path / "large.bin").read_bytes() == LARGE[::-1]
+
+
+def test_a_missing_bucket_is_named(s3: Any) -> None:
+    assert "there is no bucket 'nowhere', or no such file in it" in str(fault(at("s3://nowhere/golden")))
+
+
+def test_refused_credentials_are_told(folder: S3Folder, s3: Any) -> None:
+    s3.plant("HEAD", "large.bin", status=403, times=5)
+    assert "the credentials are not valid for it" in str(fault(folder))
+
+
+def test_absent_credentials_read_a_public_bucket(
+    folder: S3Folder, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    s3.objects.put_bucket_policy(
+        Bucket="lab",
+        Policy='{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*", '
+        '"Action": "s3:*", "Resource": "arn:aws:s3:::lab/*"}]}',
+    )
+    s3.objects.put_object_acl(Bucket="lab", Key="golden/large.bin", ACL="public-read")
+    s3.forget()
+    file = at("s3://lab/golden").find("large.bin")
+    assert file is not None
+    assert not any(one.is_signed for one in s3.requests)
+
+
+def test_absent_credentials_are_told_of_a_private_bucket(
+    folder: S3Folder, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    s3.plant("HEAD", "large.bin", status=403, times=5)
+    error = fault(at("s3://lab/golden"))
+    assert "this machine has no credentials of AWS, and the bucket is not public" in str(error)
+    assert "AWS_PROFILE" in str(error)
+
+
+def test_a_server_that_is_away_is_told(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        error = fault(at("s3://lab/golden"))
+    assert "S3 does not answer, or breaks off" in str(error)
+    assert error.is_network_loss
+
+
+def test_a_file_that_cannot_be_stored_is_told(folder: S3Folder, tmp_path: Path) -> None:
+    file = folder.find("large.bin")
+    assert file is not None
+    (tmp_path / "large.bin" / "taken").mkdir(parents=True)
+    with pytest.raises(RemoteError, match=r"large.bin of s3://lab/golden cannot be stored in .*MM2_CACHE"):
+        folder.fetch(file, tmp_path / "large.bin")
+
+
+def test_a_new_place_needs_no_right_to_delete(s3: Any, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("text")
+    s3.plant("DELETE", "manifest.json", status=403, times=9)
+    assert at("s3://lab/new").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
+    (tmp_path / "manifest.json").write_text("another")
+    with pytest.raises(RemoteError, match="manifest.json of s3://lab/new could not be removed"):
+        at("s3://lab/new").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
+
+
+def test_a_body_that_breaks_off_is_asked_for_again(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
+    file = folder.find("large.bin")
+    assert file is not None
+    s3.plant("GET", "large.bin", breaks_off=True, times=2)
+    folder.fetch(file, tmp_path / "large.bin")
+    assert (tmp_path / "large.bin").read_bytes() == LARGE
+
+
+def test_a_body_that_comes_damaged_is_asked_for_once_more(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
+    file = folder.find("deep/small.json")
+    assert file is not None
+    s3.plant("GET", "small.json", is_corrupt=True)
+    folder.fetch(file, tmp_path / "small.json")
+    assert (tmp_path / "small.json").read_bytes() == b"{}"
+    s3.plant("GET", "small.json", is_corrupt=True, times=2)
+    with pytest.raises(RemoteError, match=r"^deep/small.json of s3://lab/golden .* came damaged twice"):
+        folder.fetch(file, tmp_path / "small.json")
+
+
+def test_files_are_put_once_and_the_last_one_last(s3: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a", "manifest.json", "z")}
+    for name, path in files.items():
+        path.write_text(name)
+    folder = at("s3://lab/new/golden")
+    assert set(folder.put(files, last="manifest.json")) == set(files)
+    assert [one.path.rpartition("/")[2] for one in s3.asked("PUT")] == ["a", "z", "manifest.json"]
+    s3.forget()
+    assert folder.put(files, last="manifest.json") == ()
+    assert s3.asked("PUT") == []
+
+
+def test_what_is_put_partly_has_no_manifest(s3: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a", "manifest.json", "z")}
+    for name, path in files.items():
+        path.write_text(name)
+    folder = at("s3://lab/golden")
+    folder.put(files, last="manifest.json")
+    for name, path in files.items():
+        path.write_text(f"new {name}")
+    # What is there is the old golden's; a new one that breaks off leaves none.
+    s3.plant("PUT", "/z", status=403, times=9)
+    with pytest.raises(RemoteError, match="z of s3://lab/golden could not be put there"):
+        folder.put(files, last="manifest.json")
+    assert sorted(folder.files()) == ["a", "z"]
+    s3.faults.clear()
+    s3.forget()
+    assert sorted(folder.put(files, last="manifest.json")) == ["manifest.json", "z"]
+    assert [one.path.rpartition("/")[2] for one in s3.asked("PUT")] == ["z", "manifest.json"]
+
+
+def test_a_put_file_knows_its_digest(s3: Any, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("text")
+    at("s3://lab").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
+    head = s3.objects.head_object(Bucket="lab", Key="manifest.json")
+    assert head["Metadata"] == {"mm2-sha256": hashlib.sha256(b"text").hexdigest()}
+
+
+def test_a_machine_without_s3fs_is_told_what_to_install(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(MissingExtraError, match="pip install 's3fs"):
+        at("s3://lab/golden").find("x")

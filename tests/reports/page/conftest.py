@@ -1,0 +1,210 @@
+"""Pages of made-up comparisons, and a headless Chromium that opens them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimax_tools.results.results import Comparison, Curve, CurvePoint
+from reports.page.diagnosed import DiagnosedPlace, DiagnosedRun, TriedMistake
+from reports.page.evidence import (
+    ErrorHistogram,
+    ErrorPicture,
+    Evidence,
+    FlipPoint,
+    LayerRouting,
+    LogitsEvidence,
+    SiteErrors,
+    TokenChance,
+    TopTokens,
+    WorstElement,
+)
+from reports.page.html import render_page
+from reports.page.origins import OriginRow
+from reports.page.page import Page, plan_page
+
+NEXT = ("mm2-test weights --model m --target port.py:DecoderLayer --layer 5", "mm2-diagnose --model m")
+
+
+def site_errors(layer: int | None = 5, site: str = "moe_delta", place: str = "239") -> SiteErrors:
+    histogram = ErrorHistogram(
+        edges=(1e-4, 1e-3, 1e-2), port=(1, 7), golden=(6, 2), num_equal=1, num_equal_golden=3
+    )
+    picture = ErrorPicture(
+        unit="the noise",
+        token_starts=(0, 2, 4),
+        token_names=("row 0, token 0 to 1", "row 0, token 2 to 3"),
+        channel_starts=(0, 4, 8),
+        blocks=((1.0, 2.0), (50.0, float("inf"))),
+        by_token=(1.5, 60.0),
+        by_channel=(30.0, 40.0),
+        massive=(3,),
+    )
+    worst = WorstElement(
+        row=0, position=3, place=place, golden=0.5, port=float("nan"), twin=0.51, error=float("nan")
+    )
+    return SiteErrors(
+        layer=layer,
+        site=site,
+        why="to blame",
+        num_tokens=4,
+        num_channels=8,
+        has_twin=True,
+        histogram=histogram,
+        picture=picture,
+        worst=(worst,),
+    )
+
+
+def evidence(text: str = " the") -> Evidence:
+    chances = (TokenChance(token=17, text=text, probability=0.75),)
+    return Evidence(
+        sites=(site_errors(),),
+        routing=(
+            LayerRouting(
+                layer=5,
+                golden_load=(3, 1),
+                port_load=(2, 2),
+                reach=0.1,
+                flips=(FlipPoint(row=0, position=1, margin=0.2, is_explained=False),),
+            ),
+        ),
+        logits=LogitsEvidence(
+            rows=(0, 0, 1),
+            positions=(0, 1, 0),
+            divergence=(0.0, 0.5, 1e-6),
+            foreseen=(0.01, 0.01, 0.02),
+            top=(TopTokens(row=0, position=1, divergence=0.5, golden=chances, port=chances),),
+        ),
+    )
+
+
+def diagnosis(name: str = "gate_up_swapped") -> DiagnosedRun:
+    def mistake(name: str, leaves: float, *, is_named: bool) -> TriedMistake:
+        return TriedMistake(
+            name=name,
+            parameters="",
+            is_named=is_named,
+            leaves=leaves,
+            explains=0.99,
+            what="Gate and up are exchanged.",
+            look_at="the fused weight",
+        )
+
+    place = DiagnosedPlace(
+        place="layer 5",
+        unexplained=112.0,
+        is_right=False,
+        mistakes=(mistake(name, 0.97, is_named=True), mistake("act_missing", 88.0, is_named=False)),
+        num_hypotheses=111,
+    )
+    return DiagnosedRun(places=(place,))
+
+
+def planned(comparison: Comparison, **parts: Any) -> Page:
+    """Plan a page; what is not given is made up."""
+    return plan_page(
+        comparison,
+        next_commands=parts.get("next_commands", NEXT),
+        evidence=parts.get("evidence", evidence()),
+        diagnosis=parts.get("diagnosis", diagnosis()),
+        origins=parts.get(
+            "origins",
+            (
+                OriginRow(name="backend", golden="cuda", port="neuron"),
+                OriginRow(name="model_source", golden="m", port="m"),
+            ),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A page in the browser, and what it wrote to the console."""
+
+    page: Any
+    console: list[str] = field(default_factory=list)
+
+    def text(self, selector: str) -> str:
+        return str(self.page.locator(selector).first.inner_text())
+
+    def chosen(self) -> str | None:
+        """The place that the panel tells about; None while it is closed."""
+        panel = self.page.locator("#details")
+        return self.text("#details-place") if panel.is_visible() else None
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    pytest.importorskip("vl_convert", reason="vl-convert-python is not installed: it is in the extra report")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: it is in the extra dev"
+    )
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
+    """Opens a page from disk, offline, and waits until its charts are drawn."""
+    contexts = []
+
+    def run(page: Page, *, width: int = 1280, **options: Any) -> Opened:
+        path = tmp_path / "report.html"
+        path.write_text(render_page(page), encoding="utf-8")
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        context.set_offline(True)
+        opened = Opened(page=context.new_page())
+        opened.page.on("console", lambda message: opened.console.append(message.text))
+        opened.page.on("pageerror", lambda error: opened.console.append(str(error)))
+        opened.page.on("requestfailed", lambda request: opened.console.append(request.url))
+        opened.page.goto(path.as_uri())
+        opened.page.wait_for_selector("html[data-drawn=all]", timeout=60_000)
+        return opened
+
+    yield run
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def failing(failing: Comparison) -> Comparison:
+    """The failing comparison, with the noise floor of every site."""
+    sites = tuple(
+        site if site.noise is None else replace(site, noise=replace(site.noise, floor=0.004))
+        for site in failing.sites
+    )
+    return replace(failing, sites=sites)
+
+
+@pytest.fixture
+def chained(chained: Comparison) -> Comparison:
+    """The chained comparison, with the error along two layers of it."""
+    points = (
+        CurvePoint(layer=0, error=0.01, handed_on=0.0, floor=0.008, ratio=1.2),
+        CurvePoint(layer=1, error=0.5, handed_on=0.01, floor=0.009, ratio=40.0),
+    )
+    return replace(chained, curve=Curve(points=points, onset=1, command="mm2-test single-layer --layer 1"))
+
+
+@pytest.fixture
+def plan() -> Callable[..., Page]:
+    """Plans a page; what is not given is made up."""
+    return planned
+
+
+@pytest.fixture
+def makers() -> dict[str, Callable[..., Any]]:
+    """Makes evidence and a diagnosis with a text of the test's own."""
+    return {"evidence": evidence, "diagnosis": diagnosis}

@@ -1,0 +1,254 @@
+"""The page in a real browser: everything is there, can be reached, and nothing of a capture runs in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from minimax_tools.results.results import Comparison, SiteStatus
+from reports.page.origins import OriginRow
+from reports.page.page import Page
+
+HOSTILE = (
+    "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1> {{7*7}} ${7*7} \u2028"
+)
+BLAMED = "#cell-5-moe_delta"
+
+Show = Callable[..., Any]
+Plan = Callable[..., Page]
+
+
+class TestReading:
+    def test_verdict_commands_and_the_blamed_site_are_there(
+        self, show: Show, plan: Plan, failing: Comparison
+    ) -> None:
+        opened = show(plan(failing))
+        assert opened.text("h1") == "FAIL: layer 5, moe_delta"
+        assert "rho 14.2 is above 1.6" in opened.text("#verdict")
+        assert opened.text(".commands code") == (
+            "mm2-test weights --model m --target port.py:DecoderLayer --layer 5"
+        )
+        assert opened.page.locator(BLAMED).is_visible()
+        assert opened.text(BLAMED) == "✕14.2"
+        assert opened.page.locator(".cell").count() == failing.of
+
+    @pytest.mark.parametrize("name", ["passing", "failing", "warning", "nonfinite", "unexposed", "chained"])
+    def test_every_chart_is_drawn_and_the_console_stays_empty(
+        self, show: Show, plan: Plan, name: str, request: pytest.FixtureRequest
+    ) -> None:
+        page = plan(request.getfixturevalue(name))
+        opened = show(page)
+        assert opened.console == []
+        assert opened.page.locator("figure svg.marks").count() == len(page.charts)
+        assert len(page.charts) >= 8
+
+    def test_sections_tell_what_the_evidence_holds(self, show: Show, plan: Plan, failing: Comparison) -> None:
+        opened = show(plan(failing))
+        assert "239" in opened.text("#errors-5-moe_delta tbody")
+        assert "gate_up_swapped" in opened.text("#diagnosis tr.named")
+        assert opened.text("#diagnosis tbody tr:nth-child(2)").startswith("2\tact_missing nearest\t88.0")
+        assert opened.text("#logits .top h4") == "after row 0, token 1 KL 0.500 nats"
+        assert opened.page.locator("#origins tr.differs").count() == 1
+        assert opened.text("#origins tr.differs").startswith("≠\tbackend\tcuda\tneuron")
+        assert opened.text("#uncompared p") == "Every site that the run declares was compared."
+
+    def test_sites_that_were_not_compared_are_told(
+        self, show: Show, plan: Plan, unexposed: Comparison
+    ) -> None:
+        opened = show(plan(unexposed))
+        assert "Not exposed by the port: 16 sites" in opened.text("#uncompared")
+        assert opened.text("#cell-3-q_rope") == "–"
+
+    def test_word_is_explained_on_hover_and_on_focus(
+        self, show: Show, plan: Plan, failing: Comparison
+    ) -> None:
+        opened = show(plan(failing))
+        term = opened.page.locator("#map .term", has_text="noise floor").first
+        term.focus()
+        shown = term.evaluate("node => getComputedStyle(node, '::after').content")
+        assert "the error that BF16 alone costs the golden" in shown
+
+
+class TestChoosing:
+    def test_click_on_a_cell_shows_the_site(self, show: Show, plan: Plan, failing: Comparison) -> None:
+        opened = show(plan(failing))
+        assert opened.chosen() is None
+        opened.page.click(BLAMED)
+        assert opened.chosen() == "layer 5, moe_delta: fail"
+        assert "ρ of the worst token" in opened.text("#details-facts")
+        assert opened.page.get_attribute("#details-errors", "href") == "#errors-5-moe_delta"
+        opened.page.click("#cell-0-q_proj")
+        assert opened.chosen() == "layer 0, q_proj: pass"
+        assert not opened.page.locator("#details-errors").is_visible()
+
+    def test_keys_lead_to_any_cell(self, show: Show, plan: Plan, failing: Comparison) -> None:
+        opened = show(plan(failing))
+        # Tab leads to the blamed cell first.
+        opened.page.focus("#figure")
+        for _ in range(12):
+            opened.page.keyboard.press("Tab")
+            if opened.page.evaluate("document.activeElement.classList.contains('cell')"):
+                break
+        assert opened.page.evaluate("document.activeElement.id") == BLAMED[1:]
+        opened.page.keyboard.press("Enter")
+        assert opened.chosen() == "layer 5, moe_delta: fail"
+        for key, place in (
+            ("ArrowRight", "layer 5, output: fail"),
+            ("ArrowUp", "layer 4, output: pass"),
+            ("Home", "layer 4, input_norm: pass"),
+            ("PageDown", "layer 7, input_norm: pass"),
+            ("End", "layer 7, output: pass"),
+        ):
+            opened.page.keyboard.press(key)
+            assert opened.chosen() == place
+        opened.page.keyboard.press("Escape")
+        assert opened.chosen() is None
+        assert opened.page.evaluate("document.activeElement.id") == "cell-7-output"
+
+    def test_arrows_lead_to_the_sites_outside_the_layers(
+        self, show: Show, plan: Plan, passing: Comparison
+    ) -> None:
+        opened = show(plan(passing))
+        opened.page.click("#cell-7-input_norm")
+        opened.page.keyboard.press("ArrowDown")
+        assert opened.chosen() == "model, embedding: pass"
+        opened.page.keyboard.press("ArrowUp")
+        assert opened.chosen() == "layer 7, input_norm: pass"
+
+    def test_another_figure_changes_every_cell(self, show: Show, plan: Plan, failing: Comparison) -> None:
+        opened = show(plan(failing))
+        titles = opened.page.locator("#figure option").all_inner_texts()
+        assert len([title for title in titles if title.endswith("(classic)")]) == 5
+        assert titles[:4] == ["ρ", "relative L2", "norm ratio", "cosine (classic)"]
+        before = opened.page.locator(BLAMED).evaluate("node => getComputedStyle(node).backgroundColor")
+        opened.page.select_option("#figure", label="cosine (classic)")
+        assert opened.text(BLAMED) == "✕0.99730"
+        assert "cosine 0.99730" in opened.page.get_attribute(BLAMED, "aria-label")
+        after = opened.page.locator(BLAMED).evaluate("node => getComputedStyle(node).backgroundColor")
+        assert before != after
+
+    def test_blame_links_to_its_cell(self, show: Show, plan: Plan, failing: Comparison) -> None:
+        opened = show(plan(failing))
+        opened.page.click("a.to-cell")
+        assert opened.chosen() == "layer 5, moe_delta: fail"
+
+    def test_command_is_copied_or_selected(self, show: Show, plan: Plan, failing: Comparison) -> None:
+        opened = show(plan(failing))
+        opened.page.click("button.copy")
+        opened.page.locator("button.copy", has_text=re.compile("Copied|Ctrl")).wait_for()
+        button = opened.text("button.copy")
+        selected = opened.page.evaluate("getSelection().toString()")
+        assert button == "Copied" or selected.startswith("mm2-test weights --model m")
+
+
+class TestAppearance:
+    @pytest.mark.parametrize("width", [390, 1280])
+    def test_no_width_makes_the_page_scroll_sideways(
+        self, show: Show, plan: Plan, failing: Comparison, width: int
+    ) -> None:
+        opened = show(plan(failing), width=width)
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+        box = opened.page.locator(BLAMED).bounding_box()
+        assert box is not None
+        assert box["x"] + box["width"] <= width
+
+    def test_dark_mode_is_dark_and_charts_follow(self, show: Show, plan: Plan, failing: Comparison) -> None:
+        def colours(scheme: str) -> tuple[int, str]:
+            opened = show(plan(failing), color_scheme=scheme)
+            page = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            label = opened.page.locator("figure svg text").first
+            ink = label.evaluate("node => getComputedStyle(node).fill")
+            return sum(map(int, page[4:-1].split(","))), ink
+
+        (light, dark_ink), (dark, light_ink) = colours("light"), colours("dark")
+        assert light > 600
+        assert dark < 150
+        assert dark_ink != light_ink
+
+    def test_print_is_grey_and_failures_keep_their_mark(
+        self, show: Show, plan: Plan, failing: Comparison
+    ) -> None:
+        opened = show(plan(failing), color_scheme="dark")
+        opened.page.emulate_media(media="print")
+        for selector in (BLAMED, "h1", "body"):
+            for name in ("color", "backgroundColor"):
+                value = opened.page.locator(selector).first.evaluate(
+                    f"node => {{ const c = document.createElement('canvas').getContext('2d');"
+                    f" c.fillStyle = getComputedStyle(node).{name}; c.fillRect(0, 0, 1, 1);"
+                    f" return [...c.getImageData(0, 0, 1, 1).data]; }}"
+                )
+                red, green, blue, _ = value
+                assert max(red, green, blue) - min(red, green, blue) <= 1
+        assert opened.text(BLAMED).startswith("✕")
+
+
+class TestEscaping:
+    def hostile(self, plan: Plan, failing: Comparison, make: Mapping[str, Any]) -> Page:
+        (blame,) = failing.blame
+        sites = tuple(
+            replace(site, reason=HOSTILE, where=(HOSTILE,)) if site.status is SiteStatus.FAIL else site
+            for site in failing.sites
+        )
+        comparison = replace(
+            failing,
+            reference=HOSTILE,
+            target=HOSTILE,
+            notes=(HOSTILE,),
+            tokens=HOSTILE,
+            sites=sites,
+            blame=(replace(blame, reason=HOSTILE),),
+        )
+        return plan(
+            comparison,
+            next_commands=(HOSTILE,),
+            evidence=make["evidence"](HOSTILE),
+            diagnosis=make["diagnosis"](HOSTILE),
+            origins=(OriginRow(name=HOSTILE, golden=HOSTILE, port="b"),),
+        )
+
+    def test_text_of_captures_is_text(
+        self, show: Show, plan: Plan, failing: Comparison, makers: Mapping[str, Any]
+    ) -> None:
+        opened = show(self.hostile(plan, failing, makers))
+        opened.page.click(BLAMED)
+        for selector in (
+            "#details-reason",
+            "#verdict",
+            "#uncompared",
+            "#origins tbody",
+            "#diagnosis",
+            "#logits .top",
+            ".commands",
+        ):
+            assert "<img src=x onerror=window.hacked=1> {{7*7}} ${7*7}" in opened.text(selector)
+        assert opened.page.evaluate("window.hacked") is None
+        assert opened.page.locator("img").count() == 0
+        assert opened.console == []
+
+    def test_site_with_a_hostile_name_is_text_everywhere(
+        self, show: Show, plan: Plan, failing: Comparison
+    ) -> None:
+        named = tuple(
+            replace(site, site=HOSTILE) if site.site == "moe_delta" else site for site in failing.sites
+        )
+        opened = show(plan(replace(failing, sites=named)))
+        assert opened.page.evaluate("window.hacked") is None
+        assert opened.page.locator("img").count() == 0
+        assert opened.console == []
+
+    def test_policy_lets_no_other_script_run(self, show: Show, plan: Plan, failing: Comparison) -> None:
+        opened = show(plan(failing))
+        opened.page.evaluate(
+            "() => { const node = document.createElement('div');"
+            " node.innerHTML = '<img src=x onerror=\"window.hacked=1\">';"
+            " document.body.append(node); const script = document.createElement('script');"
+            " script.textContent = 'window.hacked = 2'; document.body.append(script); }"
+        )
+        opened.page.wait_for_timeout(200)
+        assert opened.page.evaluate("window.hacked") is None
+        # The browser says what it refused: the policy is in force.
+        assert any("Content Security Policy" in line for line in opened.console)

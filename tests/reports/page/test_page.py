@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from minimax_tools.results.results import BlameGroup, Comparison
+from reports.json_values import to_json
+from reports.page.evidence import Evidence
+from reports.page.page import Page
+
+Plan = Callable[..., Page]
+EXAMPLES = ("passing", "failing", "warning", "nonfinite", "unexposed", "classic", "chained")
+
+
+def test_sentence_is_the_verdict_of_the_terminal(plan: Plan, failing: Comparison) -> None:
+    page = plan(failing)
+    assert (page.verdict, page.sentence) == ("fail", "FAIL: layer 5, moe_delta")
+    assert page.extent == "compared 136 of 136 sites in 8 layers"
+
+
+def test_blame_of_several_layers_leads_to_the_worst(plan: Plan, failing: Comparison) -> None:
+    group = BlameGroup(
+        layers=(3, 5), sites=("moe_delta",), worst_layer=5, reason="rho 14.2", where=("token 1",)
+    )
+    (row,) = plan(replace(failing, blame_groups=(group,))).blame
+    assert row.place == "layers 3, 5, moe_delta"
+    assert row.reason == "worst in layer 5: rho 14.2"
+    assert (row.anchors, row.where) == (("5-moe_delta",), ("token 1",))
+
+
+def test_curve_begins_at_the_blamed_site(plan: Plan, failing: Comparison) -> None:
+    (curve,) = plan(failing).curves
+    assert curve.spec["params"][0]["value"] == "moe_delta"
+    errors = {
+        row["layer"]: row["error"] for row in curve.spec["data"]["values"] if row["site"] == "moe_delta"
+    }
+    assert errors[5] == pytest.approx(14.2 * 0.004, rel=1e-3)
+
+
+def test_chained_run_has_a_curve_along_the_chain(plan: Plan, chained: Comparison) -> None:
+    chain = {chart.name: chart for chart in plan(chained).curves}["chain"]
+    assert "begin at layer 1" in chain.reading
+    # The first layer inherits nothing, which a logarithmic axis cannot show.
+    assert [row["inherited"] for row in chain.spec["data"]["values"]] == [None, 0.01]
+
+
+def test_page_without_evidence_has_no_empty_charts(plan: Plan, classic: Comparison) -> None:
+    page = plan(classic, evidence=Evidence(), diagnosis=None)
+    assert page.sites == ()
+    assert page.top_tokens == ()
+    assert {chart.name for chart in page.charts} <= {"curve", "chain", "flips"}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_chart_has_its_own_name(plan: Plan, name: str, request: pytest.FixtureRequest) -> None:
+    names = [chart.name for chart in plan(request.getfixturevalue(name)).charts]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_vega_lite_understands_every_chart(plan: Plan, name: str, request: pytest.FixtureRequest) -> None:
+    vega = pytest.importorskip(
+        "vl_convert", reason="vl-convert-python is not installed: it is in the extra report"
+    )
+    for chart in plan(request.getfixturevalue(name)).charts:
+        spec = to_json(chart.spec)
+        assert vega.vegalite_to_vega(spec, vl_version="6.1")["marks"]
+        assert chart.reading.endswith(".")

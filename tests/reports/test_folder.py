@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from minimax_tools.command_line.console import SCHEMA_VERSION
+from minimax_tools.errors import CannotRunError
+from minimax_tools.results.results import Comparison
+from reports.data import comparison_record, comparison_table, summary_record
+from reports.folder import Report, WrittenReport, write_report
+
+NEXT = ("mm2-test weights --model m --target port.py:DecoderLayer --layer 2",)
+NAMES = [
+    "report.md",
+    "report.txt",
+    "junit.xml",
+    "comparison_report.json",
+    "comparison_summary.json",
+    "comparison.csv",
+]
+
+
+@pytest.fixture
+def pageless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without the package that draws the page's charts."""
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+
+
+def write(comparison: Comparison, folder: Path) -> WrittenReport:
+    return write_report(Report(comparison=comparison, next_commands=NEXT), folder)
+
+
+def test_page_comes_first_where_its_package_is_installed(failing: Comparison, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert", reason="vl-convert-python is not installed: it is in the extra report")
+    written = write(failing, tmp_path)
+    assert [path.name for path in written.paths] == ["report.html", *NAMES]
+    assert written.missing == ""
+
+
+@pytest.mark.usefixtures("pageless")
+class TestWithoutThePage:
+    def test_all_other_files_are_written_and_say_what_to_install(
+        self, failing: Comparison, tmp_path: Path
+    ) -> None:
+        written = write(failing, tmp_path / "new" / "reports")
+        assert [path.name for path in written.paths] == NAMES
+        assert str(written).splitlines()[-1] == f"written: {written.paths[-1]}"
+        assert written.missing == (
+            "not written: report.html, whose charts need a package: pip install 'vl-convert-python>=1.9'"
+        )
+
+    def test_page_of_an_earlier_run_does_not_stay_beside_the_new_files(
+        self, failing: Comparison, tmp_path: Path
+    ) -> None:
+        (tmp_path / "report.html").write_text("another run", encoding="utf-8")
+        write(failing, tmp_path)
+        assert not (tmp_path / "report.html").exists()
+
+    def test_data_are_those_of_the_commands(self, failing: Comparison, tmp_path: Path) -> None:
+        write(failing, tmp_path)
+        around = {"schema_version": SCHEMA_VERSION, "next": list(NEXT)}
+        read = {name: (tmp_path / name).read_text(encoding="utf-8") for name in NAMES}
+        assert json.loads(read["comparison_report.json"]) == comparison_record(failing) | around
+        assert json.loads(read["comparison_summary.json"]) == summary_record(failing) | around
+        assert read["comparison.csv"] == comparison_table(failing)
+
+    def test_text_is_the_terminals_and_ends_in_the_next_commands(
+        self, failing: Comparison, tmp_path: Path
+    ) -> None:
+        write(failing, tmp_path)
+        text = (tmp_path / "report.txt").read_text(encoding="utf-8")
+        assert text.startswith("FAIL: layer 5, moe_delta\n")
+        assert text.endswith(f"\nNext\n  {NEXT[0]}\n")
+        assert "\x1b" not in text
+
+    def test_report_replaces_an_earlier_one_and_leaves_nothing_else(
+        self, failing: Comparison, passing: Comparison, tmp_path: Path
+    ) -> None:
+        write(failing, tmp_path)
+        write(passing, tmp_path)
+        report = json.loads((tmp_path / "comparison_report.json").read_text(encoding="utf-8"))
+        assert report["verdict"] == "pass"
+        assert len(list(tmp_path.iterdir())) == len(NAMES)
+
+    def test_same_comparison_writes_the_same_bytes(self, warning: Comparison, tmp_path: Path) -> None:
+        first = [path.read_bytes() for path in write(warning, tmp_path / "a").paths]
+        second = [path.read_bytes() for path in write(warning, tmp_path / "b").paths]
+        assert first == second
+
+    def test_directory_that_cannot_be_made_is_named(self, passing: Comparison, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way", encoding="utf-8")
+        with pytest.raises(CannotRunError, match=r"cannot write the report .*file/reports") as caught:
+            write(passing, tmp_path / "file" / "reports")
+        assert caught.value.next_step is not None
+        assert caught.value.exit_code == 3
+
+    def test_file_that_cannot_be_replaced_is_named(self, passing: Comparison, tmp_path: Path) -> None:
+        (tmp_path / "report.md" / "full").mkdir(parents=True)
+        with pytest.raises(CannotRunError, match=r"report\.md"):
+            write(passing, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
