@@ -61,7 +61,7 @@ _GROUPS = {
             "--skip-compile",
             "--undo",
         ),
-        *("--mistake", "--prove", "--list", "--captures", "--text"),
+        *("--mistake", "--prove", "--list", "--captures", "--text", "--to", "--plan-of-names", "--clear"),
     ),
     "Sizes of the model to make": (
         *(
@@ -112,7 +112,8 @@ _GROUPS = {
             "--packed-experts",
             "--memory-budget",
         ),
-        *("--attn-implementation", "--experts-implementation", "--layer-timeout"),
+        *("--attn-implementation", "--experts-implementation", "--layer-timeout", "--gpus", "--memory"),
+        "--disk-speed",
     ),
     "Judging": (
         *("--criteria", "--metrics", "--noise-floor", "--floor-variants", "--certify", "--allow-uncertified"),
@@ -124,6 +125,7 @@ _GROUPS = {
             "--output",
             "--output-dir",
             "--overwrite",
+            "--replace",
             "--no-save",
             "--report-path",
             "--profile",
