@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from compare.diagnosis.evaluation import Change, LayerInputs
-from compare.diagnosis.wrong_tokens import WrongTokens
 from compare.diagnosis.repair import WeightRepair
+from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import Site
 
 # Inputs of a layer, or of a site outside the layers.

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
-from compare.diagnosis.wrong_tokens import WrongTokens
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
+from compare.diagnosis.wrong_tokens import WrongTokens
 from compare.diagnosis.yardstick import MOST_LEFT, Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
 
