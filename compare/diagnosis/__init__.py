@@ -8,7 +8,7 @@
 - `layer_group`: layers with one finding, told together
 - `catalogue/`: the mistakes of a layer
 - `mistake`: an entry of the catalogue, and a hypothesis: an entry with parameters
-- `evidence`: wrong tokens, by which some mistakes find their parameters
+- `wrong_tokens`: wrong tokens, by which some mistakes find their parameters
 - `evaluation`: the float32 layer, of which a hypothesis replaces stages
 - `expert_pass`: the experts of many hypotheses at once
 - `layer_weights`: a layer's weights, FP8 codes too

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from compare.diagnosis.evaluation import Change, LayerInputs
-from compare.diagnosis.evidence import Evidence
 from compare.diagnosis.repair import WeightRepair
+from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import Site
 
 # Inputs of a layer, or of a site outside the layers.
@@ -19,7 +19,7 @@ Parameters = Mapping[str, Value]
 # From the inputs to the parameter sets worth a try on them; an empty tuple if the mistake cannot show on them.
 Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]
 # From the wrong tokens of a port to the parameter sets that they speak for.
-Finder = Callable[[Evidence], tuple[Parameters, ...]]
+Finder = Callable[[WrongTokens], tuple[Parameters, ...]]
 
 _NO_PARAMETERS: Parameters = MappingProxyType({})
 
@@ -41,7 +41,7 @@ def each(
     return lambda inputs: tuple(MappingProxyType({name: value}) for value in values(inputs))
 
 
-def find_nothing(_: Evidence) -> tuple[Parameters, ...]:
+def find_nothing(_: WrongTokens) -> tuple[Parameters, ...]:
     """Return no parameters: the candidates are all that is tried."""
     return ()
 
@@ -75,9 +75,9 @@ class Mistake:
         """Return a hypothesis for each of the mistake's candidates."""
         return tuple(self.with_parameters(parameters) for parameters in self.candidates(inputs))
 
-    def found_hypotheses(self, evidence: Evidence) -> tuple[Hypothesis, ...]:
+    def found_hypotheses(self, wrong_tokens: WrongTokens) -> tuple[Hypothesis, ...]:
         """Return a hypothesis for each parameter set that the wrong tokens speak for."""
-        return tuple(self.with_parameters(parameters) for parameters in self.find(evidence))
+        return tuple(self.with_parameters(parameters) for parameters in self.find(wrong_tokens))
 
     def with_parameters(self, parameters: Parameters) -> Hypothesis:
         """Return the hypothesis that a port made this mistake with these parameters."""

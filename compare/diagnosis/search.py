@@ -72,8 +72,8 @@ def search_layer(
     if not bool(trial.is_usable.any()):
         return SearchOutcome(null=null)
     first, screen = _with_few_tokens(trial, _FIRST_TOKENS), _with_few_tokens(trial, _SCREENING_TOKENS)
-    evidence = trial.evidence()
-    found = [hypothesis for mistake in mistakes for hypothesis in mistake.found_hypotheses(evidence)]
+    wrong_tokens = trial.wrong_tokens()
+    found = [hypothesis for mistake in mistakes for hypothesis in mistake.found_hypotheses(wrong_tokens)]
     # Few tokens need not hold those of two experts: such hypotheses are judged on all tokens at once.
     of_experts = trial.judge([hypothesis for hypothesis in found if not hypothesis.is_of_attention])
     num_tried = 0

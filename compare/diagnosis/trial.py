@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
-from compare.diagnosis.evidence import Evidence
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
+from compare.diagnosis.wrong_tokens import WrongTokens
 from compare.diagnosis.yardstick import MOST_LEFT, Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
 
@@ -131,14 +131,14 @@ class Trial:
             is_decode_only=False,
         )
 
-    def evidence(self) -> Evidence:
+    def wrong_tokens(self) -> WrongTokens:
         """Return the wrong tokens among the settled ones, at the judging site where a token is worst."""
         settled = self.settled
         misfits = [
             yardstick.misfit(yardstick.exact, yardstick.variance) for yardstick in self.yardsticks.values()
         ]
         worst = torch.stack(misfits).nan_to_num(nan=torch.inf).amax(0)
-        return Evidence(
+        return WrongTokens(
             is_wrong=worst[settled] > _WRONG_RHO**2,
             experts=self.base[Site.ROUTER_EXPERTS][settled],
             positions=self.base.position_ids.flatten()[self.base.tokens][settled],

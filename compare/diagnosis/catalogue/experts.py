@@ -270,8 +270,8 @@ EXPERT_MISTAKES = (
         build=lambda first, second: _renumber(_exchange(first, second)),
         # Of some ten thousand pairs only the first is listed: the wrong tokens tell the others.
         candidates=lambda inputs: ({"first": 0, "second": 1},) if inputs.spec.num_local_experts > 1 else (),
-        find=lambda evidence: tuple(
-            {"first": first, "second": second} for first, second in evidence.exchanged_experts()
+        find=lambda wrong: tuple(
+            {"first": first, "second": second} for first, second in wrong.exchanged_experts()
         ),
         repair=repairs.TWO_EXPERTS_EXCHANGED,
     ),

@@ -66,8 +66,8 @@ def _each_that_shows(name: str, values: tuple[Value, ...], build: Callable[..., 
 
 def _from_first_wrong(name: str, *, shift: int = 0) -> Finder:
     """Build the finder of one parameter: the position of the first wrong token, moved by `shift`."""
-    return lambda evidence: tuple(
-        MappingProxyType({name: position + shift}) for position in evidence.first_wrong_positions()
+    return lambda wrong: tuple(
+        MappingProxyType({name: position + shift}) for position in wrong.first_wrong_positions()
     )
 
 

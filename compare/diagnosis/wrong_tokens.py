@@ -1,4 +1,4 @@
-"""Evidence: tokens of the port that are wrong, by which mistakes with too many parameter values find theirs.
+"""Wrong tokens of the port, by which mistakes with too many parameter values find theirs.
 
 T judged tokens, k experts per token.
 """
@@ -24,7 +24,7 @@ _POSITIONS_BEFORE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evidence:
+class WrongTokens:
     """Wrong tokens among those whose experts no noise changes, with their experts and positions."""
 
     is_wrong: torch.Tensor  # whether the port's values are wrong, bool [T]
