@@ -70,8 +70,8 @@ def test_exchanged_sides_are_noted(golden: Path, copyist: Any, judge: Any) -> No
 def test_figures_of_a_site_that_is_nan_throughout_are_not_drawn(copyist: Any, judge: Any) -> None:
     comparison = judge(copyist.device_run({(1, Site.MOE_DELTA): lambda tensor: tensor * torch.nan}))
 
-    text = render_comparison(comparison, width=120, is_terminal=False)
-    (row,) = (line.split() for line in text.splitlines() if line.split()[:2] == ["FAIL", "moe_delta"])
+    text = render_comparison(comparison, width=120, is_terminal=False, is_verbose=True)
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:2] == ["cause", "moe_delta"])
     assert set(row[2:]) == {"-"}
 
 

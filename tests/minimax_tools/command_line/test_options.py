@@ -83,6 +83,11 @@ def described(parameter: click.Parameter) -> dict[str, Any]:
 
 
 def expected(shared: click.Parameter, command: click.Command) -> dict[str, Any]:
+    # Commands that judge have a second form of JSON.
+    judging = parameters(options.judging_output_options)["as_json"]
+    own = next(parameter for parameter in command.params if parameter.name == shared.name)
+    if shared.name == "as_json" and described(own) == described(judging):
+        return described(judging)
     record = described(shared)
     is_free = shared.name == "model" and command.name in NEED_NO_MODEL
     return {**record, "required": record["required"] and not is_free}

@@ -40,7 +40,7 @@ def test_two_captures_at_addresses_are_compared(s3: Any, command: Any) -> None:
     here, there = json.loads(local.stdout), json.loads(remote.stdout)
     assert there["reference"] == "s3://lab/golden"
     assert there["blame"] == here["blame"]
-    assert any("--gpu-path s3://lab/golden --neuron-path s3://lab/run" in line for line in there["next"])
+    assert any("--golden s3://lab/golden --run s3://lab/run" in line for line in there["next"])
 
 
 def test_an_address_without_a_capture_ends_as_a_missing_folder_does(s3: Any) -> None:
