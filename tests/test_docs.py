@@ -293,7 +293,7 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
         (missing_files, "docs/ports.md", "`cached_port.py`", "`kept_port.py`", "no file kept_port.py"),
         (missing_files, "docs/verdicts.md", "compare/limits/", "compare/", "no compare/calibration.yaml"),
         (wrong_commands, "README.md", "mm2-test sweep --model", "mm2-test swep --model", "no command swep"),
-        (wrong_commands, "README.md", "mm2-diagnose --gpu", "mm2-name --gpu", "no command mm2-name"),
+        (wrong_commands, "README.md", "mm2-diagnose --golden", "mm2-name --golden", "no command mm2-name"),
         (wrong_commands, "docs/golden.md", "--max-memory 70GB", "--max-mem 70GB", "--max-mem"),
         (wrong_commands, "docs/several-boxes.md", "--plan plan.json --output-dir", "--plans", "--plans"),
         (wrong_commands, "docs/ports.md", "--output layer_0.pt2", "--output", "requires an argument"),
