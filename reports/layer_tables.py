@@ -189,13 +189,18 @@ def _sentences(site: SiteResult, *, with_reason: bool) -> list[str]:
             f"in the target, {site.metrics.num_nonfinite_reference} in the reference; "
             "the figures leave them out"
         )
-    if site.routing:
-        sentences.append(
-            f"{site.routing.num_flipped} of {site.routing.num_tokens} tokens have other experts, "
-            f"{site.routing.num_explained} of them within the noise"
-        )
-        sentences += [_word_flip(flip) for flip in site.routing.worst_flips[:_MOST_FLIPS]]
-    return sentences
+    return [*sentences, *flip_sentences(site)]
+
+
+def flip_sentences(site: SiteResult) -> list[str]:
+    """Return sentences on the tokens that have other experts; none for a site that chooses none."""
+    if not site.routing:
+        return []
+    return [
+        f"{site.routing.num_flipped} of {site.routing.num_tokens} tokens have other experts, "
+        f"{site.routing.num_explained} of them within the noise",
+        *(_word_flip(flip) for flip in site.routing.worst_flips[:_MOST_FLIPS]),
+    ]
 
 
 def _token_sentences(sites: Sequence[SiteResult]) -> list[str]:

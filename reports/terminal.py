@@ -18,7 +18,7 @@ from minimax_tools.results.results import (
 )
 from reports.canvas import Canvas
 from reports.curves import draw_curve
-from reports.layer_tables import draw_layer, draw_overview, worst_site
+from reports.layer_tables import draw_layer, draw_overview, flip_sentences, worst_site
 from reports.model_findings import draw_findings, draw_passes, word_first
 from reports.wording import word_figure, word_layer, word_place, word_sites, word_sites_by_layer
 
@@ -64,7 +64,7 @@ def render_comparison(
             ("golden", comparison.reference),
             ("run", comparison.target),
             *([("criteria", comparison.criteria)] if is_verbose or comparison.criteria != "noise" else []),
-            *([("tokens", comparison.tokens)] if is_verbose and comparison.tokens else []),
+            *([("tokens", comparison.tokens)] if comparison.tokens else []),
         ]
     )
     draw_findings(canvas, comparison.findings)
@@ -124,6 +124,9 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
         for site in comparison.of_layer(group.worst_layer):
             if site.site in group.sites and site.noise and math.isfinite(site.noise.token_worst):
                 canvas.paragraph(_worst_token(site.site, site.noise), indent=4)
+            if site.site in group.sites:
+                for sentence in flip_sentences(site):
+                    canvas.paragraph(sentence, indent=4)
         for sentence in group.where:
             canvas.paragraph(sentence, indent=4)
     for group in groups[_MOST_BLAMED:]:

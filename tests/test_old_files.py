@@ -25,6 +25,11 @@ from neuron.cli import main as mm2_test
 
 OLD = Path(__file__).with_name("old_files")
 EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
+_NEW_KEYS = {
+    *("next", "schema_version", "regions", "model_config", "port_config"),
+    *("right", "passed_over", "memory", "is_of_head", "passes"),
+    *("is_hint", "formulas", "refilled_error", "partial_repairs", "partial_error"),
+}
 BOTH_SIDES = ["--golden", "golden", "--run"]
 
 
@@ -46,7 +51,7 @@ def _without_new_keys(record: dict[str, Any]) -> dict[str, Any]:
     if "graphs" in record:
         new = ("compiler", "graph_breaks", "recompiles")
         record["graphs"] = {key: value for key, value in record["graphs"].items() if key not in new}
-    return _without(record, {"next", "schema_version", "regions", "model_config", "port_config"})
+    return _without(record, _NEW_KEYS)
 
 
 def _without(value: Any, keys: set[str]) -> Any:
@@ -81,8 +86,10 @@ def write_swapped_port(folder: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def beside_old_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(OLD)
+def beside_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work beside a copy: a diagnosis is kept in its run's folder."""
+    shutil.copytree(OLD, tmp_path / "old")
+    monkeypatch.chdir(tmp_path / "old")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +113,7 @@ def test_old_mistake_is_named_as_before() -> None:
     before = printed_before("diagnose")
     code, now = run(diagnose, *BOTH_SIDES, "swapped", "--model", "toy")
     assert code == 1
+    assert now.pop("verdict") == "fail"
     assert [one["mistake"] for one in now["diagnosis"]] == ["gate_up_swapped"]
     assert shape_of(now) == shape_of(before)
 

@@ -95,7 +95,7 @@ def test_statistics_are_those_of_the_stored_tensors(run: Any, toy: Path) -> None
 def test_text_names_the_directory_the_statistics_and_the_verdict(
     run: Any, toy: Path, golden: Path, tmp_path: Path
 ) -> None:
-    result = run("single-layer", "--layer", 0, "--model", toy, "--golden", golden)
+    result = run("single-layer", "--layer", 0, "--model", toy, "--golden", golden, "--verbose")
     assert str(tmp_path / "captures/neuron/single_layer_0") in result.stdout.replace("\n", "")
     for word in ("mean", "std", "min", "max", "NaN", "Inf", "moe_delta", "2x48x256", "bfloat16", "PASS"):
         assert word in result.stdout
