@@ -70,8 +70,8 @@ def port_command(
 ) -> None:
     """Judge a port in stages: golden, weights, sweep, then its mistake named and proved, or all layers in a chain.
 
-    Each stage is a command that is shown before it runs. Finished stages are kept in the output folder: a later call
-    goes on behind them. A changed port runs again; the golden stays.
+    Each stage is a command that is shown before it runs; the last leaves a report in the folder `report`. Finished
+    stages are kept in the output folder: a later call goes on behind them. A changed port runs again; the golden stays.
 
     Exits with 1 if the port differs.
     """
@@ -137,15 +137,15 @@ class _Plan:
             # The trace runs on the CPU.
             named = _without(self.named, "--backend")
             yield _Stage(name="weights", words=("mm2-test", "weights", "--model", self.model, *named))
-        yield _Stage(
-            name="sweep",
-            words=("mm2-test", "sweep", *on_golden, *self.named, "--output-dir", run, "--overwrite"),
-        )
+        # The last of these stages leaves its report.
+        report = ("--report-path", str(self.folder / "report"))
+        sweep = (*on_golden, *self.named, "--output-dir", run, "--overwrite", *report)
+        yield _Stage(name="sweep", words=("mm2-test", "sweep", *sweep))
         if finished["sweep"].exit_code:
             sides = ("--model", self.model, "--golden", golden, "--run", run)
-            yield _Stage(name="diagnosis", words=("mm2-diagnose", *sides, "--prove"))
+            yield _Stage(name="diagnosis", words=("mm2-diagnose", *sides, "--prove", *report))
         else:
-            chain = ("--output-dir", str(self.folder / "chain"), "--overwrite")
+            chain = ("--output-dir", str(self.folder / "chain"), "--overwrite", *report)
             yield _Stage(name="chain", words=("mm2-test", "full", *on_golden, *self.named, *chain))
 
 

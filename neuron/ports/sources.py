@@ -27,6 +27,8 @@ _LIBRARIES = sys.stdlib_module_names | {
     "reports",
 }
 _INSTALLATION_FOLDERS = frozenset({"site-packages", "dist-packages"})
+# Modules that each place has imported in this process: Python loads them once, and they belong to its source each time.
+_IMPORTED_BY: dict[str, frozenset[str]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,9 @@ def _import_with(load: Callable[[], ModuleType], *, place: str) -> TargetSource:
             found=f"{type(error).__name__}: {error}",
             next_step="See --debug for the traceback; a module must be installed or on PYTHONPATH.",
         ) from error
-    return TargetSource(place=place, module=module, imported=frozenset(sys.modules) - loaded_before)
+    imported = _IMPORTED_BY.get(place, frozenset()) | (frozenset(sys.modules) - loaded_before)
+    _IMPORTED_BY[place] = imported
+    return TargetSource(place=place, module=module, imported=imported)
 
 
 def _module_files(names: Iterable[str]) -> dict[str, Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -116,13 +115,10 @@ Head, Embedding = moved("lm_head.weight"), moved("model.embed_tokens.weight")
 
 
 @pytest.fixture
-def bisect(run: Any, tmp_path: Path, toy: Path, golden: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def bisect(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
     """Bisects a port of this file: the result, and its JSON."""
     path = tmp_path / "whole_ports.py"
     path.write_text(PORTS)
-    # A port's digest counts the modules that it loads first. Loaded before, the example's count for no run here.
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    importlib.import_module("model_port")
 
     def bisect_port(name: str, *options: object) -> tuple[Any, dict[str, Any]]:
         arguments = ("bisect", "--whole", "--model", toy, "--golden", golden, "--target", f"{path}:{name}")

@@ -59,6 +59,7 @@ def test_mistake_is_found_named_and_proved_and_only_a_changed_port_runs_again(
     assert weights["findings"]
     assert {named["mistake"] for named in diagnosis["diagnosis"]} == {"gate_up_swapped"}
     assert record["next"] == diagnosis["next"]
+    assert "gate_up_swapped" in (tmp_path / "out" / "report" / "report.md").read_text()
 
     # Done before: the run is gone, and the same is said.
     shutil.rmtree(tmp_path / "out" / "run")

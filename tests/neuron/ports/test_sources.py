@@ -90,6 +90,17 @@ def test_digest_leaves_installed_libraries_out(tmp_path: Path) -> None:
     assert import_file(port).digest() == before
 
 
+def test_second_import_has_the_digest_of_the_first(tmp_path: Path) -> None:
+    """Python loads a module that the port imports once in a process; it is part of the source both times."""
+    helper = write(tmp_path / "elsewhere" / "helper_of_the_port_loaded_once.py", "A = 1\n")
+    source = f"import sys\nsys.path.insert(0, {str(helper.parent)!r})\nimport {helper.stem}\n"
+    port = write(tmp_path / "home" / "port.py", source + "def build(): pass\n")
+    first = import_file(port).digest()
+    assert import_file(port).digest() == first
+    helper.write_text("A = 2\n")
+    assert import_file(port).digest() != first
+
+
 def test_own_targets_have_digests_of_their_own() -> None:
     digests = [find_target(name).source_digest for name in ("builtin", "reference", "builtin")]
     assert digests[0] == digests[2] != digests[1]
