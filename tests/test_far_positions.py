@@ -71,7 +71,16 @@ def judge(toy: Path, command: Command, tmp_path: Path) -> Judge:
         result = command(
             mm2_test,
             *("single-layer", "--layer", LAYER, "--model", toy, "--golden", golden, "--target", target),
-            *("--backend", "cpu", "--output-dir", tmp_path / "run", "--json", "--quiet", *options),
+            *(
+                "--backend",
+                "cpu",
+                "--output-dir",
+                tmp_path / "run",
+                "--overwrite",
+                "--json",
+                "--quiet",
+                *options,
+            ),
         )
         return {"exit_code": result.exit_code, **json.loads(result.stdout)}
 

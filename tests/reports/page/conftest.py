@@ -139,7 +139,8 @@ class Opened:
         return self.text("#details-place") if panel.is_visible() else None
 
 
-@pytest.fixture(scope="session")
+# Of a module: while it is open, an event loop runs in this process, and later tests may need one of their own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     pytest.importorskip("vl_convert", reason="vl-convert-python is not installed: it is in the extra report")
     playwright = pytest.importorskip(
