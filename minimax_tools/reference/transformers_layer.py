@@ -86,10 +86,10 @@ class TransformersLayer:
 
         position_ids = inputs.position_ids.to(self._device)
         mask = create_causal_mask(
-            config=self._config,
-            inputs_embeds=hidden_states,
-            attention_mask=inputs.attention_mask.to(self._device),
-            past_key_values=None,
+            self._config,
+            hidden_states,
+            inputs.attention_mask.to(self._device),
+            None,  # the cache: by its place, as its name is `past_key_values` up to transformers 5.23, `cache` since
             position_ids=position_ids,
         )
         self.module(

@@ -38,8 +38,8 @@ from neuron.ports.model_returned import (
     REPLACE_STREAM,
     ModelResult,
     parse_result,
+    past_argument,
     require_decoding,
-    takes_past,
 )
 from neuron.ports.model_target import eager_module
 from neuron.ports.port_errors import port_errors
@@ -89,7 +89,7 @@ class ModelExecutor:
         self._batch = batch
         self.runtime = runtime
         self._reader = reader
-        self._what = f"target {setup.target.name}"
+        self._what = f"port {setup.target.name}"
         self._stack = ExitStack()
         self._calls: list[int] = []
         self._past: object = None
@@ -217,7 +217,7 @@ class ModelExecutor:
             self.runtime.messages.send(message)
 
     def _run_part(self, request: PassRequest) -> PassResult | None:
-        with doing(f"at work on target {self.setup.target.name}", is_in_port=False):
+        with doing(f"at work on port {self.setup.target.name}", is_in_port=False):
             is_prefill = request.model_pass.number == 0
             if is_prefill and getattr(eager_module(self.module), PREFILLS_BY_ROW, False):
                 return self._prefill_rows(request)
@@ -316,8 +316,8 @@ class ModelExecutor:
         }
         if request.is_first:
             self._past = None
-        elif takes_past(eager) and self._past is not None:
-            inputs[PAST] = self._past
+        elif (past_name := past_argument(eager)) is not None and self._past is not None:
+            inputs[past_name] = self._past
         elif not getattr(eager, "keeps_cache", False):
             raise TargetError(
                 f"{self._what} cannot decode: it returned no {PAST}",
@@ -326,7 +326,7 @@ class ModelExecutor:
                 next_step="Return them from the prefill on, or give --decode 0.",
             )
         shape = list(model_pass.input_ids.shape)
-        activity = f"running target {self.setup.target.name} on token ids {shape}"
+        activity = f"running port {self.setup.target.name} on token ids {shape}"
         with port_errors(f"{self._what} failed while it ran", activity=activity, next_step=_RUN_STEP):
             returned = self.module(**inputs)
         result = parse_result(returned, model_pass.batch_shape, what=self._what)

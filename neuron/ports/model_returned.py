@@ -18,6 +18,8 @@ from minimax_tools.errors import TargetError
 
 # Name of the argument that a port takes its past by, and of what it returns.
 PAST = "past_key_values"
+# The name that transformers' own models have for both since 5.24.
+_PAST_OF_TRANSFORMERS = "cache"
 # Attribute of a port that keeps the keys and values of earlier passes itself.
 KEEPS_CACHE = "keeps_cache"
 # Attribute of a port whose prefill takes one row of a batch: the rows come one after the other, each with the past that
@@ -56,14 +58,15 @@ def parse_result(result: object, batch_shape: tuple[int, int], *, what: str) -> 
     elif isinstance(result, Mapping):
         fields = dict(result)
     elif hasattr(result, "logits"):
-        fields = {name: getattr(result, name, None) for name in ("logits", PAST, "tokens", "sites")}
+        names = ("logits", PAST, _PAST_OF_TRANSFORMERS, "tokens", "sites")
+        fields = {name: getattr(result, name, None) for name in names}
     elif isinstance(result, (tuple, list)) and result:
         fields = dict(zip(("logits", PAST, "tokens"), result, strict=False))
     else:
         fields = {}
     return ModelResult(
         logits=_check_logits(fields.get("logits"), batch_shape, what=what),
-        past=fields.get(PAST),
+        past=fields.get(_PAST_OF_TRANSFORMERS) if fields.get(PAST) is None else fields[PAST],
         tokens=_check_tokens(fields.get("tokens"), batch_shape[0], what=what),
         sites=dict(fields.get("sites") or {}),
     )
@@ -106,16 +109,19 @@ def _check_tokens(tokens: object, batch_size: int, *, what: str) -> torch.Tensor
     return tokens.reshape(batch_size)
 
 
-def takes_past(module: nn.Module) -> bool:
-    """Decide whether a port's forward accepts the keys and values of earlier passes."""
+def past_argument(module: nn.Module) -> str | None:
+    """Return the name by which a port's forward accepts the keys and values of earlier passes; None if it does not."""
     parameters = inspect.signature(module.forward).parameters
+    for name in (PAST, _PAST_OF_TRANSFORMERS):
+        if name in parameters:
+            return name
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return PAST in parameters or takes_any
+    return PAST if takes_any else None
 
 
 def require_decoding(module: nn.Module, *, what: str) -> None:
     """Raise TargetError unless a port can decode: it takes its past, or says that it keeps the cache itself."""
-    if takes_past(module) or getattr(module, KEEPS_CACHE, False):
+    if past_argument(module) or getattr(module, KEEPS_CACHE, False):
         return
     parameters = inspect.signature(module.forward).parameters
     raise TargetError(

@@ -66,13 +66,8 @@ class _Layer(nn.Module):
 
     def forward(self, hidden_states, attention_mask, position_ids):
         """Map [B,S,H] to [B,S,H]."""
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        # The fourth is the cache: named `past_key_values` up to transformers 5.23, and `cache` since.
+        mask = create_causal_mask(self.config, hidden_states, attention_mask, None, position_ids=position_ids)
         rotation = self.rotary(hidden_states, position_ids=position_ids)
         return self.layer(
             hidden_states, attention_mask=mask, position_ids=position_ids, position_embeddings=rotation

@@ -86,13 +86,8 @@ class TransformersSdpa(nn.Module):
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
         """Return transformers' output: logits [B,S,V] and the cache."""
         past = self.new_cache() if past_key_values is None else past_key_values
-        return self.whole(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past,
-            use_cache=True,
-        )
+        # The past goes by its place: its name is `past_key_values` up to transformers 5.23, and `cache` since.
+        return self.whole(input_ids, attention_mask, position_ids, past, use_cache=True)
 
 
 class TransformersEager(TransformersSdpa):

@@ -10,6 +10,14 @@ from torch import nn
 from minimax_tools.reference.layer import ReferenceAttention, ReferenceNorm
 
 
+def product(a, b):
+    """Return a @ b of BF16 tensors, added up in float32 as devices do.
+
+    torch's own is fifteen times slower on CPUs without BF16 instructions.
+    """
+    return (a.float() @ b.float()).to(a.dtype)
+
+
 class Config(InferenceConfig):
     """The config of the model."""
 
@@ -114,8 +122,8 @@ class Experts(nn.Module):
     def forward(self, *, hidden_states, expert_affinities, expert_index):
         chosen = torch.zeros_like(expert_affinities).scatter(-1, expert_index, 1.0)
         weights = nn.functional.normalize(expert_affinities * chosen, p=1.0, dim=1)
-        gate, up = (hidden_states @ self.mlp_op.gate_up_proj.weight).chunk(2, dim=-1)
-        outputs = (nn.functional.silu(gate) * up) @ self.mlp_op.down_proj.weight
+        gate, up = product(hidden_states, self.mlp_op.gate_up_proj.weight).chunk(2, dim=-1)
+        outputs = product(nn.functional.silu(gate) * up, self.mlp_op.down_proj.weight)
         return torch.einsum("te,eth->th", weights.float(), outputs.float()).to(hidden_states.dtype)
 
 
@@ -236,8 +244,8 @@ class UnnormalisedExperts(Experts):
 
     def forward(self, *, hidden_states, expert_affinities, expert_index):
         chosen = torch.zeros_like(expert_affinities).scatter(-1, expert_index, 1.0)
-        gate, up = (hidden_states @ self.mlp_op.gate_up_proj.weight).chunk(2, dim=-1)
-        outputs = (nn.functional.silu(gate) * up) @ self.mlp_op.down_proj.weight
+        gate, up = product(hidden_states, self.mlp_op.gate_up_proj.weight).chunk(2, dim=-1)
+        outputs = product(nn.functional.silu(gate) * up, self.mlp_op.down_proj.weight)
         return torch.einsum("te,eth->th", (expert_affinities * chosen).float(), outputs.float()).to(
             hidden_states.dtype
         )

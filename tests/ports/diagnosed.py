@@ -108,6 +108,16 @@ class BlackBoxPair(planted.BlackBox):
     mistake = planted.NormPerRankAndSwappedGateUp
 
 
+class KeysAndTheta(planted.DefaultTheta):
+    """A2 and R5 together: two mistakes of attention."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        tensors = tensors.copy()
+        keys, values = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+        tensors[keys], tensors[values] = tensors[values], tensors[keys]
+        return super().convert_state_dict(tensors, config, layer_idx)
+
+
 class BlackBoxOfRandomRows(planted.BlackBox):
     """O2, which nobody can name: o_proj holds random numbers; seen from outside."""
 

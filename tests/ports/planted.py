@@ -408,7 +408,7 @@ class UpClampedAlone(Planted):
 
 
 class UpClampedOnBothSides(Planted):
-    """The same on both sides."""
+    """Another model's clamp of up, on both sides."""
 
     class moe_class(port.Moe):  # noqa: N801
         def activate(self, gate, up):

@@ -20,6 +20,14 @@ from vllm_neuron.utils.checkpoints import SafetensorsCheckpoint
 from vllm_neuron.utils.weight_loader import SafetensorsWeightLoader, set_weight_loader
 
 
+def product(a, b):
+    """Return a @ b of BF16 tensors, added up in float32 as devices do.
+
+    torch's own is fifteen times slower on CPUs without BF16 instructions.
+    """
+    return (a.float() @ b.float()).to(a.dtype)
+
+
 def part_of(values, rank, dim):
     """Return a rank's part of values along a dim."""
     return values.chunk(get_tp_group().world_size, dim=dim)[rank]
@@ -113,7 +121,7 @@ class Attention(nn.Module):
         if is_prefill:
             # Between attentions each rank has some of the tokens.
             hidden_states = self.group.all_gather(hidden_states, dim=0)
-        q, k, v = (hidden_states @ self.qkv_proj_weight).split(self.widths, dim=-1)
+        q, k, v = product(hidden_states, self.qkv_proj_weight).split(self.widths, dim=-1)
         q, k, v = self.heads(self.q_norm(q)), self.heads(self.k_norm(k)), self.heads(v)
         q, k = (self.rotate(heads, position_embeddings) for heads in (q, k))
         self.write(k, v, metadata["slot_mapping"], metadata["block_size"])
@@ -126,7 +134,7 @@ class Attention(nn.Module):
                 q.transpose(1, 2), k.transpose(1, 2), v, scale=scale, tp_q=False, tp_out=True
             )
             context = context.permute(2, 0, 1)
-        partial = (context.flatten(1) @ self.o_proj_weight).float()
+        partial = product(context.flatten(1), self.o_proj_weight).float()
         summed = self.group.reduce_scatter(partial, dim=0) if is_prefill else self.group.all_reduce(partial)
         return summed.to(hidden_states.dtype)
 
@@ -197,8 +205,8 @@ class Experts(nn.Module):
     def forward(self, hidden_states, is_prefill):
         _, weights, experts = self.gate(hidden_states)
         affinities = torch.zeros(len(hidden_states), len(self.down_proj_weight)).scatter(1, experts, weights)
-        gate, up = torch.matmul(hidden_states, self.gate_up_proj_weight).chunk(2, dim=-1)
-        outputs = torch.matmul(nn.functional.silu(gate) * up, self.down_proj_weight)
+        gate, up = product(hidden_states, self.gate_up_proj_weight).chunk(2, dim=-1)
+        outputs = product(nn.functional.silu(gate) * up, self.down_proj_weight)
         return (outputs.float() * affinities.T[:, :, None]).sum(0).to(hidden_states.dtype)
 
 

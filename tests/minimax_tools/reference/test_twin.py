@@ -46,11 +46,7 @@ def run_in_float32(model: Any, layer: int, states: torch.Tensor, inputs: Inputs)
 
     states = states.float()
     mask = create_causal_mask(
-        config=model.config,
-        inputs_embeds=states,
-        attention_mask=inputs.attention_mask,
-        past_key_values=None,
-        position_ids=inputs.position_ids,
+        model.config, states, inputs.attention_mask, None, position_ids=inputs.position_ids
     )
     module = model.model.layers[layer]
     recording = recording_layer(module, sites=tuple(Site), attn_implementation="sdpa")

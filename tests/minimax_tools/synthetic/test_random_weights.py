@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_reference.model.model import restore_router
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -62,11 +64,8 @@ def runs(model: Model, inputs: list[torch.Tensor]) -> list[LayerRun]:
 
 
 def load(folder: Path) -> Model:
-    class Float32Router(transformers.MiniMaxM2ForCausalLM):
-        _keep_in_fp32_modules_strict = ("mlp.gate", "e_score_correction_bias")
-
     settings = transformers.FineGrainedFP8Config(dequantize=True)
-    model, loading = Float32Router.from_pretrained(
+    model, loading = transformers.MiniMaxM2ForCausalLM.from_pretrained(
         folder,
         dtype=torch.bfloat16,
         quantization_config=settings,
@@ -74,6 +73,8 @@ def load(folder: Path) -> Model:
         output_loading_info=True,
     )
     assert not any(loading.values()), loading
+    with CheckpointReader(folder) as reader:
+        restore_router(model, reader)
     assert model.model.layers[0].mlp.gate.weight.dtype == torch.float32
     assert model.model.layers[0].mlp.e_score_correction_bias.dtype == torch.float32
     return model.eval()

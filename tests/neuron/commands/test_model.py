@@ -62,6 +62,15 @@ class Model(Right):
         return {"logits": logits, "past_key_values": cache, "tokens": logits[:, -1].argmax(-1)}
 """
 
+# transformers' own models have this name for their past since 5.24.
+CACHE = """
+class Model(Right):
+    def forward(self, input_ids, attention_mask, position_ids, cache=None, **kwargs):
+        assert not kwargs, kwargs
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, cache)
+        return {"logits": logits, "cache": cache}
+"""
+
 LIVE_PADDING = """
 class Model(Right):
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
@@ -158,6 +167,7 @@ RIGHT_PORTS = {
         "logits[torch.arange(len(logits)), (attention_mask[:, -input_ids.shape[1]:].cumsum(1)).argmax(1)].argmax(-1)",
     ),
     "masked padding": LIVE_PADDING.replace("PADDING", "-1e9"),
+    "past by another name": CACHE,
     "own cache": STALE.replace("RESETS", "True"),
 }
 
