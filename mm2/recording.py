@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from minimax_tools.capture.further import (
+    FurtherRecorder,
+    parse_further,
+    require_further,
+    verify_further,
+)
 from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import Site
@@ -32,6 +38,7 @@ class Recording:
     name: str  # name of the module's class
     exposure: Exposure  # the sites that the module shows
     tensors: Mapping[Site, torch.Tensor]  # by site, on the CPU
+    further: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further outputs by name, on the CPU
     backend: str = "unknown"  # backend that computed, such as `cpu`
     num_calls: int = 0  # number of times that the module was called
 
@@ -65,7 +72,9 @@ class Recording:
 
 
 @contextmanager
-def record(module: nn.Module, *, sites: Mapping[str, str] | None = None) -> Iterator[Recording]:
+def record(
+    module: nn.Module, *, sites: Mapping[str, str] | None = None, also: Mapping[str, str] | None = None
+) -> Iterator[Recording]:
     """Record the sites of a decoder layer while the block runs; the module is called in it, once.
 
         with mm2.record(port) as run:
@@ -77,22 +86,28 @@ def record(module: nn.Module, *, sites: Mapping[str, str] | None = None) -> Iter
         module: The layer. It returns its output, or a tuple that begins with it.
         sites: Place of each site, such as `{"moe_delta": "moe", "attn_context": "self_attn.o_proj:input"}`. Default:
             the module's own attribute `sites`; else submodules with the usual names are found.
+        also: Place of each further output, such as `{"cache": ":output[1]"}`, kept in `Recording.further`.
 
     Raises:
-        TargetError: A place names a submodule that the module does not have.
+        TargetError: A place names a submodule that the module does not have, or no tensor passed at a further one.
         UsageError: At the end of the block: the module did not run, or more than once.
     """
     name = type(module).__name__
     exposure = find_exposure(module, what=name) if sites is None else read_exposure(module, sites, what=name)
     recording = Recording(name=name, exposure=exposure, tensors={})
     recorder = Recorder(module, exposure.taps, keep=copy_on_device)
+    places = parse_further(f"{place_name}={place}" for place_name, place in (also or {}).items())
+    verify_further(module, places, what=name)
+    further = FurtherRecorder(module, places, keep=copy_on_device)
     counter = module.register_forward_pre_hook(_count_calls(recording))
     try:
-        with recorder:
+        with recorder, further:
             yield recording
     finally:
         counter.remove()
     recording.require_one_call()
+    require_further(places, further.tensors, what=name)
+    recording.further = MappingProxyType({key: kept.to("cpu") for key, kept in further.tensors.items()})
     recording.backend = _backend_of(recorder.tensors)
     recording.tensors = MappingProxyType({site: kept.to("cpu") for site, kept in recorder.tensors.items()})
 

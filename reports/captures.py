@@ -124,11 +124,17 @@ def _contents_record(contents: Sequence[LayerContents]) -> dict[str, Any]:
             "layer": layer.layer,
             "sites": [_site_record(site) for site in layer.sites],
             "not_exposed": list(layer.not_exposed),
+            "further": [_further_record(output) for output in layer.further],
         }
         for layer in contents
         if layer.layer is not None
     ]
     return {"layers": layers, "model": model}
+
+
+def _further_record(output: SiteContents) -> dict[str, Any]:
+    record = _site_record(output)
+    return {"name": record.pop("site"), **record}
 
 
 def _site_record(site: SiteContents) -> dict[str, Any]:
@@ -148,7 +154,8 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
     facts = [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
-        ("backend", f"{made.backend}{device}, target {made.target}{_word_ranks(made.options)}"),
+        ("backend", f"{made.backend}{device}{_word_ranks(made.options)}"),
+        ("made by" if description.side == GOLDEN_SIDE else "port", made.target),
         *([("weights", f"by {made.options['conversion']}")] if "conversion" in made.options else []),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
@@ -206,6 +213,11 @@ def _draw_contents(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
         if layer.layer is None or not has_overview:
             _draw_layer(canvas, layer)
     _draw_not_exposed(canvas, contents)
+    further = [(layer.layer, output.site) for layer in contents for output in layer.further]
+    if has_overview and further:
+        canvas.section("Further outputs, never judged")
+        for line in word_sites_by_layer(further):
+            canvas.paragraph(line)
     if has_overview:
         canvas.gap()
         canvas.line("--json prints the statistics of every site.", style="dim")
@@ -215,6 +227,12 @@ def _draw_layer(canvas: Canvas, layer: LayerContents) -> None:
     canvas.section(word_layer(layer.layer).capitalize())
     rows = [Row(cells=_site_cells(site), style=_style(site)) for site in layer.sites]
     canvas.table((*_TENSOR, *_STATISTICS, *_COUNTS), rows)
+    if layer.further:
+        canvas.line("  further outputs, never judged", style="dim")
+        columns = (Column(title="name", is_text=True), *_TENSOR[1:], *_STATISTICS, *_COUNTS)
+        canvas.table(
+            columns, [Row(cells=_site_cells(output), style=_style(output)) for output in layer.further]
+        )
 
 
 def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -37,12 +39,14 @@ class LayerContents:
     layer: int | None
     sites: tuple[SiteContents, ...]  # its sites, in execution order
     not_exposed: tuple[str, ...] = ()  # sites that the run asked for and the port does not expose
+    further: tuple[SiteContents, ...] = ()  # further outputs of the port, named as it was asked for them
 
 
 def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:
     """Return the contents of a capture: its layers ascending, then the sites outside them.
 
-    Statistics come from the manifest. Without a manifest they are computed, one tensor in memory at a time.
+    Statistics come from the manifest. Those of further outputs are computed, and without a manifest all, with one
+    tensor in memory at a time. Further outputs that cannot be read are left out: the capture's inspection names them.
 
     Raises:
         CaptureError: A tensor cannot be read.
@@ -55,6 +59,7 @@ def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:
                 for site in source.sites(layer)
             ),
             not_exposed=tuple(str(site) for site in source.not_exposed(layer)),
+            further=tuple(_read_further(source, layer)),
         )
         for layer in source.layers
     ]
@@ -77,6 +82,12 @@ def measure_contents(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> tuple
         )
         for layer in sorted(layers)
     )
+
+
+def _read_further(source: CaptureSource, layer: int) -> Iterator[SiteContents]:
+    for name in source.further(layer):
+        with suppress(CaptureError):
+            yield _measure_site(name, source.read_further(layer, name))
 
 
 def _read_site(site: Site | ModelSite, entry: Entry | None, read: Callable[[], torch.Tensor]) -> SiteContents:

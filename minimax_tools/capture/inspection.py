@@ -53,18 +53,13 @@ def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[tuple[Calla
     for layer in capture.layers:
         for site in Site:
             yield partial(capture.read_twin, layer, site), 1
-        for name in _listed_names(capture, f"layer_{layer}.floor.safetensors"):
+        for name in capture.manifest.names_in(f"layer_{layer}.floor.safetensors"):
             yield partial(capture.read_floor, layer, name), 1
+        for name in capture.further(layer):
+            yield partial(capture.read_further, layer, name), 1
         yield partial(capture.read_cache, layer), 2  # keys and values
     if capture.model_sites():
         for model_site in ModelSite:
             yield partial(capture.read_model_twin, model_site), 1
-        for name in _listed_names(capture, "model.floor.safetensors"):
+        for name in capture.manifest.names_in("model.floor.safetensors"):
             yield partial(capture.read_model_floor, name), 1
-
-
-def _listed_names(capture: CaptureSource, file: str) -> list[str]:
-    """Return the names of a file's tensors that the manifest lists among its digests."""
-    digests = capture.manifest.digests
-    files = () if digests is None else digests.tensors
-    return [name for listed in files if listed.file == file for name, _ in listed.tensors]

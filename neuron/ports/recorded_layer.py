@@ -1,4 +1,4 @@
-"""RecordedLayer: a port's layer that returns its sites beside its result, so that a compiler keeps them."""
+"""RecordedLayer: a port's layer that returns its sites and further outputs, so that a compiler keeps them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimax_tools.capture.further import FurtherPlace, FurtherRecorder
 from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.capture.taps import Tap
 from minimax_tools.model.sites import Site
@@ -16,22 +17,28 @@ from minimax_tools.model.sites import Site
 class RecordedLayer(nn.Module):
     """A port's layer, called with values that replace its own at some sites, and then as the layer itself.
 
-    Its hooks are in place in `with layer.recorder:`. torch.compile takes them into the graph: a site becomes an output
-    of it, and a value that replaces one an input.
+    Its hooks are in place in `with layer.recorder, layer.further:`. torch.compile takes them into the graph: a
+    site becomes an output of it, and a value that replaces one an input.
     """
 
-    def __init__(self, layer: nn.Module, taps: Mapping[Site, Tap]) -> None:
+    def __init__(
+        self, layer: nn.Module, taps: Mapping[Site, Tap], further: tuple[FurtherPlace, ...] = ()
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.recorder: Recorder[Site] = Recorder(layer, taps, keep=copy_on_device)
+        self.further = FurtherRecorder(layer, further, keep=copy_on_device)
         # The graph of another layer is taken only if this is equal: torch.compile does not look at hooks.
         self.places = tuple((site, str(tap)) for site, tap in taps.items())
+        self.further_places = tuple(map(str, further))
 
     def forward(
         self, feeds: Mapping[Site, torch.Tensor], *arguments: object, **keywords: object
-    ) -> tuple[Any, dict[Site, torch.Tensor]]:
-        """Return what the layer returns, and a copy of the tensor at each site that it reached."""
+    ) -> tuple[Any, dict[Site, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return what the layer returns, a copy of the tensor at each site that it reached, and further outputs."""
         self.recorder.start(feeds)
+        self.further.start()
         result = self.layer(*arguments, **keywords)
         tensors = self.recorder.tensors
-        return result, {site: tensors[site] for site, _ in self.places if site in tensors}
+        sites = {site: tensors[site] for site, _ in self.places if site in tensors}
+        return result, sites, dict(self.further.tensors)

@@ -11,6 +11,7 @@ import torch
 
 from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.further import FurtherPlace
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import UsageError
@@ -82,8 +83,14 @@ class DeviceRequest(PortSetup):
         None  # right values that replace the port's own at some sites; None for none
     )
     max_new_tokens: int = 0  # most tokens to generate after each row, in a run of the whole model; 0 for none
+    further: tuple[FurtherPlace, ...] = ()  # further outputs of the port to store beside its sites
 
     def __post_init__(self) -> None:
+        if self.further and self.run.num_decoded:
+            raise UsageError(
+                "--also and --decode were both given: --also works with one pass per layer, and --decode runs several",
+                next_step="Leave one of them out.",
+            )
         if self.run.num_decoded >= max(self.inputs.lengths):
             raise UsageError(
                 f"of {max(self.inputs.lengths)} tokens {self.run.num_decoded} cannot be decoded",

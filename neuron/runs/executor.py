@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from compare.diagnosis.proof.undo import Undo
+from minimax_tools.capture.further import require_further, verify_further
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
@@ -116,13 +117,13 @@ class LayerExecutor:
 
     def _run_part(self, request: LayerRequest) -> LayerRun | None:
         """Run this rank's part of a layer, within the time limit of a layer; None on ranks other than the lead."""
-        activity = f"at work on layer {request.layer} of target {self.setup.target.name}"
+        activity = f"at work on layer {request.layer} of port {self.setup.target.name}"
         with doing(activity, is_in_port=False):
             return self._load_and_run(request)
 
     def _load_and_run(self, request: LayerRequest) -> LayerRun | None:
         layer_input, sites = request.layer_input, request.sites
-        what = f"target {self.setup.target.name}, layer {request.layer}"
+        what = f"port {self.setup.target.name}, layer {request.layer}"
         stopwatch = LayerStopwatch(self.runtime, self.reader, self.loader)
         with device_memory_errors(f"when the weights of layer {request.layer} were written to it"):
             module = self._resident.load(request.layer, next_layer=request.next_layer)
@@ -134,9 +135,10 @@ class LayerExecutor:
         # Golden values at the border of the component to run: they replace what the port computes there.
         border = {site: assembly.cut(site, tensor) for site, tensor in request.border.items()}
         taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in border}
-        recorded = RecordedLayer(module, taps)
-        with torch.no_grad(), recorded.recorder:
-            result, shown = self._forward(
+        verify_further(module, request.further, what=what)
+        recorded = RecordedLayer(module, taps, request.further)
+        with torch.no_grad(), recorded.recorder, recorded.further:
+            result, shown, further = self._forward(
                 recorded, assembly.cut_past(layer_input), border, layer=request.layer, what=what
             )
         rank_output = find_output(result, tuple(layer_input.hidden_states.shape), what=what)
@@ -150,15 +152,18 @@ class LayerExecutor:
         tensors = self._join_sites(shown, assembly, sites)
         output = assembly.join(Site.OUTPUT, rank_output.to("cpu"))
         key_values = None if rank_key_values is None else assembly.join_past(rank_key_values)
+        joined_further = assembly.join_further(request.further, further)
         if output is None:
             # Only the lead gets the joined tensors.
             return None
+        require_further(request.further, joined_further, what=what)
         return LayerRun(
             output=output,
             tensors=tensors,
             not_exposed=tuple(site for site in sites if site not in tensors),
             router_dtypes=router_dtypes(module),
             key_values=key_values,
+            further=joined_further,
             times=stopwatch.times(),
         )
 
@@ -180,8 +185,8 @@ class LayerExecutor:
         *,
         layer: int,
         what: str,
-    ) -> tuple[object, Mapping[Site, torch.Tensor]]:
-        """Call the port, compiled if the run compiles; return what it returns, and its sites."""
+    ) -> tuple[object, Mapping[Site, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Call the port, compiled if the run compiles; return what it returns, its sites, and its further outputs."""
         device, past = self.runtime.device, layer_input.past
         # Copied, because a port may work in place. Copied from the host, so that no graph depends on the layer before.
         states = layer_input.hidden_states.to(self.setup.dtype).to(device, copy=True)
@@ -191,18 +196,18 @@ class LayerExecutor:
         arguments = ", ".join((*_ARGUMENTS, *keywords))
         next_step = f"It is called as module({arguments}); see --debug for the traceback."
         name, shape = self.setup.target.name, list(states.shape)
-        activity = f"running layer {layer} of target {name} on hidden states {shape}"
+        activity = f"running layer {layer} of port {name} on hidden states {shape}"
         with port_errors(f"{what} failed while it ran", activity=activity, next_step=next_step):
             compiler = self.runtime.compiler
             run = compiler.compile(recorded, what=what) if compiler else recorded
-            result, tensors = run(
+            result, tensors, further = run(
                 {site: tensor.to(device) for site, tensor in border.items()},
                 states,
                 attention_mask,
                 position_ids,
                 **keywords,
             )
-            return result, tensors
+            return result, tensors, further
 
     def _join_sites(
         self, shown: Mapping[Site, torch.Tensor], assembly: RankAssembly, sites: tuple[Site, ...]

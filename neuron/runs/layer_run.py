@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minimax_tools.capture.further import FurtherPlace
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
@@ -69,6 +70,7 @@ class LayerRequest:
     layer: int
     layer_input: LayerInput  # the layer's input, which is not changed
     sites: tuple[Site, ...] = ()  # the sites to record
+    further: tuple[FurtherPlace, ...] = ()  # further outputs to record, which are no sites
     # Golden values that replace what the port computes at these sites.
     border: Mapping[Site, torch.Tensor] = field(default_factory=dict)
     keeps_past: bool = False  # whether the port must return keys and values
@@ -86,4 +88,5 @@ class LayerRun:
     router_dtypes: Mapping[str, str]
     # Rotated keys and values of this pass's columns, [B,K,S,D] each; None unless `keeps_past` was asked for.
     key_values: KeyValues | None = None
+    further: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further outputs by name
     times: LayerTimes = field(default_factory=LayerTimes)  # time by phase

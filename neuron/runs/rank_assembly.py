@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from minimax_tools.capture.further import FurtherPlace, names_place
 from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
@@ -74,6 +76,26 @@ class RankAssembly:
                 next_step="Every rank must call the same submodules.",
             )
         return self.exposure.assemble(site, pieces, self.batch_shape, what=what)
+
+    def join_further(
+        self, places: Sequence[FurtherPlace], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Join the ranks' further outputs, by name and on the CPU; {} on ranks other than the lead.
+
+        Raises:
+            TargetError: Pieces contradict the layout that their place names.
+        """
+        if not places:
+            return {}
+        pieces = self.runtime.messages.gather({name: tensor.to("cpu") for name, tensor in tensors.items()})
+        joined: dict[str, torch.Tensor] = {}
+        for place in places if pieces else ():
+            of_place = [
+                {name: tensor for name, tensor in piece.items() if names_place(name, place)}
+                for piece in pieces
+            ]
+            joined |= place.join(of_place, what=self.what)
+        return joined
 
     def join_past(self, key_values: KeyValues) -> KeyValues | None:
         """Join keys and values of all heads, on the CPU; None on ranks other than the lead.

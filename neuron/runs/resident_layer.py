@@ -63,7 +63,7 @@ class ResidentLayer:
             module, opened.tensors, setup.spec, loader=self.loader, ranks=ranks, prepared=opened.weights
         )
         if self._runtime.spmd is not None:
-            self._runtime.spmd.mark_division(module, what=f"target {target.name}")
+            self._runtime.spmd.mark_division(module, what=f"port {target.name}")
         self._module, self._layer = module, layer
         return module
 

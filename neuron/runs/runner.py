@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
@@ -124,6 +125,7 @@ class DeviceRun:
             writer.write_layer(
                 layer,
                 {site: tensor for site, tensor in tensors if keeps_input or site is not Site.INPUT},
+                further=result.further,
                 not_exposed=result.not_exposed,
                 observed_dtypes=result.router_dtypes,
             )
@@ -148,6 +150,7 @@ class DeviceRun:
             layer=layer,
             layer_input=LayerInput.of(hidden_states, request.inputs),
             sites=request.run.sites,
+            further=request.further,
             border=golden.border(layer) if golden else {},  # values that a component is given
             # Generation needs keys and values: a port that returns none is refused at the first layer.
             keeps_past=request.run.num_decoded > 0 or request.max_new_tokens > 1,
@@ -161,7 +164,7 @@ class DeviceRun:
         if self._profiler is not None:
             self._profiler.add(layer, started_s, result.times)
         if request.checks_capture:
-            unrecorded = self._run_passes(replace(layer_request, sites=()), past)
+            unrecorded = self._run_passes(replace(layer_request, sites=(), further=()), past)
             self._effects.append(CaptureEffect.between(layer, result.output, unrecorded.output))
         self._counts.append(self._runtime.count_compiles())
         return result
@@ -275,6 +278,8 @@ class DeviceRun:
             options["layers_before"] = encode(lead_in)["layers"]
         if request.stage_feeds is not None:
             options["replaced"] = [str(site) for site in request.stage_feeds.sites]
+        if request.further:
+            options[ALSO] = [str(place) for place in request.further]
         return Description(
             side=DEVICE_SIDE,
             run=request.run,

@@ -30,6 +30,18 @@ def test_given_sites_take_the_place_of_the_modules_own(
     assert set(recording.sites) == {"input", "moe_delta", "output"}
 
 
+def test_further_outputs_are_kept_beside_the_sites(
+    run: Callable[..., mm2.Recording], example: Callable[[str], Any]
+) -> None:
+    recording = run(example("port.py"), also={"router": "moe.router", "given": "moe:input"})
+    assert list(recording.further) == ["given", "router.0", "router.1", "router.2"]
+    assert torch.equal(recording.further["given"], recording["post_norm"])
+    with pytest.raises(TargetError, match="no submodule 'mo', which the further output a=mo names"):
+        run(example("port.py"), also={"a": "mo"})
+    with pytest.raises(TargetError, match=r"showed no tensor at the further output a=:output\[1\]"):
+        run(example("port.py"), also={"a": ":output[1]"})
+
+
 def test_site_at_a_missing_submodule_is_refused(
     run: Callable[..., mm2.Recording], example: Callable[[str], Any]
 ) -> None:

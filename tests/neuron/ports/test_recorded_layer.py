@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from minimax_tools.capture.further import parse_further
 from minimax_tools.capture.taps import Tap
 from minimax_tools.model.sites import Site
 from neuron.devices.compiler import Compiler, count_torch_compiles
@@ -46,7 +47,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[RecordedLayer], C
 def call(make: Any, layer: nn.Module, taps: dict[Site, Tap], feeds: dict[Site, torch.Tensor]) -> Any:
     recorded = RecordedLayer(layer, taps)
     with torch.no_grad(), recorded.recorder:
-        return make(recorded)(feeds, STATES)
+        return make(recorded)(feeds, STATES)[:2]
 
 
 def test_result_and_sites_are_those_of_the_layer(make: Any) -> None:
@@ -71,6 +72,16 @@ def test_site_that_no_tensor_reaches_is_left_out(make: Any) -> None:
     layer.unused = nn.Linear(4, 4)
     _, tensors = call(make, layer, {**TAPS, Site.ATTN_DELTA: Tap(path="unused")}, {})
     assert set(tensors) == set(TAPS)
+
+
+def test_further_outputs_come_beside_the_sites(make: Any) -> None:
+    layer = Layer()
+    recorded = RecordedLayer(layer, TAPS, parse_further(["first=first", "given=second:input"]))
+    with torch.no_grad(), recorded.recorder, recorded.further:
+        _, sites, further = make(recorded)({}, STATES)
+    assert set(sites) == set(TAPS)
+    assert further["first"].equal(sites[Site.Q_PROJ])
+    assert further["given"].equal(sites[Site.MOE_DELTA])
 
 
 def test_hooks_are_gone_after_the_block(make: Any) -> None:
@@ -105,7 +116,7 @@ class TestGraphs:
         assert all(tensor.equal(expected[site]) for site, tensor in tensors.items())
 
     def test_sites_that_change_places_are_another_graph(self) -> None:
-        """The same submodules have the same kinds of hooks: the places alone tell the graphs apart."""
+        """The places alone tell the graphs apart: the submodules and their kinds of hooks are the same."""
         torch.compiler.reset()
         layer, first, second = Layer(), Tap(path="first"), Tap(path="second")
         for taps in ({Site.Q_PROJ: first, Site.K_PROJ: second}, {Site.Q_PROJ: second, Site.K_PROJ: first}):
