@@ -36,6 +36,7 @@ from compare.sides.pairing import declared_layers
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress
+from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
@@ -134,7 +135,7 @@ def diagnose_run(
     judgeable = tuple(layer for layer in chosen if _has_finite_input(run, layer))
     # Nothing was diagnosed, and nothing can be.
     if chosen and not judgeable and all(site.is_right for site in sites):
-        raise _lacks_input(chosen[0])
+        raise _lacks_input(run, chosen[0])
     with open_progress(len(judgeable)) as progress:
         diagnoses = tuple(
             _diagnose_layers(
@@ -165,7 +166,7 @@ def diagnose_run(
         passed_over=_passed_over(run, judgeable, diagnoses),
         notes=(
             *site_notes,
-            *(str(_lacks_input(layer)) for layer in chosen if layer not in judgeable),
+            *(str(_lacks_input(run, layer)) for layer in chosen if layer not in judgeable),
             *(_chain_notes(run, chosen) if layers is None else ()),
         ),
     )
@@ -207,12 +208,14 @@ def _has_finite_input(run: JudgedRun, layer: int) -> bool:
     )
 
 
-def _lacks_input(layer: int) -> IncomparableError:
+def _lacks_input(run: JudgedRun, layer: int) -> IncomparableError:
+    commands = RunCommands.of(run.sides.reference, run.sides.target)
     return IncomparableError(
         f"the input of layer {layer} is not held on both sides, or not finite: its own mistakes cannot be told from "
         "inherited errors",
-        next_step=f"Capture the layer's input too, or run mm2-test single-layer --layer {layer} --golden DIR, and "
+        next_step=f"Capture the layer's input too, or run mm2-test single-layer --layer {layer} on the golden, and "
         "diagnose that run.",
+        commands=() if commands is None or commands.port is None else (commands.single_layer(layer),),
     )
 
 

@@ -69,6 +69,8 @@ class Mistake:
     fitted: str | None = None  # parameter that is searched between the candidates, on a logarithmic scale
     is_whole: bool = False  # whether the fitted parameter is a whole number
     is_rounding: bool = False
+    # Whether the change takes values of all tokens from the right layer, where no other mistake has changed them.
+    reads_right_layer: bool = False
     repair: WeightRepair | None = None  # change of the layer's tensors that undoes it; None if none does
 
     def hypotheses(self, inputs: LayerInputs) -> tuple[Hypothesis, ...]:
@@ -109,7 +111,7 @@ class Hypothesis:
 
     @property
     def is_of_attention(self) -> bool:
-        """True if the change begins before post_norm; of a pair that is tried, one mistake does, and one does not."""
+        """True if the change begins before post_norm."""
         return min(site.order for site in self.sites) < Site.POST_NORM.order
 
     def and_also(self, other: Hypothesis) -> Hypothesis:

@@ -10,6 +10,7 @@ numbers below count these. A later value replaces an earlier one only if it is c
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ _MOST_ALIKE = 3
 _MOST_FITTED = 6
 # Hypotheses that are judged on all tokens: the best by misfit, and the best by z, whose error the noise may cover.
 _MOST_FINALISTS, _MOST_FAINT = 10, 5
-# Mistakes of attention, and of the experts, that are paired with each other: all with all are tens of thousands.
+# Mistakes of attention, and of the experts, that are paired: all with all are tens of thousands.
 _MOST_PARTNERS = 5
 # As many as a report shows.
 _MOST_NEAREST = 3
@@ -212,20 +213,38 @@ def _with_fitted_parameter(scores: Sequence[Score]) -> list[Score]:
 
 
 def _pair_up(scores: Sequence[Score]) -> list[Hypothesis]:
-    """Pair mistakes of attention with mistakes of the experts: the best few of each, and the best with all others."""
+    """Pair mistakes that may have happened together.
+
+    Mistakes of attention go with mistakes of the experts: the best few of each, and the best with all others. The best
+    few of one side go with each other too, if they begin at different sites.
+    """
     singles = [score for score in scores if not score.is_decode_only and len(score.hypothesis.mistakes) == 1]
     attention = [score for score in singles if score.hypothesis.is_of_attention]
     experts = [score for score in singles if not score.hypothesis.is_of_attention]
-    if not attention or not experts:
-        return []
-    pairs = [(first, second) for first in _partners(attention) for second in _partners(experts)]
-    pairs += [(first, best_first(experts)[0]) for first in attention]
-    pairs += [(best_first(attention)[0], second) for second in experts]
+    pairs = [*_pairs_apart(attention), *_pairs_apart(experts)]
+    if attention and experts:
+        pairs += [(first, second) for first in _partners(attention) for second in _partners(experts)]
+        pairs += [(first, best_first(experts)[0]) for first in attention]
+        pairs += [(best_first(attention)[0], second) for second in experts]
     unique = {
         (id(first.hypothesis), id(second.hypothesis)): first.hypothesis.and_also(second.hypothesis)
         for first, second in pairs
     }
     return list(unique.values())
+
+
+def _pairs_apart(scores: Sequence[Score]) -> list[tuple[Score, Score]]:
+    """Pair the best few scores of one side of the layer with each other, where they begin at different sites.
+
+    A mistake that reads the right layer is left out: its side would not show the other one.
+    """
+    may_pair = [score for score in scores if not score.hypothesis.mistakes[0].reads_right_layer]
+    partners = dict.fromkeys(_partners(may_pair))
+    return [
+        (first, second)
+        for first, second in itertools.combinations(partners, 2)
+        if not first.hypothesis.sites & second.hypothesis.sites
+    ]
 
 
 def _partners(scores: Sequence[Score]) -> list[Score]:

@@ -188,6 +188,7 @@ ATTENTION_MISTAKES = (
         what="The context's heads and tokens are not transposed before heads are laid side by side.",
         look_at="the transpose(1, 2) between attention and o_proj",
         build=lambda: replace_stage(Site.ATTN_CONTEXT, _not_transposed),
+        reads_right_layer=True,
     ),
     Mistake(
         name="attention_softmax_low_precision",

@@ -15,7 +15,7 @@ from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
 from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
 from compare.diagnosis.catalogue.router import ROUTER_MISTAKES
 from compare.diagnosis.mistake import Mistake
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, did_you_mean
 
 # If two mistakes explain an output alike, the earlier one is named first.
 CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
@@ -46,9 +46,10 @@ def find_mistakes(names: tuple[str, ...], *, also: Collection[str] = ()) -> tupl
     """
     unknown = [name for name in names if name not in CATALOGUE and name not in also]
     if unknown:
+        near = did_you_mean(unknown[0], (*CATALOGUE, *also))
         raise UsageError(
             f"no mistake is called {unknown[0]!r}",
-            next_step="mm2-diagnose --list shows the catalogue.",
+            next_step=f"{near} mm2-diagnose --list shows the catalogue.".strip(),
         )
     if not names:
         return tuple(CATALOGUE.values())

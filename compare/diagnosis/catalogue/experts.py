@@ -281,6 +281,7 @@ EXPERT_MISTAKES = (
         look_at="capacity_factor",
         build=lambda factor, counted="all": _sum_only(_within_capacity(factor, counted)),
         candidates=_capacities,
+        reads_right_layer=True,
     ),
     Mistake(
         name="moe_delta_scaled",

@@ -133,6 +133,18 @@ def test_mistake_must_be_in_the_catalogue(toy: Path, golden: Path, swapped: Path
     result = command(mm2_diagnose, *paths, "--mistake", "too_many_cooks")
     assert result.exit_code == 2
     assert "no mistake is called 'too_many_cooks'" in result.output
+    assert "Did you mean" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("gate_up_swap", "gate_up_swapped"), ("final_norm_mising", "final_norm_missing")]
+)
+def test_mistake_that_is_misspelled_is_answered_by_a_near_one(
+    name: str, meant: str, toy: Path, golden: Path, swapped: Path, command: Command
+) -> None:
+    result = command(mm2_diagnose, "--model", toy, "--golden", golden, "--run", swapped, "--mistake", name)
+    assert result.exit_code == 2
+    assert f"Did you mean {meant}" in result.output
 
 
 def test_checkpoint_of_another_model_is_refused(

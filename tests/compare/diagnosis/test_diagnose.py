@@ -130,6 +130,14 @@ def test_two_mistakes_at_once_are_named_together(diagnose: Diagnose) -> None:
 
 
 @pytest.mark.slow
+def test_two_mistakes_of_attention_are_named_together(diagnose: Diagnose) -> None:
+    _, record = diagnose("KeysAndTheta", ports="diagnosed.py")
+    (named,) = record["diagnosis"]
+    assert named["mistake"] == "k_v_swapped + rope_theta"
+    assert named["parameters"] == {"rope_theta.theta": pytest.approx(1e4, rel=1e-2)}
+
+
+@pytest.mark.slow
 def test_pair_that_explained_a_layer_is_tried_first_on_the_next(diagnose: Diagnose) -> None:
     _, record = diagnose("BlackBoxPair", ports="diagnosed.py", layers="1:3")
     assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [

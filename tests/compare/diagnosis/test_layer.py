@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,3 +108,21 @@ def test_mistakes_that_do_the_same_cannot_be_told_apart(trial: Trial) -> None:
     assert (router - moe).norm() < floor
     assert min((swapped - other).norm() for other in (router, moe)) >= floor
     assert min((rows - exact).norm() for rows in (router, moe, swapped)) > 5 * floor
+
+
+@pytest.mark.slow
+def test_mistakes_that_begin_at_different_sites_can_happen_together(trial: Trial) -> None:
+    hypotheses = [
+        hypothesis
+        for mistake in CATALOGUE.values()
+        if not mistake.reads_right_layer
+        for hypothesis in mistake.hypotheses(trial.base.inputs)[:1]
+    ]
+    base = trial.base.select_tokens(torch.arange(4))
+    num_pairs = 0
+    for first, second in itertools.combinations(hypotheses, 2):
+        if not first.sites & second.sites:
+            changed = base.changed(first.and_also(second).change)
+            assert changed.rows(Site.OUTPUT).shape == base.rows(Site.OUTPUT).shape, (first.name, second.name)
+            num_pairs += 1
+    assert num_pairs > 1000

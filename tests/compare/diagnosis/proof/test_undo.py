@@ -35,6 +35,7 @@ def test_lines_begin_with_the_parameters() -> None:
     ("text", "message"),
     [
         ("too_many_cooks", "no mistake is called 'too_many_cooks'"),
+        ("gate_up_swap", "Did you mean gate_up_swapped?"),
         ("k_norm_scaled", "expected factor, found none"),
         ("gate_up_swapped,factor=2", "expected none, found factor=2"),
         ("k_norm_scaled,factor", "cannot be read"),
