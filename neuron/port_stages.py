@@ -15,12 +15,14 @@ from typing import Any
 
 import click
 
+from minimax_tools.command_line.console import NEXT_TITLE, SCHEMA_VERSION
 from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
 _LOG_NAME = "stages.json"
+_NEXT_LINE = f"{NEXT_TITLE}\n"
 # The module behind each command: the commands need not be on the PATH.
 _MODULES: Mapping[str, str] = MappingProxyType(
     {"mm2-gpu": "gpu_reference", "mm2-test": "neuron", "mm2-diagnose": "compare.diagnosis.cli"}
@@ -36,6 +38,7 @@ class StageResult:
     source_digest: str  # sha256 of the port's source; empty for a stage that does not run it
     exit_code: int
     output: str  # what the command wrote to stdout
+    schema_version: int  # of the JSON that it wrote: a later mm2 may write another
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -46,9 +49,25 @@ class StageResult:
             return None
         return record if isinstance(record, dict) else None
 
+    @property
+    def next_commands(self) -> tuple[str, ...]:
+        """The commands that the stage advises to run next."""
+        if self.record is not None:
+            return tuple(self.record.get("next", ()))
+        return tuple(line.strip() for line in _split(self.output)[1][1:])
+
+    @property
+    def text(self) -> str:
+        """The output without the commands to run next."""
+        return "".join(_split(self.output)[0])
+
 
 class StageLog:
-    """Finished stages in a folder. A stage with the same command and source is not run again."""
+    """Finished stages of an unfinished call, in a folder: the next call goes on behind them.
+
+    A finished call forgets the stages that ran the port. What a port does may change without a trace in its source,
+    such as a file that it reads while it runs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _LOG_NAME
@@ -57,23 +76,36 @@ class StageLog:
     def find(self, name: str, words: tuple[str, ...], *, source_digest: str) -> StageResult | None:
         """Return a stage that a former call finished; None if it did not, or with another command or source."""
         known = self._finished.get(name)
-        is_same = known is not None and (known.command, known.source_digest) == (
-            shlex.join(words),
-            source_digest,
-        )
+        asked = (shlex.join(words), source_digest, SCHEMA_VERSION)
+        is_same = known is not None and (known.command, known.source_digest, known.schema_version) == asked
         return known if is_same else None
 
-    def run(self, name: str, words: tuple[str, ...], *, source_digest: str, is_shown: bool) -> StageResult:
-        """Run a stage to its end, and keep its result; `is_shown` writes its output to stdout as it comes.
-
-        A stage that could not be carried out (exit codes 2 and 3) is not kept: a later call runs it again.
+    def finish(self) -> None:
+        """Forget the stages that ran the port.
 
         Raises:
             OSError: The log cannot be written.
         """
-        lines = []
+        self._finished = {name: result for name, result in self._finished.items() if not result.source_digest}
+        self._write()
+
+    def run(
+        self, name: str, words: tuple[str, ...], *further: str, source_digest: str, is_shown: bool
+    ) -> StageResult:
+        """Run a stage to its end, and keep its result.
+
+        `further` options do not count as another command. `is_shown` writes its output to stdout as it comes, without
+        the commands to run next.
+
+        A stage that could not be carried out (exit codes 2 and 3) is not kept: the next call runs it again.
+
+        Raises:
+            OSError: The log cannot be written.
+        """
+        lines: list[str] = []
+        is_next = False
         with subprocess.Popen(
-            [sys.executable, "-m", _MODULES[words[0]], *words[1:]],
+            [sys.executable, "-m", _MODULES[words[0]], *words[1:], *further],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -81,7 +113,8 @@ class StageLog:
             assert process.stdout is not None, "stdout is a pipe"
             for line in process.stdout:
                 lines.append(line)
-                if is_shown:
+                is_next = is_next or line == _NEXT_LINE
+                if is_shown and not is_next:
                     click.echo(line, nl=False)
         result = StageResult(
             name=name,
@@ -89,12 +122,23 @@ class StageLog:
             source_digest=source_digest,
             exit_code=process.returncode,
             output="".join(lines),
+            schema_version=SCHEMA_VERSION,
         )
         if result.exit_code in (0, 1):
             self._finished[name] = result
-            with whole_file(self._path) as file:
-                json.dump([asdict(stage) for stage in self._finished.values()], file, indent=1)
+            self._write()
         return result
+
+    def _write(self) -> None:
+        with whole_file(self._path) as file:
+            json.dump([asdict(stage) for stage in self._finished.values()], file, indent=1)
+
+
+def _split(output: str) -> tuple[list[str], list[str]]:
+    """Split a command's text into its lines, and those of the commands to run next."""
+    lines = output.splitlines(keepends=True)
+    place = lines.index(_NEXT_LINE) if _NEXT_LINE in lines else len(lines)
+    return lines[:place], lines[place:]
 
 
 def _read(path: Path) -> tuple[StageResult, ...]:

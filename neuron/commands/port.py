@@ -11,9 +11,19 @@ from pathlib import Path
 import click
 import torch
 
+from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.mirror import address_of
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
+from minimax_tools.capture.reader import Capture
+from minimax_tools.command_line.capture_commands import golden_words
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    print_json,
+    print_text,
+    same_command,
+)
 from minimax_tools.command_line.options import DEFAULT_CAPTURES, dtype_option, model_option, output_options
+from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.results.results import Verdict
 from neuron.devices.ranks import Ranks
 from neuron.options import backend_option, golden_option, name_port, target_option
@@ -23,7 +33,6 @@ from neuron.ports.traced import PREFIX as COMPILED_PREFIX
 
 logger = logging.getLogger(__name__)
 
-_LENGTHS = "96,61"  # tokens of the golden's random prompts
 _NAME_WIDTH = 9
 
 
@@ -70,8 +79,8 @@ def port_command(
 ) -> None:
     """Judge a port in stages: golden, weights, sweep, then its mistake named and proved, or all layers in a chain.
 
-    Each stage is a command that is shown before it runs; the last leaves a report in the folder `report`. Finished
-    stages are kept in the output folder: a later call goes on behind them. A changed port runs again; the golden stays.
+    Each stage is a command that is shown before it runs; the last leaves a report in the folder `report`. A call that
+    was interrupted goes on behind its finished stages, unless the port has changed. The golden is made once.
 
     Exits with 1 if the port differs.
     """
@@ -82,12 +91,18 @@ def port_command(
     log = StageLog(output_dir)
     results: list[StageResult] = []
     while (stage := plan.next_stage(results)) is not None:
-        results.append(_carry_out(log, stage, source_digest=source_digest, as_json=as_json))
+        results.append(_carry_out(log, stage, plan, source_digest=source_digest, as_json=as_json))
     exit_code = max(result.exit_code for result in results)
+    if exit_code in (0, 1):
+        log.finish()
+    verdict = Verdict.of_exit_code(exit_code)
+    # A mended port is judged by the same command.
+    again = (same_command("mm2-test"),) if exit_code == 1 else ()
+    following = tuple(dict.fromkeys((*results[-1].next_commands, *again)))
     if as_json:
         print_json(
             {
-                "verdict": str(_verdict(exit_code)),
+                "verdict": str(verdict),
                 "directory": str(output_dir),
                 "stages": [
                     {
@@ -99,12 +114,12 @@ def port_command(
                     for result in results
                 ],
             },
-            next_commands=(results[-1].record or {}).get("next", ()),
+            next_commands=following,
         )
     else:
-        lines = [f"{str(_verdict(exit_code)).upper()}: {target}"]
-        lines += [f"  {result.name:{_NAME_WIDTH}}  {_word(result)}" for result in results]
-        print_text("\n".join(["", *lines]), next_commands=())
+        lines = [f"{str(verdict).upper()}: {target}"]
+        lines += [f"  {result.name:{_NAME_WIDTH}}  {_outcome(result)}" for result in results]
+        print_text("\n".join(["", *lines]), next_commands=following)
     end_command(exit_code)
 
 
@@ -117,6 +132,20 @@ class _Plan:
     golden: Path | None  # None to make one
     folder: Path
 
+    def has_golden(self) -> bool:
+        """Decide whether the golden that a former call made is still there, whole, and of this checkpoint."""
+        try:
+            golden = Capture.open(self._made_golden)
+            first = golden.description.run.span.start
+            with CheckpointWeights(model=self.model).open_layer(first, golden):
+                return golden.manifest.is_complete and golden.manifest.is_certified
+        except (CannotRunError, UsageError):
+            return False
+
+    @property
+    def _made_golden(self) -> Path:
+        return self.folder / "golden"
+
     def next_stage(self, results: Sequence[StageResult]) -> _Stage | None:
         """Return the stage that comes after some; None if they are all, or the last could not be carried out."""
         if results and results[-1].exit_code not in (0, 1):
@@ -127,11 +156,10 @@ class _Plan:
 
     def _stages(self, finished: Mapping[str, StageResult]) -> Iterator[_Stage]:
         """Yield all stages; the last depends on the sweep's verdict."""
-        golden, run = address_of(self.golden or self.folder / "golden"), str(self.folder / "run")
+        golden, run = address_of(self.golden or self._made_golden), str(self.folder / "run")
         on_golden = ("--model", self.model, "--golden", golden)
         if self.golden is None:
-            inputs = ("--model", self.model, "--seq-len", _LENGTHS, "--certify")
-            words = ("mm2-gpu", "extract-all", *inputs, "--output-dir", golden)
+            words = golden_words(self.model, "--certify", "--output-dir", golden)
             yield _Stage(name="golden", words=words, runs_port=False)
         if not self.named[1].startswith(COMPILED_PREFIX):
             # The trace runs on the CPU.
@@ -155,31 +183,40 @@ def _without(words: Sequence[str], option: str) -> tuple[str, ...]:
     return (*words[:place], *words[place + 2 :])
 
 
-def _carry_out(log: StageLog, stage: _Stage, *, source_digest: str, as_json: bool) -> StageResult:
-    """Run a stage, or return the result that a former call kept."""
+def _carry_out(
+    log: StageLog, stage: _Stage, plan: _Plan, *, source_digest: str, as_json: bool
+) -> StageResult:
+    """Run a stage, or return the result of one that a former call finished."""
     is_quiet = as_json or not logger.isEnabledFor(logging.INFO)
-    words = (*stage.words, *(("--json",) if as_json else ()), *(("--quiet",) if is_quiet else ()))
+    words = (*stage.words, *(("--json",) if as_json else ()))
     digest = source_digest if stage.runs_port else ""
     known = log.find(stage.name, words, source_digest=digest)
+    if not stage.runs_port and not plan.has_golden():
+        known = None
     if not as_json:
         click.echo(f"\n{stage.name}{'' if known is None else ' (done before)'}\n$ {shlex.join(stage.words)}")
     if known is not None:
         if not as_json:
-            click.echo(known.output, nl=False)
+            click.echo(known.text, nl=False)
         return known
-    return log.run(stage.name, words, source_digest=digest, is_shown=not as_json)
+    further = ("--quiet",) if is_quiet else ()
+    return log.run(stage.name, words, *further, source_digest=digest, is_shown=not as_json)
 
 
-def _verdict(exit_code: int) -> Verdict:
-    return next(
-        (verdict for verdict in (Verdict.PASS, Verdict.FAIL) if verdict.exit_code == exit_code),
-        Verdict.INCOMPARABLE,
-    )
-
-
-def _word(result: StageResult) -> str:
-    """Return the outcome of a stage in a word or two."""
+def _outcome(result: StageResult) -> str:
+    """Return the outcome of a stage in a word, or the line of its output that holds its verdict."""
     if result.exit_code not in (0, 1):
         return f"could not be carried out (exit code {result.exit_code})"
-    words = {"golden": ("made", ""), "diagnosis": ("nothing differs", "the port differs: see above")}
-    return words.get(result.name, ("right", "wrong"))[result.exit_code]
+    if result.exit_code == 0 and result.name == "golden":
+        return "made"
+    if result.exit_code == 0:
+        warning = _find_told(result, Verdict.WARN)
+        return "right" if warning is None else f"right, with a warning: {warning}"
+    return f"wrong: {_find_told(result, Verdict.FAIL) or 'see above'}"
+
+
+def _find_told(result: StageResult, verdict: Verdict) -> str | None:
+    """Return what a stage's text says behind a verdict; None if it does not give that verdict."""
+    start = f"{str(verdict).upper()}: "
+    told = (line.removeprefix(start) for line in result.output.splitlines() if line.startswith(start))
+    return next(told, None)
