@@ -14,15 +14,15 @@ from pathlib import Path
 from gpu_reference.certification.check_tally import claim
 from gpu_reference.certification.checked_capture import CheckedCapture
 from gpu_reference.certification.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier
+from gpu_reference.certification.trust import refuse_run
 from gpu_reference.certification.variant_check import check_variants
 from minimax_tools.capture.certificate import Certificate, Check, Outcome
+from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import store_certificate
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import LayerProgress, Progress
-from minimax_tools.errors import IncomparableError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.model.spec import ModelSpec
@@ -37,36 +37,41 @@ _FIRST_GOOD = {
 
 
 def certify_golden(directory: Path, model: str | None) -> Certificate:
-    """Check a golden, and store the result in its manifest.
+    """Check a golden, and store the result in its manifest; raise as `check_golden` does.
+
+    Raises:
+        CaptureError: Its manifest cannot be written.
+    """
+    certificate = check_golden(Capture.open(directory), model)
+    store_certificate(directory, certificate)
+    return certificate
+
+
+def check_golden(capture: Capture, model: str | None) -> Certificate:
+    """Check a golden, and return the result. All files of a golden at a remote address are fetched.
 
     `model` is the checkpoint that the golden was made of, a folder or a hub id; with None, the checks that need it are
     listed as not made.
 
     Raises:
-        CaptureError: There is no golden, or its manifest cannot be written.
+        CaptureError: There is no golden.
         CheckpointError: The model cannot be read.
         IncomparableError: The capture is a device run.
     """
-    capture = Capture.open(directory)
-    if capture.description.side != GOLDEN_SIDE:
-        raise IncomparableError(
-            f"{directory} is no golden",
-            expected="a capture of mm2-gpu",
-            found=f"a run of {capture.description.provenance.target} on a device",
-            next_step="Judge it against a golden: mm2-compare.",
-        )
+    refuse_run(capture, next_step="Judge it against a golden: mm2-compare.")
+    mirror = CaptureMirror.find(capture.directory, capture.manifest)
+    if mirror is not None:
+        mirror.hold_all()
     with ExitStack() as stack:
         golden_model = None if model is None else _open_model(capture, model, stack)
         progress = stack.enter_context(LayerProgress(len(capture.layers), label="Certify"))
         checks = _run_checks(capture, golden_model, progress)
-    certificate = Certificate(
+    return Certificate(
         checks=tuple(checks),
         content_digest=capture.manifest.content_digest(),
         files={path.name: digest_file(path) for path in sorted(capture.directory.glob("*.safetensors"))},
         versions=library_versions(),
     )
-    store_certificate(directory, certificate)
-    return certificate
 
 
 def _open_model(capture: Capture, model: str, stack: ExitStack) -> GoldenModel:

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import click
 
-from gpu_reference.certification.certifier import certify_golden
+from gpu_reference.certification.certifier import check_golden
+from gpu_reference.publication.publication import publish_certificate
 from minimax_tools.capture.certificate import Certificate, Outcome
+from minimax_tools.capture.mirror import CaptureMirror, address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
+from minimax_tools.capture.writer import store_certificate
 from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
@@ -24,7 +27,7 @@ _MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKE
 @optional_model_option
 @click.option(
     "--golden",
-    type=CapturePath(is_written=True),
+    type=CapturePath(),
     help="Golden capture. Default: the newest under --captures.",
     shell_complete=complete_captures(GOLDEN_SIDE),
 )
@@ -38,21 +41,27 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
     checkpoint's float32 bias, and the rotary width against config.json.
 
     One layer is in memory at a time, with one expert. Checks that could not run are named. Exits with 1 if a check
-    failed.
+    failed. Of a golden at a remote address the result is put there: you need the right to write.
     """
     directory = golden or newest_capture(captures, GOLDEN_SIDE)
-    certificate = certify_golden(directory, model)
+    capture = Capture.open(directory)
+    certificate = check_golden(capture, model)
+    if CaptureMirror.find(directory, capture.manifest) is None:
+        store_certificate(directory, certificate)
+    else:
+        directory = publish_certificate(capture, certificate)
+    place = address_of(directory)
     following = after_golden(Capture.open(directory), model=model)
     if as_json:
-        record = {"directory": str(directory), "certificate": encode(certificate)}
+        record = {"directory": place, "certificate": encode(certificate)}
         print_json(record, next_commands=following)
     else:
-        print_text(_render(directory, certificate), next_commands=following)
+        print_text(_render(place, certificate), next_commands=following)
     end_command(0 if certificate.has_passed else 1)
 
 
-def _render(directory: Path, certificate: Certificate) -> str:
+def _render(place: str, certificate: Certificate) -> str:
     verdict = "certified" if certificate.has_passed else "NOT CERTIFIED"
-    lines = [f"{directory}: {verdict}, {certificate}"]
+    lines = [f"{place}: {verdict}, {certificate}"]
     lines += [f"  {_MARKS[check.outcome]:14}{check.name}: {check.found}" for check in certificate.checks]
     return "\n".join(lines)

@@ -40,6 +40,8 @@ from minimax_tools.text.prompts import InputRequest, build_inputs
 _DISK_BYTES_PER_S = 10**9
 _GPU_FLOPS_PER_S = 1e13
 _CPU_FLOPS_PER_S = 5e11
+# Times are estimates: what they tell apart by less counts as equal.
+_ABOUT_EQUAL = 1.25
 # GPUs, and memory of the host, that people have or rent.
 _CONFIGURATIONS = (
     *(("8x80GB", "1TB"), ("6x80GB", "480GB"), ("4x80GB", "320GB"), ("8x40GB", "480GB")),
@@ -102,7 +104,8 @@ def check_command(
         findings = [*check_machine(machine, job, folder=folder, captures=captures), *findings]
     table = _configure(job, speeds)
     worst = worst_level(findings)
-    following = () if model is None or worst is Level.FAIL else (_make(model, _choose(ways)),)
+    chosen = _choose(ways)
+    following = () if model is None or chosen is None or worst is Level.FAIL else (_make(model, chosen),)
     if as_json:
         record = {
             "worst": str(worst),
@@ -148,9 +151,12 @@ def _find_speeds(folder: Path | None, disk_speed: int | None, *, is_here: bool) 
     )
 
 
-def _choose(ways: Sequence[GoldenWay]) -> GoldenWay:
-    """Return the fastest way; of equals the first."""
-    return min((way for way in ways if way.time_s is not None), key=lambda way: way.time_s or 0.0)
+def _choose(ways: Sequence[GoldenWay]) -> GoldenWay | None:
+    """Return the first way that is about as fast as the fastest; None if no way works."""
+    times_s = [way.time_s for way in ways if way.time_s is not None]
+    return next(
+        (way for way in ways if way.time_s is not None and way.time_s <= _ABOUT_EQUAL * min(times_s)), None
+    )
 
 
 def _make(model: str, way: GoldenWay) -> str:
@@ -162,14 +168,14 @@ def _configure(job: Job, speeds: Speeds) -> list[dict[str, Any]]:
     rows = []
     for gpus, memory in _CONFIGURATIONS:
         machine = GpuMachine.parse(gpus, memory)
-        working = [way for way in find_ways(machine, job, speeds) if way.works]
+        chosen = _choose(find_ways(machine, job, speeds))
         rows.append(
             {
                 "machine": str(machine),
                 "layers_on_gpus": layers_on_gpus(machine, job),
-                "works": bool(working),
-                "way": working[0].name if working else "",
-                "options": list(working[0].options) if working else [],
+                "works": chosen is not None,
+                "way": "" if chosen is None else chosen.name,
+                "options": [] if chosen is None else list(chosen.options),
             }
         )
     return rows

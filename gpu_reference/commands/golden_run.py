@@ -19,7 +19,9 @@ from gpu_reference.options import GoldenOptions
 from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.kept_runs import holds_certified, other_run_error, read_kept, refuse_other_run
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.remote_output import kept_directory
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.index import find_absent_shards
 from minimax_tools.command_line.capture_commands import after_golden
@@ -69,8 +71,11 @@ def run_golden(
             if is_protected:
                 refuse_other_run(directory, golden.describe())
             is_made = is_protected and holds_certified(directory, golden.describe())
+            directory = kept_directory(directory) if is_made else directory
             if is_made and _read_generation(directory) == generation:
-                logger.info("The same golden is in %s, certified: it is left as it is.", directory)
+                logger.info(
+                    "The same golden is in %s, certified: it is left as it is.", address_of(directory)
+                )
             elif is_made:
                 raise other_run_error(directory, ["generated tokens"])
             else:

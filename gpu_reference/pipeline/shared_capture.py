@@ -17,6 +17,7 @@ from pathlib import Path
 from gpu_reference.golden.golden import Golden
 from minimax_tools.capture.kept_runs import holds_certified, refuse_other_run
 from minimax_tools.capture.manifest import Description, Manifest
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.parts import part_name
 from minimax_tools.capture.shared_files import SETTLING_S, wait_for_lock
 from minimax_tools.capture.writer import CaptureWriter, open_capture
@@ -86,7 +87,7 @@ def _refuse_to_replace(directory: Path, description: Description) -> None:
     refuse_other_run(directory, description)
     if holds_certified(directory, description):
         raise CaptureError(
-            f"{directory} holds the same golden, certified",
+            f"{address_of(directory)} holds the same golden, certified",
             next_step="Nothing is left to do; --overwrite makes it again.",
         )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_reference.certification.trust import refuse_no_golden, refuse_uncertified
 from gpu_reference.publication.card import CARD_NAME, write_card
+from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.capture.mirror import address_of, mirror_capture, share_files
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError, RemoteError, list_faults
 from minimax_tools.hub.dataset_folder import open_remote
@@ -55,7 +57,7 @@ def publish_golden(
     folder = open_remote(address)
     if not replaces:
         _refuse_other(folder, address, directory / MANIFEST_NAME)
-    files = _list_files(golden)
+    files = {name: golden.directory / name for name in golden.manifest.file_names()}
     size_bytes = sum(path.stat().st_size for path in files.values())
     with tempfile.TemporaryDirectory() as temporary:
         card = Path(temporary) / CARD_NAME
@@ -69,6 +71,37 @@ def publish_golden(
         num_put=len(put),
         is_certified=golden.certificate is not None,
     )
+
+
+def publish_certificate(golden: Capture, certificate: Certificate) -> Path:
+    """Put a certificate into the manifest at a golden's address, and a card that tells it; return the golden's mirror.
+
+    Args:
+        golden: The golden as it was checked, by its mirror.
+        certificate: The result of its check.
+
+    Raises:
+        RemoteError: Another golden is at the address now, or it cannot be written to.
+    """
+    address = RemoteAddress.parse(address_of(golden.directory))
+    folder = open_remote(address)
+    if not _is_there(folder, golden.directory / MANIFEST_NAME):
+        raise RemoteError(
+            f"{address} was replaced while it was checked: the certificate is not put there",
+            next_step="Run the check again.",
+        )
+    certified = Capture(golden.directory, replace(golden.manifest, certificate=certificate))
+    with tempfile.TemporaryDirectory() as temporary:
+        files = {name: Path(temporary) / name for name in (CARD_NAME, MANIFEST_NAME)}
+        size_bytes = sum((golden.directory / name).stat().st_size for name in golden.manifest.file_names())
+        files[CARD_NAME].write_text(
+            write_card(certified, address=str(address), size_bytes=size_bytes), encoding="utf-8"
+        )
+        files[MANIFEST_NAME].write_text(certified.manifest.as_text(), encoding="utf-8")
+        folder.put(files, last=MANIFEST_NAME)
+    mirror = mirror_capture(address)
+    share_files(golden.directory, mirror)
+    return mirror
 
 
 def _refuse_damage(golden: Capture) -> None:
@@ -88,23 +121,19 @@ def _refuse_other(folder: RemoteFolder, address: RemoteAddress, manifest: Path) 
     except NoRepositoryError:
         # A new dataset, or a new branch of one.
         return
-    if file is None:
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        there = Path(temporary) / MANIFEST_NAME
-        folder.fetch(file, there)
-        is_same = there.read_bytes() == manifest.read_bytes()
-    if not is_same:
+    if file is not None and not _is_there(folder, manifest):
         raise RemoteError(
             f"another capture is at {address}",
             next_step="Choose another address, or give --replace.",
         )
 
 
-def _list_files(golden: Capture) -> dict[str, Path]:
-    """Return the files that the manifest lists, by name, and the manifest itself."""
-    manifest = golden.manifest
-    names = {MANIFEST_NAME, *(entry.file for entry in manifest.entries)}
-    if manifest.digests is not None:
-        names |= {file.file for file in manifest.digests.tensors} | set(dict(manifest.digests.texts))
-    return {name: golden.directory / name for name in sorted(names)}
+def _is_there(folder: RemoteFolder, manifest: Path) -> bool:
+    """Decide whether a folder has this very manifest."""
+    file = folder.find(MANIFEST_NAME)
+    if file is None:
+        return False
+    with tempfile.TemporaryDirectory() as temporary:
+        there = Path(temporary) / MANIFEST_NAME
+        folder.fetch(file, there)
+        return there.read_bytes() == manifest.read_bytes()

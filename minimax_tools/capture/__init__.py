@@ -1,13 +1,14 @@
 """Captures: mm2's own directories of activations, written, read and checked.
 
 - `recorder`: hooks that keep the tensors at a module's sites
+- `further`: a port's tensors that are no sites, kept on request
 - `taps`: places of sites in a module tree
 - `writer`: a capture directory being written, layer by layer
 - `kept_runs`: the folder of a run that replaces no other finished run
 - `resumption`: a killed run's capture, resumed or removed
 - `parts`: manifests of ranks that write one directory together
 - `shared_files`: files that another machine wrote, waited for
-- `store`: folders of captures, and the newest one
+- `store`: folders of captures, and the captures in them, newest first
 - `manifest`: the JSON file that lists a capture
 - `digests`: sha256 of tensors and files, and their lists in a manifest
 - `certificate`: the checks that a golden went through
@@ -17,6 +18,7 @@
 - `source`: the interface of a readable capture, whichever tool wrote it
 - `listing`: the tensors of another tool's dump, listed
 - `mirror`: a capture at a remote address, its files fetched when they are read
+- `remote_output`: a run that is put at a remote address once it is whole
 - `reader`: a capture directory opened for reading
 - `open_files`: the files read last, kept open
 - `proof`: tensors checked against their digests

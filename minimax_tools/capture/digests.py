@@ -34,6 +34,9 @@ class FileDigests:
     file: str
     tensors: tuple[tuple[str, TensorDigest], ...]  # name and digest of each tensor, sorted by name
 
+    def __post_init__(self) -> None:
+        require_plain_name(self.file)
+
     @classmethod
     def of(cls, file: str, tensors: Mapping[str, TensorDigest]) -> FileDigests:
         """Build from digests by name, in any order."""
@@ -50,6 +53,10 @@ class Digests:
 
     tensors: tuple[FileDigests, ...] = ()  # one for each tensor file, sorted by file name
     texts: tuple[tuple[str, str], ...] = ()  # name of each JSON file and sha256 of its bytes, sorted by name
+
+    def __post_init__(self) -> None:
+        for name, _ in self.texts:
+            require_plain_name(name)
 
     def with_files(self, files: Iterable[FileDigests]) -> Digests:
         """Add or replace the digests of some tensor files."""
@@ -80,6 +87,16 @@ class Digests:
             tensors=tuple(FileDigests.of(file, files[file]) for file in sorted(files)),
             texts=tuple(sorted(decode(dict[str, str], texts).items())),
         )
+
+
+def require_plain_name(name: str) -> None:
+    """Raise unless a name is that of a file in the capture's own folder: a manifest may come from anywhere.
+
+    Raises:
+        ValueError: It leads elsewhere, or is hidden.
+    """
+    if not name or name.startswith(".") or "/" in name or "\\" in name:
+        raise ValueError(f"{name!r} is no file of a capture's folder")
 
 
 def describe_tensor(tensor: torch.Tensor) -> TensorDigest:

@@ -1,7 +1,8 @@
 """The folder of a run that replaces no other finished run.
 
 A finished capture is replaced by the same run alone, or where the user asks for it. An unfinished one has no result to
-lose: it is resumed, or begun anew (see `resumption`).
+lose: it is resumed, or begun anew (see `resumption`). For a run that goes to a remote address, the capture at the
+address counts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import logging
 from pathlib import Path
 
 from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
+from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.remote_output import RemoteOutput
+from minimax_tools.capture.store import list_captures
 from minimax_tools.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ def refuse_other_run(directory: Path, description: Description) -> None:
 def other_run_error(directory: Path, differing: list[str]) -> CaptureError:
     """Return the error of a finished capture that another one would replace."""
     return CaptureError(
-        f"{directory} holds another finished capture",
+        f"{address_of(directory)} holds another finished capture",
         found=f"other {', '.join(differing)}",
         next_step=OTHER_PLACE,
     )
@@ -50,9 +54,10 @@ def find_free_directory(directory: Path, description: Description) -> Path:
 
     A numbered folder that holds the same run goes before one that is free.
     """
-    numbered = (directory.with_name(f"{directory.name}_{number}") for number in itertools.count(2))
-    if not _is_capture(directory) or not differences_from_kept(directory, description):
+    differing = differences_from_kept(directory, description)
+    if not differing:
         return directory
+    numbered = (directory.with_name(f"{directory.name}_{number}") for number in itertools.count(2))
     free = next(
         path
         for path in numbered
@@ -62,15 +67,14 @@ def find_free_directory(directory: Path, description: Description) -> Path:
         "Writing into %s, since %s holds another run (other %s). Add --overwrite to replace that one.",
         free,
         directory,
-        ", ".join(differences_from_kept(directory, description)),
+        ", ".join(differing),
     )
     return free
 
 
 def numbered_directories(directory: Path) -> list[Path]:
-    """Return `directory` and its numbered neighbours that hold captures."""
-    found = (manifest.parent for manifest in directory.parent.glob(f"{directory.name}*/{MANIFEST_NAME}"))
-    return [path for path in found if is_numbered(path, directory)]
+    """Return `directory` and its numbered neighbours that hold captures, the one that was written last first."""
+    return [path for path in list_captures(directory.parent) if is_numbered(path, directory)]
 
 
 def is_numbered(path: Path, directory: Path) -> bool:
@@ -88,9 +92,14 @@ def differences_from_kept(directory: Path, description: Description) -> list[str
 
 
 def read_kept(directory: Path) -> Manifest | None:
-    """Return the manifest of the finished capture in `directory`; None if there is none."""
+    """Return the manifest of the finished capture in `directory`; None if there is none.
+
+    A capture at the address that the directory's run goes to counts as one in it.
+    """
     if not _is_capture(directory):
-        return None
+        output = RemoteOutput.find(directory)
+        there = None if output is None else output.there
+        return there if there is not None and there.is_complete else None
     try:
         manifest = Manifest.read(directory)
     except CaptureError:

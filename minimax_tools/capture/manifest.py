@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.certificate import Certificate
-from minimax_tools.capture.digests import Digests, FileDigests, TensorDigest, describe_tensor
+from minimax_tools.capture.digests import (
+    Digests,
+    FileDigests,
+    TensorDigest,
+    describe_tensor,
+    require_plain_name,
+)
 from minimax_tools.errors import CaptureError, Mm2Error
 from minimax_tools.json_codec import decode, encode, omit_default
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
@@ -43,6 +49,9 @@ class Entry:
     dtype: str  # name of the dtype, such as `bfloat16`
     sha256: str  # digest of the tensor's bytes in row-major order
     statistics: TensorStatistics
+
+    def __post_init__(self) -> None:
+        require_plain_name(self.file)
 
     @classmethod
     def of(cls, layer: int | None, site: str, *, file: str, tensor: torch.Tensor) -> Entry:
@@ -104,6 +113,18 @@ class Manifest:
     complete_layers: tuple[int, ...] = ()  # layers stored whole, ascending
     is_complete: bool = False  # whether the run came to its end
     certificate: Certificate | None = None  # checks of a golden, added by `mm2-gpu certify`
+
+    def names_in(self, file: str) -> tuple[str, ...]:
+        """Return the names of a file's tensors that have no entries, sorted; () if the manifest lists none."""
+        files = () if self.digests is None else self.digests.tensors
+        return tuple(name for listed in files if listed.file == file for name, _ in listed.tensors)
+
+    def file_names(self) -> tuple[str, ...]:
+        """Return the names of the capture's files, sorted, the manifest's own too."""
+        names = {MANIFEST_NAME, *(entry.file for entry in self.entries)}
+        if self.digests is not None:
+            names |= {file.file for file in self.digests.tensors} | set(dict(self.digests.texts))
+        return tuple(sorted(names))
 
     @property
     def is_certified(self) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,21 +24,39 @@ from minimax_tools.capture.digests import TensorDigest, describe_tensor
 from minimax_tools.capture.generation import GENERATION_NAME
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.capture.passes import PASSES_NAME
-from minimax_tools.errors import CaptureError, RemoteError, list_names
+from minimax_tools.errors import CaptureError, NetworkLossError, list_names
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.machine.whole_file import whole_file
-from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import CAPTURES, RemoteCache, locked_file
+from minimax_tools.remote.address import RemoteAddress, is_remote
+from minimax_tools.remote.cache import (
+    ADDRESS_NAME,
+    CAPTURES,
+    RemoteCache,
+    is_version,
+    locked_file,
+    mark_used,
+)
 from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
 
 logger = logging.getLogger(__name__)
 
-ADDRESS_NAME = ".address.json"
-# Beside the folder of a run that is put at an address once it is whole.
+# Beside the folder of a run that is put at an address once it is whole (`remote_output`).
 OUTPUT_NAME = ".output.json"
 _TEXTS = (GENERATION_NAME, PASSES_NAME)
 _MAX_NAMED = 5
+
+
+def capture_folder(place: Path | str) -> Path:
+    """Return the folder of a capture that is named by its path, or by a text such as `s3://bucket/golden`.
+
+    Raises:
+        UsageError: The text is no address that mm2 reads.
+        CannotRunError: An address cannot be read, or holds no capture.
+    """
+    if isinstance(place, str) and is_remote(place):
+        return mirror_capture(RemoteAddress.parse(place))
+    return Path(place).expanduser()
 
 
 def mirror_capture(address: RemoteAddress, *, cache: RemoteCache | None = None) -> Path:
@@ -51,13 +71,46 @@ def mirror_capture(address: RemoteAddress, *, cache: RemoteCache | None = None) 
     """
     cache = cache or RemoteCache.from_environment()
     try:
-        return _mirror_newest(address, open_remote(address), cache)
-    except RemoteError as error:
-        known = _find_known(cache.address_file(address)) if error.is_network_loss else None
+        directory = _mirror_newest(address, open_remote(address), cache)
+        mark_used(directory)
+        return directory
+    except NetworkLossError:
+        known = _find_known(cache.address_file(address))
         if known is None:
             raise
         logger.warning("%s does not answer: taking what it was when it was read last, in %s.", address, known)
         return known
+
+
+def adopt_mirror(directory: Path, address: RemoteAddress, *, cache: RemoteCache | None = None) -> Path:
+    """Make a capture's folder in the cache the mirror of the address that it was put at, and return the mirror.
+
+    Raises:
+        RemoteError: The server refuses, or is away.
+        CheckpointError: The same of a hub.
+    """
+    cache = cache or RemoteCache.from_environment()
+    mirror = _mirror_place(cache, address, (directory / MANIFEST_NAME).read_bytes())
+    # A hub names the commit that has the files now.
+    folder = open_remote(address)
+    file = folder.find(MANIFEST_NAME)
+    with locked_file(mirror):
+        if _is_whole(mirror):
+            shutil.rmtree(directory)
+        else:
+            shutil.rmtree(mirror, ignore_errors=True)
+            _write_address(directory, address, folder)
+            directory.rename(mirror)
+    if file is not None:
+        _remember(cache.address_file(address), mirror, tag=file.tag)
+    return mirror
+
+
+def share_files(mirror: Path, other: Path) -> None:
+    """Give a mirror's tensor files to another mirror, whose manifest lists the same tensors."""
+    for path in mirror.glob("*.safetensors"):
+        if not (other / path.name).exists():
+            os.link(path, other / path.name, follow_symlinks=False)
 
 
 def address_of(directory: Path) -> str:
@@ -65,7 +118,7 @@ def address_of(directory: Path) -> str:
     for path in (directory / ADDRESS_NAME, directory.parent / OUTPUT_NAME):
         try:
             return str(json.loads(path.read_text(encoding="utf-8"))["asked"])
-        except OSError:
+        except (OSError, ValueError, KeyError):
             continue
     return str(directory)
 
@@ -82,9 +135,15 @@ class CaptureMirror:
     def find(cls, directory: Path, manifest: Manifest) -> CaptureMirror | None:
         """Return the mirror in a folder; None if the folder is no mirror."""
         try:
-            record = json.loads((directory / ADDRESS_NAME).read_text(encoding="utf-8"))
-        except OSError:
+            record = _read_address(directory)
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError, KeyError) as error:
+            raise CaptureError(
+                f"{directory / ADDRESS_NAME} cannot be read: it keeps the address of the capture",
+                found=str(error),
+                next_step="Name the capture by its address, not by this folder of the cache.",
+            ) from error
         return cls(directory=directory, address=RemoteAddress.parse(record["address"]), manifest=manifest)
 
     def hold(self, name: str) -> None:
@@ -105,9 +164,15 @@ class CaptureMirror:
             if file is None:
                 raise CaptureError(
                     f"{self.address} holds no {name}, which its manifest lists",
-                    next_step="Publish it again from where it was made: mm2-gpu publish.",
+                    next_step=self._advise("Publish it again from where it was made: mm2-gpu publish."),
                 )
             self._fetch(file, path)
+
+    def hold_all(self) -> None:
+        """Fetch all files that are not here; raise as `hold` does."""
+        for name in self.manifest.file_names():
+            if name != MANIFEST_NAME:
+                self.hold(name)
 
     @cached_property
     def _folder(self) -> RemoteFolder:
@@ -130,8 +195,19 @@ class CaptureMirror:
             f"{file.name} of {self.address} came damaged twice",
             expected="the tensors that its manifest lists",
             found=damage,
-            next_step="It was damaged or replaced there: publish it again from where it was made.",
+            next_step=self._advise("It is damaged there: publish it again from where it was made."),
         )
+
+    def _advise(self, otherwise: str) -> str:
+        """Return the advice where a file is not what the manifest lists; `otherwise` if nobody replaced the capture."""
+        file = self._folder.find(MANIFEST_NAME)
+        if file is not None:
+            with tempfile.TemporaryDirectory() as temporary:
+                there = Path(temporary) / MANIFEST_NAME
+                self._folder.fetch(file, there)
+                if is_version(self.directory, hashlib.sha256(there.read_bytes()).hexdigest()):
+                    return otherwise
+        return "Another capture was put there since this one was opened. Run again: that takes the new one."
 
     def _find_damage(self, name: str, path: Path) -> str | None:
         """Describe the first tensor that differs from the manifest; None if all are as they were written."""
@@ -169,18 +245,53 @@ def _mirror_newest(address: RemoteAddress, folder: RemoteFolder, cache: RemoteCa
         text = Path(temporary) / MANIFEST_NAME
         folder.fetch(file, text)
         content = text.read_bytes()
-        manifest = Manifest.read(Path(temporary))
+        manifest = _read_manifest(text, address)
     if manifest.digests is None:
         raise CaptureError(
             f"the capture at {address} was made by an older mm2, without digests of its files",
             next_step="Copy its folder to this machine and name that, or make it again: mm2-gpu extract-all.",
         )
-    directory = cache.place(CAPTURES, address, hashlib.sha256(content).hexdigest())
-    with locked_file(directory):
-        if not (directory / MANIFEST_NAME).exists():
-            _begin(directory, address, folder, manifest, content)
+    directory = _mirror_place(cache, address, content)
+    if not _is_whole(directory):
+        with locked_file(directory):
+            if not _is_whole(directory):
+                _begin(directory, address, folder, manifest, content)
     _remember(cache.address_file(address), directory, tag=file.tag)
     return directory
+
+
+def _mirror_place(cache: RemoteCache, address: RemoteAddress, manifest: bytes) -> Path:
+    """Return the folder of the capture that a manifest describes."""
+    return cache.place(CAPTURES, address, hashlib.sha256(manifest).hexdigest())
+
+
+def _is_whole(directory: Path) -> bool:
+    """Decide whether a mirror has its manifest and its address; a disk that lost power may have spoilt them."""
+    try:
+        content = (directory / MANIFEST_NAME).read_bytes()
+        _read_address(directory)
+    except (OSError, ValueError, KeyError):
+        return False
+    return is_version(directory, hashlib.sha256(content).hexdigest())
+
+
+def _read_address(directory: Path) -> Mapping[str, str]:
+    """Read a mirror's record of its address; raise OSError, ValueError or KeyError if there is none."""
+    record = json.loads((directory / ADDRESS_NAME).read_text(encoding="utf-8"))
+    return {"address": record["address"], "asked": record["asked"]}
+
+
+def _read_manifest(path: Path, address: RemoteAddress) -> Manifest:
+    try:
+        return Manifest.read(path.parent)
+    except CaptureError as error:
+        found = error.found or error.what
+        raise CaptureError(
+            f"{MANIFEST_NAME} of {address} is damaged, or of another mm2",
+            expected=error.expected,
+            found=found,
+            next_step="Publish it again from where it was made, or read it with the mm2 that made it.",
+        ) from error
 
 
 def _begin(
@@ -191,10 +302,14 @@ def _begin(
     for name, sha256 in () if manifest.digests is None else manifest.digests.texts:
         if name in _TEXTS:
             _fetch_text(folder, name, directory / name, sha256)
-    with whole_file(directory / ADDRESS_NAME) as file:
-        json.dump({"address": str(folder.address), "asked": str(address)}, file)
+    _write_address(directory, address, folder)
     with whole_file(directory / MANIFEST_NAME, newline="") as file:
         file.write(content.decode())
+
+
+def _write_address(directory: Path, address: RemoteAddress, folder: RemoteFolder) -> None:
+    with whole_file(directory / ADDRESS_NAME) as file:
+        json.dump({"address": str(folder.address), "asked": str(address)}, file)
 
 
 def _fetch_text(folder: RemoteFolder, name: str, path: Path, sha256: str) -> None:
@@ -225,6 +340,12 @@ def _no_capture(folder: RemoteFolder) -> CaptureError:
             found=f"{len(names)} files",
             next_step="Wait, or publish it again: what is there is not sent twice.",
         )
+    if folder.address.path.rpartition("/")[2] == MANIFEST_NAME:
+        return CaptureError(
+            f"{folder.address} is a file",
+            expected="the folder of a capture",
+            next_step=f"Leave out /{MANIFEST_NAME}.",
+        )
     below = sorted({name.rpartition("/")[0] for name in names if name.endswith(f"/{MANIFEST_NAME}")})
     return CaptureError(
         f"no capture at {folder.address}",
@@ -240,14 +361,18 @@ def _find_known(path: Path, *, tag: str | None = None) -> Path | None:
     """Return the mirror that an address had last; None if there is none, or its manifest had another `tag`."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        directory, known_tag = Path(record["directory"]), record["tag"]
+    except (OSError, ValueError, KeyError):
         return None
-    directory = Path(record["directory"])
-    is_same = tag is None or record["tag"] == tag
-    return directory if is_same and (directory / MANIFEST_NAME).exists() else None
+    is_same = tag is None or known_tag == tag
+    return directory if is_same and _is_whole(directory) else None
 
 
 def _remember(path: Path, directory: Path, *, tag: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        json.dump({"directory": str(directory), "tag": tag}, file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            json.dump({"directory": str(directory), "tag": tag}, file)
+    except OSError as error:
+        # A cache that others filled, and that may only be read: the manifest is asked for each time.
+        logger.debug("%s cannot be written: %s", path, error)

@@ -29,6 +29,7 @@ from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.remote.cache import ADDRESS_NAME
 
 # What is given to both the model and its float32 twin has no twin of its own.
 _WITHOUT_TWIN = (str(Site.INPUT), str(ModelSite.EMBEDDING))
@@ -68,7 +69,12 @@ class Proof:
 
     def refuse(self, fault: str, *, expected: str | None = None, found: str | None = None) -> CaptureError:
         """Return an error about the capture; `fault` goes on after its name, such as `is damaged: …`."""
-        return CaptureError(f"{self.owner} {fault}", expected=expected, found=found, next_step=self.next_step)
+        owner, next_step = self.owner, self.next_step
+        if (self._directory / ADDRESS_NAME).exists():
+            # Each file was right when it came.
+            owner = f"the copy of {owner} on this machine"
+            next_step = f"Remove the file from {self._directory}: it is fetched again."
+        return CaptureError(f"{owner} {fault}", expected=expected, found=found, next_step=next_step)
 
     @property
     def is_certified(self) -> bool:

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from minimax_tools.capture.further import further_file
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
-from minimax_tools.capture.mirror import CaptureMirror, mirror_capture
+from minimax_tools.capture.mirror import CaptureMirror, address_of, capture_folder
 from minimax_tools.capture.open_files import OpenFiles
 from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
 from minimax_tools.capture.proof import Proof
@@ -24,7 +25,6 @@ from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs, tail_tokens
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.remote.address import RemoteAddress, is_remote
 
 
 class Capture(CaptureSource):
@@ -52,10 +52,8 @@ class Capture(CaptureSource):
             CaptureError: There is no capture, or it is damaged.
             RemoteError: A remote address cannot be read.
         """
-        if isinstance(directory, str) and is_remote(directory):
-            directory = mirror_capture(RemoteAddress.parse(directory))
-        directory = Path(directory).expanduser()
-        return cls(directory, Manifest.read(directory))
+        folder = capture_folder(directory)
+        return cls(folder, Manifest.read(folder))
 
     @property
     def manifest(self) -> Manifest:
@@ -84,7 +82,7 @@ class Capture(CaptureSource):
                 f"{self._proof.owner} was changed after it was certified: its certificate speaks of other tensors than "
                 "its manifest lists",
                 next_step=f"{self._proof.next_step} If you changed it on purpose: mm2-gpu certify --golden "
-                f"{self.directory}.",
+                f"{address_of(self.directory)}.",
             )
 
     def proving_beside(self) -> AbstractContextManager[None]:
@@ -98,6 +96,20 @@ class Capture(CaptureSource):
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         return self.manifest.not_exposed.get(layer, ())
+
+    def further(self, layer: int) -> tuple[str, ...]:
+        return self._manifest.names_in(further_file(layer))
+
+    def read_further(self, layer: int, name: str) -> torch.Tensor:
+        place = f"the further output {name} of layer {layer}"
+        tensor = self._read_optional(further_file(layer), name, place=place)
+        if tensor is None:
+            raise CaptureError(
+                f"{self.directory} does not hold {place}",
+                expected=", ".join(self.further(layer)) or None,
+                next_step="Run the port again with --also NAME=PLACE.",
+            )
+        return tensor
 
     def entry(self, layer: int | None, site: Site | ModelSite) -> Entry | None:
         entry = self._entries.get((layer, str(site)))

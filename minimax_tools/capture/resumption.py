@@ -12,6 +12,7 @@ from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
 from minimax_tools.capture.parts import merge_parts
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.remote_output import RemoteOutput
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.folder_lock import LOCK_NAME
 from minimax_tools.machine.whole_file import is_temporary
@@ -80,7 +81,8 @@ def _obstacle(
     differing = manifest.description.differences(description)
     if differing:
         return f"the capture there has other {', '.join(differing)}"
-    if manifest.is_complete:
+    # A whole run that could not be put at its address yet is put now.
+    if manifest.is_complete and RemoteOutput.find(directory) is None:
         return "the same capture is there, complete"
     if manifest.digests is None:
         return "the capture there was made by an older mm2, without digests of its floors"

@@ -15,7 +15,7 @@ from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.manifest import Description, Entry, Manifest
 from minimax_tools.capture.passes import CachePair, ModelPasses
-from minimax_tools.errors import IncomparableError
+from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -134,6 +134,14 @@ class CaptureSource(ABC):
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         """Return the sites that the run wanted and the port does not expose."""
         return ()
+
+    def further(self, layer: int) -> tuple[str, ...]:
+        """Return the names of a layer's further outputs, which are stored and never judged."""
+        return ()
+
+    def read_further(self, layer: int, name: str) -> torch.Tensor:
+        """Read a further output of a layer."""
+        raise CaptureError(f"{self.directory} holds no further output {name} of layer {layer}")
 
     def entry(self, layer: int | None, site: Site | ModelSite) -> Entry | None:
         """Return the manifest's entry of a site; None if there is none."""

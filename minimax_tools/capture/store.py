@@ -1,4 +1,4 @@
-"""Store: the folders of captures, `<captures>/<side>/<run>`, and the newest capture of a side."""
+"""Store: the folders of captures, `<captures>/<side>/<run>`, and the captures that lie there, newest first."""
 
 from __future__ import annotations
 
@@ -23,16 +23,24 @@ def capture_directory(captures: Path, side: str, run_name: str) -> Path:
     return captures / side / run_name
 
 
+def list_captures(*folders: Path) -> list[Path]:
+    """Return the captures that lie in some folders, by the time of their manifests, newest first; none is opened."""
+    manifests = {path for folder in folders for path in folder.glob(f"*/{MANIFEST_NAME}")}
+    # Of two manifests of one time the names decide.
+    newest_first = sorted(manifests, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)
+    return [path.parent for path in newest_first]
+
+
 def newest_capture(captures: Path, side: str) -> Path:
     """Return the capture of a side whose manifest was written last.
 
     Raises:
         CaptureError: There is none.
     """
-    manifests = list((captures / side).glob(f"*/{MANIFEST_NAME}"))
-    if not manifests:
+    stored = list_captures(captures / side)
+    if not stored:
         raise CaptureError(
             f"no capture under {captures / side}",
             next_step=f"Make one first: {_COMMANDS[side]}; or name one with {_OPTIONS[side]}.",
         )
-    return max(manifests, key=lambda path: path.stat().st_mtime_ns).parent
+    return stored[0]

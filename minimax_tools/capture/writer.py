@@ -14,6 +14,7 @@ import torch
 
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
+from minimax_tools.capture.further import further_file
 from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import add_part, remove_parts
 from minimax_tools.capture.passes import CachePair, cache_file
@@ -59,6 +60,7 @@ class CaptureWriter:
         *,
         twin: Mapping[Site, torch.Tensor] | None = None,
         floor: Mapping[str, torch.Tensor] | None = None,
+        further: Mapping[str, torch.Tensor] | None = None,
         not_exposed: tuple[Site, ...] = (),
         observed_dtypes: Mapping[str, str] | None = None,
         cache: CachePair | None = None,
@@ -70,6 +72,7 @@ class CaptureWriter:
             tensors: CPU tensors by site.
             twin: Float32 twins by site, if the noise floor is kept whole.
             floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
+            further: Further outputs of a port by name (see `further`).
             not_exposed: Sites that the run wanted and the port does not expose.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
@@ -78,6 +81,8 @@ class CaptureWriter:
             CaptureError: The disk is full, or cannot be written to.
         """
         entries, digests = self._write_group(f"layer_{layer}", layer, tensors, twin=twin, floor=floor)
+        if further:
+            digests.append(self._write(further_file(layer), further))
         if cache is not None:
             digests.append(self._write(cache_file(layer), dict(zip(("keys", "values"), cache, strict=True))))
         self._update(

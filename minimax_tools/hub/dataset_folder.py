@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minimax_tools.errors import RemoteError
+from minimax_tools.errors import NetworkLossError, RemoteError
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind
-from minimax_tools.hub.faults import Attempts, is_transient
-from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
+from minimax_tools.hub.faults import Attempts, NoRepositoryError, is_transient
+from minimax_tools.hub.snapshot import HubSnapshot, quieten_hub, with_snapshot
+from minimax_tools.hub.transfer import hash_like
 from minimax_tools.remote.address import DEFAULT_REVISION, RemoteAddress, Scheme
-from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
+from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder, stays_inside
 from minimax_tools.remote.s3_folder import S3Folder
 
 logger = logging.getLogger(__name__)
@@ -53,11 +54,14 @@ class DatasetFolder(RemoteFolder):
         return {
             name.removeprefix(prefix): _describe(name.removeprefix(prefix), file, self._snapshot)
             for name, file in sorted(self._snapshot.files.items())
-            if name.startswith(prefix)
+            if name.startswith(prefix) and stays_inside(name.removeprefix(prefix))
         }
 
     def find(self, name: str) -> RemoteFile | None:
         file = self._snapshot.files.get(self._asked.join(name))
+        if file is None and not self._snapshot.is_listed:
+            # The hub was not asked: it may have the file.
+            raise self._snapshot.lacking([self._asked.join(name)])
         return None if file is None else _describe(name, file, self._snapshot)
 
     def fetch(self, file: RemoteFile, path: Path) -> None:
@@ -81,11 +85,15 @@ class DatasetFolder(RemoteFolder):
         """
         from huggingface_hub import CommitOperationAdd, HfApi
 
+        changed = tuple(name for name, path in sorted(files.items()) if not self._holds(name, path))
+        if not changed:
+            return ()
+        quieten_hub()
         api = HfApi(endpoint=self._access.endpoint, token=self._access.token)
         address = self._asked
         operations = [
-            CommitOperationAdd(path_in_repo=address.join(name), path_or_fileobj=str(path))
-            for name, path in sorted(files.items())
+            CommitOperationAdd(path_in_repo=address.join(name), path_or_fileobj=str(files[name]))
+            for name in changed
         ]
 
         def commit() -> None:
@@ -103,7 +111,19 @@ class DatasetFolder(RemoteFolder):
             )
 
         self._send(commit)
-        return tuple(sorted(files))
+        return changed
+
+    def _holds(self, name: str, path: Path) -> bool:
+        """Decide whether the dataset has a file's content under its name; no if there is no such dataset yet."""
+        try:
+            known = self._snapshot.files.get(self._asked.join(name))
+        except NoRepositoryError:
+            return False
+        if known is None or known.content_hash is None:
+            return False
+        return known.size_bytes == path.stat().st_size and (
+            hash_like(path, known.content_hash) == known.content_hash
+        )
 
     def _send(self, work: Callable[[], Result]) -> Result:
         commit = HubCommit(
@@ -154,11 +174,10 @@ def _word_refusal(error: Exception, address: RemoteAddress, commit: HubCommit) -
     status: Any = getattr(getattr(error, "response", None), "status_code", None)
     what = f"nothing could be put at {address}"
     if is_transient(error):
-        return RemoteError(
+        return NetworkLossError(
             f"{what}: {commit.access.endpoint} does not answer, or breaks off",
             found=found,
             next_step="Check the network and HF_ENDPOINT, and run again: what was sent is not sent twice.",
-            is_network_loss=True,
         )
     if status in (401, 403):
         return RemoteError(

@@ -15,7 +15,7 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.hub.access import HubAccess, HubCommit
+from minimax_tools.hub.access import HubAccess, HubCommit, RepositoryKind
 
 logger = logging.getLogger(__name__)
 
@@ -165,9 +165,11 @@ def _explain(error: BaseException, commit: HubCommit, file: str | None) -> tuple
     """Return the reason why the hub refused, and the user's next step."""
     kind, status = type(error).__name__, _status(error)
     model, endpoint = commit.model, commit.access.endpoint
+    # An address of a dataset is no folder's path; the id of a model may be one.
+    no_folder = " (no folder of that name is here either)" if commit.kind is RepositoryKind.MODEL else ""
     check_id = (
-        "Check the id (no folder of that name is here either); for a private one log in with "
-        "`hf auth login` or set HF_TOKEN to a valid token."
+        f"Check the id{no_folder}; for a private one log in with `hf auth login` "
+        "or set HF_TOKEN to a valid token."
     )
     check_endpoint = (
         "Check HF_ENDPOINT and the proxy, or fetch it with `hf download` and give "

@@ -265,14 +265,19 @@ def run_all(
 
 def _progress_bar(model: str, total_bytes: int) -> Any:
     """Make huggingface_hub's progress bar; it shows if mm2's progress does, and stderr is a terminal."""
+    is_quiet = quieten_hub()
+    # With None the bar shows only in a terminal.
+    is_disabled = True if is_quiet else None
+    return hub_tools().tqdm(total=total_bytes, desc=model, unit="B", unit_scale=True, disable=is_disabled)
+
+
+def quieten_hub() -> bool:
+    """Show or hide the bars of huggingface_hub's own transfers as mm2's progress is; return whether that is hidden."""
     from huggingface_hub import constants
 
     tools = hub_tools()
     is_quiet = not logger.isEnabledFor(logging.INFO)
     # If the user sets the variable, it decides: huggingface_hub warns of attempts to change it.
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        # For the bars of huggingface_hub's own transfers.
         (tools.disable_progress_bars if is_quiet else tools.enable_progress_bars)()
-    # With None the bar shows only in a terminal.
-    is_disabled = True if is_quiet else None
-    return tools.tqdm(total=total_bytes, desc=model, unit="B", unit_scale=True, disable=is_disabled)
+    return is_quiet

@@ -251,6 +251,18 @@ def open_body(
             yield response, response.iter_content(_CHUNK_BYTES)
 
 
+def hash_like(path: Path, known_hash: str) -> str:
+    """Return the hash of a local file in the kind of a hub's: sha256, or git's sha1 of a small file."""
+    digest = hashlib.sha256()
+    if _GIT_SHA1.fullmatch(known_hash):
+        # git hashes a file's size before its content.
+        digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as content:
+        while piece := content.read(_HASHED_AT_ONCE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def _speaks_xet() -> bool:
     from huggingface_hub import constants
     from huggingface_hub.utils._runtime import is_xet_available
@@ -266,14 +278,7 @@ def _find_damage(path: Path, file: HubFile) -> str | None:
     if file.content_hash is None:
         logger.warning("%s is not verified: the hub gives no hash for it.", file.name)
         return None
-    digest = hashlib.sha256()
-    if _GIT_SHA1.fullmatch(file.content_hash):
-        # git hashes a file's size before its content.
-        digest = hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
-    with path.open("rb") as content:
-        while piece := content.read(_HASHED_AT_ONCE_BYTES):
-            digest.update(piece)
-    actual_hash = digest.hexdigest()
+    actual_hash = hash_like(path, file.content_hash)
     if actual_hash == file.content_hash:
         return None
     return f"{size_bytes} bytes of {_hash_kind(file)} {actual_hash}"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from minimax_tools.errors import UsageError
 from minimax_tools.text_enum import TextEnum
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# With fewer slashes than two it is a slip, or came through pathlib.
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://|(?:s3|hf):", re.IGNORECASE)
 _BUCKET = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]+)(?:/(.*))?")
 # Owner and name, a revision, and a folder in the dataset.
 _DATASET = re.compile(r"hf://datasets/([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w.-]*))?(?:/(.*))?")

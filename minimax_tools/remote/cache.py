@@ -2,7 +2,7 @@
 
     <cache>/captures/NAME-DIGEST/    a capture, its files fetched when they are read (`capture.mirror`)
     <cache>/models/NAME-DIGEST/      a checkpoint, its shards fetched when they are needed
-    <cache>/outputs/NAME-DIGEST/     a run that is written here, and put at its address once it is whole
+    <cache>/outputs/NAME-DIGEST/run/ a run that is written here, and put at its address once it is whole
     <cache>/addresses/DIGEST.json    the capture that an address named last
 
 Several processes may use it at once: a file is fetched under a lock, and renamed into place when it is whole.
@@ -16,8 +16,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 from minimax_tools.errors import RemoteError
@@ -26,6 +27,10 @@ from minimax_tools.remote.address import RemoteAddress
 
 CACHE_VARIABLE = "MM2_CACHE"
 CAPTURES, MODELS, OUTPUTS, ADDRESSES = "captures", "models", "outputs", "addresses"
+# In a folder of an output: the run, unless it was put, or refused before it began.
+OUTPUT_RUN = "run"
+# In a folder of a capture: the address that it was fetched from.
+ADDRESS_NAME = ".address.json"
 _DEFAULT = Path("~/.cache/mm2")
 _NUM_DIGITS = 16
 # Left free on the disk when a file is fetched.
@@ -39,6 +44,12 @@ class CachedFolder:
     path: Path
     kind: str  # `captures`, `models` or `outputs`
     size_bytes: int  # links to another cache's files do not count
+    used_at: str  # time of its last use in UTC, such as `2026-11-23T20:03:00+00:00`
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the same is at an address still: a run that could not be put yet is here alone."""
+        return self.kind != OUTPUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +74,72 @@ class RemoteCache:
         return self.folder / ADDRESSES / f"{_digest(str(address))}.json"
 
     def list(self) -> tuple[CachedFolder, ...]:
-        """List the folders of the cache, sorted by path."""
-        return tuple(
-            CachedFolder(path=path, kind=kind, size_bytes=_size(path))
+        """List the folders of the cache, those that were used last first."""
+        folders = (
+            CachedFolder(path=path, kind=kind, size_bytes=_size(path), used_at=_used_at(path))
             for kind in (CAPTURES, MODELS, OUTPUTS)
-            for path in sorted((self.folder / kind).glob("*"))
-            if path.is_dir()
+            for path in (self.folder / kind).glob("*")
+            if path.is_dir() and (kind != OUTPUTS or (path / OUTPUT_RUN).exists())
         )
+        return tuple(sorted(folders, key=lambda one: (one.used_at, one.path), reverse=True))
 
-    def clear(self) -> None:
-        """Remove everything that the cache holds; files of other programs beside it stay."""
-        for kind in (ADDRESSES, CAPTURES, MODELS, OUTPUTS):
-            shutil.rmtree(self.folder / kind, ignore_errors=True)
+    def free(self, keep_bytes: int) -> tuple[CachedFolder, ...]:
+        """Remove copies, those that were used least lately first, until the cache takes at most `keep_bytes`.
+
+        Runs that are not put at their address yet stay, and files of other programs.
+
+        Returns:
+            The folders that were removed.
+        """
+        folders = self.list()
+        held_bytes = sum(one.size_bytes for one in folders)
+        removed = []
+        for one in reversed(folders):
+            if one.is_copy and (held_bytes > keep_bytes or keep_bytes == 0):
+                shutil.rmtree(one.path, ignore_errors=True)
+                held_bytes -= one.size_bytes
+                removed.append(one)
+        if keep_bytes == 0:
+            shutil.rmtree(self.folder / ADDRESSES, ignore_errors=True)
+        return tuple(removed)
+
+
+def mark_used(folder: Path) -> None:
+    """Note that a folder of the cache is used now; a cache that may only be read keeps no note."""
+    with suppress(OSError):
+        os.utime(folder)
+
+
+def is_version(place: Path, version: str) -> bool:
+    """Decide whether a folder of the cache is that of a version, as `RemoteCache.place` names it."""
+    return place.name.endswith(f"-{_digest(version)}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder of the cache, unless it is there.
+
+    Raises:
+        RemoteError: The cache cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
 
 
 @contextmanager
 def locked_file(path: Path) -> Iterator[None]:
-    """Hold the lock of `path` during the block: other processes and threads wait. The lock file stays."""
-    lock = path.with_name(f".{path.name}.lock")
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as file:
+    """Hold the lock of `path` during the block: other processes and threads wait. The lock file stays.
+
+    Raises:
+        RemoteError: The cache cannot be written to.
+    """
+    make_folder(path.parent)
+    try:
+        file = path.with_name(f".{path.name}.lock").open("a")
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -97,15 +154,27 @@ def check_room(folder: Path, size_bytes: int, *, what: str) -> None:
     if size_bytes + _SPARE_BYTES > free_bytes:
         raise RemoteError(
             f"the disk at {folder} is too small for {what}",
-            expected=format_size(size_bytes),
+            expected=f"{format_size(size_bytes)}, and {format_size(_SPARE_BYTES)} to spare",
             found=f"{format_size(free_bytes)} free",
-            next_step=f"Clear the cache with mm2-split cache --clear, or set {CACHE_VARIABLE} to a larger disk.",
+            next_step=f"Free space with mm2-split cache --keep SIZE, or set {CACHE_VARIABLE} to a larger disk.",
             commands=("mm2-split cache",),
         )
 
 
+def _unwritable(folder: Path, error: OSError) -> RemoteError:
+    return RemoteError(
+        f"the cache at {folder} cannot be written to",
+        found=error.strerror,
+        next_step=f"Mend its permissions, or set {CACHE_VARIABLE} to another folder.",
+    )
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
+
+
+def _used_at(folder: Path) -> str:
+    return datetime.fromtimestamp(int(folder.stat().st_mtime), tz=timezone.utc).isoformat()
 
 
 def _size(folder: Path) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.errors import CheckpointError, list_names
-from minimax_tools.remote.cache import MODELS, RemoteCache
+from minimax_tools.remote.cache import MODELS, RemoteCache, mark_used
 from minimax_tools.remote.remote_folder import RemoteFile
 from minimax_tools.remote.s3_folder import S3Folder
 
@@ -58,4 +58,5 @@ class RemoteCheckpoint:
             )
         for name in wanted:
             self.source.hold(self.files[name], self.folder / name)
+        mark_used(self.folder)
         return {name: self.folder / name for name in wanted}

@@ -20,6 +20,11 @@ class RemoteFile:
     tag: str  # changes when the content does: an ETag of S3, or a hash
 
 
+def stays_inside(name: str) -> bool:
+    """Decide whether a listed name leads to a file below its folder: a key of S3 may hold `..`."""
+    return not {"", ".", ".."} & set(name.split("/"))
+
+
 class RemoteFolder(ABC):
     """A folder at a remote address. Methods raise RemoteError or CheckpointError if the server refuses or is away.
 
@@ -30,7 +35,7 @@ class RemoteFolder(ABC):
 
     @abstractmethod
     def files(self) -> Mapping[str, RemoteFile]:
-        """List the files by name, those of folders below too."""
+        """List the files by name, those of folders below too; names that lead out of the folder are left out."""
 
     @abstractmethod
     def find(self, name: str) -> RemoteFile | None:

@@ -6,7 +6,9 @@ before there is an answer comes as it is; these libraries are known by name, bec
 
 from __future__ import annotations
 
-from minimax_tools.errors import RemoteError
+import errno
+
+from minimax_tools.errors import NetworkLossError, RemoteError
 from minimax_tools.remote.address import RemoteAddress
 
 _MAX_FOUND_LENGTH = 300
@@ -18,6 +20,8 @@ _WITHOUT_CREDENTIALS = frozenset(
     }
 )
 _WRONG_CHECKSUM = frozenset({"FlexibleChecksumError", "ChecksumError"})
+# s3fs' numbers of the answers 500 and 503: the server fails for now, or has too much to do.
+_SERVER_FAILURES = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
 _NO_REGION = frozenset({"NoRegionError", "InvalidRegionError"})
 
 
@@ -32,7 +36,9 @@ def is_damage(error: BaseException) -> bool:
 
 
 def is_network_loss(error: BaseException) -> bool:
-    """Decide whether no whole answer came: no connection, a timeout, or a body that broke off."""
+    """Decide whether no whole answer came: no connection, a timeout, a failing server, or a body that broke off."""
+    if _is_server_failure(error):
+        return True
     if (
         isinstance(error, (FileNotFoundError, PermissionError))
         or lacks_credentials(error)
@@ -48,6 +54,10 @@ def is_network_loss(error: BaseException) -> bool:
     )
 
 
+def _is_server_failure(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _SERVER_FAILURES
+
+
 def translate(
     error: BaseException, address: RemoteAddress, *, name: str, verb: str = "fetched"
 ) -> RemoteError:
@@ -57,12 +67,8 @@ def translate(
     what = f"{name} of {address}" if name else str(address)
     found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
     reason, next_step = _explain(error, address)
-    return RemoteError(
-        f"{what} could not be {verb}: {reason}",
-        found=found,
-        next_step=next_step,
-        is_network_loss=is_network_loss(error),
-    )
+    kind = NetworkLossError if is_network_loss(error) else RemoteError
+    return kind(f"{what} could not be {verb}: {reason}", found=found, next_step=next_step)
 
 
 def _explain(error: BaseException, address: RemoteAddress) -> tuple[str, str]:
@@ -89,6 +95,8 @@ def _explain(error: BaseException, address: RemoteAddress) -> tuple[str, str]:
         )
     if any(type(cause).__name__ in _NO_REGION for cause in _causes(error)):
         return "no region is set", "Set AWS_DEFAULT_REGION to the bucket's region."
+    if _is_server_failure(error):
+        return "S3 fails, or has too much to do", "Run again: received data is kept."
     if is_network_loss(error):
         return (
             "S3 does not answer, or breaks off",

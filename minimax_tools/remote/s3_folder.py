@@ -18,7 +18,7 @@ from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.cache import CACHE_VARIABLE, check_room
-from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
+from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder, stays_inside
 from minimax_tools.remote.s3_faults import is_damage, lacks_credentials, translate
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class S3Folder(RemoteFolder):
         return {
             name: RemoteFile(name=name, size_bytes=int(record["size"]), tag=_tag(record))
             for name, record in sorted(found.items())
-            if name and not name.endswith("/")
+            if stays_inside(name)
         }
 
     def find(self, name: str) -> RemoteFile | None:

@@ -262,14 +262,16 @@ def test_a_golden_certifies_itself_where_it_is_asked_to(command: Any, toy: Path,
     assert command(mm2_gpu, "single-layer", *arguments, "--certify", "--no-save").exit_code == 2
 
 
-def test_a_comparison_says_what_its_golden_is_worth(certify: Certify, golden: Path, tampered: Path) -> None:
+def test_a_comparison_says_what_its_golden_is_worth(
+    certify: Certify, golden: Path, tampered: Path, toy: Path
+) -> None:
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
 
     def notes() -> str:
         sides = Capture.open(tampered), Capture.open(golden)
         return "; ".join(compare_captures(*sides, criteria=criteria, layer_pattern="layer_*").notes)
 
-    assert "the golden is not certified" in notes()
+    assert f"the golden is not certified: mm2-gpu certify --model {toy} --golden {tampered}" in notes()
     certify(tampered, model=None)
     assert "certificate is partial; not checked: same_model" in notes()
     certify(tampered)

@@ -31,7 +31,7 @@ def full(golden: Path) -> Capture:
 
 @pytest.fixture(scope="module")
 def stats(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Capture:
-    """The same golden, of whose floor only the distances are kept."""
+    """The golden with the distances alone of its floor."""
     directory = tmp_path_factory.mktemp("stats") / "full_model"
 
     with open_golden(ask(noise_floor="stats")) as opened:

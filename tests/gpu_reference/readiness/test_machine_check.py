@@ -70,6 +70,17 @@ def test_a_machine_may_be_described_before_it_is_rented(command: Any) -> None:
     assert record["ways"][0]["works"] is True
 
 
+def test_the_command_takes_the_way_of_the_table(command: Any, toy: Path) -> None:
+    record = check(command, "--model", toy, "--gpus", "8x80GB", "--memory", "1TB")
+    (row,) = (one for one in record["configurations"] if one["machine"].startswith("8 × 80.0 GB"))
+    assert row["way"] == "whole on the GPUs"
+    assert record["next"] == [shlex.join(("mm2-gpu", "extract-all", "--model", str(toy), *row["options"]))]
+    # Two layers at a time, read beside the arithmetic, are much faster than all of them from a slow disk.
+    slow = check(command, "--gpus", "0", "--memory", "1TB", "--disk-speed", "1GB")
+    (row,) = (one for one in slow["configurations"] if one["machine"].startswith("no GPU, 1.0 TB"))
+    assert row["way"] == "streamed, two layers"
+
+
 def test_the_table_of_usual_machines_is_computed(command: Any) -> None:
     table = {
         row["machine"]: row for row in check(command, "--gpus", "24GB", "--memory", "32GB")["configurations"]

@@ -34,7 +34,7 @@ def keep(inputs: Inputs) -> Any:
 
 
 def edited(description: Description) -> Description:
-    """The same run of a port whose file was edited."""
+    """Return the description of the run once the port's file was edited."""
     return replace(description, provenance=replace(description.provenance, target_digest="e" * 64))
 
 

@@ -134,6 +134,12 @@ DAMAGES: dict[str, Any] = {
     "an entry without statistics": lambda record: {**record, "entries": [{"shape": [1], "statistics": {}}]},
     "entries of null": lambda record: {**record, "entries": None},
     "provenance of text": lambda record: {**record, "provenance": "x"},
+    "a file elsewhere": lambda record: {
+        **record,
+        "entries": [{**record["entries"][0], "file": "../../elsewhere.safetensors"}],
+    },
+    "digests of a file elsewhere": lambda record: {**record, "digests": {"/etc/elsewhere.safetensors": {}}},
+    "a text elsewhere": lambda record: {**record, "text_digests": {".bashrc": "0"}},
     "a fingerprint of text": lambda record: {**record, "provenance": {**record["provenance"], "model": "x"}},
 }
 

@@ -94,7 +94,9 @@ def test_a_file_that_is_damaged_there_is_refused_by_name(published: Any) -> None
     damaged[-1] ^= 1
     published.objects.put_object(Bucket="lab", Key="goldens/toy/layer_1.safetensors", Body=bytes(damaged))
     capture = Capture.open(ADDRESS)
-    with pytest.raises(CaptureError, match="^layer_1.safetensors of s3://lab/goldens/toy came damaged twice"):
+    with pytest.raises(
+        CaptureError, match="^layer_1.safetensors of s3://lab/goldens/toy came damaged twice.*damaged there"
+    ):
         capture.read(1, Site.OUTPUT)
     assert "layer_1.safetensors" not in here(capture)
     assert torch.equal(capture.read(0, Site.OUTPUT), Capture.open(OLD).read(0, Site.OUTPUT))
@@ -106,6 +108,21 @@ def test_a_damaged_json_file_is_refused_by_name(published: Any) -> None:
         CaptureError, match="generation.json of s3://lab/goldens/toy is not as it was written"
     ):
         Capture.open(ADDRESS)
+
+
+def test_a_manifest_never_names_a_file_elsewhere(published: Any, tmp_path: Path) -> None:
+    record = json.loads((OLD / MANIFEST_NAME).read_text())
+    for entry in record["entries"]:
+        entry["file"] = f"../../../{entry['file']}"
+    published.objects.put_object(
+        Bucket="lab", Key=f"goldens/toy/{MANIFEST_NAME}", Body=json.dumps(record).encode()
+    )
+    with pytest.raises(
+        CaptureError,
+        match=r"^manifest\.json of s3://lab/goldens/toy is damaged, or of .* no file of a capture's folder",
+    ):
+        Capture.open(ADDRESS).read(1, Site.OUTPUT)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_file_that_the_address_lacks_is_named(published: Any) -> None:
@@ -150,6 +167,46 @@ def test_what_was_read_before_is_read_without_the_server(
     shutil.rmtree(os.environ["MM2_CACHE"])
     with pytest.raises(RemoteError, match="S3 does not answer"):
         Capture.open(ADDRESS)
+
+
+def test_a_copy_that_is_damaged_here_is_fetched_again_once_it_is_removed(published: Any) -> None:
+    capture = Capture.open(ADDRESS)
+    capture.read(1, Site.OUTPUT)
+    here = capture.directory / "layer_1.safetensors"
+    here.write_bytes(here.read_bytes()[:100])
+    with pytest.raises(
+        CaptureError, match=rf"^the copy of the golden {ADDRESS} on this machine is damaged"
+    ) as caught:
+        Capture.open(ADDRESS).read(1, Site.OUTPUT)
+    assert caught.value.next_step == f"Remove the file from {capture.directory}: it is fetched again."
+    here.unlink()
+    assert torch.equal(Capture.open(ADDRESS).read(1, Site.OUTPUT), Capture.open(OLD).read(1, Site.OUTPUT))
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, ".address.json"])
+def test_a_mirror_without_a_right_manifest_or_address_is_made_again(published: Any, name: str) -> None:
+    directory = Capture.open(ADDRESS).directory
+    for record in (*directory.parents[1].glob("addresses/*"), directory / name):
+        record.write_text("{}")
+        capture = Capture.open(ADDRESS)
+        assert capture.directory == directory
+        assert capture.manifest == Capture.open(OLD).manifest
+        assert address_of(directory) == ADDRESS
+
+
+def test_a_golden_that_is_replaced_while_it_is_read_is_told(published: Any) -> None:
+    capture = Capture.open(ADDRESS)
+    for path in (OLD.parent / "swapped").iterdir():
+        published.objects.put_object(Bucket="lab", Key=f"goldens/toy/{path.name}", Body=path.read_bytes())
+    with pytest.raises(
+        CaptureError, match="Another capture was put there since this one was opened. Run again"
+    ):
+        capture.read(1, Site.OUTPUT)
+
+
+def test_the_address_of_a_manifest_is_told_from_a_capture(published: Any) -> None:
+    with pytest.raises(CaptureError, match=r"manifest.json is a file: .* Leave out /manifest.json"):
+        Capture.open(f"{ADDRESS}/{MANIFEST_NAME}")
 
 
 def test_a_text_may_be_a_folder(tmp_path: Path) -> None:

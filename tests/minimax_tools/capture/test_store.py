@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, capture_directory, newest_capture
+from minimax_tools.capture.store import (
+    DEVICE_SIDE,
+    GOLDEN_SIDE,
+    capture_directory,
+    list_captures,
+    newest_capture,
+)
 from minimax_tools.errors import CaptureError
 
 
@@ -28,6 +34,14 @@ def test_newest_capture_of_a_side_is_found_by_its_manifest(tmp_path: Path) -> No
     make(tmp_path, GOLDEN_SIDE, "full_model", time_ns=9)
     (tmp_path / "neuron/unfinished").mkdir()
     assert newest_capture(tmp_path, DEVICE_SIDE) == newest
+
+
+def test_captures_of_several_folders_are_listed_once_newest_first(tmp_path: Path) -> None:
+    old, new = (make(tmp_path, GOLDEN_SIDE, name, time_ns=time) for name, time in (("old", 1), ("new", 5)))
+    between = make(tmp_path, DEVICE_SIDE, "sweep", time_ns=3)
+    goldens, runs = tmp_path / GOLDEN_SIDE, tmp_path / DEVICE_SIDE
+    assert list_captures(goldens, runs, goldens) == [new, between, old]
+    assert list_captures(tmp_path / "gone") == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from click.testing import CliRunner
 from compare.cli import main as mm2_compare
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.remote_output import RemoteOutput
 from minimax_tools.cli import mm2_split
+from minimax_tools.errors import RemoteError
 from minimax_tools.hub.checkpoint_folder import list_files, resolve_config, resolve_model
+from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import layer_of
+from minimax_tools.remote.address import RemoteAddress
 from mm2.golden_layer import open_golden
 from neuron.cli import main as mm2_test
 
@@ -98,6 +103,65 @@ def test_a_run_that_cannot_be_put_fails_after_its_results(s3: Any, command: Any)
     assert json.loads(done.stdout)["complete"] is True
 
 
+RUN = ("single-layer", "--layer", "1", "--backend", "cpu", "--model", str(OLD / "toy"), "--seq-len", "8")
+
+
+def test_a_run_that_could_not_be_put_is_put_by_the_same_command(s3: Any, command: Any) -> None:
+    s3.plant("PUT", "/runs/one/layer_1", status=403, times=99)
+    failed = command(mm2_test, *RUN, "--output-dir", "s3://lab/runs/one")
+    assert failed.exit_code == 3
+    assert "the same command puts it, and computes nothing again" in failed.stderr
+    s3.faults.clear()
+    done = command(mm2_test, *RUN, "--output-dir", "s3://lab/runs/one")
+    assert done.exit_code == 0, done.output
+    assert "Resuming" in done.stderr
+    assert "Layer 1 (2 of 2): took" in failed.stderr
+    assert ": took" not in done.stderr  # no layer ran
+    assert Capture.open("s3://lab/runs/one").layers == (1,)
+
+
+def test_a_run_that_was_put_is_not_fetched_again(s3: Any, command: Any, tmp_path: Path) -> None:
+    assert command(mm2_test, *RUN, "--quiet", "--output-dir", "s3://lab/runs/one").exit_code == 0
+    assert not list((tmp_path / "cache" / "outputs").rglob("*.safetensors"))
+    s3.forget()
+    Capture.open("s3://lab/runs/one").read(1, Site.OUTPUT)
+    assert s3.fetched() == []
+    shown = command(mm2_test, *RUN, "--quiet", "--skip-compile", "--output-dir", "s3://lab/runs/one")
+    assert shown.exit_code == 0, shown.output
+    assert "Capture s3://lab/runs/one" in shown.stdout
+
+
+def test_another_run_at_the_address_is_kept(s3: Any, command: Any, tmp_path: Path) -> None:
+    put(s3, OLD / "golden", "golden")
+    there = s3.objects.list_objects_v2(Bucket="lab")["Contents"]
+    for program, words in (
+        (mm2_test, RUN),
+        (mm2_gpu, ("extract-all", "--model", OLD / "toy", "--seq-len", "5")),
+    ):
+        done = command(program, *words, "--quiet", "--output-dir", "s3://lab/golden")
+        assert done.exit_code == 3
+        assert "s3://lab/golden holds another finished capture: found other " in done.stderr
+        assert "--overwrite" in done.stderr
+    assert [one["ETag"] for one in s3.objects.list_objects_v2(Bucket="lab")["Contents"]] == [
+        one["ETag"] for one in there
+    ]
+    done = command(mm2_test, *RUN, "--quiet", "--overwrite", "--output-dir", "s3://lab/golden")
+    assert done.exit_code == 0, done.output
+    assert Capture.open("s3://lab/golden").description.side == "neuron"
+
+
+def test_a_capture_that_came_meanwhile_is_kept(s3: Any) -> None:
+    address = RemoteAddress.parse("s3://lab/runs/one")
+    output = RemoteOutput.open(address)
+    shutil.copytree(OLD / "swapped", output.directory)
+    put(s3, OLD / "golden", "runs/one")
+    with pytest.raises(RemoteError, match="another capture was put at s3://lab/runs/one while this one ran"):
+        output.put(overwrites=False)
+    assert Capture.open("s3://lab/runs/one").manifest == Capture.open(OLD / "golden").manifest
+    output.put(overwrites=True)
+    assert Capture.open("s3://lab/runs/one").manifest == Capture.open(OLD / "swapped").manifest
+
+
 def test_a_model_at_an_address_comes_by_its_shards(s3: Any, toy: Path) -> None:
     put(s3, toy, "models/toy")
     assert set(list_files("s3://lab/models/toy")) == {path.name for path in toy.iterdir()}
@@ -135,7 +199,8 @@ def test_slices_of_a_model_at_an_address_are_fetched_and_cut(
     done = command(mm2_split, "plan", "--model", "s3://lab/models/toy", *nodes, "--output", plan, "--json")
     following = json.loads(done.stdout)["next"]
     assert following == [f"mm2-split fetch --plan {plan} --node {node}" for node in "ab"]
-    assert command(mm2_split, "fetch", "--plan", plan, "--node", "a").exit_code == 0
+    fetched = command(mm2_split, "fetch", "--plan", plan, "--node", "a")
+    assert fetched.exit_code == 0, fetched.output
     cut = command(mm2_split, "extract", "--plan", plan, "--node", "a", "--output", tmp_path / "slice")
     assert cut.exit_code == 0, cut.output
     fetched = {path.name for path in (tmp_path / "cache" / "models").rglob("*.safetensors")}
@@ -158,10 +223,51 @@ def test_an_address_without_a_model_is_named(s3: Any, command: Any, address: str
     assert address in done.stderr
 
 
-def test_a_command_that_writes_into_a_golden_takes_folders_alone(s3: Any, command: Any) -> None:
-    done = command(mm2_gpu, "certify", "--golden", "s3://lab/golden")
+def test_a_golden_at_an_address_is_certified_there(s3: Any, command: Any) -> None:
+    put(s3, OLD / "golden", "golden")
+    Capture.open("s3://lab/golden").read(0, Site.OUTPUT)
+    done = command(mm2_gpu, "certify", "--golden", "s3://lab/golden", "--quiet")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("s3://lab/golden: certified")
+    s3.forget()
+    certificate = Capture.open("s3://lab/golden").certificate
+    assert certificate is not None
+    assert certificate.not_checked  # the one before was made with its model
+    Capture.open("s3://lab/golden").read(0, Site.OUTPUT)
+    assert s3.asked("GET", "layer_0") == []
+    card = s3.objects.get_object(Bucket="lab", Key="golden/README.md")["Body"].read().decode()
+    assert str(certificate) in card
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (mm2_split, ("synthesize", "--output", "s3://lab/toy")),
+        (mm2_gpu, ("extract-all", "--model", OLD / "toy", "--captures", "s3://lab/captures")),
+        (mm2_compare, ("--report-path", "s3://lab/report")),
+    ],
+)
+def test_an_option_for_folders_makes_no_folder_of_an_address(
+    program: Any, words: tuple[Any, ...], command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = command(program, *words)
     assert done.exit_code == 2
-    assert "s3://lab/golden is an address, and this command writes into the capture" in done.stderr
+    assert f"{words[-1]!r} is an address: expected a path of this machine" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_to_is_told(
+    s3: Any, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(s3, OLD / "golden", "golden")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MM2_CACHE", str(tmp_path / "file"))
+    for words in (("show", "s3://lab/golden"), ("extract-all", "--output-dir", "s3://lab/new")):
+        done = command(mm2_gpu, *words)
+        assert done.exit_code == 3
+        assert f"the cache at {tmp_path}/file" in done.stderr
+        assert "set MM2_CACHE to another folder" in done.stderr
 
 
 def test_help_says_what_takes_an_address(command: Any) -> None:

@@ -114,6 +114,22 @@ def test_a_golden_of_a_dataset_comes_by_the_layer(hub: Any, tmp_path: Path) -> N
     assert again == [value, directory]
 
 
+def test_a_file_that_is_not_here_is_told_where_the_hub_is_not_asked(hub: Any, access: HubAccess) -> None:
+    hub.add("datasets/owner/golden", golden_files())
+    offline = dataclasses.replace(access, is_offline=True)
+    with pytest.raises(
+        CheckpointError, match=r"lacks manifest.json of owner/golden, and the hub is not asked"
+    ):
+        folder(offline).find("manifest.json")
+    dataset = folder(access)
+    file = dataset.find("manifest.json")
+    assert file is not None
+    dataset.fetch(file, access.cache_dir / "manifest.json")
+    assert folder(offline).find("manifest.json") is not None
+    with pytest.raises(CheckpointError, match=r"lacks layer_0.safetensors of owner/golden"):
+        folder(offline).find("layer_0.safetensors")
+
+
 def test_a_golden_is_put_in_one_commit(hub: Any, access: HubAccess, tmp_path: Path) -> None:
     dataset = folder(access, "hf://datasets/owner/new/m2")
     dataset.put({path.name: path for path in OLD.iterdir()}, last="manifest.json")
@@ -125,6 +141,18 @@ def test_a_golden_is_put_in_one_commit(hub: Any, access: HubAccess, tmp_path: Pa
         assert file is not None
         read.fetch(file, tmp_path / path.name)
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_a_dataset_has_is_not_put_again(hub: Any, access: HubAccess, tmp_path: Path) -> None:
+    files = {path.name: path for path in OLD.iterdir()}
+    assert set(folder(access).put(files, last="manifest.json")) == set(files)
+    hub.forget()
+    assert folder(access).put(files, last="manifest.json") == ()
+    assert hub.asked("POST") == []
+    other = tmp_path / "generation.json"
+    other.write_text("{}")
+    assert folder(access).put(files | {other.name: other}, last="manifest.json") == (other.name,)
+    assert hub.asked("PUT") == []
 
 
 def test_a_commit_that_fails_leaves_nothing_and_sends_nothing_twice(hub: Any, access: HubAccess) -> None:

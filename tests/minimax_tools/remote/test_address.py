@@ -24,7 +24,18 @@ def test_an_address_reads_as_it_is_shown(text: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["gs://bucket/x", "s3://", "s3://bucket/../x", "hf://owner/name", "hf://datasets/name", "https://x/y"],
+    [
+        *(
+            "gs://bucket/x",
+            "s3://",
+            "s3://bucket/../x",
+            "hf://owner/name",
+            "hf://datasets/name",
+            "https://x/y",
+        ),
+        *("s3:/bucket/x", "hf:datasets/owner/name", "S3://bucket/x", "hf://datasets/owner/name@"),
+        *("hf://datasets/owner/../name", "hf://datasets/../name"),
+    ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     assert is_remote(text)
@@ -32,6 +43,6 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         RemoteAddress.parse(text)
 
 
-@pytest.mark.parametrize("text", ["folder", "/data/x", "owner/name@v2", "C:/data", "s3:/x"])
+@pytest.mark.parametrize("text", ["folder", "/data/x", "owner/name@v2", "C:/data", "s3/x", "hf"])
 def test_a_folder_is_no_address(text: str) -> None:
     assert not is_remote(text)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 from minimax_tools.cli import mm2_split
 from minimax_tools.errors import RemoteError
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import CAPTURES, RemoteCache, check_room
+from minimax_tools.remote.cache import CAPTURES, MODELS, OUTPUTS, RemoteCache, check_room
 
 
 @pytest.fixture
@@ -25,23 +28,68 @@ def test_versions_of_an_address_have_folders_of_their_own(cache: RemoteCache) ->
     assert first.name.startswith("m2_7-")
 
 
+def fill(
+    cache: RemoteCache, name: str, *, kind: str = CAPTURES, size_bytes: int = 1000, day: int = 1
+) -> Path:
+    """Make a folder of the cache that was used last on a day of January 2026."""
+    folder = cache.place(kind, RemoteAddress.parse(f"s3://lab/{name}"), "1")
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / "layer_0.safetensors").write_bytes(bytes(size_bytes))
+    used_s = datetime(2026, 1, day, tzinfo=timezone.utc).timestamp()
+    os.utime(folder, (used_s, used_s))
+    return folder
+
+
+def folders(command: Any, *options: object) -> list[dict[str, Any]]:
+    done = command(mm2_split, "cache", *options, "--json")
+    assert done.exit_code == 0, done.output
+    listed: list[dict[str, Any]] = json.loads(done.stdout)["folders"]
+    return listed
+
+
 def test_the_cache_is_listed_and_cleared(cache: RemoteCache, command: Any) -> None:
-    folder = cache.place(CAPTURES, RemoteAddress.parse("s3://lab/golden"), "1")
-    folder.mkdir(parents=True)
-    (folder / "layer_0.safetensors").write_bytes(bytes(1000))
+    folder = fill(cache, "golden", day=7)
+    (folder / ".address.json").write_text('{"asked": "s3://lab/golden", "address": "s3://lab/golden"}')
     (cache.folder / "other").mkdir()
-    shown = command(mm2_split, "cache")
-    assert "1.0 kB  captures  golden-" in shown.stdout
-    record = json.loads(command(mm2_split, "cache", "--json").stdout)
-    assert [(one["kind"], one["size_bytes"]) for one in record["folders"]] == [("captures", 1000)]
-    assert command(mm2_split, "cache", "--clear").exit_code == 0
+    shown = command(mm2_split, "cache").stdout
+    assert "s3://lab/golden" in shown
+    (listed,) = folders(command)
+    assert listed["address"] == "s3://lab/golden"
+    assert (listed["kind"], listed["removed"]) == ("captures", False)
+    assert [one["removed"] for one in folders(command, "--clear")] == [True]
     assert not folder.exists()
     assert (cache.folder / "other").exists()
-    assert json.loads(command(mm2_split, "cache", "--json").stdout)["folders"] == []
+    assert folders(command) == []
+
+
+def test_what_was_used_least_lately_is_removed_first(cache: RemoteCache, command: Any) -> None:
+    old, new = fill(cache, "old", day=1), fill(cache, "new", day=3)
+    middle = fill(cache, "middle", kind=MODELS, day=2)
+    assert [one["removed"] for one in folders(command, "--keep", "2kB")] == [False, False, True]
+    assert (new.exists(), middle.exists(), old.exists()) == (True, True, False)
+    assert [one["removed"] for one in folders(command, "--keep", "2kB")] == [False, False]
+    assert "middle" in command(mm2_split, "cache", "--keep", "1kB").stdout
+    assert (new.exists(), middle.exists()) == (True, False)
+
+
+def test_a_run_that_is_here_alone_stays(cache: RemoteCache, command: Any) -> None:
+    run = fill(cache, "run", kind=OUTPUTS, day=1)
+    (run / ".output.json").write_text('{"asked": "s3://lab/run"}')
+    assert "not put there yet" in command(mm2_split, "cache").stdout
+    for options in (("--clear",), ("--keep", "1B")):
+        (listed,) = folders(command, *options)
+        assert (listed["address"], listed["removed"]) == ("s3://lab/run", False)
+    assert (run / "run" / "layer_0.safetensors").exists()
+    shutil.rmtree(run / "run")
+    assert folders(command) == []
+
+
+def test_a_size_and_all_contradict(cache: RemoteCache, command: Any) -> None:
+    assert command(mm2_split, "cache", "--clear", "--keep", "1GB").exit_code == 2
 
 
 def test_a_disk_that_is_too_small_is_told_before_a_file_comes(tmp_path: Path) -> None:
     with pytest.raises(
-        RemoteError, match=r"is too small for layer_0.*mm2-split cache --clear, or set MM2_CACHE"
+        RemoteError, match=r"is too small for layer_0.*mm2-split cache --keep SIZE, or set MM2_CACHE"
     ):
         check_room(tmp_path, 1 << 60, what="layer_0")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from minimax_tools.errors import MissingExtraError, RemoteError
+from minimax_tools.errors import MissingExtraError, NetworkLossError, RemoteError
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.s3_folder import S3Folder
 
@@ -41,6 +41,13 @@ def test_files_are_listed_with_their_sizes(folder: S3Folder) -> None:
         "large.bin": len(LARGE),
     }
     assert folder.find("other") is None
+
+
+def test_names_that_lead_elsewhere_are_left_out(folder: S3Folder, s3: Any) -> None:
+    before = folder.files().keys()
+    s3.objects.put_object(Bucket="lab", Key="golden/../../elsewhere.json", Body=b"{}")
+    s3.objects.put_object(Bucket="lab", Key="golden/deep/./elsewhere.json", Body=b"{}")
+    assert folder.files().keys() == before
 
 
 def test_a_file_comes_in_ranges(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
@@ -130,7 +137,15 @@ def test_a_server_that_is_away_is_told(s3: Any, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{taken.getsockname()[1]}")
         error = fault(at("s3://lab/golden"))
     assert "S3 does not answer, or breaks off" in str(error)
-    assert error.is_network_loss
+    assert isinstance(error, NetworkLossError)
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_server_that_fails_is_told(folder: S3Folder, s3: Any, status: int) -> None:
+    s3.plant("HEAD", "large.bin", status=status, times=9)
+    error = fault(folder)
+    assert "S3 fails, or has too much to do" in str(error)
+    assert isinstance(error, NetworkLossError)
 
 
 def test_a_file_that_cannot_be_stored_is_told(folder: S3Folder, tmp_path: Path) -> None:
