@@ -9,12 +9,15 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.errors import format_count
+from minimax_tools.command_line.capture_commands import certify_golden
+from minimax_tools.errors import format_count, list_names
 from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
 from minimax_tools.results.results import Blame, RouterDtype, SiteResult
+
+_MAX_NAMED = 8
 
 
 def gather_notes(
@@ -50,6 +53,7 @@ def gather_notes(
         *_router_notes(router_dtypes),
         *_flip_notes(sites, sides),
         *_classic_notes(sides, outputs_missing),
+        *_further_notes(sides),
     )
 
 
@@ -66,6 +70,14 @@ def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
 def _dump_notes(sides: Sides) -> tuple[str, ...]:
     """Tell how another tool's dump was read: modules that map to no site, and passes left out."""
     return tuple(f"{name}: {note}" for name, source in _named(sides) for note in source.notes)
+
+
+def _further_notes(sides: Sides) -> tuple[str, ...]:
+    """Name the further outputs that a run stored, which no golden has."""
+    names = dict.fromkeys(name for layer in sides.target.layers for name in sides.target.further(layer))
+    if not names:
+        return ()
+    return (f"further outputs of the run, stored and not judged: {list_names(list(names), most=_MAX_NAMED)}",)
 
 
 def _named(sides: Sides) -> tuple[tuple[str, CaptureSource], ...]:
@@ -147,7 +159,8 @@ def _certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
         return ()
     certificate = reference.certificate
     if certificate is None:
-        return (f"the golden is not certified: mm2-gpu certify --model DIR --golden {reference.directory}",)
+        command = certify_golden(reference.directory, description.provenance.model_source)
+        return (f"the golden is not certified: {command}",)
     if certificate.failed:
         return tuple(
             f"the golden FAILED certification, and proves nothing: {check.name}: {check.found}"

@@ -8,9 +8,8 @@ import click
 
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits, Criteria
 from compare.limits.limits_file import read_limits
-from minimax_tools.command_line.near_names import did_you_mean
 from minimax_tools.command_line.options import grouped_as, stack_options
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, did_you_mean
 
 _NAMES = ("noise", "classic")
 _SUFFIXES = (".yaml", ".yml")

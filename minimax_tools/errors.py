@@ -12,6 +12,7 @@
         ├── BackendError        the device asked for is not there
         ├── MemoryBudgetError   what comes next would break the memory budget (in machine/memory.py)
         ├── RemoteError         a folder at a remote address cannot be read or written
+        │   └── NetworkLossError    its server does not answer
         ├── RankLostError       another rank died or cannot be reached (in ranks/failure.py)
         └── MissingExtraError   a package that this command needs is not installed
 
@@ -20,7 +21,8 @@ A message has three parts: what and where, expected against found, the next step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 
 _NUM_FAULTS_SHOWN = 12
@@ -115,29 +117,11 @@ class BackendError(CannotRunError):
 
 
 class RemoteError(CannotRunError):
-    """A folder at a remote address cannot be read or written.
+    """A folder at a remote address cannot be read or written."""
 
-    Args:
-        what: Failure, and its place.
-        expected: Expected state, if it adds to `what`.
-        found: State that was found instead.
-        next_step: Advice to the reader.
-        commands: Complete commands that carry the advice out.
-        is_network_loss: Whether the server did not answer, so that a copy on this machine may serve.
-    """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        expected: str | None = None,
-        found: str | None = None,
-        next_step: str | None = None,
-        commands: tuple[str, ...] = (),
-        is_network_loss: bool = False,
-    ) -> None:
-        self.is_network_loss = is_network_loss
-        super().__init__(what, expected=expected, found=found, next_step=next_step, commands=commands)
+class NetworkLossError(RemoteError):
+    """The server of a remote address does not answer, or breaks off: a copy on this machine may serve."""
 
 
 class MissingExtraError(CannotRunError):
@@ -173,3 +157,10 @@ def list_faults(faults: list[str]) -> str:
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural except for one: `1 fault`, `0 faults`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `Did you mean …?` with up to three known names; an empty text if none is near."""
+    by_lower_case = {one.lower(): one for one in known}
+    near = [by_lower_case[one] for one in get_close_matches(name.lower(), list(by_lower_case))]
+    return f"Did you mean {' or '.join(near)}?" if near else ""

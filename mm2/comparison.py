@@ -13,6 +13,7 @@ from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.limits.limits_file import calibrated_limits
 from compare.sides.golden_weights import CheckpointWeights, find_weights
+from minimax_tools.capture.mirror import capture_folder
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.opening import DumpReading, open_sides
 from minimax_tools.errors import IncomparableError, UsageError
@@ -137,7 +138,9 @@ def compare(
     |---|---|---|
     | a layer of a golden | a recording | the golden's noise floor |
     | a recording | a recording | limits without a noise floor, which are coarser |
-    | a golden, or its folder | folder of a run | the golden's noise floor, all layers of the run |
+    | a golden, or its place | place of a run | the golden's noise floor, all layers of the run |
+
+    A place is a folder, or an address such as `s3://bucket/folder`.
 
     Args:
         reference: The trusted side.
@@ -242,12 +245,12 @@ def _captured_sides(reference: object, target: str | Path) -> tuple[CaptureSourc
         reference = reference.directory
     if not isinstance(reference, str | Path):
         raise UsageError(
-            f"{target} is a folder, and the reference is none",
-            expected="a golden, or its folder",
+            f"{target} names a run, and the reference names no golden",
+            expected="a golden, or its folder or address",
             found=repr(reference),
-            next_step="Give two folders, or a layer of a golden and a recording.",
+            next_step="Give two folders or addresses, or a layer of a golden and a recording.",
         )
-    folders = (Path(reference).expanduser(), Path(target).expanduser())
+    folders = (capture_folder(reference), capture_folder(target))
     return open_sides(*folders, reference_reading=DumpReading(), target_reading=DumpReading())
 
 

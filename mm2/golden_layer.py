@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from compare.sides.golden_weights import CheckpointWeights, GoldenWeights, find_weights
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
@@ -54,8 +55,13 @@ class GoldenLayers:
 
     @property
     def directory(self) -> Path:
-        """Folder of the golden."""
+        """Folder of the golden on this machine."""
         return self.capture.directory
+
+    @property
+    def place(self) -> str:
+        """The golden as the user named it: its folder, or its address."""
+        return address_of(self.directory)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -70,7 +76,7 @@ class GoldenLayers:
         """
         if number not in self.layers:
             raise UsageError(
-                f"the golden {self.directory} holds no layer {number}",
+                f"the golden {self.place} holds no layer {number}",
                 expected=word_layers(self.layers) or "a golden that holds a layer",
                 next_step="Choose one of these, or capture more layers: mm2-gpu extract-all.",
             )
@@ -86,7 +92,7 @@ class GoldenLayers:
         if self.checkpoint is None:
             source = self.capture.description.provenance.model_source
             raise CheckpointError(
-                f"the weights of the golden {self.directory} are not on this machine",
+                f"the weights of the golden {self.place} are not on this machine",
                 expected=f"{source}, or a copy of it",
                 next_step="Name the checkpoint: open_golden(DIR, model=DIR), or pytest --mm2-model DIR.",
             )
@@ -97,7 +103,7 @@ class GoldenLayers:
 
     def __repr__(self) -> str:
         weights = "no weights" if self.checkpoint is None else f"weights of {self.checkpoint.model}"
-        return f"GoldenLayers({self.directory}, {word_layers(self.layers)}, {weights})"
+        return f"GoldenLayers({self.place}, {word_layers(self.layers)}, {weights})"
 
 
 class GoldenLayer:
@@ -185,7 +191,7 @@ class GoldenLayer:
         return self.golden.open_weights(self.number)
 
     def __repr__(self) -> str:
-        return f"GoldenLayer({self.number} of {self.golden.directory})"
+        return f"GoldenLayer({self.number} of {self.golden.place})"
 
 
 def open_golden(directory: str | Path, *, model: str | Path | None = None) -> GoldenLayers:

@@ -27,8 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mm2", "mm2: a port of MiniMax-M2 against a golden")
     group.addoption(
         "--mm2-golden",
-        metavar="DIR",
-        help="Golden capture, made by mm2-gpu. Default: tests that need it are skipped.",
+        metavar="FOLDER|ADDRESS",
+        help="Golden capture, made by mm2-gpu, or its address, s3://bucket/folder. Default: tests that need it skip.",
     )
     group.addoption(
         "--mm2-model",

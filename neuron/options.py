@@ -14,6 +14,7 @@ from compare.limits.criteria import Criteria
 from compare.options import criteria_options
 from compare.run_report import report_option
 from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.further import FurtherPlace, parse_further
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.capture_store import CaptureStore
@@ -71,6 +72,7 @@ class DeviceOptions:
     dtype: torch.dtype
     store: CaptureStore
     as_json: str | None  # the form of JSON; None for text
+    further: tuple[FurtherPlace, ...] = ()  # further outputs of the port to store
     max_new_tokens: int = 0  # an option of `mm2-test full` only
 
 
@@ -155,6 +157,15 @@ def _device_options(*further: Decorator) -> Decorator:
             default=0,
             metavar="N",
             help="Compute the last N tokens of each prompt one at a time, from the cached keys and values. Default: 0.",
+        ),
+        click.option(
+            "--also",
+            "further",
+            multiple=True,
+            metavar="NAME=PLACE",
+            callback=lambda _, __, texts: parse_further(texts),
+            help="Also store a tensor of the port that is no site; it is never judged. PLACE is a submodule's path, "
+            "PATH:input[1] or, of the layer itself, :output[1]. Repeat for several.",
         ),
         click.option(
             "--check-capture",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.command_line.console import versioned
+from minimax_tools.command_line.console import NEXT_TITLE, versioned
 from minimax_tools.errors import CannotRunError, install_command
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.results.results import Comparison
@@ -107,7 +107,7 @@ def _terminal_text(report: Report) -> str:
     )
     parts = [text, report.diagnosis_text] if report.diagnosis_text else [text]
     if report.next_commands:
-        parts.append("\n".join(["Next", *(f"  {command}" for command in report.next_commands)]))
+        parts.append("\n".join([NEXT_TITLE, *(f"  {command}" for command in report.next_commands)]))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 

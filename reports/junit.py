@@ -51,8 +51,8 @@ def render_junit(comparison: Comparison, *, sentence: str) -> str:
 def _add_site(suite: ElementTree.Element, site: SiteResult) -> None:
     case = _add_case(suite, word_layer(site.layer), site.site)
     _add_status(case, site.status, site.reason)
-    figures = [(figure.name, measured(site, figure.name)) for figure in FIGURES]
-    lines = [f"{name} {word_figure(value)}" for name, value in figures if value is not None]
+    figures = [(figure.title, measured(site, figure.name)) for figure in FIGURES]
+    lines = [f"{title} {word_figure(value)}" for title, value in figures if value is not None]
     lines += [site.reason] if site.status is SiteStatus.WARN else []
     if lines:
         ElementTree.SubElement(case, "system-out").text = _xml("\n".join(lines))

@@ -26,9 +26,9 @@ _LAYER_COLUMNS = (Column(title="layer"), Column(title="verdict", is_text=True), 
 _SITE_COLUMNS = (
     Column(title="", is_text=True),
     Column(title="site", is_text=True),
-    Column(title="rho\nwhole"),
-    Column(title="rho\nordinary"),
-    Column(title="rho\ntoken p99"),
+    Column(title="ρ\nwhole"),
+    Column(title="ρ\nordinary"),
+    Column(title="ρ\ntoken p99"),
     Column(title="norm\nratio"),
     Column(title="\ncosine"),
     Column(title="max\n|diff|"),
@@ -59,7 +59,7 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
     shows_worst = has_noise or not shows_metrics
     # The classic limits judge outputs alone, whose figures the line has already.
     has_suspects = shows_worst and any(site.status in _STYLES for site in comparison.sites)
-    worst = "largest rho" if has_noise else "lowest cosine"
+    worst = "largest ρ" if has_noise else "lowest cosine"
     columns: tuple[Column, ...] = (*_LAYER_COLUMNS, *(_METRIC_COLUMNS if shows_metrics else ()))
     if shows_worst:
         columns = (*columns, Column(title=worst), Column(title="site", is_text=True))
@@ -186,7 +186,7 @@ def _sentences(site: SiteResult, *, with_reason: bool) -> list[str]:
     if site.metrics and (site.metrics.num_nonfinite_target or site.metrics.num_nonfinite_reference):
         sentences.append(
             f"{site.metrics.num_nonfinite_target} of {site.metrics.num_elements} elements are NaN or Inf "
-            f"in the target, {site.metrics.num_nonfinite_reference} in the reference; "
+            f"in the port, {site.metrics.num_nonfinite_reference} in the golden; "
             "the figures leave them out"
         )
     return [*sentences, *flip_sentences(site)]
@@ -246,7 +246,7 @@ def _classic_sentences(sites: Sequence[SiteResult]) -> list[str]:
 def _passing_sentence(passing: Sequence[SiteResult]) -> str:
     words = f"{len(passing)} other sites pass" if len(passing) > 1 else f"{passing[0].site} passes"
     worst = _largest_rho(passing)
-    return f"{words}, largest rho {_word_rho(worst.noise)} ({worst.site})." if worst else f"{words}."
+    return f"{words}, largest ρ {_word_rho(worst.noise)} ({worst.site})." if worst else f"{words}."
 
 
 def _largest_rho(sites: Sequence[SiteResult]) -> SiteResult | None:
@@ -294,7 +294,7 @@ def _word_cosine(site: SiteResult) -> str:
 
 
 def _legend(comparison: Comparison) -> str:
-    legend = "rho: the port's error over what BF16 alone costs the golden; 1 is as good as the golden."
+    legend = "ρ: the port's error over what BF16 alone costs the golden; 1 is as good as the golden."
     if any(site.status in _STYLES for site in comparison.sites):
         legend += " ordinary: without the massive channels. token p99: 99 % of the tokens are better."
     noises = [site.noise for site in comparison.sites if site.noise]

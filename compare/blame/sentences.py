@@ -83,8 +83,11 @@ def describe_regions(
         # The limit of one token is far above right ones, and an error may be small in many tokens: those that are half
         # way to it, as factors go, are wrong too.
         off = ratios > min(bounds.token, bounds.token**0.5)
-        sides = ((off, _find_tokens(off, tokens)), (wrong, _find_tokens(wrong, tokens)))
-        found += [("wrong tokens", items, region) for items, region in sides if region is not None][:1]
+        for items in (off, wrong):
+            region = _find_tokens(items, tokens)
+            if region is not None:
+                found.append(("wrong tokens", items, region))
+                break
         order = describe_order(rows, head_dim, channel_word)
         if order is not None:
             sentences, regions = _tell(found)

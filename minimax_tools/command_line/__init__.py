@@ -3,11 +3,12 @@
 - `options`: options that mean the same in every command
 - `capture_store`: the place of a run's capture
 - `remote_paths`: options that take remote addresses beside folders
+- `local_path`: options that take paths of this machine alone
 - `table`: tables as plain text
 - `console`: exit codes, errors, JSON and log messages
 - `help_groups`: the groups in which a command's help shows its options
 - `completion`: shell completion of captures
-- `near_names`: suggestions for a name that nobody knows
+- `near_names`: a choice among names whose error suggests near ones
 - `project_defaults`: a project's defaults, in `mm2.toml`
 - `run_commands`: commands about a run of a port
 - `capture_commands`: commands that come next for a capture

@@ -6,11 +6,10 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.capture.store import GOLDEN_SIDE, list_captures
 from minimax_tools.command_line.options import captures_folder
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Run
@@ -21,7 +20,12 @@ _USUAL_LENGTHS = "96,61"
 
 def make_golden(model: str) -> str:
     """Return the command that makes a golden of a checkpoint."""
-    return shlex.join(("mm2-gpu", "extract-all", "--model", model, "--seq-len", _USUAL_LENGTHS))
+    return shlex.join(golden_words(model))
+
+
+def golden_words(model: str, *options: str) -> tuple[str, ...]:
+    """Return the words of the command that makes a golden of a checkpoint, with further options."""
+    return ("mm2-gpu", "extract-all", "--model", model, "--seq-len", _USUAL_LENGTHS, *options)
 
 
 def certify_golden(golden: Path, model: str) -> str:
@@ -80,12 +84,10 @@ def judge_port_of(model: str, *arguments: str) -> str:
 
 
 def _goldens_of(model: str) -> Iterator[Capture]:
-    """Yield the goldens of a checkpoint, the newest first."""
-    folders = (captures_folder() / GOLDEN_SIDE, Path.cwd())
-    manifests = {path for folder in folders for path in folder.glob(f"*/{MANIFEST_NAME}")}
-    for manifest in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    """Yield the goldens of a checkpoint, the newest first; manifests are read as they are asked for."""
+    for directory in list_captures(captures_folder() / GOLDEN_SIDE, Path.cwd()):
         try:
-            capture = Capture.open(manifest.parent)
+            capture = Capture.open(directory)
         except CaptureError:
             continue
         made = capture.description

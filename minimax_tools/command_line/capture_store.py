@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.capture.kept_runs import find_free_directory, numbered_directories, refuse_other_run
-from minimax_tools.capture.manifest import MANIFEST_NAME, Description
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.remote_output import kept_directory
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
 
 
@@ -23,10 +24,15 @@ class CaptureStore:
         return self.output_dir or capture_directory(self.captures, side, run_name)
 
     def saved(self, side: str, run_name: str) -> Path:
-        """Return the directory of a saved run: of its numbered folders the one that was written last."""
+        """Return the directory of a saved run: of its numbered folders the one that was written last.
+
+        Of a run at an address, it is the mirror.
+        """
         directory = self.directory(side, run_name)
-        saved = () if self.output_dir is not None else numbered_directories(directory)
-        return max(saved, key=lambda path: (path / MANIFEST_NAME).stat().st_mtime_ns, default=directory)
+        if self.output_dir is not None:
+            return kept_directory(directory)
+        saved = numbered_directories(directory)
+        return saved[0] if saved else directory
 
     def place_run(self, run_name: str, description: Description) -> Path:
         """Return the directory for a port's run, which replaces no other run unless the user asked for that.

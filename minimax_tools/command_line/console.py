@@ -16,14 +16,17 @@ import click
 from click.core import ParameterSource
 
 from minimax_tools.command_line.help_groups import write_options
-from minimax_tools.command_line.near_names import NearChoice, did_you_mean
+from minimax_tools.command_line.local_path import LocalPath
+from minimax_tools.command_line.near_names import NearChoice
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
-from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError
+from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
 
 # Level of the environment variable DEBUG from which every section is shown.
 DETAILED_LEVEL = 11
 # Version of the keys and values of every JSON output. It changes where a reader of the old ones would be wrong.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+# Line of a command's text above the commands to run next, which end it.
+NEXT_TITLE = "Next"
 # Keys of click's `Context.meta`, in which the functions below keep facts about the running command.
 _DEBUG = "minimax_tools.debug"  # whether --debug was given
 _JSON = "minimax_tools.json"  # whether --json was given
@@ -65,7 +68,8 @@ class Mm2Command(click.Command):
 
     No error gets exit code 1, which means that a port differs. If code of a port exits, that is an error too. `--debug`
     prints the traceback as well. The help shows the options in groups; options that are not given take the project's
-    defaults (`ProjectDefaults`); errors about names suggest near ones.
+    defaults (`ProjectDefaults`); errors about names suggest near ones. Paths are of this machine,
+    unless an option takes addresses (`remote_paths`).
     """
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
@@ -73,6 +77,8 @@ class Mm2Command(click.Command):
         for param in self.params:
             if type(param.type) is click.Choice:
                 param.type = NearChoice(param.type.choices)
+            if type(param.type) is click.Path:
+                param.type = LocalPath.like(param.type)
             if isinstance(param, click.Option) and not param.is_flag and param.metavar is None:
                 param.metavar = _PLACEHOLDERS.get(param.type.name)
 
@@ -118,7 +124,9 @@ class Mm2Command(click.Command):
         """Read the options. Some of them read a remote address, and may fail as the command itself may."""
         try:
             return super().parse_args(ctx, args)
-        except (Mm2Error, KeyboardInterrupt) as error:
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
             _fail(ctx, error)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -274,7 +282,7 @@ def print_text(text: str, *, next_commands: Sequence[str]) -> None:
     """Write a command's text to stdout; below it the commands to run next, one a line, never broken."""
     lines = [text] if text else []
     if next_commands:
-        lines += ["", "Next", *(f"  {command}" for command in next_commands)]
+        lines += ["", NEXT_TITLE, *(f"  {command}" for command in next_commands)]
     if lines:
         click.echo("\n".join(lines))
 
@@ -289,6 +297,9 @@ def print_error(error: BaseException, *, as_json: bool, speaker: str | None = No
         record = {**_no_verdict(exit_code), "error": message, "exit_code": exit_code}
         print_json(record, next_commands=_after_error(error))
     click.echo(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", err=True)
+    untold = [command for command in _named_commands(error) if command not in message]
+    if untold and not as_json:
+        click.echo("\n".join(["", NEXT_TITLE, *(f"  {command}" for command in untold)]), err=True)
     return exit_code
 
 
@@ -370,6 +381,11 @@ def _after_error(error: BaseException) -> tuple[str, ...]:
     context = click.get_current_context(silent=True)
     if isinstance(error, UsageError) and context is not None:
         return (f"{context.command_path} --help",)
+    return _named_commands(error)
+
+
+def _named_commands(error: BaseException) -> tuple[str, ...]:
+    """Return the commands that an error names."""
     return error.commands if isinstance(error, Mm2Error) else ()
 
 

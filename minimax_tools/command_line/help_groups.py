@@ -36,6 +36,7 @@ _GROUPS = {
             "--all-layers",
             "--component",
             "--sites",
+            "--also",
             "--decode",
             "--max-new-tokens",
             "--plan",
@@ -61,7 +62,17 @@ _GROUPS = {
             "--skip-compile",
             "--undo",
         ),
-        *("--mistake", "--prove", "--list", "--captures", "--text", "--to", "--plan-of-names", "--clear"),
+        *(
+            "--mistake",
+            "--prove",
+            "--list",
+            "--captures",
+            "--text",
+            "--to",
+            "--plan-of-names",
+            "--keep",
+            "--clear",
+        ),
     ),
     "Sizes of the model to make": (
         *(

@@ -1,23 +1,17 @@
-"""Suggestions for a name that nobody knows: the known names that are spelled most alike."""
+"""NearChoice: a choice among names whose error suggests the names that are spelled most alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from minimax_tools.errors import did_you_mean
 
 if TYPE_CHECKING:
     _Choice = click.Choice[Any]
 else:  # older releases of click have no subscript here
     _Choice = click.Choice
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `Did you mean …?` with up to three known names; an empty text if none is near."""
-    near = get_close_matches(name.lower(), list(known))
-    return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
 class NearChoice(_Choice):

@@ -22,8 +22,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from minimax_tools.command_line.near_names import did_you_mean
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -146,5 +145,11 @@ def _place(folder: Path, text: str, *, kind: str) -> str:
     path = folder / Path(file if kind == _PORT else text).expanduser()
     near = Path(os.path.relpath(path))
     # A path through many folders above is easier to read from the root.
-    shown = near if ".." not in near.parts else path
+    shown = near if ".." not in near.parts else _without_parents(path)
     return f"{shown}{colon}{name}" if kind == _PORT else str(shown)
+
+
+def _without_parents(path: Path) -> Path:
+    """Return a path without `..`, unless a symbolic link on the way leads elsewhere."""
+    plain = Path(os.path.normpath(path))
+    return plain if plain.resolve() == path.resolve() else path

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.kept_runs import is_numbered
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.mirror import address_of
@@ -21,7 +22,7 @@ from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.sites import SITE_LEVELS
 
 # Advice where a run had other inputs than the golden's.
-RUN_ON_THIS_GOLDEN = "Run the port on this golden: mm2-test … --golden DIR."
+RUN_ON_THIS_GOLDEN = "Run the port on this golden."
 _USUAL_DTYPE = "bfloat16"
 # Options that change numbers, and that a run of several ranks records.
 _RANK_OPTIONS = ("tp_degree", "ep_degree", "reduce_dtype")
@@ -136,11 +137,15 @@ class RunCommands:
         return self.target or self.port.provenance.target
 
     def _run_options(self, run: Run) -> tuple[str, ...]:
-        """Return the options of a run that are not the usual ones: its sites, and its decoded tokens."""
+        """Return the options of a run that are not the usual ones: sites, decoded tokens and further outputs."""
+        assert self.port is not None, "a dump names no port"
         level = next((level for level, sites in SITE_LEVELS.items() if sites == run.sites), "all")
         has_usual_sites = level == "all" or run.component is not None or self.is_whole_port
         decoded = ("--decode", str(run.num_decoded)) if run.num_decoded else ()
-        return (*(() if has_usual_sites else ("--sites", level)), *decoded)
+        further = (
+            word for text in self.port.provenance.options.get(ALSO, ()) for word in ("--also", str(text))
+        )
+        return (*(() if has_usual_sites else ("--sites", level)), *decoded, *further)
 
     def _place(self) -> tuple[str, ...]:
         """Return --output-dir, unless the run lies where mm2 puts it; a mended port replaces the run there."""

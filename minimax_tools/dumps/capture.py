@@ -8,6 +8,7 @@ A pass is one forward pass of the dumped run, `step` its label; the passes of a 
 from __future__ import annotations
 
 import math
+import shlex
 from collections import defaultdict
 from dataclasses import replace
 from functools import cached_property
@@ -140,7 +141,8 @@ class DumpCapture(PlacedCapture[FoundSite]):
         if found_site is None:
             raise CaptureError(
                 f"{self.directory} holds no {site} of layer {layer}",
-                next_step="mm2-test show DIR lists what it holds; a map (--map) says where sites lie.",
+                next_step="A map (--map) says where sites lie. This lists what the dump holds: "
+                f"{shlex.join(('mm2-test', 'show', str(self.directory)))}",
             )
         return self._read(found_site, what=f"{site} of layer {layer}", has_heads_dim=site.has_heads_dim)
 

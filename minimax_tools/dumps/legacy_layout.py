@@ -16,6 +16,7 @@ from minimax_tools.dumps.placed_capture import SiteKey
 from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.torch_files.inert import InertRecord
 
 # Names of the files, for messages.
 LEGACY_LAYOUT = "layer_<N>_output.pt, embedding_output.pt, layer_output.pt or layers_output.pt"
@@ -111,7 +112,7 @@ class LegacyFiles:
                 f"{self.directory / place.file} holds no tensor where one is looked for",
                 expected="a tensor, a tuple that begins with it, or a dict with " + ", ".join(place.keys),
                 found=describe_value(value),
-                next_step="Run the capture again.",
+                next_step="Save the tensor alone: torch.save(tensor.cpu(), FILE).",
             )
         return tensor
 
@@ -177,6 +178,8 @@ def describe_value(value: Any) -> str:
         return f"{tuple(value.shape)} of {value.dtype}"
     if isinstance(value, Mapping):
         return "a dict with " + (", ".join(str(key) for key in list(value)[:8]) or "nothing")
+    if isinstance(value, InertRecord):
+        return f"a pickled {value.module}.{value.name}"
     return type(value).__name__
 
 

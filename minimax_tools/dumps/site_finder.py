@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -51,7 +53,7 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
         pieces = zeros if _stands_for_nothing(dump, piece) else by_module[piece.module]
         pieces.append(piece)
     finder = _Finder(dump, by_module, wanted=wanted, num_ranks=num_ranks)
-    sites = {**_find_usual(finder, dump, names), **_find_named(finder, names, by_module)}
+    sites = {**_find_usual(finder, dump, names), **_find_named(finder, dump, names, by_module)}
     _settle_outputs(sites, dump)
     sites, rank_notes = _with_all_ranks(sites, num_ranks=num_ranks, dump=dump)
     used = {
@@ -77,13 +79,15 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
     return replace(found_sites, notes=(*found_sites.notes, *_notes(found_sites, names, zeros), *rank_notes))
 
 
-def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[SiteKey, FoundSite]:
+def _find_named(
+    finder: _Finder, dump: Dump, names: NameMap, modules: Iterable[str]
+) -> dict[SiteKey, FoundSite]:
     """Find the sites that the map names; each must be there."""
     sites: dict[SiteKey, FoundSite] = {}
     for site, mapped in names.sites.items():
         found = finder.find(site, mapped.terms)
         if not found:
-            raise _names_nothing(names, site, mapped.terms, modules)
+            raise _names_nothing(names, dump.directory, site, mapped.terms, modules)
         sites |= {key: FoundSite(terms=terms, transpose=mapped.transpose) for key, terms in found.items()}
     return sites
 
@@ -340,7 +344,11 @@ def _missing_ranks(term: SiteTerm, num_ranks: int) -> set[int]:
 
 
 def _names_nothing(
-    names: NameMap, site: Site | ModelSite | str, source: SumOfPlaces, modules: Iterable[str]
+    names: NameMap,
+    directory: Path,
+    site: Site | ModelSite | str,
+    source: SumOfPlaces,
+    modules: Iterable[str],
 ) -> CaptureError:
     known = word_modules(modules)
     wanted = source[0].path
@@ -348,7 +356,7 @@ def _names_nothing(
     return CaptureError(
         f"{names.path}: sites.{site} is {source[0]}, which the dump does not hold",
         found=f"such modules as {', '.join(near)}" if near else "no module",
-        next_step="mm2-test show DIR lists what it holds.",
+        next_step=f"This lists what it holds: {shlex.join(('mm2-test', 'show', str(directory)))}",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, did_you_mean
 from minimax_tools.text_enum import TextEnum
 
 
@@ -114,5 +114,7 @@ def parse_site(name: str) -> Site:
         return Site(name)
     except ValueError:
         raise UsageError(
-            f"{name!r} is no site of a decoder layer", expected="one of " + ", ".join(Site)
+            f"{name!r} is no site of a decoder layer",
+            expected="one of " + ", ".join(Site),
+            next_step=did_you_mean(name, Site) or None,
         ) from None

@@ -25,6 +25,11 @@ class Verdict(TextEnum):
         """0 for pass and warn, 1 for fail, 3 for incomparable."""
         return {Verdict.FAIL: 1, Verdict.INCOMPARABLE: 3}.get(self, 0)
 
+    @classmethod
+    def of_exit_code(cls, exit_code: int) -> Verdict:
+        """Return the verdict of a command that ended with an exit code: pass, fail, or else incomparable."""
+        return {0: cls.PASS, 1: cls.FAIL}.get(exit_code, cls.INCOMPARABLE)
+
 
 class SiteStatus(TextEnum):
     """Status of one site; only the first three are judgements."""

@@ -82,7 +82,7 @@ from reports.bisection import bisection_record, next_commands, render_bisection
     "--whole",
     "is_whole",
     is_flag=True,
-    help="The target is a whole port, as of mm2-test model, of which no layer can run alone: replace its stream by the "
+    help="The port is a whole port, as of mm2-test model, of which no layer can run alone: replace its stream by the "
     "golden's at one layer in each run, and judge its logits.",
 )
 @click.option(

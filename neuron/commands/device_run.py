@@ -14,6 +14,7 @@ from compare.next_commands import after_comparison
 from compare.run_report import report_run
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
@@ -143,6 +144,7 @@ def build_request(
         checks_capture=options.check_capture,
         profiles=options.profile,
         max_new_tokens=options.max_new_tokens,
+        further=options.further,
     )
 
 
@@ -190,7 +192,7 @@ def _read_layers(options: DeviceOptions, spec: ModelSpec, run: Run) -> range | N
 
 
 def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
-    """Raise CaptureError if a saved run is of other layers or another kind, or of other ranks or target where given."""
+    """Raise CaptureError if a saved run is another one: other layers, or other ranks, outputs or port where given."""
     found, provenance = saved.description.run, saved.description.provenance
     if any(
         getattr(found, name) != getattr(run, name) for name in ("span", "mode", "component", "num_decoded")
@@ -209,15 +211,22 @@ def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
             found=str(saved_degree),
             next_step="Leave out --tp-degree to show it, or --skip-compile to run with it.",
         )
+    if options.further and list(map(str, options.further)) != provenance.options.get(ALSO, []):
+        raise CaptureError(
+            f"{saved.directory} holds a run with other further outputs",
+            expected=", ".join(map(str, options.further)),
+            found=", ".join(provenance.options.get(ALSO, [])) or "none",
+            next_step="Leave out --also to show it, or --skip-compile to run with it.",
+        )
     # A default of mm2 or of the project says nothing about the saved run.
     defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
     is_given = click.get_current_context().get_parameter_source("target") not in defaults
     if is_given and provenance.target != options.target:
         raise CaptureError(
-            f"{saved.directory} holds a run of another target",
+            f"{saved.directory} holds a run of another port",
             expected=options.target,
             found=provenance.target,
-            next_step="Leave out --target to show it, or --skip-compile to run the target.",
+            next_step="Leave out --target to show it, or --skip-compile to run the port.",
         )
 
 

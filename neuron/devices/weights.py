@@ -290,7 +290,7 @@ def _refuse_misfits(
         raise TargetError(
             f"{what}: the weights do not fit the module",
             found="; ".join(faults),
-            next_step="Give the target a convert_state_dict(tensors, config, layer_idx) that returns the "
+            next_step="Give the port a convert_state_dict(tensors, config, layer_idx) that returns the "
             "module's own names and shapes.",
         )
 

@@ -85,7 +85,7 @@ def _describe(number: int, reason: str) -> ModelFinding:
         layer=None,
         sites=(_LOGITS,),
         reason=reason,
-        look_at="its layers: show them by `sites`, run one as a target of mm2-test sweep, or, if the port is compiled "
+        look_at="its layers: show them by `sites`, run one by mm2-test sweep, or, if the port is compiled "
         "whole, replace its stream by mm2-test replacement",
     )
 

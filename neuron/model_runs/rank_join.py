@@ -39,7 +39,7 @@ class RankJoin:
         self._exposure = exposure
         self._recorders = recorders
         self._model_recorder = model_recorder
-        self._what = f"target {setup.target.name}"
+        self._what = f"port {setup.target.name}"
 
     def join_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Return the lead's logits, on the CPU; None on other ranks, whose own may be a part or nothing."""

@@ -58,7 +58,7 @@ class BuiltinTarget(PortTarget):
         """Raise TargetError for Neuron over torch_xla, where the layer is several graphs."""
         if backend is Backend.NEURON_XLA:
             raise TargetError(
-                "the target builtin is several graphs on a lazy device, not one program",
+                "the port builtin is several graphs on a lazy device, not one program",
                 next_step="Trace a port of your own; builtin runs as it is.",
             )
 

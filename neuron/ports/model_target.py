@@ -92,8 +92,8 @@ class ModelTarget(ABC):
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.build_dtype or dtype)
         try:
-            failed = f"target {self.name} cannot be built"
-            with port_errors(failed, activity=f"building target {self.name}", next_step=_BUILD_STEP):
+            failed = f"port {self.name} cannot be built"
+            with port_errors(failed, activity=f"building port {self.name}", next_step=_BUILD_STEP):
                 config = target_config(spec, ranks=ranks)
                 config.batch = batch
                 module = self.make(config)
@@ -103,7 +103,7 @@ class ModelTarget(ABC):
             torch.set_default_dtype(default)
         if not isinstance(module, nn.Module):
             raise TargetError(
-                f"target {self.name} returned no module",
+                f"port {self.name} returned no module",
                 expected="torch.nn.Module",
                 found=type(module).__name__,
                 next_step="NAME(config) must return the model.",
@@ -126,11 +126,11 @@ class ModelTarget(ABC):
             CheckpointError: A tensor cannot be read.
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
-        what = f"target {self.name}"
+        what = f"port {self.name}"
         eager = eager_module(module)
         parts = self._parts(eager, reader, spec, dtype=dtype, ranks=ranks)
         with port_errors(
-            f"{what} cannot be loaded", activity=f"loading target {self.name}", next_step=_LOAD_STEP
+            f"{what} cannot be loaded", activity=f"loading port {self.name}", next_step=_LOAD_STEP
         ):
             loader.load_in_parts(eager, parts, what=what)
 
@@ -173,8 +173,8 @@ class ModelTarget(ABC):
             )
 
     def _convert(self, convert: Callable[[], object], *, part: str) -> dict[str, Weight]:
-        what = f"target {self.name}, {part}: convert_state_dict"
-        activity = f"converting {part} of target {self.name}"
+        what = f"port {self.name}, {part}: convert_state_dict"
+        activity = f"converting {part} of port {self.name}"
         with port_errors(f"{what} failed", activity=activity, next_step=_CONVERT_STEP):
             converted = convert()
         if not isinstance(converted, Mapping):

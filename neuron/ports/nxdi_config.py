@@ -27,9 +27,23 @@ ABSENT_KEYS: Mapping[str, object] = {
 }
 
 
-def read_options(port_class: Any, module: ModuleType) -> dict[str, Any]:
-    """Return a port's options for NxDI's config of the device: its module's, then its class's."""
-    return {**getattr(module, OPTIONS, {}), **getattr(port_class, OPTIONS, {})}
+def read_options(port_class: Any, module: ModuleType | None) -> dict[str, Any]:
+    """Return a port's options for NxDI's config of the device: its module's, then its class's.
+
+    Raises:
+        TargetError: They are no mapping.
+    """
+    options: dict[str, Any] = {}
+    for owner in (module, port_class):
+        declared = getattr(owner, OPTIONS, {})
+        if not isinstance(declared, Mapping):
+            raise TargetError(
+                f"{OPTIONS} of {getattr(owner, '__name__', owner)} cannot be read",
+                expected="a dict of options",
+                found=type(declared).__name__,
+            )
+        options |= declared
+    return options
 
 
 def make_nxdi_config(

@@ -178,7 +178,7 @@ class NxdiModelTarget(ModelTarget):
         """
         if config.batch is None:
             raise TargetError(
-                f"target {self.name} runs batches of one size alone, for which NxDI builds it",
+                f"port {self.name} runs batches of one size alone, for which NxDI builds it",
                 next_step="Run it with mm2-test model.",
             )
         _refuse_batch(config.batch)
@@ -208,7 +208,7 @@ class NxdiModelTarget(ModelTarget):
             TargetError: NxDI or the port raised, or the settings do not fit the run.
         """
         assert isinstance(module, NxdiModel), "this target made it"
-        failed, activity = f"target {self.name} cannot be loaded", f"loading target {self.name}"
+        failed, activity = f"port {self.name} cannot be loaded", f"loading port {self.name}"
         with port_errors(failed, activity=activity, next_step=_LOAD_STEP), output_set_aside():
             module.open(reader.folder, spec, is_on_cpu=loader.device.type == "cpu")
 
@@ -232,7 +232,7 @@ def _refuse_other_class(name: str, application_class: Any) -> None:
 
     if not isinstance(application_class, type) or not issubclass(application_class, NeuronBaseForCausalLM):
         raise TargetError(
-            f"target {name} is no application of NxDI",
+            f"port {name} is no application of NxDI",
             expected="a subclass of NeuronBaseForCausalLM",
             found=getattr(application_class, "__name__", repr(application_class)),
             next_step="Name the class that a deployment compiles, such as NeuronMiniMaxM2ForCausalLM; a decoder layer "

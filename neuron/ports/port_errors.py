@@ -22,8 +22,8 @@ def port_errors(failed: str, *, activity: str, next_step: str) -> Iterator[None]
     the supervisor reads `activity`.
 
     Args:
-        failed: Failure and location, such as "target port.py:Layer, layer 3 failed while it ran".
-        activity: Work in progress, such as "running layer 3 of target port.py:Layer".
+        failed: Failure and location, such as "port port.py:Layer, layer 3 failed while it ran".
+        activity: Work in progress, such as "running layer 3 of port port.py:Layer".
         next_step: The next step for the user.
 
     Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from minimax_tools.errors import TargetError
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.weights import reads_in_place
+from neuron.ports.nxdi_config import read_options
 from neuron.ports.sources import import_callable
 from neuron.ports.target import Target
 
@@ -27,7 +29,7 @@ class PortTarget(Target):
     def __post_init__(self) -> None:
         if self.build_dtype is not None and not isinstance(self.build_dtype, torch.dtype):
             raise TargetError(
-                f"target {self.name}: build_dtype is no dtype",
+                f"port {self.name}: build_dtype is no dtype",
                 expected="a torch.dtype, such as torch.float32",
                 found=repr(self.build_dtype),
             )
@@ -55,6 +57,11 @@ class PortTarget(Target):
         """The default dtype under which the port wants its module built; None for the run's."""
         dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
         return dtype
+
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The options that the port declares for NxDI. mm2 records them, and reads none."""
+        return read_options(self.factory, inspect.getmodule(self.factory))
 
     @property
     def adds_over_ranks(self) -> bool:

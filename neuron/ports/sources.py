@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import TargetError, did_you_mean
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.provenance import digest_sources
 from minimax_tools.torch_files.whole_module import find_pickled_module
@@ -56,7 +56,8 @@ class TargetSource:
         raise TargetError(
             f"{self.place} has no {name!r} to call",
             found=f"the classes {', '.join(classes)}" if classes else "no class",
-            next_step=f"Give --target {self.place}:NAME with a NAME that it has.",
+            next_step=did_you_mean(name, classes)
+            or f"Give --target {self.place}:NAME with a NAME that it has.",
         )
 
     def digest(self) -> str:
@@ -94,7 +95,7 @@ def _refuse_pickle(path: Path) -> None:
     pickled = find_pickled_module(path)
     if pickled is not None:
         raise TargetError(
-            f"target file {path} is no Python file",
+            f"{path}, named by --target, is not a Python file",
             expected="PATH.py:NAME, the source of the port",
             found=f"a pickled module of the class {pickled}",
             next_step=f"Name the file that defines that class, as in port.py:{pickled.rpartition('.')[2]}.",
@@ -109,7 +110,8 @@ def import_file(path: Path) -> TargetSource:
     """
     if not path.is_file():
         raise TargetError(
-            f"target file {path} does not exist", next_step="Give --target PATH.py:NAME with its path."
+            f"{path}, named by --target, does not exist",
+            next_step="Give --target PATH.py:NAME with its path.",
         )
     _refuse_pickle(path)
     folder = str(path.resolve().parent)
@@ -139,11 +141,11 @@ def import_module(name: str) -> TargetSource:
 def _import_with(load: Callable[[], ModuleType], *, place: str) -> TargetSource:
     loaded_before = set(sys.modules)
     try:
-        with output_set_aside(), doing(f"importing target {place}"):
+        with output_set_aside(), doing(f"importing port {place}"):
             module = load()
     except (Exception, SystemExit) as error:  # any error of the port's code
         raise TargetError(
-            f"target {place} cannot be imported",
+            f"port {place} cannot be imported",
             found=f"{type(error).__name__}: {error}",
             next_step="See --debug for the traceback; a module must be installed or on PYTHONPATH.",
         ) from error

@@ -143,8 +143,8 @@ class Target(ABC):
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.build_dtype or dtype)
         try:
-            failed = f"target {self.name} cannot be built for layer {layer}"
-            activity = f"building layer {layer} of target {self.name}"
+            failed = f"port {self.name} cannot be built for layer {layer}"
+            activity = f"building layer {layer} of port {self.name}"
             with port_errors(failed, activity=activity, next_step=_BUILD_STEP):
                 module = self.make(target_config(spec, ranks=ranks), layer)
                 if isinstance(module, nn.Module):
@@ -153,7 +153,7 @@ class Target(ABC):
             torch.set_default_dtype(default)
         if not isinstance(module, nn.Module):
             raise TargetError(
-                f"target {self.name} returned no module for layer {layer}",
+                f"port {self.name} returned no module for layer {layer}",
                 expected="torch.nn.Module",
                 found=type(module).__name__,
                 next_step="NAME(config, layer_idx) must return the layer.",
@@ -179,8 +179,8 @@ class Target(ABC):
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
         weights = self._name_weights(module, tensors, spec, ranks) if prepared is None else prepared
-        what = f"target {self.name}, layer {tensors.layer}"
-        activity = f"loading layer {tensors.layer} of target {self.name}"
+        what = f"port {self.name}, layer {tensors.layer}"
+        activity = f"loading layer {tensors.layer} of port {self.name}"
         with port_errors(f"{what} cannot be loaded", activity=activity, next_step=_LOAD_STEP):
             loader.load(module, weights, what=what)
 
@@ -214,8 +214,8 @@ class Target(ABC):
         convert = self._conversion(module)
         if convert is None:
             return {name: unchanged(tensors, name) for name in tensors}
-        what = f"target {self.name}, layer {tensors.layer}: convert_state_dict"
-        activity = f"converting the weights of layer {tensors.layer} of target {self.name}"
+        what = f"port {self.name}, layer {tensors.layer}: convert_state_dict"
+        activity = f"converting the weights of layer {tensors.layer} of port {self.name}"
         # Tensors are read when the port asks for them: errors of the checkpoint pass as they are.
         with port_errors(f"{what} failed", activity=activity, next_step=_CONVERT_STEP):
             converted: object = convert(tensors, target_config(spec, ranks=ranks), tensors.layer)

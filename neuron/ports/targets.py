@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, did_you_mean
 from neuron.ports.mm2_targets import BuiltinTarget, ReferenceTarget
 from neuron.ports.model_target import ModelTarget, PortModelTarget
 from neuron.ports.nxdi import NxdiTarget
@@ -14,6 +14,8 @@ from neuron.ports.vllm_neuron_model import VllmNeuronModelTarget
 
 # In the order of the search: a prefix such as `nxdi:` would be a module of PortTarget.
 _KINDS: tuple[type[Target], ...] = (BuiltinTarget, ReferenceTarget, NxdiTarget, TracedTarget, PortTarget)
+# Targets that are named by a word.
+_NAMES = (BuiltinTarget.forms, ReferenceTarget.forms)
 _MODEL_KINDS: tuple[type[ModelTarget], ...] = (NxdiModelTarget, VllmNeuronModelTarget, PortModelTarget)
 
 
@@ -31,7 +33,8 @@ def find_target(name: str) -> Target:
     raise UsageError(
         f"--target {name!r} is unknown",
         expected=", ".join(kind.forms for kind in _KINDS),
-        next_step="Name what to call after a colon, as in port.py:DecoderLayer.",
+        next_step=did_you_mean(name, _NAMES)
+        or "Name what to call after a colon, as in port.py:DecoderLayer.",
     )
 
 

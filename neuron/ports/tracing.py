@@ -123,7 +123,7 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
         CheckpointError: The layer's weights cannot be read.
         TargetError: The port cannot be built, loaded, run or compiled.
     """
-    what = f"target {request.target.name}, layer {request.layer}"
+    what = f"port {request.target.name}, layer {request.layer}"
     module = _load_module(request, reader)
     # Random states: zeros would give all experts the same score.
     generator = torch.Generator().manual_seed(0)
@@ -209,7 +209,7 @@ def _compile(
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        with doing(f"compiling layer {traced.layer} of target {traced.port}"):
+        with doing(f"compiling layer {traced.layer} of port {traced.port}"):
             if traced.program == NEURON:
                 _compile_for_neuron(wrapper, example, extra_files, temporary)
             else:

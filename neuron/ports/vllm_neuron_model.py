@@ -286,7 +286,7 @@ class VllmNeuronModelTarget(ModelTarget):
             TargetError: The model's loading raised, or left weights without values.
         """
         assert isinstance(module, VllmNeuronModel), "it was built by `make`"
-        what, activity = f"target {self.name} cannot be loaded", f"loading target {self.name}"
+        what, activity = f"port {self.name} cannot be loaded", f"loading port {self.name}"
         if getattr(self.factory, TAKES_FP8, False):
             with port_errors(what, activity=activity, next_step=_LOAD_STEP):
                 module.load_folder(reader.folder, loader.device)
@@ -299,7 +299,7 @@ class VllmNeuronModelTarget(ModelTarget):
 
     def _lacks(self, missing: list[str]) -> TargetError:
         return TargetError(
-            f"target {self.name} is no model for vLLM Neuron",
+            f"port {self.name} is no model for vLLM Neuron",
             expected=f"a class with the class method {_FACTORY}, and with {', '.join(_METHODS)}",
             found=f"no {', no '.join(missing)}",
             next_step=_INTERFACE_STEP,

@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<II")
 class Status:
     """Status of a process."""
 
-    activity: str = ""  # such as "running layer 3 of target port.py:Layer"; empty between layers
+    activity: str = ""  # such as "running layer 3 of port port.py:Layer"; empty between layers
     is_in_port: bool = False  # True while the port's code runs; else mm2 works, or waits for other ranks
     last_activity: str = ""  # the activity that ended last
     limited_since_s: float | None = None  # monotonic time at which the limit began to count, if one counts

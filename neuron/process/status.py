@@ -47,7 +47,7 @@ _writer: _StatusWriter | None = None
 
 @contextmanager
 def doing(activity: str, *, is_in_port: bool = True) -> Iterator[None]:
-    """Make the block the process's activity, as in "running layer 3 of target port.py:Layer".
+    """Make the block the process's activity, as in "running layer 3 of port port.py:Layer".
 
     Blocks may nest; the time limit counts from the outermost. `is_in_port`: the port's code runs, not mm2's.
     """

@@ -66,7 +66,7 @@ class ReplacedPort:
         request = PassRequest(model_pass=prefill, is_first=True, records=False, fed=fed)
         if ignores_stream(result.logits, self._executor.run(request).logits):
             raise TargetError(
-                f"target {self._executor.setup.target.name} did not take the stream that was to replace its own at "
+                f"port {self._executor.setup.target.name} did not take the stream that was to replace its own at "
                 f"point {point}",
                 expected="other logits for another stream",
                 found="the same in every bit",

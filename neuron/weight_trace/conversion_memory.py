@@ -101,7 +101,7 @@ def word_memory(
     if share >= _LEAST_SHARE:
         needed = layer_bytes(checkpoint_spec, dtype)
         sentences.append(
-            f"The conversion holds up to {format_size(int(share * needed))} of float32 temporaries at once for a layer "
+            f"The conversion holds about {format_size(int(share * needed))} of float32 temporaries at once for a layer "
             f"of the model, beyond the {format_size(needed)} of its weights."
         )
     return tuple(sentences)

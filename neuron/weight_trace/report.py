@@ -110,7 +110,7 @@ def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
 def _finding_record(finding: WeightFinding) -> dict[str, Any]:
     return {
         "mistake": str(finding.mistake),
-        "weight": str(finding.severity),
+        "severity": str(finding.severity),
         "tensors": list(finding.kinds),
         "places": list(finding.port_tensors),
         "text": finding.text,

@@ -75,14 +75,14 @@ class TracedPort:
         def run(
             tensors: Tensors, trial_input: TrialInput, refills: Mapping[str, str] = MappingProxyType({})
         ) -> torch.Tensor:
-            port = f"target {self.target.name}, layer {self.layer}"
+            port = f"port {self.target.name}, layer {self.layer}"
             self._load_generated(module, tensors.__getitem__, dtype)
             held = find_port_tensors(module)
             for name, source in refills.items():
                 held[name].copy_(tensors[source])
             errors = port_errors(
                 f"{port} failed while it ran",
-                activity=f"running layer {self.layer} of target {self.target.name} on generated weights",
+                activity=f"running layer {self.layer} of port {self.target.name} on generated weights",
                 next_step="See --debug for the traceback.",
             )
             # The port gets copies: it may change its input in place.

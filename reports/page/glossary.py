@@ -15,11 +15,12 @@ GLOSSARY: Mapping[str, str] = MappingProxyType(
         "port": "the implementation under test",
         "whole port": "the port as one model, from token ids to logits (mm2-test model)",
         "pass": "one call of a whole port: the prefill, or one decoding step",
-        "reference, target": "the two sides of a comparison, in that order: the golden, the judged capture",
+        "run": "a capture of the port, to be judged against the golden",
+        "reference, target": "golden and run in JSON keys, in Python names and in mm2's own code",
         "isolated run": "a run in which each layer's input is the golden's",
         "chained run": "a run in which each layer's input is the output of the layer before",
         "noise floor": "the error that BF16 alone costs the golden at a site: ‖golden − float32 twin‖, measured",
-        "rho": "ρ = ‖port − float32 twin‖ ∕ noise floor; 1 is as good as the golden",
+        "ρ": "rho: ‖port − float32 twin‖ ∕ noise floor; 1 is as good as the golden",
         "float32 twin": "the golden's layer in float32, from the same BF16 input, with the golden's experts",
         "massive channel": "a channel whose RMS is over 20 times the median channel's; counted apart",
         "row": "one sequence of the batch: a prompt with its padding; a real token is one that is not padding",
@@ -33,6 +34,7 @@ GLOSSARY: Mapping[str, str] = MappingProxyType(
         "slice": "the part of a model that one node or rank holds",
         "probe": "one run of a search, in mm2-test bisect",
         "dump": "a capture written by another tool",
+        "further output": "a tensor of a port that is no site, stored because --also asks for it, and never judged",
         "stream": "the hidden states that pass from layer to layer; mm2-test replacement puts the golden's in a port",
     }
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -209,17 +207,9 @@ def _by_site(tensors: Mapping[str, torch.Tensor]) -> dict[Site, torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def dumps() -> Iterator[ModuleType]:
+def dumps(load_module: Callable[[Path], ModuleType]) -> ModuleType:
     """`foreign_dumps.py`, which writes a capture's values as the other tools do."""
-    path = Path(__file__).parents[1] / "foreign_dumps.py"
-    specification = importlib.util.spec_from_file_location("foreign_dumps", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    yield module
-    sys.modules.pop(specification.name, None)
+    return load_module(Path(__file__).parents[1] / "foreign_dumps.py")
 
 
 @pytest.fixture(scope="session")

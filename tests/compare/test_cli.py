@@ -125,6 +125,10 @@ class TestVerdict:
         result = command(mm2_compare, "--golden", golden, "--run", target, "--quiet")
         assert (result.exit_code, result.stdout) == (3, "")
         assert "the captures have different inputs: layer 0 got other hidden states" in result.stderr
+        *_, title, again = result.stderr.splitlines()
+        assert title == "Next"
+        assert again.startswith("  mm2-test single-layer --layer 0 --model ")
+        assert f" --golden {golden} " in again
         assert "Traceback" not in result.stderr
 
     def test_unfinished_run_exits_with_3(self, golden: Path, copyist: Any, command: Command) -> None:
@@ -342,7 +346,7 @@ class TestClassic:
         assert titles in command(mm2_compare, *sides, "--criteria", "classic").stdout
         beside = command(mm2_compare, *sides, "--metrics").stdout
         assert "|diff|" in beside
-        assert "largest rho" in beside
+        assert "largest ρ" in beside
         assert "|diff|" not in command(mm2_compare, *sides).stdout
 
     def test_device_command_takes_the_limits_too(
@@ -493,7 +497,7 @@ class TestSummary:
         sides = ("--golden", golden, "--run", failing, "--quiet")
         result = command(mm2_compare, *sides, "--json=summary")
         record = read_record(result)
-        assert (result.exit_code, record["verdict"], record["schema_version"]) == (1, "fail", 1)
+        assert (result.exit_code, record["verdict"], record["schema_version"]) == (1, "fail", 2)
         assert record["coverage"]["compared"] == record["coverage"]["of"] == 68
         assert record["coverage"]["layers"] == [0, 1, 2, 3]
         assert record["coverage"]["not_compared"] == []

@@ -13,6 +13,7 @@ from compare.cli import main as mm2_compare
 from neuron.cli import main as mm2_test
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+OLD = Path(__file__).parents[1] / "old_files"
 Run = Callable[..., mm2.Recording]
 Example = Callable[[str], Any]
 
@@ -68,6 +69,21 @@ def test_folders_are_compared_as_mm2_compare_does(
     with pytest.raises(mm2.UsageError, match="2 results for output"):
         comparison.site("output")
     assert comparison.site("output", layer=1).status == "pass"
+
+
+def test_captures_at_addresses_are_compared(s3: Any) -> None:
+    for name in ("golden", "swapped"):
+        for path in (OLD / name).iterdir():
+            s3.objects.put_object(Bucket="lab", Key=f"{name}/{path.name}", Body=path.read_bytes())
+    comparison = mm2.compare("s3://lab/golden", "s3://lab/swapped")
+    here = mm2.compare(OLD / "golden", OLD / "swapped")
+    assert (comparison.verdict, comparison.blame) == (here.verdict, here.blame)
+    assert "golden  s3://lab/golden" in str(comparison)
+    golden = mm2.open_golden("s3://lab/golden")
+    assert repr(golden).startswith("GoldenLayers(s3://lab/golden, ")
+    assert mm2.compare(golden, "s3://lab/swapped").blame == here.blame
+    with pytest.raises(mm2.UsageError, match="'gs://lab/run' is no address that mm2 reads"):
+        mm2.compare(golden, "gs://lab/run")
 
 
 def test_port_on_another_input_is_not_compared(example: Example, layer: mm2.GoldenLayer) -> None:

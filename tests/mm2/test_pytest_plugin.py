@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomllib
@@ -116,13 +117,50 @@ def test_project_without_mm2_in_its_tests_is_left_alone(run_pytest: Pytest, proj
     assert "mm2:" not in done.stdout
 
 
+# Stands in for GitHub's own program: it keeps what it is told, and the file that it would post.
+GH = """#!/bin/sh
+printf '%s\\n' "$@" > told.txt
+while [ $# -gt 0 ] && [ "$1" != --body-file ]; do shift; done
+cat "$2" > posted.md
+"""
+
+
+def steps_of(project: Path) -> dict[str, Any]:
+    """The steps of the example's workflow by name."""
+    workflow = yaml.safe_load((project / ".github" / "workflows" / "mm2.yml").read_text())
+    assert workflow["jobs"]["port"]["env"] == {"PYTHONPATH": "."}
+    return {step["name"]: step for step in workflow["jobs"]["port"]["steps"] if "name" in step}
+
+
+def post(project: Path) -> str:
+    """Run the step that posts, on a pull request of number 7, and return the comment."""
+    programs = project / "github"
+    programs.mkdir()
+    (programs / "gh").write_text(GH)
+    (programs / "gh").chmod(0o755)
+    variables = f"export PATH={shlex.quote(str(programs))}:$PATH GITHUB_STEP_SUMMARY=summary.md NUMBER=7;"
+    command = ["bash", "-e", "-c", f"{variables} {steps_of(project)['Post the report']['run']}"]
+    done = run_in(project, command, path=())
+    assert done.returncode == 0, done.stderr
+    assert (project / "told.txt").read_text().splitlines()[:3] == ["pr", "comment", "7"]
+    posted = (project / "posted.md").read_text()
+    assert (project / "summary.md").read_text() == posted
+    return posted
+
+
+def test_workflow_posts_the_markdown_of_the_report(project: Path) -> None:
+    (project / "report").mkdir()
+    for name in ("report.html", "report.md", "report.txt", "junit.xml"):
+        (project / "report" / name).write_text(f"{name} of the port\n")
+    assert post(project) == "report.md of the port\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_workflow_does_what_it_says(is_wrong: bool, project: Path, installed: Path) -> None:
     if is_wrong:
         swap_gate_and_up(project)
-    workflow = yaml.safe_load((project / ".github" / "workflows" / "mm2.yml").read_text())
-    steps = {step["name"]: step for step in workflow["jobs"]["port"]["steps"] if "name" in step}
+    steps = steps_of(project)
     # The commands, as the shell on the path finds them.
     programs = project / "bin"
     programs.mkdir()
@@ -135,7 +173,6 @@ def test_workflow_does_what_it_says(is_wrong: bool, project: Path, installed: Pa
     for name, line in modules.items():
         (programs / name).write_text(f"#!{sys.executable}\nimport sys\n{line}\nsys.exit(main())\n")
         (programs / name).chmod(0o755)
-    assert workflow["jobs"]["port"]["env"] == {"PYTHONPATH": "."}
     codes = {}
     for name in ("Golden", "Tests", "Report"):
         script = steps[name]["run"].replace("pytest --mm2", f"{shlex.quote(sys.executable)} -m pytest --mm2")
@@ -147,3 +184,6 @@ def test_workflow_does_what_it_says(is_wrong: bool, project: Path, installed: Pa
     # The report is posted though a step before failed.
     assert steps["Report"]["if"] == steps["Post the report"]["if"] == "${{ !cancelled() }}"
     assert "--body-file report/report.md" in steps["Post the report"]["run"]
+    posted = post(project)
+    assert posted == (project / "report" / "report.md").read_text()
+    assert ("FAIL" if is_wrong else "PASS") in posted.splitlines()[0]

@@ -156,6 +156,10 @@ class TestTarget:
             exit_code=2,
         )
 
+    def test_near_name(self, run: Any, toy: Path) -> None:
+        result = run(*LAYER_0, "--model", toy, "--target", "buitlin")
+        refused(result, "'buitlin' is unknown", "Did you mean builtin?", exit_code=2)
+
     def test_no_such_file(self, run: Any, toy: Path) -> None:
         result = run(*LAYER_0, "--model", toy, "--target", "nowhere.py:Port")
         refused(result, "nowhere.py does not exist", "--target PATH.py:NAME", exit_code=3)

@@ -206,7 +206,7 @@ class TestSavedRun:
         run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5)
         result = run("single-layer", "--layer", 0, "--model", toy, "--target", "reference", "--skip-compile")
         assert result.exit_code == 3
-        assert "a run of another target: expected reference, found builtin" in result.stderr
+        assert "a run of another port: expected reference, found builtin" in result.stderr
 
     def test_skip_compile_does_not_pass_another_run_off(self, run: Any, toy: Path, tmp_path: Path) -> None:
         directory = tmp_path / "saved"

@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_resumes(
     assert error.startswith(
         "rank 1 failed: it was ended by SIGKILL (often by the kernel, where memory ran out) while "
     )
-    assert f"while running layer 1 of target {port} on hidden states [2, 12, 64]" in error
+    assert f"while running layer 1 of port {port} on hidden states [2, 12, 64]" in error
     assert "rank 0" not in done.stderr
     assert json.loads((directory / "manifest.json").read_text())["complete_layers"] == [0]
 
@@ -127,7 +127,7 @@ def test_an_error_on_a_rank_is_told_once_by_it_and_once_by_the_lead(
     port = write_port(TROUBLED_PORT.format(trouble="raise ValueError('no such head')"))
     done = process(*sweep_of, "--target", port, "--quiet")
     assert done.returncode == 3
-    text = f"target {port}, layer 1 failed while it ran: found ValueError: no such head."
+    text = f"port {port}, layer 1 failed while it ran: found ValueError: no such head."
     errors = sorted(line for line in done.stderr.splitlines() if "Error" in line)
     assert [line.startswith(start + text) for line, start in zip(errors, ERRORS, strict=True)] == [True, True]
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from minimax_tools.capture.reader import Capture
+
 Judged = Callable[..., dict[str, Any]]
 
 # Heads and the norms' widths divided, the experts whole on every rank; the sum over the ranks is left to `sites`.
@@ -56,6 +58,12 @@ class Port(ReferenceLayer):
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
         self.self_attn = Attention(config)
+        self.lead_alone = nn.Identity()
+
+    def forward(self, states, mask, positions):
+        if dist.get_rank() == 0:
+            self.lead_alone(states)
+        return super().forward(states, mask, positions)
 
     @staticmethod
     def convert_state_dict(tensors, config, layer_idx):
@@ -92,11 +100,12 @@ def judge(process: Any, toy: Path, golden: Path, tmp_path: Path) -> Judged:
     return run_on_two
 
 
-def test_a_port_of_ones_own_passes(judge: Judged, write_port: Any) -> None:
-    found = judge(write_port(OWN_PORT))
+def test_a_port_of_ones_own_passes(judge: Judged, write_port: Any, tmp_path: Path) -> None:
+    found = judge(write_port(OWN_PORT), "--also", "lead=lead_alone")
     assert (found["exit_code"], found["verdict"]) == (0, "pass"), found["stderr"]
     compared = {site["site"] for layer in found["layers"] for site in layer["sites"]}
     assert {"q_proj", "k_rope", "attn_context", "attn_delta"} <= compared
+    assert Capture.open(tmp_path / "capture").further(1) == ("lead.rank0",)
 
 
 def test_a_norm_over_a_ranks_own_heads_is_to_blame(judge: Judged, write_port: Any) -> None:

@@ -195,7 +195,8 @@ class TestText:
         assert lines[0] == f"Capture {tmp_path / 'golden'}"
         assert "  run          full_model (chained, layers 0 to 1), sites all" in lines
         assert "  model        MiniMaxAI/MiniMax-M2" in lines
-        assert "  backend      cuda (NVIDIA A100-SXM4-80GB), target transformers" in lines
+        assert "  backend      cuda (NVIDIA A100-SXM4-80GB)" in lines
+        assert "  made by      transformers" in lines
         assert any(line.startswith("  inputs       1 prompt, 6 tokens (sha256 ") for line in lines)
         assert "  noise floor  off" in lines
         assert "incomplete" not in text

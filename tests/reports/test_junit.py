@@ -32,7 +32,7 @@ def test_failure_says_why(failing: Comparison) -> None:
     assert failure is not None
     assert failure.get("message") == "rho 14.2 is above 1.6"
     figures = case(read(failing), "mm2.layer 5", "moe_delta").findtext("system-out") or ""
-    assert "rho 14.2" in figures
+    assert "ρ 14.2" in figures
 
 
 def test_sites_that_were_not_compared_are_skipped(unexposed: Comparison) -> None:

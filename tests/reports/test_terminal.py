@@ -137,7 +137,7 @@ class TestOverview:
     def test_without_a_noise_floor_the_lowest_cosine_stands_in(self, classic: Comparison) -> None:
         text = render(replace(classic, criteria="noise"))
         assert "lowest cosine" in text
-        assert "largest rho" not in text
+        assert "largest ρ" not in text
         assert row_of(text, "5", "FAIL")[3:5] == ["0.997300", "moe_delta"]
 
     def test_classic_shows_the_five_figures_of_every_output(self, classic: Comparison) -> None:
@@ -171,7 +171,7 @@ class TestLayer:
         ]
 
     def test_passing_sites_share_a_sentence(self, failing: Comparison) -> None:
-        assert "15 other sites pass, largest rho 1.09 (router_weights)." in render(failing)
+        assert "15 other sites pass, largest ρ 1.09 (router_weights)." in render(failing)
 
     def test_classic_limits_that_miss_the_fault_are_quoted(self, failing: Comparison) -> None:
         text = render(failing)
@@ -199,7 +199,7 @@ class TestLayer:
 
     def test_nonfinite_elements_are_counted(self, nonfinite: Comparison) -> None:
         text = " ".join(render(nonfinite).split())
-        assert "attn_context: 64 of 12288 elements are NaN or Inf in the target" in text
+        assert "attn_context: 64 of 12288 elements are NaN or Inf in the port" in text
         assert "moe_delta: " not in text
 
     def test_flips_and_tokens_set_aside_are_counted(self, warning: Comparison) -> None:

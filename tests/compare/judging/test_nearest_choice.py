@@ -60,6 +60,17 @@ def exchanged(source: Capture, toy: Path, tie: tuple[int, int]) -> tuple[torch.T
     return experts[0], residual[tie] + added[0]
 
 
+@pytest.fixture(scope="module")
+def even(source: Capture, toy: Path, tie: tuple[int, int]) -> torch.Tensor:
+    """Router logits [E] of that token, changed so that its last expert and the next one have one biased score."""
+    logits = source.read(LAYER, Site.ROUTER_LOGITS)[tie].float()
+    with CheckpointWeights(model=str(toy)).open_layer(LAYER, source) as weights:
+        bias = weights.tensors[CORRECTION_BIAS].float()
+        last, following = (logits.sigmoid() + bias).topk(weights.spec.num_experts_per_tok + 1).indices[-2:]
+    score = logits[last].sigmoid() + bias[last] - bias[following]
+    return logits.index_fill(0, following, float(score.logit()))
+
+
 def put(place: tuple[int, int], value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.clone()
@@ -114,13 +125,13 @@ class TestShownChoice:
         assert site_of(judge(run), Site.ROUTER_EXPERTS).status is SiteStatus.PASS
 
     def test_choice_that_agrees_with_rounded_logits_passes(
-        self, copyist: Any, judge: Judge, toy: Path, tie: Any, exchanged: Any
+        self, copyist: Any, judge: Judge, toy: Path, tie: Any, exchanged: Any, even: torch.Tensor
     ) -> None:
         # What was rounded for output does not tell a choice that is this close.
         run = copyist.device_run(
             {
                 (LAYER, Site.ROUTER_EXPERTS): put(tie, exchanged[0]),
-                (LAYER, Site.ROUTER_LOGITS): lambda logits: logits.bfloat16().float(),
+                (LAYER, Site.ROUTER_LOGITS): lambda logits: put(tie, even)(logits).bfloat16().float(),
             }
         )
         assert site_of(judge(run, model=toy), Site.ROUTER_EXPERTS).status is SiteStatus.PASS

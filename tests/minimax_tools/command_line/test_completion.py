@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import click.testing
@@ -56,6 +57,12 @@ def test_other_folders_are_left_to_the_shell() -> None:
 def test_wrong_project_file_does_not_stop_a_completion() -> None:
     Path("mm2.toml").write_text("modle = 3")
     assert complete(mm2_compare, "--run") == [RUN]
+
+
+def test_a_completion_asks_no_server(s3: Any) -> None:
+    words = ("sweep", "--golden", "s3://lab/golden", "--output-dir", "s3://lab/run")
+    assert complete(mm2_test, *words, incomplete="--backe") == ["--backend"]
+    assert s3.requests == []
 
 
 def test_bash_gets_its_script_from_the_supervised_program() -> None:

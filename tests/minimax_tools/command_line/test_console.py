@@ -99,6 +99,16 @@ def test_no_error_of_a_command_exits_with_1() -> None:
             assert run(name, *options).exit_code in (2, 3)
 
 
+def test_no_error_of_an_option_exits_with_1() -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    option = click.Option(["--size"], callback=crash, default="1")
+    result = click.testing.CliRunner().invoke(Mm2Command("sized", params=[option]), [])
+    assert result.exit_code == 3
+    assert "Error: unexpected ZeroDivisionError: by zero. Run again with --debug" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "raised"), [("crash", "ZeroDivisionError: by zero"), ("capture", "no capture")]
 )
@@ -112,7 +122,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(name: str, raised: st
 def test_error_is_one_json_object_where_json_was_asked_for() -> None:
     result = run("capture", "--json")
     assert json.loads(result.stdout) == {
-        "schema_version": 1,
+        "schema_version": 2,
         "verdict": "incomparable",
         "compared": 0,
         "of": 0,
@@ -153,7 +163,7 @@ def test_the_same_command_is_complete_and_leaves_out_what_only_prints(command: A
 
 def test_results_go_to_stdout_and_progress_to_stderr() -> None:
     result = run("well", "--json")
-    assert json.loads(result.stdout) == {"schema_version": 1, "ρ": 1.5, "next": ["mm2-test check"]}
+    assert json.loads(result.stdout) == {"schema_version": 2, "ρ": 1.5, "next": ["mm2-test check"]}
     assert result.stderr == "progress\na warning\n"
 
 

@@ -5,7 +5,7 @@ import click.testing
 import pytest
 
 from minimax_tools.command_line.console import Mm2Command, Mm2Group
-from minimax_tools.command_line.near_names import did_you_mean
+from minimax_tools.errors import did_you_mean
 
 
 @click.group(cls=Mm2Group)
@@ -29,6 +29,7 @@ def fail(*words: str) -> str:
 def test_near_names_are_suggested() -> None:
     assert did_you_mean("swep", ["sweep", "full"]) == "Did you mean sweep?"
     assert did_you_mean("XLA_CPU", ["xla-cpu"]) == "Did you mean xla-cpu?"
+    assert did_you_mean("decoderlayr", ["DecoderLayer", "Moe"]) == "Did you mean DecoderLayer?"
     assert did_you_mean("banana", ["sweep", "full"]) == ""
 
 

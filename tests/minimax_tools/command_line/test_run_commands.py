@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.capture_commands import after_golden, judge_port_of
 from minimax_tools.command_line.run_commands import RunCommands
@@ -73,6 +76,15 @@ def test_sites_and_decoded_tokens_are_kept(commands: RunCommands) -> None:
     assert " --sites layer --decode 2 " in with_run(commands, run).again()
 
 
+def test_further_outputs_are_kept(commands: RunCommands) -> None:
+    port = commands.port
+    assert port is not None
+    options = {**port.provenance.options, ALSO: ["cache=:output[1]", "gate=moe.gate"]}
+    with_further = replace(port, provenance=replace(port.provenance, options=options))
+    again = replace(commands, port=with_further).again()
+    assert " --also 'cache=:output[1]' --also gate=moe.gate " in again
+
+
 def test_run_in_its_usual_place_names_no_folder(commands: RunCommands) -> None:
     for name in ("sweep_0_to_3", "sweep_0_to_3_2"):
         again = replace(commands, run=f"mm2-captures/neuron/{name}").again()
@@ -112,3 +124,21 @@ def test_golden_in_the_working_directory_is_found_by_its_checkpoint(
     other = tmp_path / "other"
     other.mkdir()
     assert judge_port_of(str(other)).startswith("mm2-gpu extract-all")
+
+
+def test_newest_golden_is_found_among_many_without_reading_the_others(
+    toy: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MM2_CAPTURES", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    kept = shutil.copy(golden / "manifest.json", tmp_path / "kept.json")
+    for number in range(2000):
+        (tmp_path / f"golden_{number}").mkdir()
+        (tmp_path / f"golden_{number}" / "manifest.json").hardlink_to(kept)
+    os.utime(kept, (0, 0))
+    (tmp_path / "newest").mkdir()
+    shutil.copyfile(golden / "manifest.json", tmp_path / "newest" / "manifest.json")
+    start = time.monotonic()
+    assert judge_port_of(str(toy)) == f"mm2-test sweep --model {toy} --golden newest"
+    # To read all 2000 takes 30 s.
+    assert time.monotonic() - start < 5

@@ -147,6 +147,13 @@ def test_golden_output_that_cannot_be_told_is_refused(content: Any, tmp_path: Pa
         LegacyCapture.open(directory).read(0, Site.OUTPUT)
 
 
+def test_a_pickled_module_names_itself(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model")
+    torch.save(torch.nn.Linear(2, 2), directory / "layer_0_output.pt")
+    with pytest.raises(CaptureError, match=r"found a pickled torch\.nn\.modules\.linear\.Linear"):
+        LegacyCapture.open(directory).read(0, Site.OUTPUT)
+
+
 def test_model_sites_are_read_where_they_are_stored(tmp_path: Path) -> None:
     directory = write_golden(tmp_path / "full_model")
     torch.save({"logits": hidden_states(7)}, directory / "logits.pt")

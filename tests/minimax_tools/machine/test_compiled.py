@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -24,43 +24,47 @@ def name_nothing(values):
 """
 
 
-def load_loops(folder: Path) -> ModuleType:
-    """The module of `folder` anew: what it compiled before it must take from a file, if at all."""
-    path = folder / "loops.py"
-    path.write_text(LOOPS)
-    specification = importlib.util.spec_from_file_location("loops", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+@pytest.fixture
+def load_loops(load_module: Callable[[Path], ModuleType], tmp_path: Path) -> Callable[[], ModuleType]:
+    """Loads the loops anew: machine code that was made before must come from a file, if at all."""
+
+    def load() -> ModuleType:
+        path = tmp_path / "loops.py"
+        path.write_text(LOOPS)
+        return load_module(path)
+
+    return load
 
 
-def test_machine_code_is_kept_beside_the_source(tmp_path: Path) -> None:
-    assert load_loops(tmp_path).add_up(np.arange(5.0)) == 10.0
+def test_machine_code_is_kept_beside_the_source(load_loops: Callable[[], ModuleType], tmp_path: Path) -> None:
+    assert load_loops().add_up(np.arange(5.0)) == 10.0
     assert list(tmp_path.rglob("loops.add_up*.nbc"))
 
 
-def test_it_works_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_works_where_nothing_can_be_written(
+    load_loops: Callable[[], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "__pycache__").write_text("a file, so that nothing can be written below it")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "__pycache__" / "home"))
-    assert load_loops(tmp_path).add_up(np.arange(5.0)) == 10.0
+    assert load_loops().add_up(np.arange(5.0)) == 10.0
     assert not list(tmp_path.rglob("*.nbc"))
 
 
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-def test_damaged_machine_code_is_made_anew(tmp_path: Path, suffix: str) -> None:
-    load_loops(tmp_path).add_up(np.arange(5.0))
+def test_damaged_machine_code_is_made_anew(
+    load_loops: Callable[[], ModuleType], tmp_path: Path, suffix: str
+) -> None:
+    load_loops().add_up(np.arange(5.0))
     (kept,) = tmp_path.rglob(f"loops.add_up*.{suffix}")
     kept.write_bytes(kept.read_bytes()[:-40])
-    assert load_loops(tmp_path).add_up(np.arange(5.0)) == 10.0
+    assert load_loops().add_up(np.arange(5.0)) == 10.0
 
 
-def test_mistake_in_a_loop_is_told(tmp_path: Path) -> None:
+def test_mistake_in_a_loop_is_told(load_loops: Callable[[], ModuleType]) -> None:
     with pytest.raises(Exception, match="no_such_thing"):
-        load_loops(tmp_path).name_nothing(np.arange(5.0))
+        load_loops().name_nothing(np.arange(5.0))
 
 
-def test_arguments_of_other_types_are_refused(tmp_path: Path) -> None:
+def test_arguments_of_other_types_are_refused(load_loops: Callable[[], ModuleType]) -> None:
     with pytest.raises(TypeError, match="No matching definition"):
-        load_loops(tmp_path).add_up(np.arange(5, dtype=np.float32))
+        load_loops().add_up(np.arange(5, dtype=np.float32))

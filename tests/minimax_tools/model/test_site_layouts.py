@@ -9,7 +9,7 @@ from minimax_tools.errors import TargetError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded, parse_layout
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
-WHAT = "target port.py:Port, layer 5, q_proj"
+WHAT = "port port.py:Port, layer 5, q_proj"
 
 
 @pytest.mark.parametrize(

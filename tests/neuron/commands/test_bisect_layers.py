@@ -340,7 +340,7 @@ def test_killed_bisection_goes_on_where_it_stopped(
     killed = search(DIE_AT="8")
     assert killed.returncode == 3
     assert "the process was ended by SIGKILL" in killed.stderr
-    assert "while converting the weights of layer 8 of target" in killed.stderr
+    assert "while converting the weights of layer 8 of port" in killed.stderr
     ran.unlink()
     resumed = search("--json")
     record = json.loads(resumed.stdout)

@@ -44,7 +44,7 @@ with open_runtime("xla-cpu", ranks=Ranks(degree=4, expert_degree=2)) as runtime,
     loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)
     with CheckpointReader(folder) as reader:
         target.load(module, LayerTensors.open(reader, spec, 0, torch.float32), spec, loader=loader)
-    runtime.spmd.mark_division(module, what="target builtin")
+    runtime.spmd.mark_division(module, what="port builtin")
     weights = {{name: module.state_dict()[name] for name in module.shardings}}
     shards = {{name: XLAShardedTensor(weight).local_shards for name, weight in weights.items()}}
     print(json.dumps({{name: [[*part.data.shape] for part in parts] for name, parts in shards.items()}}))
@@ -114,16 +114,16 @@ def test_a_port_that_is_not_sharded_is_told_of(needs_xla: None, process: Any, sm
     run = (*LAYER_0, "--model", small, "--target", "reference", "--quiet")
     done = process(*run, "--backend", "xla-cpu", "--tp-degree", 2)
     assert done.returncode == 0, done.stderr
-    assert "target reference has no `shardings`: each of 2 devices computes all of it" in done.stderr
+    assert "port reference has no `shardings`: each of 2 devices computes all of it" in done.stderr
 
 
 def test_a_sharding_of_a_weight_that_the_port_lacks_is_refused() -> None:
     module = torch.nn.Linear(2, 2)
     module.shardings = {"weight": (TENSOR_AXIS, None), "proj.weight": (None, TENSOR_AXIS)}  # type: ignore[assignment]
     with pytest.raises(TargetError) as caught:
-        Spmd(sharing=Ranks(degree=2)).mark_division(module, what="target port.py:Layer")
+        Spmd(sharing=Ranks(degree=2)).mark_division(module, what="port port.py:Layer")
     error = caught.value
-    assert error.what == "target port.py:Layer: `shardings` names weights that the module does not have"
+    assert error.what == "port port.py:Layer: `shardings` names weights that the module does not have"
     assert (error.expected, error.found) == ("names of its state_dict()", "proj.weight")
     assert error.next_step == "Correct the port's `shardings`."
 

@@ -196,7 +196,7 @@ def test_output_is_whole_on_every_rank() -> None:
     with pytest.raises(
         TargetError, match=r"sites\['output'\] is @partial: expected the whole of it on every rank"
     ):
-        find_exposure(module, what="target port.py:Port, layer 0")
+        find_exposure(module, what="port port.py:Port, layer 0")
 
 
 FUSED = """

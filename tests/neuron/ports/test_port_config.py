@@ -28,6 +28,20 @@ def test_options_of_the_class_come_after_those_of_its_module() -> None:
     assert target.port_config == {"cast_type": "as-declared", "seq_len": 64, "dtype": torch.float32}
 
 
+def test_options_of_a_class_of_torch_are_recorded_too(run: Any, write_port: Any, small: Path) -> None:
+    target = write_port(
+        'mm2_neuron_config = {"fused": True, "tile": 32}\n'
+        'class Port(ReferenceLayer):\n    mm2_neuron_config = {"tile": 64}\n'
+    )
+    result = run(
+        *("single-layer", "--layer", 0, "--model", small, "--target", target, "--backend", "cpu"),
+        *("--seq-len", 8, "--json"),
+    )
+    assert result.exit_code == 0, result.output
+    provenance = Capture.open(json.loads(result.stdout)["directory"]).description.provenance
+    assert provenance.port_config == {"fused": True, "tile": 64}
+
+
 def test_port_without_options_has_none() -> None:
     assert find_target("builtin").port_config == {}
 

@@ -108,7 +108,7 @@ def test_own_targets_have_digests_of_their_own() -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=r"target file .*nosuch\.py does not exist\. Give --target"):
+    with pytest.raises(TargetError, match=r"nosuch\.py, named by --target, does not exist\. Give --target"):
         import_file(tmp_path / "nosuch.py")
 
 

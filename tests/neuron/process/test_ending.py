@@ -10,17 +10,17 @@ from minimax_tools.errors import CannotRunError, TargetError
 from neuron.process.ending import describe_end, end_error
 from neuron.process.record import Status
 
-RUNNING = Status(activity="running layer 3 of target p.py:P", is_in_port=True)
+RUNNING = Status(activity="running layer 3 of port p.py:P", is_in_port=True)
 
 
 @pytest.mark.parametrize(
     ("exit_code", "status", "words"),
     [
-        (0, RUNNING, "it ended with exit code 0, without a verdict, while running layer 3 of target p.py:P"),
+        (0, RUNNING, "it ended with exit code 0, without a verdict, while running layer 3 of port p.py:P"),
         (-signal.SIGSEGV, RUNNING, "it was ended by SIGSEGV (a segmentation fault) while running layer 3"),
         (-signal.SIGUSR1, RUNNING, "it was ended by SIGUSR1 while running"),
         (-(signal.SIGRTMIN + 3), RUNNING, f"it was ended by signal {signal.SIGRTMIN + 3} while running"),
-        (1, Status(last_activity="running layer 3 of target p.py:P"), "after running layer 3"),
+        (1, Status(last_activity="running layer 3 of port p.py:P"), "after running layer 3"),
         (1, Status(), "before it reached the port"),
     ],
 )

@@ -21,7 +21,7 @@ def record() -> Iterator[StatusRecord]:
 
 
 def test_what_a_dead_process_told_last_is_read(record: StatusRecord) -> None:
-    told = Status(activity="running layer 3 of target ρ.py:Layer", is_in_port=True, limited_since_s=1.5)
+    told = Status(activity="running layer 3 of port ρ.py:Layer", is_in_port=True, limited_since_s=1.5)
     code = f"""
 import os
 from neuron.process.record import Status, StatusRecord

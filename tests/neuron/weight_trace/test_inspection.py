@@ -253,7 +253,7 @@ def test_a_planted_mistake_is_named(inspect: Inspect, name: str) -> None:
     spoil, mistake, tensors = PLANTED[name]
     code, record = inspect(spoil)
     assert (code, record["verdict"]) == (1, "fail")
-    wrong = [finding for finding in record["findings"] if finding["weight"] == "wrong"]
+    wrong = [finding for finding in record["findings"] if finding["severity"] == "wrong"]
     assert any(finding["mistake"] == mistake and tensors <= set(finding["tensors"]) for finding in wrong), (
         record["findings"]
     )
@@ -320,7 +320,7 @@ state["input_layernorm.weight"] = torch.ones_like(state["input_layernorm.weight"
 def test_a_layout_that_the_forward_undoes_is_right(inspect: Inspect, name: str) -> None:
     code, record = inspect(MEANT[name])
     assert (code, record["verdict"]) == (0, "pass")
-    assert all(finding["weight"] == "note" for finding in record["findings"])
+    assert all(finding["severity"] == "note" for finding in record["findings"])
 
 
 # FP8 codes of 128 x 128 blocks up to 240, as Trainium's FP8 goes, and what a forward makes of them.
@@ -342,7 +342,7 @@ for name in ("moe.gate_up_proj", "moe.down_proj"):
 def test_a_port_that_quantises_is_unclear_and_not_wrong(inspect: Inspect) -> None:
     code, record = inspect(_REQUANTISE.format(mistake=""))
     assert (code, record["verdict"]) == (0, "warn")
-    unclear = [finding for finding in record["findings"] if finding["weight"] == "suspect"]
+    unclear = [finding for finding in record["findings"] if finding["severity"] == "suspect"]
     assert {finding["mistake"] for finding in unclear} == {"computed"}
     assert all("right on weights that quantisation keeps" in finding["text"] for finding in unclear)
     assert record["trial"]["kept_error"] < 1e-5 < record["trial"]["error"]

@@ -108,7 +108,7 @@ def test_a_planted_mistake_is_named(
     assert any(
         finding["mistake"] == mistake and tensors <= set(finding["tensors"])
         for finding in record["findings"]
-        if finding["weight"] == "wrong"
+        if finding["severity"] == "wrong"
     ), record["findings"]
 
 
