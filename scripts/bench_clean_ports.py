@@ -30,7 +30,7 @@ def port_figures(name: str, comparisons: Sequence[Comparison]) -> list[Figure]:
     alarms = sum(comparison.verdict is not Verdict.PASS for comparison in comparisons)
     return [
         Figure.plain(f"{name}: layers judged", sum(len(comparison.layers) for comparison in comparisons)),
-        Figure.plain(f"{name}: largest rho", max(site.noise.whole for site in sites if site.noise)),
+        Figure.plain(f"{name}: largest ρ", max(site.noise.whole for site in sites if site.noise)),
         Figure.at_most(
             f"{name}: largest share of a limit", max(s.nearest.excess for s in sites if s.nearest), 1.0
         ),

@@ -22,11 +22,14 @@ from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 Command = Callable[..., click.testing.Result]
+Loader = Callable[[Path], ModuleType]
 
 # Two rows of unequal length: padding, and positions past the rotary period of the toy's fastest pair.
 TOY_LENGTHS = "48,33"
 
 _PACKAGES = ("minimax_tools", "gpu_reference", "compare", "neuron", "reports")
+
+_TESTS = Path(__file__).parent
 
 _CHECKPOINT = "MM2_TEST_CHECKPOINT"
 
@@ -97,9 +100,15 @@ def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def load_module() -> Loader:
+    """Loads the module of a Python file: nothing imports tests and scripts by name."""
+    return _load_module
+
+
+@pytest.fixture(scope="session")
 def hub_module() -> ModuleType:
-    """`hub_server.py`, which lies beside this file: nothing imports tests by name."""
-    return _load_beside("hub_server")
+    """`hub_server.py`, which lies beside this file."""
+    return _load_module(_TESTS / "hub_server.py")
 
 
 @pytest.fixture
@@ -114,7 +123,7 @@ def s3_server() -> Iterator[Any]:
     """A server of S3 on this machine, for all tests of the process."""
     for package in ("s3fs", "moto", "flask", "flask_cors"):
         pytest.importorskip(package, reason=f"{package} is not installed: it is in the extra dev")
-    with _load_beside("s3_server").S3Server() as server:
+    with _load_module(_TESTS / "s3_server.py").S3Server() as server:
         yield server
 
 
@@ -148,9 +157,9 @@ def command() -> Command:
     return run
 
 
-def _load_beside(name: str) -> ModuleType:
-    """Load a module that lies beside this file."""
-    specification = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+def _load_module(file: Path) -> ModuleType:
+    """Load the module of a file, anew at each call."""
+    specification = importlib.util.spec_from_file_location(file.stem, file)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)

@@ -42,7 +42,7 @@ OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node"} | {
 # Files that a reader writes.
 READERS_FILES = {"my_port.py", "PATH.py", "port.py"}
 
-GLOSSARY = """site, golden, port, reference, target, isolated run, chained run, noise floor, rho, float32 twin,
+GLOSSARY = """site, golden, port, reference, target, isolated run, chained run, noise floor, ρ, float32 twin,
 massive channel, row, variant, flip, replay, blame, verdict, shard, slice, probe, dump"""
 
 _LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -11,19 +12,25 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 import yaml
 
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.cli import mm2_split
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Verdict
+from minimax_tools.synthetic.toy_model import PRESETS, TokenIds
 
 REPOSITORY = Path(__file__).parents[1]
 
 SKILL = REPOSITORY / "skills" / "mm2" / "SKILL.md"
 PAGES = (
     "golden",
+    "machines",
     "ports",
     "torch-neuron",
     "verdicts",
@@ -68,6 +75,15 @@ def blocks(page: str) -> Iterator[Block]:
         if block["language"] == "bash" and not any(word in block["text"] for word in NOT_HERE):
             shown = following["text"] if following is not None and following["language"] == "text" else ""
             yield Block(block["text"], shown)
+
+
+def outputs(text: str) -> Iterator[Block]:
+    """Yield each bash block of a page with all the output that the page shows before its next one."""
+    _, *parts = re.split(r"^```bash\n", text, flags=re.MULTILINE)
+    for part in parts:
+        commands, _, behind = part.partition("```\n")
+        shown = [block["text"] for block in _BLOCK.finditer(behind) if block["language"] == "text"]
+        yield Block(commands, "".join(shown))
 
 
 def command_lines(text: str) -> list[str]:
@@ -149,6 +165,60 @@ def test_skill_leads_from_a_wrong_port_to_a_right_one(tmp_path: Path) -> None:
         if "port.py" in line:
             done = run(line, tmp_path)
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+def test_walkthrough_leads_from_two_mistakes_to_a_right_port(tmp_path: Path) -> None:
+    (tmp_path / "scripts").symlink_to(REPOSITORY / "scripts")
+    page = REPOSITORY / "docs" / "walkthrough.md"
+    codes = []
+    for block in outputs(page.read_text()):
+        printed = ""
+        for line in command_lines(block.commands):
+            done = run(line, tmp_path)
+            printed += done.stdout
+            codes += [done.returncode] if line.startswith("mm2-test port") else []
+            assert done.returncode == 0 or line.startswith("mm2-test port"), f"{line}\n{done.stderr}"
+        for shown in block.output.splitlines():
+            assert words(shown) in words(printed), f"{block.commands}\nshows {shown!r}, printed\n{printed}"
+    # Both mistakes, one of them, none.
+    assert codes == [1, 1, 0]
+
+
+def test_outputs_are_those_shown_before_the_next_commands() -> None:
+    shown = "```bash\na\n```\nso\n```text\nb\n```\nand\n```text\nc\n```\n```bash\nd\n```\n"
+    assert list(outputs(shown)) == [Block("a\n", "b\nc\n"), Block("d\n", "")]
+
+
+def test_figures_of_machines_are_computed(command: Any) -> None:
+    shown = [block for block in blocks("machines") if "--gpus" in block.commands]
+    assert len(shown) == 3
+    for block in shown:
+        assert lines_not_printed(block, command) == []
+        wrong = block._replace(output=block.output.replace("3:49", "3:48"))
+        assert len(lines_not_printed(wrong, command)) == 1
+
+
+@pytest.mark.slow
+def test_sizes_of_machines_are_computed(command: Any, tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs" / "machines.md").read_text()
+    config = PRESETS["m2"].config(
+        dtype=torch.float8_e4m3fn, token_ids=TokenIds(bos_token_id=0, eos_token_id=1)
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    memory = json.loads(command(mm2_split, "memory", "--model", tmp_path, "--json", "--quiet").stdout)
+    for part in (memory["total"], memory["parts"]["layer_0"]):
+        assert f"{format_size(part['bfloat16_bytes'])} in BF16" in text
+        assert f"{format_size(part['float32_bytes'])} in float32" in text
+    assert f"{format_size(memory['total']['stored_bytes'])} in FP8" in text
+
+
+def lines_not_printed(block: Block, command: Any) -> list[str]:
+    """Return the lines of a block's output that `mm2-gpu check` does not print, to the digit."""
+    (line,) = command_lines(block.commands)
+    _, *words_of_line = shlex.split(line)
+    printed = command(mm2_gpu, *words_of_line).stdout
+    return [shown for shown in block.output.splitlines() if shown not in printed]
 
 
 def test_skill_says_what_it_is_for_and_names_every_verdict() -> None:

@@ -28,13 +28,16 @@ EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
 _NEW_KEYS = {
     *("next", "schema_version", "regions", "model_config", "port_config"),
     *("right", "passed_over", "memory", "is_of_head", "passes"),
-    *("is_hint", "formulas", "refilled_error", "partial_repairs", "partial_error"),
+    *("further", "is_hint", "formulas", "refilled_error", "partial_repairs", "partial_error"),
 }
+# Keys of schema version 1 that have another name since.
+_RENAMED_KEYS = {"weight": "severity"}
 BOTH_SIDES = ["--golden", "golden", "--run"]
 
 
 def printed_before(name: str) -> Any:
-    return _without_new_keys(json.loads((OLD / "printed" / f"{name}.json").read_text()))
+    record = json.loads((OLD / "printed" / f"{name}.json").read_text(), object_hook=_rename_keys)
+    return _without_new_keys(record)
 
 
 def run(command: Command, *arguments: str) -> tuple[int, Any]:
@@ -44,6 +47,11 @@ def run(command: Command, *arguments: str) -> tuple[int, Any]:
     assert isinstance(record["next"], list)
     assert record["schema_version"] == SCHEMA_VERSION
     return result.exit_code, _without_new_keys(record)
+
+
+def _rename_keys(record: dict[str, Any]) -> dict[str, Any]:
+    """Give keys the names that they have today."""
+    return {_RENAMED_KEYS.get(key, key): value for key, value in record.items()}
 
 
 def _without_new_keys(record: dict[str, Any]) -> dict[str, Any]:

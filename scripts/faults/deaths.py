@@ -79,7 +79,7 @@ def _endless(name: str, code: str, *words: str) -> Death:
 
 
 DEATHS = (
-    _death("import_exit_0", "imported", "os._exit(0)", "exit code 0", "while importing target"),
+    _death("import_exit_0", "imported", "os._exit(0)", "exit code 0", "while importing port"),
     _death("import_raises_exit", "imported", "sys.exit(0)", "SystemExit", "cannot be imported"),
     _death("init_exit_0", "built", "os._exit(0)", "exit code 0", "while building"),
     _death("convert_exit_0", "converted", "os._exit(0)", "exit code 0", "while converting the weights"),

@@ -22,10 +22,12 @@ def capture() -> Schema:
     """Return the schema of what a capture holds."""
     site = schema_of(TensorStatistics)["properties"]
     tensor = record({"site": text("Name of the site."), "shape": listed(whole()), "dtype": text(), **site})
+    output = record({"name": text("Name."), "shape": listed(whole()), "dtype": text(), **site})
     layer = {
         "layer": whole("The layer."),
         "sites": listed(tensor, "Its sites in execution order, with statistics of the finite values."),
         "not_exposed": listed(text(), "Sites that the port does not show."),
+        "further": listed(output, "Further outputs of the port, stored on request and never judged."),
     }
     return record(
         {

@@ -28,11 +28,17 @@ def publication() -> Schema:
 
 def cache() -> Schema:
     """Return the schema of `mm2-split cache`."""
+    folder = schema_of(CachedFolder)
+    folder["properties"] |= {
+        "address": maybe(text(), "Address that it was fetched from, or goes to; null if unknown."),
+        "removed": flag("Whether this command removed it."),
+    }
+    folder["required"] += ["address", "removed"]
     return record(
         {
             "directory": text("Folder of the cache."),
-            "cleared": flag("Whether the folders below were removed."),
-            "folders": listed(schema_of(CachedFolder)),
+            "cleared": flag("Whether --clear was given."),
+            "folders": listed(folder, "Those that were used last first."),
         },
         "What was fetched from remote addresses and is kept on this machine.",
     )
@@ -45,7 +51,7 @@ def readiness() -> Schema:
         "machine": text("GPUs, and memory of the host."),
         "layers_on_gpus": whole("Layers that the GPUs hold beside activations."),
         "works": flag("Whether a golden can be made on it."),
-        "way": text("Name of the first way that works; empty if none does."),
+        "way": text("Name of the way to take; empty if none works."),
         "options": listed(text(), "Options of mm2-gpu extract-all for it."),
     }
     return record(

@@ -11,7 +11,9 @@ def weights() -> Schema:
     """Return the schema of `mm2-test weights`."""
     finding = {
         "mistake": choice(*(mistake.value for mistake in WeightMistake), description="Kind of the mistake."),
-        "weight": choice(*(severity.value for severity in Severity), description="Severity of the finding."),
+        "severity": choice(
+            *(severity.value for severity in Severity), description="Severity of the finding."
+        ),
         "tensors": listed(text(), "Kinds of the checkpoint's tensors, such as q_proj."),
         "places": listed(text(), "Tensors of the port."),
         "text": text("The finding in a sentence."),

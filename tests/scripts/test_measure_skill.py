@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -21,19 +20,10 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 NUM_CASES = 10
 
 
-def load_cases() -> ModuleType:
-    specification = importlib.util.spec_from_file_location(
-        "skill_cases", SCRIPTS / "skill_ports" / "cases.py"
-    )
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-cases = load_cases()
+@pytest.fixture(scope="module")
+def cases(load_module: Callable[[Path], ModuleType]) -> ModuleType:
+    """The ports of the skill's measurement."""
+    return load_module(SCRIPTS / "skill_ports" / "cases.py")
 
 
 def sweep(command: Command, source: str, toy: Path, golden: Path, folder: Path) -> click.testing.Result:
@@ -44,13 +34,17 @@ def sweep(command: Command, source: str, toy: Path, golden: Path, folder: Path) 
     )
 
 
-def test_right_port_passes_at_every_site(toy: Path, golden: Path, command: Command, tmp_path: Path) -> None:
+def test_right_port_passes_at_every_site(
+    cases: ModuleType, toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
     record = json.loads(sweep(command, cases.right_source(), toy, golden, tmp_path).stdout)
     assert (record["verdict"], record["compared"]) == ("pass", record["of"])
 
 
 @pytest.mark.parametrize("number", range(1, NUM_CASES + 1))
-def test_every_case_fails(number: int, toy: Path, golden: Path, command: Command, tmp_path: Path) -> None:
+def test_every_case_fails(
+    cases: ModuleType, number: int, toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
     result = sweep(command, cases.CASES[number - 1].source, toy, golden, tmp_path)
     assert result.exit_code == 1
     assert json.loads(result.stdout)["blame"]
@@ -59,7 +53,7 @@ def test_every_case_fails(number: int, toy: Path, golden: Path, command: Command
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, NUM_CASES + 1))
 def test_diagnosis_names_what_the_catalogue_knows_and_nothing_else(
-    number: int, toy: Path, golden: Path, command: Command, tmp_path: Path
+    cases: ModuleType, number: int, toy: Path, golden: Path, command: Command, tmp_path: Path
 ) -> None:
     case = cases.CASES[number - 1]
     sweep(command, case.source, toy, golden, tmp_path)
@@ -68,14 +62,14 @@ def test_diagnosis_names_what_the_catalogue_knows_and_nothing_else(
     assert {finding["mistake"] for finding in record["diagnosis"]} == {case.mistake} - {""}
 
 
-def test_five_cases_are_in_the_catalogue_and_five_are_not() -> None:
+def test_five_cases_are_in_the_catalogue_and_five_are_not(cases: ModuleType) -> None:
     known = [case.mistake for case in cases.CASES if case.mistake]
     assert len(cases.CASES) == NUM_CASES
     assert (len(known), len(set(known))) == (5, 5)
     assert set(known) <= set(CATALOGUE)
 
 
-def test_case_that_changes_nothing_is_refused() -> None:
+def test_case_that_changes_nothing_is_refused(cases: ModuleType) -> None:
     with pytest.raises(ValueError, match="the right port holds 0 times: no such line"):
         _ = cases.PlantedCase(what="", right="no such line", wrong="").source
 

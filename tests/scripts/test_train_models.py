@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,17 +22,14 @@ SCRIPT = REPOSITORY / "scripts" / "train_models.py"
 LEARNED = REPOSITORY / "tests" / "models" / "learned"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_models", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def recipes(load_module: Callable[[Path], ModuleType]) -> dict[str, dict[str, Any]]:
+    """Options of `mm2-split train` by the model's name."""
+    return {name: options_of(line) for name, line in load_module(SCRIPT).RECIPES.items()}
 
 
-def options_of(name: str) -> dict[str, Any]:
-    context = train_command.make_context("train", ["--output", "x", *shlex.split(load().RECIPES[name])])
+def options_of(line: str) -> dict[str, Any]:
+    context = train_command.make_context("train", ["--output", "x", *shlex.split(line)])
     return dict(context.params)
 
 
@@ -42,8 +39,7 @@ def model_of(options: dict[str, Any]) -> SyntheticModel:
     )
 
 
-def test_models_differ_in_shape_seed_and_can_be_stored_in_fp8() -> None:
-    recipes = {name: options_of(name) for name in load().RECIPES}
+def test_models_differ_in_shape_seed_and_can_be_stored_in_fp8(recipes: dict[str, dict[str, Any]]) -> None:
     for options in recipes.values():
         assert plan_tensors(model_of(options), dtype=torch.float8_e4m3fn)
         assert set(options["texts"]) <= set(CORPORA)
@@ -52,9 +48,9 @@ def test_models_differ_in_shape_seed_and_can_be_stored_in_fp8() -> None:
     assert len({options["texts"] for options in recipes.values()}) >= 4
 
 
-def test_committed_model_is_of_its_recipe_and_a_few_megabytes() -> None:
+def test_committed_model_is_of_its_recipe_and_a_few_megabytes(recipes: dict[str, dict[str, Any]]) -> None:
     record = json.loads((LEARNED / "training.json").read_text())
-    options = options_of("tiny")
+    options = recipes["tiny"]
     assert record["options"]["num_steps"] == options["num_steps"]
     assert record["options"]["seed"] == options["seed"]
     assert SyntheticModel(**record["model"]) == model_of(options)
