@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,9 @@ def _continue_row(
     generator: Any = model
     input_ids = torch.tensor([row], device=input_device(model))
     torch.manual_seed(sampling.seed)
-    with torch.no_grad(), watched_memory():
+    with torch.no_grad(), watched_memory(), warnings.catch_warnings():
+        # A streamed model lies on the meta device between its layers; transformers takes that for its place.
+        warnings.filterwarnings("ignore", r"You are calling \.generate\(\)", UserWarning)
         output = generator.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),

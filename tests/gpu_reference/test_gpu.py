@@ -61,7 +61,7 @@ def test_gpu_that_does_not_exist_is_refused(toy: Path, command: Any) -> None:
     absent = torch.cuda.device_count()
     result = command(main, "extract-all", "--model", toy, "--device-map", f"cuda:{absent}", "--no-save")
     assert result.exit_code == 3
-    assert f"GPU {absent} is not here: expected one of {absent} GPUs" in result.stderr
+    assert f"GPU {absent} is not here: expected one of {absent} GPU" in result.stderr
 
 
 def test_fp8_checkpoint_is_dequantised_on_the_gpu_too(
