@@ -17,6 +17,7 @@ import click
 
 from minimax_tools.command_line.console import NEXT_TITLE, SCHEMA_VERSION
 from minimax_tools.json_codec import DecodeError, decode
+from minimax_tools.machine.json_file import JsonError, parse_json, read_json
 from minimax_tools.machine.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ class StageResult:
     def record(self) -> dict[str, Any] | None:
         """The output as JSON; None if it is text."""
         try:
-            record = json.loads(self.output)
-        except json.JSONDecodeError:
+            record = parse_json(self.output)
+        except JsonError:
             return None
         return record if isinstance(record, dict) else None
 
@@ -146,7 +147,7 @@ def _read(path: Path) -> tuple[StageResult, ...]:
     if not path.exists():
         return ()
     try:
-        return decode(tuple[StageResult, ...], json.loads(path.read_text(encoding="utf-8")))
+        return decode(tuple[StageResult, ...], read_json(path))
     except (DecodeError, ValueError, RecursionError) as error:
         logger.warning("Starting anew: %s cannot be read (%s).", path, error)
         return ()

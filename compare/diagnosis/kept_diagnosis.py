@@ -14,6 +14,7 @@ from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.json_codec import DecodeError, decode, encode
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class KeptDiagnosis:
     def find(cls, run: Path, question: DiagnosisQuestion) -> Diagnosis | None:
         """Read the diagnosis that answers a question from the run's folder; None if there is none."""
         try:
-            kept = decode(cls, json.loads((run / _FILE_NAME).read_text(encoding="utf-8")))
+            kept = decode(cls, read_json(run / _FILE_NAME))
         except (OSError, ValueError, DecodeError) as error:
             logger.debug("No diagnosis was kept: %s", error)
             return None

@@ -30,6 +30,7 @@ from compare.limits.limits import (
     SiteLimits,
 )
 from minimax_tools.errors import UsageError
+from minimax_tools.machine.yaml_file import compose_yaml
 from minimax_tools.model.sites import ModelSite, Site
 
 CALIBRATION = Path(__file__).with_name("calibration.yaml")
@@ -58,8 +59,6 @@ _STAND_INS: Mapping[str, str] = MappingProxyType(
 _REMARK = "measured"
 _KEYS = (*_TABLES, "level", "float32", "backends", "slack", _REMARK)
 _LIMIT_KEYS = ("usual", "spread", "token_spread")
-# libyaml's loader is several times as fast; PyYAML may have been built without it.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @cache
@@ -112,12 +111,7 @@ class _File:
 
     def read(self) -> dict[str, Any]:
         """Read the fields of `NoiseLimits` that the file names."""
-        try:
-            root = yaml.compose(self._path.read_text(encoding="utf-8"), Loader=_LOADER)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{self._path} cannot be read", found=str(error)) from error
-        except yaml.YAMLError as error:
-            raise UsageError(f"{self._path} is no YAML", found=" ".join(str(error).split())) from error
+        root = compose_yaml(self._path)
         if root is None:
             raise UsageError(f"{self._path} names no limit", expected=f"one of {', '.join(_KEYS)}")
         readers: dict[str, Callable[[yaml.Node, str], Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ import psutil
 import torch
 
 from minimax_tools.errors import BackendError, UsageError, format_count, list_names
+from minimax_tools.machine.json_file import parse_json
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.span import word_layers
 
@@ -193,7 +193,7 @@ def _parse_device_map(text: str) -> DeviceMap:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--device-map {text} cannot be read", found=str(error)) from error
     try:
-        mapping = json.loads(text)
+        mapping = parse_json(text)
     except ValueError:
         mapping = None
     if not isinstance(mapping, dict) or not mapping or not all(map(_is_device, mapping.values())):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -11,6 +10,7 @@ from typing import Any
 
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, omit_default
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 
@@ -101,7 +101,7 @@ class Generation:
         """
         path = directory / GENERATION_NAME
         try:
-            return decode(cls, json.loads(path.read_text(encoding="utf-8")))
+            return decode(cls, read_json(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -26,6 +26,7 @@ from minimax_tools.capture.digests import (
 )
 from minimax_tools.errors import CaptureError, Mm2Error
 from minimax_tools.json_codec import decode, encode, omit_default
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
@@ -210,7 +211,7 @@ class Manifest:
         """
         path = Path(directory) / name
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json(path)
         except FileNotFoundError:
             raise CaptureError(
                 f"no capture at {directory}",
@@ -255,7 +256,7 @@ class Manifest:
     def is_in(directory: Path) -> bool:
         """Decide whether a directory holds a capture of mm2, with a manifest that is whole or damaged."""
         try:
-            return _is_manifest(json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8")))
+            return _is_manifest(read_json(directory / MANIFEST_NAME))
         except FileNotFoundError:
             return False
         except ValueError:

@@ -27,6 +27,7 @@ from minimax_tools.capture.passes import PASSES_NAME
 from minimax_tools.errors import CaptureError, NetworkLossError, list_names
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.machine.file_digest import digest_file
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress, is_remote
 from minimax_tools.remote.cache import (
@@ -117,7 +118,7 @@ def address_of(directory: Path) -> str:
     """Return the address that a folder stands for, a mirror's or that of a run to be put; of others their path."""
     for path in (directory / ADDRESS_NAME, directory.parent / OUTPUT_NAME):
         try:
-            return str(json.loads(path.read_text(encoding="utf-8"))["asked"])
+            return str(read_json(path)["asked"])
         except (OSError, ValueError, KeyError):
             continue
     return str(directory)
@@ -277,7 +278,7 @@ def _is_whole(directory: Path) -> bool:
 
 def _read_address(directory: Path) -> Mapping[str, str]:
     """Read a mirror's record of its address; raise OSError, ValueError or KeyError if there is none."""
-    record = json.loads((directory / ADDRESS_NAME).read_text(encoding="utf-8"))
+    record = read_json(directory / ADDRESS_NAME)
     return {"address": record["address"], "asked": record["asked"]}
 
 
@@ -360,7 +361,7 @@ def _no_capture(folder: RemoteFolder) -> CaptureError:
 def _find_known(path: Path, *, tag: str | None = None) -> Path | None:
     """Return the mirror that an address had last; None if there is none, or its manifest had another `tag`."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         directory, known_tag = Path(record["directory"]), record["tag"]
     except (OSError, ValueError, KeyError):
         return None

@@ -6,7 +6,6 @@ B prompts, K kv heads, S columns of the batch, D head_dim.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.text_enum import TextEnum
 
 PASSES_NAME = "passes.json"
@@ -111,7 +111,7 @@ class ModelPasses:
         """
         path = directory / PASSES_NAME
         try:
-            return decode(cls, json.loads(path.read_text(encoding="utf-8")))
+            return decode(cls, read_json(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

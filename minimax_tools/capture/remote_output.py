@@ -20,6 +20,7 @@ from minimax_tools.capture.mirror import OUTPUT_NAME, adopt_mirror, mirror_captu
 from minimax_tools.errors import CaptureError, RemoteError
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.hub.faults import NoRepositoryError
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.cache import OUTPUT_RUN, OUTPUTS, RemoteCache, make_folder
@@ -61,7 +62,7 @@ class RemoteOutput:
     def find(cls, directory: Path) -> RemoteOutput | None:
         """Return the output whose run a folder holds; None if the folder is any other."""
         try:
-            record = json.loads((directory.parent / OUTPUT_NAME).read_text(encoding="utf-8"))
+            record = read_json(directory.parent / OUTPUT_NAME)
             return cls(address=RemoteAddress.parse(record["asked"]), place=directory.parent)
         except (OSError, ValueError, KeyError):
             return None
@@ -131,7 +132,7 @@ class RemoteOutput:
             now = folder.find(MANIFEST_NAME)
         except NoRepositoryError:
             return
-        known = json.loads((self.place / OUTPUT_NAME).read_text(encoding="utf-8"))["tag"]
+        known = read_json(self.place / OUTPUT_NAME)["tag"]
         if now is None or now.tag == known:
             return
         fetched = self.place / f"{_THERE}.now"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.machine.json_file import parse_json
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
@@ -151,7 +152,7 @@ def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGN
 
 def _parse_entries(path: Path, header_json: bytes, data_start: int) -> tuple[TensorEntry, ...]:
     try:
-        header = json.loads(header_json)
+        header = parse_json(header_json)
     except ValueError as error:
         raise _damaged(path, f"a header that is not JSON ({error})") from error
     if not isinstance(header, dict):

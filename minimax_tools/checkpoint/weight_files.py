@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, format_count, list_faults
+from minimax_tools.machine.json_file import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -159,7 +159,7 @@ def _is_one_of_many(name: str) -> bool:
 
 def _read_index(path: Path) -> dict[str, Any]:
     try:
-        index_json: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        index_json: dict[str, Any] = read_json(path)
         weight_map = index_json["weight_map"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(

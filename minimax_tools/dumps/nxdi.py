@@ -8,7 +8,6 @@ record; its first tensor by name is kept, which may be a table of the rotary emb
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.json_file import read_json
 
 NAME = "nxdi"
 LAYOUT = "captured_tensors_cte_step_1_module_<name>_output.pt"
@@ -107,7 +107,7 @@ def _read_metadata(path: Path) -> Mapping[str, Mapping[str, Any]]:
     if not path.exists():
         return {}
     try:
-        tensors = json.loads(path.read_text(encoding="utf-8"))["tensors"]
+        tensors = read_json(path)["tensors"]
         return {name: entry for name, entry in tensors.items() if isinstance(entry, dict)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CaptureError(

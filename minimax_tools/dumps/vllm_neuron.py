@@ -15,7 +15,6 @@ decoding writes two such trees, `target/` and `draft/`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 from minimax_tools.dumps.piece import Dump, DumpPiece, find_layer, list_pieces
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.json_file import read_json
 
 NAME = "vllm-neuron"
 LAYOUT = "dp0/prefill_s<S>_<n>/<module>/rank0.pt"
@@ -156,7 +156,7 @@ def _name_by_replica(records: tuple[PassRecord, ...]) -> tuple[PassRecord, ...]:
 def _read_record(one: _Pass) -> PassRecord:
     path = one.metadata_path
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path)
         return PassRecord(
             step=one.label,
             requests=tuple(str(request) for request in meta["req_ids"]),

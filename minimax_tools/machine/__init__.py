@@ -12,6 +12,7 @@
 - `whole_file`: files that are written whole or not at all
 - `new_folder`: folders that are written whole or not at all
 - `folder_lock`: the lock of a capture directory
-- `yaml_file`: a YAML file that a user wrote
+- `json_file`: JSON that somebody else wrote, bounded
+- `yaml_file`: YAML that a user wrote, bounded
 - `native_output`: standard output kept free of what libraries print
 """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.machine.json_file import read_json
 
 CONFIG_FILE = "config.json"
 
@@ -18,7 +18,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, or holds something else.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read", found=str(error), next_step="Fetch the file again."

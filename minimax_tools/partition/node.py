@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import UsageError, list_faults
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.span import Span
 
@@ -121,7 +121,7 @@ def read_nodes(path: Path) -> tuple[Node, ...]:
         UsageError: The file is not such a list.
     """
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = read_json(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):

@@ -17,6 +17,7 @@ from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, format_count, list_faults
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.param_mapper import PART_EMBEDDING, ParamMapper, part_of
@@ -203,8 +204,7 @@ class PartitionPlan:
             return values
 
         try:
-            text = path.read_text(encoding="utf-8")
-            values = json.loads(text, object_hook=None if tensors_of is None else drop_others)
+            values = read_json(path, object_hook=None if tensors_of is None else drop_others)
             version = values["schema_version"]
             plan = decode(cls, values) if version == SCHEMA_VERSION else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:

@@ -25,6 +25,7 @@ from minimax_tools.hub.access import HubAccess, HubFile
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
 from minimax_tools.hub.ranges import HubRanges
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
+from minimax_tools.machine.json_file import parse_json
 from minimax_tools.machine.new_folder import locked_folder
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
@@ -228,7 +229,7 @@ class _SparseFile:
         done = set()
         for line in self._journal.read_text(encoding="utf-8").splitlines():
             try:
-                version, start, stop = json.loads(line)
+                version, start, stop = parse_json(line)
             except ValueError:
                 # The last line may be incomplete.
                 continue

@@ -15,6 +15,7 @@ import torch
 
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, Mm2Error, UsageError, list_faults
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.new_folder import sync_path
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import library_versions
@@ -106,7 +107,7 @@ def _describe(loaded: ModelPart, checksums: Mapping[str, int]) -> dict[str, Any]
 def _read_description(folder: Path) -> dict[str, Any]:
     path = folder / DESCRIPTION_FILE
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder} holds no component of a split model",

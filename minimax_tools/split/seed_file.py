@@ -10,7 +10,6 @@ In some files the component's first layer has number 0. The prefix of the base m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, Mm2Error
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.model.span import Span
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.binding import plan_binding
@@ -119,7 +119,7 @@ def _read_description(path: Path) -> _SeedDescription:
 
 def _read_metadata(path: Path) -> Mapping[str, Any]:
     try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
+        metadata = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read", found=str(error)) from error
     return metadata if isinstance(metadata, dict) else {}

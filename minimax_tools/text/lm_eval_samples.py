@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import UsageError
+from minimax_tools.machine.json_file import parse_json
 
 # Names of metrics that are 1 for a right answer, in files that do not list their metrics.
 _RIGHTNESS = ("exact_match", "acc", "acc_norm", "pass@1", "prompt_level_strict_acc", "em", "mc1", "f1")
@@ -75,7 +76,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise UsageError(
                 f"{path}, line {number} is no JSON", found=str(error), next_step=_STEP
@@ -155,7 +156,7 @@ def _context(argument: Any) -> str | tuple[Message, ...]:
         raise TypeError(f"a context of type {type(text).__name__}")
     if text.lstrip().startswith("["):
         try:
-            messages = json.loads(text)
+            messages = parse_json(text)
         except ValueError:
             return text
         if isinstance(messages, list) and all(isinstance(one, dict) and "role" in one for one in messages):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import UsageError, format_count
+from minimax_tools.machine.json_file import parse_json, read_json
 from minimax_tools.model.inputs import Inputs, pad_rows, random_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.tokenizer import encode_texts
@@ -138,7 +138,7 @@ def read_prompts(path: Path | None) -> list[str]:
         return []
     try:
         text = path.read_text(encoding="utf-8")
-        loaded = json.loads(text) if path.suffix == ".json" else _filled_lines(text)
+        loaded = parse_json(text) if path.suffix == ".json" else _filled_lines(text)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--prompts-file {path} cannot be read",
@@ -202,7 +202,7 @@ def _row_starts(start_positions: tuple[int, ...], *, num_rows: int) -> tuple[int
 def _parse_ids(text: str) -> list[list[int]]:
     try:
         if Path(text).suffix == ".json":
-            return _as_rows(json.loads(Path(text).read_text(encoding="utf-8")))
+            return _as_rows(read_json(Path(text)))
         return [[int(part) for part in text.split(",")]]
     except (OSError, ValueError) as error:
         raise UsageError(

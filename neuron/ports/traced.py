@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import CaptureError, TargetError, UsageError
 from minimax_tools.json_codec import decode, decode_fields, encode_fields
+from minimax_tools.machine.json_file import parse_json
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
@@ -76,7 +76,7 @@ class TracedProgram:
             with zipfile.ZipFile(path) as archive:
                 # Exactly one, else this raises ValueError.
                 [name] = [name for name in archive.namelist() if name.endswith(f"/extra/{DESCRIPTION}")]
-                return decode(cls, json.loads(archive.read(name)))
+                return decode(cls, parse_json(archive.read(name)))
         except (OSError, zipfile.BadZipFile, CaptureError, KeyError, TypeError, ValueError) as error:
             raise TargetError(
                 f"{path} is no file of mm2-test trace",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import CannotRunError, CaptureError
+from minimax_tools.machine.json_file import parse_json
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.results.followed import Followed
 from minimax_tools.results.results import Verdict
@@ -135,7 +136,7 @@ class _Command:
 
 def _read_record(text: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(text)
+        record = parse_json(text)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

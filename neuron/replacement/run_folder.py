@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, TargetError, UsageError
 from minimax_tools.json_codec import DecodeError, decode, encode
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.whole_file import whole_capture_file
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.results.replacements import Point, name_point
@@ -75,7 +76,7 @@ class RunFolder:
         """
         path = directory / PLAN_NAME
         try:
-            plan = decode(RunPlan, json.loads(path.read_text(encoding="utf-8")))
+            plan = decode(RunPlan, read_json(path))
         except (OSError, ValueError, DecodeError) as error:
             raise CaptureError(
                 f"{path} cannot be read",

@@ -13,6 +13,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, whole_capture_file
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Probe
@@ -91,7 +92,7 @@ def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
     if not path.exists():
         return ()
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         obstacle = _find_obstacle(record, description)
         # Another version may store probes in another form.
         probes = () if obstacle is not None else tuple(decode(Probe, probe) for probe in record["probes"])

@@ -16,6 +16,7 @@ from typing import Any
 
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode_fields, encode_fields
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.machine.whole_file import whole_file
 from neuron.devices.runtime import Runtime
@@ -91,7 +92,7 @@ class RunProfile:
         """
         path = directory / PROFILE_NAME
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))[_OWN_KEY]
+            record = read_json(path)[_OWN_KEY]
             profile = decode_fields(cls, record, num_decoded="decode_rows")
             if not profile.layers:
                 raise ValueError("no layer ran")

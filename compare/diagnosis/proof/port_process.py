@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.json_codec import DecodeError, decode
+from minimax_tools.machine.json_file import JsonError, parse_json
 
 _MODULE = "neuron"  # the package of `mm2-test`
 
@@ -59,9 +59,9 @@ class PortProcess:
                 check=False,
             )
         try:
-            record = json.loads(done.stdout)
+            record = parse_json(done.stdout)
             return decode(MistakeProof, record["proof"])
-        except (json.JSONDecodeError, DecodeError, KeyError):
+        except (JsonError, DecodeError, KeyError):
             return not_provable(f"the port did not run: {_find_error(done)}", "Give its place with --target.")
 
     def _arguments(self, layer: int, undone: tuple[Undo, ...], folder: str) -> Iterator[str]:
@@ -81,8 +81,8 @@ class PortProcess:
 def _find_error(done: subprocess.CompletedProcess[str]) -> str:
     """Return the message of a command that failed."""
     try:
-        message: str = json.loads(done.stdout)["error"]
+        message: str = parse_json(done.stdout)["error"]
         return message.rstrip(".")
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (JsonError, KeyError, TypeError):
         lines = done.stderr.strip().splitlines()
         return lines[-1] if lines else f"it ended with exit code {done.returncode}"
