@@ -40,6 +40,13 @@ NO_OPENING = frozenset(
     )
 )
 ARTICLES = frozenset(("The", "A", "An"))
+UNBOUNDED = frozenset(
+    ("json.load", "json.loads", "yaml.load", "yaml.safe_load", "yaml.compose", "yaml.parse")
+)
+READERS = (
+    *(f"minimax_tools/machine/{kind}_file.py" for kind in ("json", "yaml")),
+    "neuron/process/record.py",  # what a process says of itself, read while it writes
+)
 # Words that had several meanings, and the word that the glossary has instead.
 OLD_WORDS = {
     "refeed": "recompute",
@@ -61,6 +68,7 @@ def find_faults(root: Path) -> list[str]:
         *_missing_on_maps(root),
         *_tests_out_of_place(root),
         *_classes_of_one_name(trees),
+        *(fault for name, tree in trees.items() for fault in _other_readers(name, tree)),
         *(fault for name, tree in (trees | tests).items() for fault in _docstring_faults(name, tree)),
         *(fault for path in files for fault in _old_words(root, path)),
     ]
@@ -119,6 +127,17 @@ def _classes_of_one_name(trees: dict[str, ast.Module]) -> Iterator[str]:
             yield f"{files[0]}: another class is called {name}, in {', '.join(files[1:])}"
 
 
+def _other_readers(name: str, tree: ast.Module) -> Iterator[str]:
+    """JSON and YAML have one reader each, which is bounded. Messages between mm2's own processes need none."""
+    if name.startswith(("scripts/", "minimax_tools/ranks/")) or name in READERS:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            call = f"{node.value.id}.{node.attr}"
+            if call in UNBOUNDED:
+                yield f"{name}:{node.lineno}: {call} is unbounded; json_file and yaml_file read within bounds"
+
+
 def _docstring_faults(name: str, tree: ast.Module) -> Iterator[str]:
     """Yield docstrings with a forbidden first word. A test's fixture may begin with an article: it names a thing."""
     is_test = name.startswith("tests/")
@@ -172,6 +191,8 @@ def plant(root: Path, name: str, text: str) -> Path:
         ),
         ("tests/compare/test_noise.py", '"""How noise is judged."""', "the docstring begins with 'How'"),
         ("neuron/noise.py", "class Layer:\n    pass", "another class is called Layer, in neuron/noise.py"),
+        ("compare/noise.py", "import json\njson.loads(text)", "compare/noise.py:2: json.loads is unbounded"),
+        ("compare/noise.py", "yaml.safe_load(text)", "compare/noise.py:1: yaml.safe_load is unbounded"),
         ("compare/noise.py", "# a refeed of rows", "says 'refeed'; the glossary's word is 'recompute'"),
         ("tests/compare/nowhere/test_x.py", "", "test_x.py: there is no compare/nowhere"),
         ("tests/compare/judging/test_noise.py", "", "test_noise.py: its module lies in compare"),

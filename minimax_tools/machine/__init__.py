@@ -7,6 +7,7 @@
 - `size`: sizes in bytes, read from and written as text
 - `core_pool`: one thread for each core
 - `compiled`: loops that numba compiles
+- `compiled_cache`: their machine code in files, proved before it is used
 - `finding`: findings about a machine, and their levels
 - `file_digest`: the sha256 of a file
 - `whole_file`: files that are written whole or not at all

@@ -1,7 +1,8 @@
 """Loops over arrays that numba compiles at their first call.
 
 A compiled loop runs without Python's lock, so threads run it in parallel. numba keeps the machine code for other
-processes in `__pycache__` beside the source. If that folder is read-only, it uses the user's cache folder.
+processes in `__pycache__` beside the source. If that folder is read-only, it uses the user's cache folder. What it
+keeps is proved before it is used (`compiled_cache`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import functools
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
+
+from minimax_tools.machine.compiled_cache import CompiledCache
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +58,11 @@ def _compile(function: Callable[P, R], signature: str, *, sums_in_any_order: boo
     # With error_model="numpy", a division by zero gives Inf or NaN instead of an exception.
     njit = functools.partial(numba.njit, signature, nogil=True, fastmath=fastmath, error_model="numpy")
     try:
-        return cast("Callable[P, R]", njit(cache=True)(function))
+        kept = CompiledCache.of(function)
+        kept.prove()
+        machine_code = njit(cache=True)(function)
+        kept.note()
+        return cast("Callable[P, R]", machine_code)
     except Exception:
         # numba raises errors of many kinds if its cache is damaged or cannot be written. Without the cache, only an
         # error of the function itself is raised again.

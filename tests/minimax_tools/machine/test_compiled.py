@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +59,28 @@ def test_damaged_machine_code_is_made_anew(
     (kept,) = tmp_path.rglob(f"loops.add_up*.{suffix}")
     kept.write_bytes(kept.read_bytes()[:-40])
     assert load_loops().add_up(np.arange(5.0)) == 10.0
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc", "json"])
+def test_machine_code_of_other_bytes_is_never_loaded(
+    load_loops: Callable[[], ModuleType], tmp_path: Path, suffix: str
+) -> None:
+    load_loops().add_up(np.arange(5.0))
+    (kept,) = tmp_path.rglob(f"loops.add_up*.{suffix}")
+    content = kept.read_bytes()
+    middle = len(content) // 2
+    random_part = os.urandom(len(content) - middle)
+    kept.write_bytes(content[:middle] + random_part)
+    assert load_loops().add_up(np.arange(5.0)) == 10.0
+    assert random_part not in kept.read_bytes()
+
+
+def test_proved_machine_code_is_not_made_again(load_loops: Callable[[], ModuleType], tmp_path: Path) -> None:
+    load_loops().add_up(np.arange(5.0))
+    (kept,) = tmp_path.rglob("loops.add_up*.nbc")
+    written_ns = kept.stat().st_mtime_ns
+    assert load_loops().add_up(np.arange(5.0)) == 10.0
+    assert kept.stat().st_mtime_ns == written_ns
 
 
 def test_mistake_in_a_loop_is_told(load_loops: Callable[[], ModuleType]) -> None:
