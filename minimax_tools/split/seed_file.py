@@ -10,6 +10,7 @@ In some files the component's first layer has number 0. The prefix of the base m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, Mm2Error
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import MAX_DEPTH, read_json
 from minimax_tools.model.span import Span
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.binding import plan_binding
@@ -29,12 +30,14 @@ from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.module_names import ModuleNames
 from minimax_tools.split.part_loading import first_dtype, in_disk_order
 from minimax_tools.split.parts import Part, Role
-from minimax_tools.torch_files.inert import InertRecord
+from minimax_tools.torch_files.inert import InertRecord, word_kind
 from minimax_tools.torch_files.reader import PickledReader
 from minimax_tools.torch_files.torch_file import read_structure, refusing
 
 # Keys under which a file may name its component.
 _ROLE_KEYS = ("component", "component_type", "part", "role")
+# A config has a hundred values, and a vocabulary of labels some thousands.
+_MOST_CONFIG_VALUES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,20 +132,36 @@ def _config(value: Any) -> Mapping[str, Any]:
     # A pickled config object is inert: only its attributes are known.
     config = value.state if isinstance(value, InertRecord) else value
     if not isinstance(config, Mapping):
-        raise TypeError(f"config is {value!r:.80}")
+        raise TypeError(f"config is a {word_kind(value)}")
     plain = {key: item for key, item in config.items() if isinstance(key, str) and _is_plain(item)}
     return MappingProxyType(plain)
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, str | int | float)
+    """Decide whether a value is one of JSON's, and of a size that a config may have.
+
+    In a pickle, a list may hold itself, and sixty lists may stand for more values than can be written.
+    """
+    sizes: dict[
+        int, float
+    ] = {}  # number of values that a list or dict stands for, infinite if it is not plain
+
+    def size(part: Any, parents: tuple[int, ...]) -> float:
+        if not isinstance(part, Mapping | list | tuple):
+            return 1 if part is None or isinstance(part, str | int | float) else math.inf
+        if id(part) in parents or len(parents) == MAX_DEPTH:
+            return math.inf
+        if id(part) not in sizes:
+            items = part.values() if isinstance(part, Mapping) else part
+            are_keys_plain = not isinstance(part, Mapping) or all(isinstance(key, str) for key in part)
+            around = (*parents, id(part))
+            sizes[id(part)] = 1 + sum(size(item, around) for item in items) if are_keys_plain else math.inf
+        return sizes[id(part)]
+
+    return size(value, ()) <= _MOST_CONFIG_VALUES
 
 
 def _layer_number(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r:.80} is not a layer number")
+        raise TypeError(f"a {word_kind(value)} is no layer number")
     return value

@@ -25,7 +25,7 @@ from minimax_tools.checkpoint.weight_files import (
     read_index_json,
 )
 from minimax_tools.errors import CheckpointError
-from minimax_tools.torch_files.inert import InertRecord
+from minimax_tools.torch_files.inert import InertRecord, word_kind
 from minimax_tools.torch_files.stored import StoredTensor
 from minimax_tools.torch_files.torch_file import read_structure, refusing
 
@@ -136,7 +136,7 @@ def _find_state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[st
     if isinstance(value, InertRecord):
         raise _no_state_dict(path, f"an object of {value.module}.{value.name}")
     if not isinstance(value, Mapping):
-        raise _no_state_dict(path, "a single tensor" if isinstance(value, StoredTensor) else f"{value!r:.80}")
+        raise _no_state_dict(path, "a single tensor" if isinstance(value, StoredTensor) else word_kind(value))
     is_state_dict = _holds_tensors(value)
     # Keys under which a state dict lies inside `value`.
     nested_keys = [key for key in _NESTED_KEYS if _holds_tensors(value.get(key))]
@@ -146,9 +146,16 @@ def _find_state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[st
     if is_state_dict:
         return value, []
     if nested_keys:
-        return value[nested_keys[0]], [str(key) for key in value if key != nested_keys[0]]
-    keys = ", ".join(str(key) for key in list(value)[:_NUM_KEYS_SHOWN])
+        return value[nested_keys[0]], [_word_key(key) for key in value if key != nested_keys[0]]
+    keys = ", ".join(_word_key(key) for key in list(value)[:_NUM_KEYS_SHOWN])
     raise _no_state_dict(path, f"a dict with {keys or 'nothing'}")
+
+
+def _word_key(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    word = str(key) if isinstance(key, int | float | type(None)) else f"a {word_kind(key)}"
+    return f"{word} (a key that is not text)"
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -166,12 +173,12 @@ def _refuse_unreadable(path: Path, tensors: Mapping[Any, Any]) -> None:
     faults = []
     for name, value in tensors.items():
         if isinstance(value, InertRecord) and _is_tensor(value):
-            faults.append(f"{name} ({value.name})")
+            faults.append(f"{_word_key(name)} ({value.name})")
         elif isinstance(value, torch.Tensor):
             # Old XLA tensors were saved as numpy arrays, which lie in the pickle itself.
-            faults.append(f"{name} (inside the pickle)")
+            faults.append(f"{_word_key(name)} (inside the pickle)")
         elif isinstance(value, StoredTensor) and not isinstance(name, str):
-            faults.append(f"{name!r} (a key that is not text)")
+            faults.append(_word_key(name))
     if faults:
         raise CheckpointError(
             f"{path} holds tensors that mm2 cannot read",

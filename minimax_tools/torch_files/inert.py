@@ -193,6 +193,19 @@ def hashable(value: Any) -> Any:
     return InertRecord(module="builtins", name="key", args=(value,))
 
 
+def word_kind(value: Any) -> str:
+    """Name the kind of a value that a pickle held, as "list of length 3".
+
+    Its content is not shown: lists that hold each other have texts without end, and deep ones end in a RecursionError.
+    """
+    if isinstance(value, InertRecord):
+        return f"object of {value.module}.{value.name}"
+    kind = type(value).__name__
+    return (
+        f"{kind} of length {len(value)}" if isinstance(value, list | tuple | set | frozenset | dict) else kind
+    )
+
+
 def _build(record: InertRecord, builder: Callable[..., Any], *args: Any) -> Any:
     """Return the builder's value, or the record if that must stay inert."""
     try:

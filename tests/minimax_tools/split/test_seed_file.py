@@ -87,6 +87,21 @@ def test_config_that_is_an_object_is_read_by_its_attributes(
         assert bottom(input_ids).shape == (2, 9, 32)
 
 
+def test_config_values_without_end_are_left_out(whole: Any, input_ids: torch.Tensor, tmp_path: Path) -> None:
+    circle: list[Any] = []
+    circle.extend([circle] * 3)
+    lists: list[Any] = [[]]
+    for _ in range(60):
+        lists.append([lists[-1]] * 3)  # 3 ** 60 items, seen one by one
+    content = facts(whole, "bottom")
+    content["config"] |= {"circle": circle, "shared": lists[-1]}
+    torch.save(
+        {**content, "state_dict": state_dict(whole, "bottom", renumbered=True)}, tmp_path / "bottom.pt"
+    )
+    with torch.no_grad():
+        assert SplitModel.load(tmp_path / "bottom.pt")(input_ids).shape == (2, 9, 32)
+
+
 def test_file_comes_before_the_folder_of_its_name(whole: Any, tmp_path: Path) -> None:
     parts = ModelFactory.create_split_models("gpt2", str(whole.folder), 1, 3)
     parts[1].save(tmp_path / "bottom")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import collections
 import json
 import os
+import pickle
+import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -273,7 +275,7 @@ def test_values_beside_the_tensors_are_logged_and_left_out(
     ("value", "found"),
     [
         (torch.ones(2), "a single tensor"),
-        ([torch.ones(2)], "found \\["),
+        ([torch.ones(2)], "found list of length 1"),
         ({}, "a dict with nothing"),
         ({"epoch": 3, "args": {"lr": 0.1}}, "a dict with epoch, args"),
         (
@@ -292,9 +294,39 @@ def test_file_without_one_state_dict_is_refused(value: Any, found: str, tmp_path
         PickledReader(save(value, tmp_path / "pytorch_model.bin"))
 
 
+def knot() -> list[Any]:
+    """Lists that hold each other three times: their text would have no end."""
+    lists: list[Any] = [[] for _ in range(60)]
+    for one, following in zip(lists, lists[1:] + lists[:1], strict=True):
+        one.extend([following] * 3)
+    return lists
+
+
+def nested_pickle(depth: int) -> bytes:
+    """A pickle of tuples that hold each other."""
+    return pickle.PROTO + b"\x02" + pickle.EMPTY_TUPLE + pickle.TUPLE1 * depth + pickle.STOP
+
+
+def test_value_is_named_by_its_kind_alone(tmp_path: Path) -> None:
+    for value, found in ((knot(), "found list of length 60"), ((1, "text"), "found tuple of length 2")):
+        with pytest.raises(CheckpointError, match=rf"holds no state dict.*{found}"):
+            PickledReader(save(value, tmp_path / "pytorch_model.bin"))
+
+
+def test_deep_value_is_named_by_its_kind(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", nested_pickle(500_000))
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/version", "3")
+    with pytest.raises(CheckpointError, match=r"holds no state dict.*found tuple of length 1"):
+        PickledReader(path)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "found"),
     [
+        ((1, 2), torch.ones(2), "a tuple of length 2 .a key that is not text"),
         ("x", torch.eye(2).to_sparse(), r"x \(_rebuild_sparse_tensor\)"),
         ("x", torch.ones(2, device="meta"), r"x \(_rebuild_meta_tensor_no_storage\)"),
         (3, torch.ones(2), "3 .a key that is not text"),
