@@ -21,6 +21,7 @@
 - `command_line/`: options, console output and progress of all commands
 - `commands/`, `cli`: the command `mm2-split`
 - `errors`: every error, with its exit code
+- `printable`: text made fit for a terminal
 - `json_codec`: values as JSON and back, by their type hints
 - `text_enum`: enums whose text is their value
 - `provenance`: the maker of a capture: model, software, machine and options

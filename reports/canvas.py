@@ -13,6 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from minimax_tools.printable import printable
+
 # Piped text must not depend on the width of the terminal that the pipe was started in.
 _PIPED_WIDTH = 100
 # Lines longer than this are hard to read, however wide the terminal is.
@@ -76,16 +78,16 @@ class Canvas:
 
     def line(self, text: str, *, style: str = "") -> None:
         """Add a line that is never broken, so that a path in it can be copied."""
-        self._console.print(Text(text, style=style), soft_wrap=True)  # rich's word for: break no line
+        self._console.print(_text(text, style=style), soft_wrap=True)  # rich's word for: break no line
 
     def paragraph(self, text: str, *, style: str = "", indent: int = _INDENT) -> None:
         """Add text broken between words."""
-        self._console.print(Padding(Text(text, style=style), (0, 0, 0, indent)), width=self._width)
+        self._console.print(Padding(_text(text, style=style), (0, 0, 0, indent)), width=self._width)
 
     def item(self, text: str) -> None:
         """Add an item of a list."""
         grid = Table.grid(padding=(0, 1, 0, 0))
-        grid.add_row(Text("-"), Text(text))
+        grid.add_row(Text("-"), _text(text))
         self._console.print(Padding(grid, (0, 0, 0, _INDENT), expand=False), width=self._width)
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
@@ -102,12 +104,18 @@ class Canvas:
         self._console.print(Padding(table, (0, 0, 0, _INDENT), expand=False))
 
 
+def _text(text: str, *, style: str = "") -> Text:
+    return Text(printable(text), style=style)
+
+
 def _table(columns: Sequence[Column], rows: Sequence[Row], *, gap: int) -> Table:
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(Text(column.title), justify="left" if column.is_text else "right", vertical="bottom")
+        table.add_column(
+            _text(column.title), justify="left" if column.is_text else "right", vertical="bottom"
+        )
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row.cells), style=row.style)
+        table.add_row(*(_text(cell) for cell in row.cells), style=row.style)
     return table
 
 

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from minimax_tools.command_line.console import NEXT_TITLE, versioned
 from minimax_tools.errors import CannotRunError, install_command
 from minimax_tools.machine.whole_file import whole_file
+from minimax_tools.printable import printable, printable_json
 from minimax_tools.results.results import Comparison
 from reports.data import comparison_record, comparison_table, summary_record
 from reports.junit import render_junit
@@ -88,7 +88,7 @@ def write_report(report: Report, directory: Path) -> WrittenReport:
         JUNIT_NAME: render_junit(comparison, sentence=page.sentence),
         REPORT_NAME: _json_text(versioned(comparison_record(comparison), next_commands=commands)),
         SUMMARY_NAME: _json_text(versioned(summary_record(comparison), next_commands=commands)),
-        TABLE_NAME: comparison_table(comparison),
+        TABLE_NAME: printable(comparison_table(comparison), keep="\r\n\t"),
     }
     missing = ""
     if has_library():
@@ -107,12 +107,14 @@ def _terminal_text(report: Report) -> str:
     )
     parts = [text, report.diagnosis_text] if report.diagnosis_text else [text]
     if report.next_commands:
-        parts.append("\n".join([NEXT_TITLE, *(f"  {command}" for command in report.next_commands)]))
+        parts.append(
+            "\n".join([NEXT_TITLE, *(f"  {printable(command)}" for command in report.next_commands)])
+        )
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def _json_text(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return printable_json(record) + "\n"
 
 
 def _remove(path: Path) -> None:

@@ -13,15 +13,12 @@ error with `incomparable`.
 
 from __future__ import annotations
 
-import re
 from xml.etree import ElementTree
 
+from minimax_tools.printable import printable
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 from reports.page.heat_map import FIGURES, measured
 from reports.wording import word_figure, word_layer
-
-# Characters that XML 1.0 cannot hold.
-_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render_junit(comparison: Comparison, *, sentence: str) -> str:
@@ -89,4 +86,5 @@ def _add(case: ElementTree.Element, tag: str, message: str, *, text: str = "") -
 
 
 def _xml(text: str) -> str:
-    return _NOT_XML.sub("�", text)
+    # What XML 1.0 cannot hold is of category C.
+    return printable(text)

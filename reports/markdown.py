@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
+from minimax_tools.printable import printable
 from minimax_tools.results.results import BlameGroup, Comparison, SiteStatus, Verdict
 from reports.page.diagnosed import DiagnosedRun
 from reports.page.heat_map import measured
@@ -142,7 +143,7 @@ def _uncompared(comparison: Comparison) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """Escape text, so that it means nothing in Markdown and HTML and mentions nobody."""
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", " ").replace("\r", " ")
+    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace("\n", " ")
     # A zero-width space keeps a name behind @ from being told.
     return _SPECIAL.sub(_escape, escaped.strip()).replace("@", "@\u200b")
 
@@ -154,7 +155,7 @@ def _escape(found: re.Match[str]) -> str:
 
 def _code(text: str) -> str:
     """Return text as a code span, which a table may hold."""
-    text = text.replace("\n", " ").replace("\r", " ").replace("|", "\\|")
+    text = printable(text).replace("\n", " ").replace("|", "\\|")
     fence = "`" * (1 + _longest_run(text))
     pad = " " if text.startswith("`") or text.endswith("`") or not text else ""
     return f"{fence}{pad}{text}{pad}{fence}"
@@ -162,7 +163,7 @@ def _code(text: str) -> str:
 
 def _fenced(lines: Sequence[str]) -> list[str]:
     fence = "`" * max(3, 1 + max(_longest_run(line) for line in lines))
-    return [f"{fence}bash", *(line.replace("\n", " ") for line in lines), fence]
+    return [f"{fence}bash", *(printable(line).replace("\n", " ") for line in lines), fence]
 
 
 def _longest_run(text: str) -> int:

@@ -14,6 +14,7 @@ import torch
 from compare.comparer import JudgedRun
 from compare.judging.logits import divergences, foreseen_divergence, logit_noise
 from compare.judging.model_judge import ModelJudge
+from minimax_tools.printable import printable
 from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 from reports.page.evidence import LogitsEvidence, TokenChance, TopTokens
 
@@ -69,14 +70,7 @@ class _Text:
         """Return the text of each token."""
         if self._folder is None:
             return [""] * len(tokens)
-        return [_visible(text) for text in decode_rows(self._folder, [[token] for token in tokens])]
-
-
-def _visible(text: str) -> str:
-    r"""Return text with its control characters as escapes, such as `\n`."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
-    )
+        return [printable(text, keep="") for text in decode_rows(self._folder, [[token] for token in tokens])]
 
 
 def _likeliest(logits: torch.Tensor, text: _Text) -> tuple[TokenChance, ...]:

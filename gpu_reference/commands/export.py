@@ -11,7 +11,7 @@ from gpu_reference.export.site_modules import SiteModules
 from gpu_reference.export.vllm_neuron import NAME, ReferenceExport, export_reference
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.completion import complete_captures
-from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.console import Mm2Command, print_json, say
 from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.remote_paths import CapturePath
 
@@ -90,7 +90,7 @@ def export_command(
     if as_json:
         print_json(_record(export, format_name), next_commands=())
     else:
-        click.echo(_render(export))
+        say(_render(export))
 
 
 def _record(export: ReferenceExport, format_name: str) -> dict[str, object]:

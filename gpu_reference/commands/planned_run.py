@@ -27,7 +27,7 @@ from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.capture_commands import after_golden
-from minimax_tools.command_line.console import show_warnings_only, shows_details, shows_pictures
+from minimax_tools.command_line.console import say, show_warnings_only, shows_details, shows_pictures
 from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
@@ -125,7 +125,7 @@ def _show_slice(
     """Print what a rank is to load or, with `records`, has loaded, if the variable DEBUG asks for it."""
     if shows_details():
         text = render_run(plan, node, record=records.get(node), with_marks=shows_pictures(sys.stderr))
-        click.echo(text, err=True)
+        say(text, to_stderr=True)
 
 
 def _progress_of(place: RankPlace, run: Run) -> AbstractContextManager[Progress]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -20,6 +19,7 @@ from minimax_tools.command_line.local_path import LocalPath
 from minimax_tools.command_line.near_names import NearChoice
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
+from minimax_tools.printable import printable, printable_json
 
 # Level of the environment variable DEBUG from which every section is shown.
 DETAILED_LEVEL = 11
@@ -274,17 +274,21 @@ def versioned(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> dic
 
 def print_json(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> None:
     """Write one JSON object to stdout, with the commands to run next."""
-    value = versioned(record, next_commands=next_commands)
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    click.echo(printable_json(versioned(record, next_commands=next_commands)))
 
 
 def print_text(text: str, *, next_commands: Sequence[str]) -> None:
     """Write a command's text to stdout; below it the commands to run next, one a line, never broken."""
     lines = [text] if text else []
     if next_commands:
-        lines += ["", NEXT_TITLE, *(f"  {command}" for command in next_commands)]
+        lines += ["", NEXT_TITLE, *(f"  {printable(command)}" for command in next_commands)]
     if lines:
         click.echo("\n".join(lines))
+
+
+def say(text: str, *, to_stderr: bool = False) -> None:
+    """Write plain text to stdout, or to stderr; control characters become escapes."""
+    click.echo(printable(text), err=to_stderr)
 
 
 def print_error(error: BaseException, *, as_json: bool, speaker: str | None = None) -> int:
@@ -296,10 +300,10 @@ def print_error(error: BaseException, *, as_json: bool, speaker: str | None = No
     if as_json:
         record = {**_no_verdict(exit_code), "error": message, "exit_code": exit_code}
         print_json(record, next_commands=_after_error(error))
-    click.echo(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", err=True)
+    say(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", to_stderr=True)
     untold = [command for command in _named_commands(error) if command not in message]
     if untold and not as_json:
-        click.echo("\n".join(["", NEXT_TITLE, *(f"  {command}" for command in untold)]), err=True)
+        say("\n".join(["", NEXT_TITLE, *(f"  {command}" for command in untold)]), to_stderr=True)
     return exit_code
 
 
@@ -316,7 +320,7 @@ def shows_pictures(stream: TextIO) -> bool:
 
 class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(self.format(record), err=True)
+        say(self.format(record), to_stderr=True)
 
 
 def _other_ways(param: click.Parameter | None) -> str:
@@ -349,7 +353,7 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         ctx.exit(CannotRunError.exit_code)
     if ctx.meta.get(_DEBUG):
-        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        say("".join(traceback.format_exception(error)).rstrip("\n"), to_stderr=True)
     # With a speaker this is one of several ranks, and only the command that started them prints JSON.
     speaker = ctx.meta.get(_SPEAKER)
     as_json = speaker is None and bool(ctx.meta.get(_JSON))

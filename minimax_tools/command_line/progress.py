@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.machine.size import format_size
+from minimax_tools.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -213,7 +214,9 @@ class AboveBar:
             *lines, self._begun_line = (self._begun_line + text).split("\n")
             for line in lines:
                 # Of a line that rewrote itself by carriage returns, the last state is printed.
-                self._console.print(Text.from_ansi(line.rstrip("\r").rpartition("\r")[2]), soft_wrap=True)
+                shown = Text.from_ansi(line.rstrip("\r").rpartition("\r")[2])
+                shown.plain = printable(shown.plain)
+                self._console.print(shown, soft_wrap=True)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

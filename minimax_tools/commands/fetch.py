@@ -14,6 +14,7 @@ from minimax_tools.command_line.console import (
     Mm2Command,
     print_json,
     print_text,
+    say,
     shows_details,
     shows_pictures,
 )
@@ -95,7 +96,7 @@ def _show_download(plan: PartitionPlan, slice_: Slice, source: SliceSource) -> N
         slice_bytes=sum(sizes.get(name, 0) for name in slice_.names),
         with_marks=shows_pictures(sys.stderr),
     )
-    click.echo(f"{text}\n", err=True)
+    say(f"{text}\n", to_stderr=True)
 
 
 def _show_completion(plan: PartitionPlan, slice_: Slice, source: SliceSource, fetched: FetchedSlice) -> None:
@@ -104,7 +105,7 @@ def _show_completion(plan: PartitionPlan, slice_: Slice, source: SliceSource, fe
     else:
         files = tuple(_measure_files(fetched, source.measure_tensors(plan)))
     text = render_completion(slice_, files, model=source.model, with_marks=shows_pictures(sys.stderr))
-    click.echo(f"{text}\n", err=True)
+    say(f"{text}\n", to_stderr=True)
 
 
 def _measure_files(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[DownloadedFile]:

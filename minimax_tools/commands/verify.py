@@ -13,6 +13,7 @@ from minimax_tools.command_line.console import (
     Mm2Command,
     print_json,
     print_text,
+    say,
     shows_details,
     shows_pictures,
 )
@@ -72,7 +73,7 @@ def verify_command(
             slices = DEFAULT_FOLDER
         nodes = nodes or _find_sliced_nodes(plan_file, slices)
         of_nodes = f", slices of {list_names(list(nodes), most=_MAX_NAMED)} in {slices}" if nodes else ""
-        click.echo(f"Newest plan here: {plan_file}{of_nodes}", err=True)
+        say(f"Newest plan here: {plan_file}{of_nodes}", to_stderr=True)
     plan = PartitionPlan.read(plan_file)
     verification = verify(plan, nodes=nodes, model=model, slices=slices, records=records)
     # With every section the output names the tensors and bytes that are wrong.

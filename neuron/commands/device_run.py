@@ -20,7 +20,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_commands import judge_port_of
-from minimax_tools.command_line.console import end_command, print_json, print_text
+from minimax_tools.command_line.console import end_command, print_json, print_text, say
 from minimax_tools.command_line.options import SUMMARY_JSON
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.command_line.run_commands import RunCommands
@@ -151,7 +151,7 @@ def build_request(
 def print_warnings(report: RunReport) -> None:
     """Print a run's warnings to stderr."""
     for warning in find_warnings(report):
-        click.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", to_stderr=True)
 
 
 def _run_port(

@@ -25,6 +25,7 @@ from minimax_tools.command_line.console import (
     print_json,
     print_text,
     same_command,
+    say,
 )
 from minimax_tools.command_line.options import (
     SUMMARY_JSON,
@@ -221,7 +222,7 @@ def _after_run(named: NamedRun, options: ModelOptions) -> tuple[str, ...]:
 def _print_text(named: NamedRun) -> None:
     click.echo(render_comparison(named.comparison, shows_metrics=False))
     if named.note:
-        click.echo(f"\nThe suspect layer did not run alone: {named.note}")
+        say(f"\nThe suspect layer did not run alone: {named.note}")
     if named.isolated is not None:
         layer = named.isolated.layers[0]
         click.echo(f"\nLayer {layer} alone, on the golden's input: {str(named.isolated.verdict).upper()}")

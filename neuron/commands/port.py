@@ -21,6 +21,7 @@ from minimax_tools.command_line.console import (
     print_json,
     print_text,
     same_command,
+    say,
 )
 from minimax_tools.command_line.options import DEFAULT_CAPTURES, dtype_option, model_option, output_options
 from minimax_tools.errors import CannotRunError, UsageError
@@ -194,7 +195,7 @@ def _carry_out(
     if not stage.runs_port and not plan.has_golden():
         known = None
     if not as_json:
-        click.echo(f"\n{stage.name}{'' if known is None else ' (done before)'}\n$ {shlex.join(stage.words)}")
+        say(f"\n{stage.name}{'' if known is None else ' (done before)'}\n$ {shlex.join(stage.words)}")
     if known is not None:
         if not as_json:
             click.echo(known.text, nl=False)

@@ -18,6 +18,7 @@ from minimax_tools.command_line.console import (
     print_json,
     print_text,
     same_command,
+    say,
 )
 from minimax_tools.command_line.options import (
     DTYPES,
@@ -333,7 +334,7 @@ def _print_golden(options: PromptOptions, store: LogitsStore, num_prompts: int, 
         record = {"golden_logits": str(store.directory), "num_prompts": num_prompts, "num_known": num_known}
         print_json(record, next_commands=())
         return
-    click.echo(
+    say(
         f"Golden logits of {format_count(num_prompts, 'prompt')} in {store.directory}, "
         f"{num_known} of them kept from earlier runs"
     )

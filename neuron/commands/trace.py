@@ -10,7 +10,7 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_commands import judge_port, judge_port_of
-from minimax_tools.command_line.console import Mm2Command, print_json, print_text
+from minimax_tools.command_line.console import Mm2Command, print_json, print_text, say
 from minimax_tools.command_line.options import (
     dtype_option,
     input_options,
@@ -123,14 +123,12 @@ def _print_trace(trace: Trace, output: Path, *, as_json: bool, next_commands: tu
         print_json(record, next_commands=next_commands)
         return
     sites = ", ".join(str(site) for site in description.sites) or "none"
-    click.echo(
-        f"{output}: layer {description.layer} of {description.port}, {format_size(output.stat().st_size)}"
-    )
-    click.echo(
+    say(f"{output}: layer {description.layer} of {description.port}, {format_size(output.stat().st_size)}")
+    say(
         f"compiled by {description.program} for hidden states {list(description.shape)} in {description.dtype}"
     )
-    click.echo(f"sites beside its input and output: {sites}")
+    say(f"sites beside its input and output: {sites}")
     if effect is not None:
         changed = f"changes its output by up to {effect:.3g}" if effect else "does not change its output"
-        click.echo(f"returning the sites {changed}")
+        say(f"returning the sites {changed}")
     print_text("", next_commands=next_commands)

@@ -17,6 +17,7 @@ import jinja2
 from markupsafe import Markup
 
 from minimax_tools.errors import MissingExtraError
+from minimax_tools.printable import printable, printable_values
 from reports.json_values import to_json
 from reports.page.heat_map import FIGURES, Cell
 from reports.page.page import Page
@@ -50,8 +51,8 @@ def render_page(page: Page) -> str:
             library=Markup(library),  # a package's code, and no text of a capture
             script=Markup(script),
             style=Markup(_read("page.css")),
-            cells=[_details(cell) for cell in page.cells],
-            charts={chart.name: to_json(chart.spec) for chart in page.charts},
+            cells=printable_values([_details(cell) for cell in page.cells]),
+            charts=printable_values({chart.name: to_json(chart.spec) for chart in page.charts}),
         )
     )
 
@@ -101,12 +102,18 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_ASSETS),
         autoescape=True,
+        finalize=_finalize,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["figure"] = word_figure
     return environment
+
+
+def _finalize(value: Any) -> Any:
+    """Return what the template shows of a value; code of the page's own (Markup) stays."""
+    return printable(value) if type(value) is str else value
 
 
 def _read(name: str) -> str:

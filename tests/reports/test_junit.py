@@ -71,4 +71,4 @@ def test_any_text_makes_valid_xml(failing: Comparison) -> None:
     )
     failure = case(read(replace(failing, sites=sites), hostile), "mm2.layer 5", "moe_delta").find("failure")
     assert failure is not None
-    assert (failure.get("message") or "").startswith("]]> <x y='\"'> & �")
+    assert (failure.get("message") or "").startswith("]]> <x y='\"'> & \\x00\\x1b[31m \\ufffe \\ud800 end")
