@@ -162,7 +162,7 @@ class TestTarget:
 
     def test_no_such_file(self, run: Any, toy: Path) -> None:
         result = run(*LAYER_0, "--model", toy, "--target", "nowhere.py:Port")
-        refused(result, "nowhere.py does not exist", "--target PATH.py:NAME", exit_code=3)
+        refused(result, "nowhere.py, named by --target, does not exist", "--target PATH.py:NAME", exit_code=3)
 
     def test_no_such_module(self, run: Any, toy: Path) -> None:
         result = run(*LAYER_0, "--model", toy, "--target", "no.such:Port")

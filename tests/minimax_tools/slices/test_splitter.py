@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from minimax_tools.errors import UsageError
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.cut import FileFormat
+from minimax_tools.slices.cut import FileFormat, SliceCut
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.splitter import (
     ModelSplitter,
@@ -288,15 +289,25 @@ def test_split_model_is_awaited_and_does_not_block(save: Save, tmp_path: Path) -
 
 def test_a_cancelled_split_leaves_nothing(save: Save, tmp_path: Path) -> None:
     config = config_of(save("gpt2"), plan_for("n", *_ATTENTION), tmp_path / "out")
+    is_cancelled = threading.Event()
+
+    class WaitingSplitter(ModelSplitter):
+        """A splitter whose thread cuts nothing before the cancellation."""
+
+        def cut_shard(self, *args: Any, **options: Any) -> SliceCut:
+            assert is_cancelled.wait(timeout=60)
+            return super().cut_shard(*args, **options)
 
     async def cancel() -> None:
-        task = asyncio.create_task(ModelSplitter().split_model(config, "n"))
+        task = asyncio.create_task(WaitingSplitter().split_model(config, "n"))
         # It runs to its first await, which is the thread.
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        is_cancelled.set()
 
+    # At its end it waits for the thread.
     asyncio.run(cancel())
     assert not list(tmp_path.glob("out/*"))
 
