@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -11,14 +12,13 @@ from compare.limits.criteria import Criteria
 from compare.limits.limits_file import CALIBRATION
 from compare.next_commands import after_comparison
 from compare.options import criteria_options
-from compare.run_report import report_option, report_run
+from compare.run_report import print_then_report, report_option, report_run
 from compare.sides.golden_weights import find_weights
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
     print_json,
-    print_text,
     version_option,
 )
 from minimax_tools.command_line.options import SUMMARY_JSON, judging_output_options
@@ -83,13 +83,15 @@ def main(
         reference, target, model=None if weights is None else weights.model, reading=sides.reading_arguments
     )
     following = after_comparison(comparison, commands)
-    written = report_run(run, report_path, next_commands=following) if report_path else None
+    report = partial(report_run, run, report_path, next_commands=following) if report_path else None
     if as_json:
         record = summary_record(comparison) if as_json == SUMMARY_JSON else comparison_record(comparison)
         print_json(record, next_commands=following)
+        if report:
+            report()
     else:
         text = render_comparison(comparison, shows_metrics=shows_metrics, is_verbose=is_verbose)
-        print_text(text if written is None else f"{text}\n{written}", next_commands=following)
+        print_then_report(text, report, next_commands=following)
     end_command(comparison.verdict.exit_code)
 
 

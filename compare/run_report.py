@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -12,6 +13,7 @@ from compare.diagnosis.finding import Diagnosis
 from compare.diagnosis.report import render_diagnosis
 from compare.evidence.collection import collect_evidence
 from compare.evidence.mistakes import word_diagnosis
+from minimax_tools.command_line.console import print_text
 from reports.folder import Report, WrittenReport, write_report
 from reports.page.origins import origin_rows
 
@@ -23,6 +25,18 @@ report_option = click.option(
     metavar="FOLDER",
     help="Folder for a report: a page (report.html), Markdown, JUnit XML, text, JSON and CSV. Default: none.",
 )
+
+
+def print_then_report(
+    text: str, report: Callable[[], WrittenReport] | None, *, next_commands: tuple[str, ...]
+) -> None:
+    """Print a verdict; then write its report, if any; then print the report's files and the commands to run next.
+
+    So a full disk costs the report, and not the verdict.
+    """
+    print_text(text, next_commands=() if report else next_commands)
+    if report:
+        print_text(str(report()), next_commands=next_commands)
 
 
 def report_run(

@@ -12,7 +12,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,8 +100,9 @@ def write_report(report: Report, directory: Path) -> WrittenReport:
         # A page of an earlier run would not fit the files beside it.
         _remove(directory / PAGE_NAME)
         missing = f"not written: {PAGE_NAME}, whose charts need a package: {install_command('report')}"
-    paths = tuple(_write(directory / name, text) for name, text in texts.items())
-    return WrittenReport(paths=paths, missing=missing)
+    paths = {directory / name: text for name, text in texts.items()}
+    _write(paths)
+    return WrittenReport(paths=tuple(paths), missing=missing)
 
 
 def _terminal_text(report: Report) -> str:
@@ -124,16 +128,21 @@ def _remove(path: Path) -> None:
         raise _cannot_write(path, error) from error
 
 
-def _write(path: Path, text: str) -> Path:
-    """Write text as UTF-8, in one piece, to a path whose folder may be missing; return the path."""
+def _write(texts: Mapping[Path, str]) -> None:
+    """Write texts as UTF-8 to paths, whose folder may be missing: all of them, or none if one cannot be written."""
+    path = Path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path, newline="") as file:
-            # A path may hold bytes that are no text.
-            file.write(text.encode("utf-8", "replace").decode("utf-8"))
+        with ExitStack() as files:
+            for path, text in texts.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                file = files.enter_context(whole_file(path, newline=""))
+                # A path may hold bytes that are no text.
+                file.write(text.encode("utf-8", "replace").decode("utf-8"))
+                file.flush()
     except OSError as error:
         raise _cannot_write(path, error) from error
-    return path
 
 
 def _cannot_write(path: Path, error: OSError) -> CannotRunError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -19,7 +20,7 @@ from compare.diagnosis.report import (
     render_nothing_to_prove,
 )
 from compare.next_commands import after_diagnosis
-from compare.run_report import report_option, report_run
+from compare.run_report import print_then_report, report_option, report_run
 from compare.sides.opening import NamedSides, layers_options, sides_options
 from compare.sides.pairing import select_layers
 from compare.sides.port_source import has_changed
@@ -135,16 +136,18 @@ def main(
     if not proves or not diagnosis.findings:
         # Proofs note by themselves that they are of a changed port.
         diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *_word_change(target)))
-    written = None
+    report = None
     if report_path:
-        written = report_run(judged[0], report_path, next_commands=following, diagnosis=diagnosis)
+        report = partial(report_run, judged[0], report_path, next_commands=following, diagnosis=diagnosis)
     if as_json:
         print_json(diagnosis_record(diagnosis), next_commands=following)
+        if report:
+            report()
     elif proves and not diagnosis.findings and kept:
         print_text(render_nothing_to_prove(diagnosis), next_commands=following)
     else:
         text = render_diagnosis(diagnosis, proves=proves)
-        print_text(text if written is None else f"{text}\n{written}", next_commands=following)
+        print_then_report(text, report, next_commands=following)
     end_command(diagnosis.exit_code)
 
 

@@ -48,7 +48,6 @@ _PLACEHOLDERS: Mapping[str, str] = {"integer range": "N", "integer": "N", "float
 
 logger = logging.getLogger(__name__)
 
-
 # A flag, or the form that was asked for, a text.
 JsonValue = TypeVar("JsonValue", bool, "str | None")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -275,6 +274,8 @@ def versioned(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> dic
 def print_json(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> None:
     """Write one JSON object to stdout, with the commands to run next."""
     click.echo(printable_json(versioned(record, next_commands=next_commands)))
+    if context := click.get_current_context(silent=True):
+        context.meta[_JSON] = False  # an error that follows is no second object
 
 
 def print_text(text: str, *, next_commands: Sequence[str]) -> None:
@@ -366,7 +367,6 @@ def _end_work(ctx: click.Context) -> None:
         try:
             work()
         except (Exception, KeyboardInterrupt) as error:
-            ctx.meta[_JSON] = False
             _fail(ctx, error)
 
 
@@ -376,8 +376,8 @@ def _describe(error: BaseException) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", CannotRunError.exit_code
-    message = f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback."
-    return message, CannotRunError.exit_code
+    what = f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback."
+    return what, CannotRunError.exit_code
 
 
 def _after_error(error: BaseException) -> tuple[str, ...]:

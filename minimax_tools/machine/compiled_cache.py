@@ -37,7 +37,7 @@ class CompiledCache:
         from numba.core.caching import FunctionCache
 
         source = Path(function.__code__.co_filename)
-        folder: str = FunctionCache(function).cache_path  # type: ignore[no-untyped-call]
+        folder: str = FunctionCache(function).cache_path
         return cls(Path(folder), f"{source.stem}.{function.__qualname__}-")
 
     def prove(self) -> None:

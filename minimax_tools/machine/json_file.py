@@ -56,7 +56,7 @@ def parse_json(text: str | bytes, *, object_hook: ObjectHook | None = None) -> A
         raise JsonError(f"more than {MAX_BYTES:,} bytes")
     try:
         value = json.loads(content.decode(), object_hook=object_hook)
-    except UnicodeError as error:
+    except UnicodeDecodeError as error:
         raise JsonError(f"text that is not UTF-8 ({error.reason})") from error
     except RecursionError:
         raise JsonError(_TOO_DEEP) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ from click.core import ParameterSource
 
 from compare.comparer import JudgedRun, judge_run
 from compare.next_commands import after_comparison
-from compare.run_report import report_run
+from compare.run_report import print_then_report, report_run
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.further import ALSO
@@ -20,7 +21,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_commands import judge_port_of
-from minimax_tools.command_line.console import end_command, print_json, print_text, say
+from minimax_tools.command_line.console import end_command, print_json, say
 from minimax_tools.command_line.options import SUMMARY_JSON
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.command_line.run_commands import RunCommands
@@ -55,7 +56,7 @@ class _Outcome:
     report: RunReport | None  # None if a saved run was loaded
     generation: Generation | None  # the tokens that the run generated; None if it generates none
     comparison: Comparison | None  # None without a golden
-    written: WrittenReport | None  # None if no report was asked for
+    write_report: Callable[[], WrittenReport] | None  # None if no report was asked for
     following: tuple[str, ...]  # commands to run next
 
     @property
@@ -104,21 +105,21 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
             weights=CheckpointWeights(model=options.model),
         )
         following = after_comparison(judged.comparison, RunCommands.of(golden, capture, model=options.model))
-    written = None
+    write = None
     if judged is not None and options.report_path is not None:
-        written = report_run(judged, options.report_path, next_commands=following)
+        write = partial(report_run, judged, options.report_path, next_commands=following)
     outcome = _Outcome(
         capture=capture,
         report=report,
         generation=capture.read_generation(),
         comparison=None if judged is None else judged.comparison,
-        written=written,
+        write_report=write,
         following=following,
     )
-    if options.as_json == SUMMARY_JSON:
-        _print_summary(outcome)
-    elif options.as_json:
-        _print_record(outcome)
+    if options.as_json:
+        _print_summary(outcome) if options.as_json == SUMMARY_JSON else _print_record(outcome)
+        if write:
+            write()
     else:
         _print_text(outcome, options)
     end_command(outcome.exit_code)
@@ -263,8 +264,7 @@ def _print_text(outcome: _Outcome, options: DeviceOptions) -> None:
             parts.append("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
     if report is not None:
         parts.append(render_report(report, trace=outcome.capture.directory / PROFILE_NAME))
-    if outcome.written is not None:
-        parts.append(str(outcome.written))
-    print_text("\n\n".join(filter(None, parts)), next_commands=outcome.following)
+    text = "\n\n".join(filter(None, parts))
+    print_then_report(text, outcome.write_report, next_commands=outcome.following)
     if report is not None:
         print_warnings(report)

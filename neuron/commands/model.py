@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from compare.comparer import judge_run
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.model_runs.passes import is_black_box
-from compare.run_report import report_option, report_run
+from compare.run_report import print_then_report, report_option, report_run
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -23,7 +24,6 @@ from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
     print_json,
-    print_text,
     same_command,
     say,
 )
@@ -171,16 +171,20 @@ def model_command(options: ModelOptions) -> None:
                 judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
             )
     following = _after_run(named, options)
-    written = None
+    report = None
     if options.report_path is not None:
         judged = replace(judged, comparison=named.comparison)
-        written = report_run(judged, options.report_path, next_commands=following, diagnosis=named.diagnosis)
+        report = partial(
+            report_run, judged, options.report_path, next_commands=following, diagnosis=named.diagnosis
+        )
     if options.as_json:
         record = _summary(capture, named) if options.as_json == SUMMARY_JSON else _record(capture, named)
         print_json(record, next_commands=following)
+        if report:
+            report()
     else:
         _print_text(named)
-        print_text("" if written is None else str(written), next_commands=following)
+        print_then_report("", report, next_commands=following)
     end_command(named.comparison.verdict.exit_code)
 
 

@@ -28,6 +28,18 @@ def test_page_that_needs_a_package_is_told_on_stderr(
     assert (tmp_path / "report" / "junit.xml").exists()
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+def test_verdict_is_printed_though_its_report_cannot_be_written(
+    golden: Path, runs: dict[str, Capture], command: Callable[..., Any], tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    sides = ("--golden", golden, "--run", runs["swapped"].directory, "--quiet", *form)
+    result = command(mm2_compare, *sides, "--report-path", tmp_path / "file" / "report")
+    assert result.exit_code == 3
+    assert "cannot write the report" in result.stderr
+    assert json.loads(result.stdout)["verdict"] == "fail" if form else result.stdout.startswith("FAIL: ")
+
+
 def test_diagnosis_stands_in_its_report(
     golden: Path, runs: dict[str, Capture], toy: Path, command: Callable[..., Any], tmp_path: Path
 ) -> None:

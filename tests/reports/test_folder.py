@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,16 @@ def pageless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
 
 
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int], None]]:
+    """Sets the size in bytes that no file may exceed, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, handler)
+
+
 def write(comparison: Comparison, folder: Path) -> WrittenReport:
     return write_report(Report(comparison=comparison, next_commands=NEXT), folder)
 
@@ -42,6 +55,19 @@ def test_page_comes_first_where_its_package_is_installed(failing: Comparison, tm
 
 @pytest.mark.usefixtures("pageless")
 class TestWithoutThePage:
+    def test_files_of_two_runs_never_mix(
+        self, failing: Comparison, passing: Comparison, tmp_path: Path, largest_file: Callable[[int], None]
+    ) -> None:
+        written = write(passing, tmp_path)
+        before = {path.name: path.read_bytes() for path in written.paths}
+        largest_file(min(map(len, before.values())))
+        with pytest.raises(CannotRunError, match="cannot write the report"):
+            write(failing, tmp_path)
+        largest_file(resource.RLIM_INFINITY)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        write(failing, tmp_path)
+        assert (tmp_path / "comparison_report.json").read_bytes() != before["comparison_report.json"]
+
     def test_all_other_files_are_written_and_say_what_to_install(
         self, failing: Comparison, tmp_path: Path
     ) -> None:
