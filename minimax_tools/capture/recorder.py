@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from minimax_tools.capture.taps import Tap
+from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import ModelSite, Site
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
@@ -24,6 +25,20 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 def copy_on_device(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor on its device, which leaves the graph of a lazy device whole."""
     return tensor.detach().clone()
+
+
+def require_values(tensor: torch.Tensor, *, what: str) -> None:
+    """Raise TargetError unless a tensor of a port is dense and has values; `what` names it."""
+    if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
+        return
+    kinds = {torch.strided: "a quantised tensor", torch.sparse_coo: "a sparse tensor"}
+    found = "a tensor on the meta device" if tensor.is_meta else kinds.get(tensor.layout, f"{tensor.layout}")
+    raise TargetError(
+        f"{what} cannot be compared",
+        expected="a dense tensor with values",
+        found=found,
+        next_step="Return tensor.to_dense() or tensor.dequantize(), of weights that are loaded.",
+    )
 
 
 class Recorder(Generic[SiteKind]):
@@ -60,7 +75,12 @@ class Recorder(Generic[SiteKind]):
         self._feeds = dict(feeds)
 
     def record(self, site: SiteKind, tensor: torch.Tensor) -> None:
-        """Keep a tensor that a hook cannot see."""
+        """Keep a tensor that a hook cannot see.
+
+        Raises:
+            TargetError: The tensor is sparse, quantised or on the meta device.
+        """
+        require_values(tensor, what=f"the port's tensor at {site}")
         self.tensors[site] = self._keep(tensor)
 
     def __enter__(self) -> Recorder[SiteKind]:

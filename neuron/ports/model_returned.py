@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from minimax_tools.capture.passes import CachePair
+from minimax_tools.capture.recorder import require_values
 from minimax_tools.errors import TargetError
 
 # Name of the argument that a port takes its past by, and of what it returns.
@@ -82,6 +83,7 @@ def _check_logits(found: object, batch_shape: tuple[int, int], *, what: str) -> 
             next_step=_RETURN_STEP,
         )
     logits: torch.Tensor = found
+    require_values(logits, what=f"the logits of {what}")
     if logits.ndim == 2 and logits.shape[0] == batch_size * num_columns:
         logits = logits.unflatten(0, batch_shape)
     elif logits.ndim == 2 and logits.shape[0] == batch_size:

@@ -10,6 +10,7 @@ import inspect
 import torch
 from torch import nn
 
+from minimax_tools.capture.recorder import require_values
 from minimax_tools.errors import TargetError
 from neuron.builtin.layer import KeyValues
 
@@ -28,7 +29,7 @@ def find_output(result: object, shape: tuple[int, ...], *, what: str) -> torch.T
     `shape` holds B, S and H; `what` names the port in errors.
 
     Raises:
-        TargetError: The port returned no tensor, or a tensor of another shape.
+        TargetError: The port returned no tensor, one of another shape, or one without values.
     """
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(first, torch.Tensor):
@@ -38,6 +39,7 @@ def find_output(result: object, shape: tuple[int, ...], *, what: str) -> torch.T
             found=type(first).__name__,
             next_step=_OUTPUT_STEP,
         )
+    require_values(first, what=f"the output of {what}")
     flat = (shape[0] * shape[1], shape[2])
     if tuple(first.shape) not in (shape, flat):
         raise TargetError(
@@ -78,6 +80,7 @@ def find_key_values(result: object, batch_shape: tuple[int, int], *, what: str) 
     for tensor in (keys, values):
         if not isinstance(tensor, torch.Tensor):
             raise _no_key_values(what, type(tensor).__name__)
+        require_values(tensor, what=f"keys or values of {what}")
         if tensor.ndim != 4 or tensor.shape[0] != batch_size or tensor.shape[2] < num_positions:
             raise _no_key_values(what, str(list(tensor.shape)))
     # A port may return the whole cache: the past's positions, and behind them those of this pass.

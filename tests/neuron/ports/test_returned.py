@@ -1,0 +1,71 @@
+"""What a port may return, and how what it may not is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.errors import TargetError
+from neuron.ports.returned import find_key_values, find_output
+
+DENSE = torch.ones(2, 3, 8)
+
+WITHOUT_VALUES = {
+    "sparse": (DENSE.to_sparse(), "found a sparse tensor"),
+    "meta": (DENSE.to("meta"), "found a tensor on the meta device"),
+    "quantised": (torch.quantize_per_tensor(DENSE, 0.1, 0, torch.qint8), "found a quantised tensor"),
+}
+
+
+def test_dense_output_is_found() -> None:
+    for result in (DENSE, (DENSE, None), DENSE.reshape(6, 8)):
+        assert torch.equal(find_output(result, (2, 3, 8), what="port"), DENSE)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor|.*TypedStorage|.*qint8:Warning")
+@pytest.mark.parametrize("kind", WITHOUT_VALUES)
+def test_output_without_values_is_refused(kind: str) -> None:
+    output, found = WITHOUT_VALUES[kind]
+    with pytest.raises(TargetError, match=f"the output of port cannot be compared: .*{found}"):
+        find_output(output, (2, 3, 8), what="port")
+
+
+def test_keys_without_values_are_refused() -> None:
+    keys = torch.ones(2, 1, 3, 4)
+    with pytest.raises(TargetError, match="keys or values of port cannot be compared"):
+        find_key_values((DENSE, (keys, keys.to("meta"))), (2, 3), what="port")
+
+
+ODD_LAYER = """
+
+class Odd(DecoderLayer):
+    def forward(self, *arguments, **keywords):
+        output = super().forward(*arguments, **keywords)
+        return (output[0] if isinstance(output, tuple) else output){change}
+"""
+
+
+@pytest.mark.parametrize(("change", "found"), [(".to_sparse()", "sparse"), (".to('meta')", "meta device")])
+def test_command_names_target_and_kind(run: Any, toy: Path, tmp_path: Path, change: str, found: str) -> None:
+    port = tmp_path / "odd_port.py"
+    source = (Path(__file__).parents[3] / "scripts" / "examples" / "port.py").read_text()
+    port.write_text(source + ODD_LAYER.format(change=change))
+    result = run(
+        "single-layer",
+        "--layer",
+        0,
+        "--model",
+        toy,
+        "--target",
+        f"{port}:Odd",
+        "--random-input",
+        "--seq-len",
+        8,
+    )
+    assert result.exit_code == 3
+    assert "cannot be compared" in result.stderr
+    assert found in result.stderr
+    assert "unexpected" not in result.stderr
