@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
@@ -61,6 +62,14 @@ class CommandEnd(SystemExit):
 def end_command(exit_code: int) -> NoReturn:
     """End the running command with an exit code."""
     raise CommandEnd(exit_code)
+
+
+class LateValue(ABC):
+    """The value of an option that is not known before the command runs, because a server is asked for it."""
+
+    @abstractmethod
+    def find(self, ctx: click.Context) -> Any:
+        """Return the value that the command gets."""
 
 
 class Mm2Command(click.Command):
@@ -121,7 +130,7 @@ class Mm2Command(click.Command):
                 formatter.write_text(offered)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the options. Some of them read a remote address, and may fail as the command itself may."""
+        """Read the options. Their errors are those of a command: a text may be no address that mm2 reads."""
         try:
             return super().parse_args(ctx, args)
         except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -130,9 +139,11 @@ class Mm2Command(click.Command):
             _fail(ctx, error)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and then what was left for its end."""
+        """Find the values that servers are asked for, run the command, and then what was left for its end."""
         try:
             _tell_defaults(ctx)
+            for name, value in ctx.params.items():
+                ctx.params[name] = value.find(ctx) if isinstance(value, LateValue) else value
             try:
                 result = super().invoke(ctx)
             except CommandEnd:
@@ -215,6 +226,11 @@ def version_option(command: Command) -> Command:
 def do_afterwards(ctx: click.Context, work: Callable[[], object]) -> None:
     """Call `work` when the command has come to its own end, with whatever exit code, and has printed its results."""
     ctx.meta.setdefault(_AFTERWARDS, []).append(work)
+
+
+def drop_afterwards() -> None:
+    """Forget the work for the running command's end: a process that it starts does that."""
+    click.get_current_context().meta.pop(_AFTERWARDS, None)
 
 
 def given_arguments() -> tuple[str, ...]:
