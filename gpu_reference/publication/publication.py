@@ -73,8 +73,8 @@ def publish_golden(
     )
 
 
-def publish_certificate(golden: Capture, certificate: Certificate) -> Path:
-    """Put a certificate into the manifest at a golden's address, and a card that tells it; return the golden's mirror.
+def publish_certificate(golden: Capture, certificate: Certificate) -> None:
+    """Put a certificate into the manifest at a golden's address, and then a card that tells it.
 
     Args:
         golden: The golden as it was checked, by its mirror.
@@ -98,10 +98,10 @@ def publish_certificate(golden: Capture, certificate: Certificate) -> Path:
             write_card(certified, address=str(address), size_bytes=size_bytes), encoding="utf-8"
         )
         files[MANIFEST_NAME].write_text(certified.manifest.as_text(), encoding="utf-8")
-        folder.put(files, last=MANIFEST_NAME)
-    mirror = mirror_capture(address)
-    share_files(golden.directory, mirror)
-    return mirror
+        # One by one: the manifest is replaced in one step then, and the golden can be read all the time.
+        for name in (MANIFEST_NAME, CARD_NAME):
+            folder.put({name: files[name]}, last=name)
+    share_files(golden.directory, mirror_capture(address))
 
 
 def _refuse_damage(golden: Capture) -> None:

@@ -62,5 +62,5 @@ class RemoteFolder(ABC):
         """Put local files under their names, and return the names of those that were not there already.
 
         The file `last` is put when all others are there. If the folder has another content of it, that is removed
-        before anything else is put. So whoever finds `last` finds the files that it lists.
+        before any other file is put. So whoever finds `last` finds the files that it lists.
         """

@@ -111,8 +111,9 @@ class S3Folder(RemoteFolder):
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
         digests = {name: digest_file(path) for name, path in files.items()}
         absent = [name for name in files if not self._holds(name, files[name], digests[name])]
-        # Not asked for where there is nothing to remove: a publisher may lack the right to delete.
-        if last in absent and self._head(last) is not None:
+        # Alone it is replaced in one step. Not asked for where there is nothing to remove: a publisher may lack the
+        # right to delete.
+        if last in absent and absent != [last] and self._head(last) is not None:
             self._remove(last)
         for name in sorted(absent, key=lambda name: (name == last, name)):
             logger.info("Putting %s (%s) at %s.", name, format_size(files[name].stat().st_size), self.address)

@@ -333,6 +333,20 @@ def test_a_golden_at_an_address_is_certified_there(s3: Any, command: Any) -> Non
     assert str(certificate) in card
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "README.md"])
+def test_a_certificate_that_cannot_be_put_is_printed(s3: Any, command: Any, name: str) -> None:
+    put(s3, OLD / "golden", "golden")
+    s3.plant("PUT", name, status=403, times=9)
+    done = command(mm2_gpu, "certify", "--golden", "s3://lab/golden", "--quiet")
+    assert done.exit_code == 3
+    assert done.stdout.startswith("s3://lab/golden: certified")
+    assert f"{name} of s3://lab/golden could not be put there" in done.stderr
+    # The golden can be read still.
+    assert Capture.open("s3://lab/golden").is_complete
+    s3.faults.clear()
+    assert command(mm2_gpu, "certify", "--golden", "s3://lab/golden", "--quiet").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [

@@ -156,13 +156,18 @@ def test_a_file_that_cannot_be_stored_is_told(folder: S3Folder, tmp_path: Path) 
         folder.fetch(file, tmp_path / "large.bin")
 
 
-def test_a_new_place_needs_no_right_to_delete(s3: Any, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("text")
+def test_only_other_files_under_a_manifest_need_the_right_to_delete(s3: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a", "manifest.json")}
+    for name, path in files.items():
+        path.write_text(name)
     s3.plant("DELETE", "manifest.json", status=403, times=9)
-    assert at("s3://lab/new").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
-    (tmp_path / "manifest.json").write_text("another")
+    assert len(at("s3://lab/new").put(files, last="manifest.json")) == 2
+    files["manifest.json"].write_text("another")
+    assert at("s3://lab/new").put(files, last="manifest.json") == ("manifest.json",)
+    for path in files.values():
+        path.write_text("a third")
     with pytest.raises(RemoteError, match="manifest.json of s3://lab/new could not be removed"):
-        at("s3://lab/new").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
+        at("s3://lab/new").put(files, last="manifest.json")
 
 
 def test_a_body_that_breaks_off_is_asked_for_again(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
