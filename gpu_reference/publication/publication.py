@@ -53,10 +53,12 @@ def publish_golden(
     golden = Capture.open(directory)
     refuse_no_golden(golden)
     refuse_uncertified(golden, allows_uncertified=allows_uncertified)
-    _refuse_damage(golden)
     folder = open_remote(address)
+    folder.check_place()
     if not replaces:
         _refuse_other(folder, address, directory / MANIFEST_NAME)
+    # All tensors are read: what can be told before is told before.
+    _refuse_damage(golden)
     files = {name: golden.directory / name for name in golden.manifest.file_names()}
     size_bytes = sum(path.stat().st_size for path in files.values())
     with tempfile.TemporaryDirectory() as temporary:

@@ -72,14 +72,14 @@ def mirror_capture(address: RemoteAddress, *, cache: RemoteCache | None = None) 
     cache = cache or RemoteCache.from_environment()
     try:
         directory = _mirror_newest(address, open_remote(address), cache)
-        mark_used(directory)
-        return directory
     except NetworkLossError:
         known = _find_known(cache.address_file(address))
         if known is None:
             raise
         logger.warning("%s does not answer: taking what it was when it was read last, in %s.", address, known)
-        return known
+        directory = known
+    mark_used(directory)
+    return directory
 
 
 def adopt_mirror(directory: Path, address: RemoteAddress, *, cache: RemoteCache | None = None) -> Path:
@@ -266,13 +266,20 @@ def _mirror_place(cache: RemoteCache, address: RemoteAddress, manifest: bytes) -
 
 
 def _is_whole(directory: Path) -> bool:
-    """Decide whether a mirror has its manifest and its address; a disk that lost power may have spoilt them."""
+    """Decide whether a mirror has its manifest, its address and the JSON files.
+
+    A disk that lost power may have spoilt them, and a hub's file is a link, which leads nowhere once its cache is
+    cleared.
+    """
     try:
         content = (directory / MANIFEST_NAME).read_bytes()
         _read_address(directory)
+        listed = json.loads(content).get("text_digests", {})
     except (OSError, ValueError, KeyError):
         return False
-    return is_version(directory, hashlib.sha256(content).hexdigest())
+    return is_version(directory, hashlib.sha256(content).hexdigest()) and all(
+        (directory / name).exists() for name in _TEXTS if name in listed
+    )
 
 
 def _read_address(directory: Path) -> Mapping[str, str]:

@@ -57,16 +57,12 @@ class RemoteOutput:
         return self.place / OUTPUT_RUN
 
     def open(self) -> None:
-        """Ask whether the address can be read, and make the folder of the run that goes there.
+        """Ask whether a run can be put at the address, and make the folder that it is written to.
 
         Raises:
-            RemoteError: There is no such bucket, or it cannot be read.
-            CheckpointError: The same of a hub.
+            RemoteError: There is no such bucket, or it cannot be reached.
         """
-        try:
-            open_remote(self.address).find(MANIFEST_NAME)
-        except NoRepositoryError:
-            logger.info("%s is made when the run is put there.", self.address)
+        open_remote(self.address).check_place()
         make_folder(self.place)
         with whole_file(self.place / OUTPUT_NAME) as file:
             json.dump({"asked": str(self.address)}, file)

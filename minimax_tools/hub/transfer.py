@@ -134,7 +134,8 @@ class HubTransfer:
         except FetchStoppedError:
             raise
         except Exception as error:
-            logger.warning("%s does not come by xet (%s): fetching it over HTTP.", file.name, error)
+            reason = " ".join(str(error).split())
+            logger.warning("%s does not come by xet (%s): fetching it over HTTP.", file.name, reason)
             return None
         if damage is not None:
             logger.warning("%s came by xet with %s: fetching it over HTTP.", file.name, damage)

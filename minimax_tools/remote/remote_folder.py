@@ -58,6 +58,10 @@ class RemoteFolder(ABC):
         """Remove what was fetched to `path`, and every copy that a further `fetch` would take in its place."""
 
     @abstractmethod
+    def check_place(self) -> None:
+        """Raise if nothing can be put here, as far as the server tells before it is sent anything."""
+
+    @abstractmethod
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
         """Put local files under their names, and return the names of those that were not there already.
 

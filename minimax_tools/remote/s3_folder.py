@@ -108,6 +108,11 @@ class S3Folder(RemoteFolder):
         path.unlink(missing_ok=True)
         _part(file, path).unlink(missing_ok=True)
 
+    def check_place(self) -> None:
+        bucket = self.address.repository
+        # A request for reading would be sent as anybody where there are no credentials.
+        self._request(lambda system: system.call_s3("head_bucket", Bucket=bucket), name="", verb="written to")
+
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
         digests = {name: digest_file(path) for name, path in files.items()}
         absent = [name for name in files if not self._holds(name, files[name], digests[name])]

@@ -183,6 +183,13 @@ def test_a_copy_that_is_damaged_here_is_fetched_again_once_it_is_removed(publish
     assert torch.equal(Capture.open(ADDRESS).read(1, Site.OUTPUT), Capture.open(OLD).read(1, Site.OUTPUT))
 
 
+def test_a_json_file_that_was_removed_is_fetched_again(published: Any) -> None:
+    file = Capture.open(ADDRESS).directory / "generation.json"
+    file.unlink()
+    assert Capture.open(ADDRESS).read_generation() == Capture.open(OLD).read_generation()
+    assert file.exists()
+
+
 @pytest.mark.parametrize("name", [MANIFEST_NAME, ".address.json"])
 def test_a_mirror_without_a_right_manifest_or_address_is_made_again(published: Any, name: str) -> None:
     directory = Capture.open(ADDRESS).directory

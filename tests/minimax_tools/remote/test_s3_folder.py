@@ -170,6 +170,18 @@ def test_only_other_files_under_a_manifest_need_the_right_to_delete(s3: Any, tmp
         at("s3://lab/new").put(files, last="manifest.json")
 
 
+def test_a_place_is_asked_for_before_anything_is_put(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    at("s3://lab/new").check_place()
+    with pytest.raises(RemoteError, match="s3://nowhere/new could not be written to: there is no bucket"):
+        at("s3://nowhere/new").check_place()
+    # A bucket that anybody may read is no place to write to without credentials.
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(RemoteError, match="this machine has no credentials of AWS"):
+        at("s3://lab/new").check_place()
+    assert all(one.method == "HEAD" for one in s3.requests)
+
+
 def test_a_body_that_breaks_off_is_asked_for_again(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
     file = folder.find("large.bin")
     assert file is not None
