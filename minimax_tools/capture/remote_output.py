@@ -2,6 +2,7 @@
 
     <cache>/outputs/NAME-DIGEST/.output.json  the address
     <cache>/outputs/NAME-DIGEST/run/          the run, until it is put; then it becomes the address's mirror
+    <cache>/outputs/NAME-DIGEST/.put          of a search, which stays to be resumed: what it holds was put
 
 So a whole run in the folder is one that could not be put yet. The same command puts it, and computes nothing again.
 Whether it may replace a capture at the address is judged by what is there when it is put.
@@ -24,7 +25,7 @@ from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.hub.faults import NoRepositoryError
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import OUTPUT_RUN, OUTPUTS, RemoteCache, locked_file, make_folder
+from minimax_tools.remote.cache import OUTPUT_PUT, OUTPUT_RUN, OUTPUTS, RemoteCache, locked_file, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class RemoteOutput:
         """
         open_remote(self.address).check_place()
         make_folder(self.place)
+        (self.place / OUTPUT_PUT).unlink(missing_ok=True)
         with whole_file(self.place / OUTPUT_NAME) as file:
             json.dump({"asked": str(self.address)}, file)
 
@@ -114,7 +116,9 @@ class RemoteOutput:
                 logger.warning("%s is not whole, and stays in %s.", self.address, self.directory)
                 return
             self._send(files, None if overwrites else manifest)
-            if manifest is not None:
+            if manifest is None:
+                (self.place / OUTPUT_PUT).touch()
+            else:
                 adopt_mirror(self.directory, self.address)
                 shutil.rmtree(self.place, ignore_errors=True)
 

@@ -30,6 +30,8 @@ CACHE_VARIABLE = "MM2_CACHE"
 CAPTURES, MODELS, OUTPUTS, ADDRESSES = "captures", "models", "outputs", "addresses"
 # In a folder of an output: the run, unless it was put, or refused before it began.
 OUTPUT_RUN = "run"
+# Beside it, if what it holds was put: a search is kept here too, to be resumed.
+OUTPUT_PUT = ".put"
 # In a folder of a capture: the address that it was fetched from.
 ADDRESS_NAME = ".address.json"
 _DEFAULT = Path("~/.cache/mm2")
@@ -51,7 +53,7 @@ class CachedFolder:
     @property
     def is_copy(self) -> bool:
         """True if the same is at an address still: a run that could not be put yet is here alone."""
-        return self.kind != OUTPUTS
+        return self.kind != OUTPUTS or (self.path / OUTPUT_PUT).exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,6 +201,17 @@ def test_a_mirror_without_a_right_manifest_or_address_is_made_again(published: A
         assert address_of(directory) == ADDRESS
 
 
+def test_the_same_golden_at_two_addresses_has_two_mirrors(published: Any) -> None:
+    for path in OLD.iterdir():
+        published.objects.put_object(Bucket="lab", Key=f"copies/toy/{path.name}", Body=path.read_bytes())
+    first, second = Capture.open(ADDRESS), Capture.open("s3://lab/copies/toy")
+    assert first.directory != second.directory
+    assert address_of(second.directory) == "s3://lab/copies/toy"
+    published.forget()
+    second.read(1, Site.OUTPUT)
+    assert published.asked("GET", "/copies/toy/layer_1.safetensors")
+
+
 def test_a_golden_that_is_replaced_while_it_is_read_is_told(published: Any) -> None:
     capture = Capture.open(ADDRESS)
     for path in (OLD.parent / "swapped").iterdir():

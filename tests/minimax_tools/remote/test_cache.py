@@ -56,7 +56,8 @@ def test_the_cache_is_listed_and_cleared(cache: RemoteCache, command: Any) -> No
     (listed,) = folders(command)
     assert listed["address"] == "s3://lab/golden"
     assert (listed["kind"], listed["removed"]) == ("captures", False)
-    assert [one["removed"] for one in folders(command, "--clear")] == [True]
+    (cleared,) = folders(command, "--clear")
+    assert (cleared["address"], cleared["removed"]) == ("s3://lab/golden", True)
     assert not folder.exists()
     assert (cache.folder / "other").exists()
     assert folders(command) == []
@@ -96,6 +97,11 @@ def test_a_run_that_is_here_alone_stays(cache: RemoteCache, command: Any) -> Non
         (listed,) = folders(command, *options)
         assert (listed["address"], listed["removed"]) == ("s3://lab/run", False)
     assert (run / "run" / "layer_0.safetensors").exists()
+    # A search stays after it was put, to be resumed: it is a copy then.
+    (run / ".put").touch()
+    assert "not put there yet" not in command(mm2_split, "cache").stdout
+    assert [one["removed"] for one in folders(command, "--clear")] == [True]
+    run = fill(cache, "run", kind=OUTPUTS, day=1)
     shutil.rmtree(run / "run")
     assert folders(command) == []
 
