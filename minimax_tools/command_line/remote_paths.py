@@ -19,13 +19,19 @@ from minimax_tools.command_line.console import LateValue, do_afterwards
 from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.remote.address import RemoteAddress, is_remote
 
+# Placeholder in the help.
+_METAVAR = "FOLDER|s3://…|hf://…"
+
 
 class CapturePath(click.Path):
     """The folder of a capture, or the address of one: its mirror's folder, whose files come when they are read."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
-        self.name = "folder|address"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the placeholder in the help."""
+        return _METAVAR
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
@@ -44,7 +50,10 @@ class OutputPath(click.Path):
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, file_okay=False)
-        self.name = "folder|address"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the placeholder in the help."""
+        return _METAVAR
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None

@@ -227,6 +227,31 @@ def test_another_run_that_waits_to_be_put_is_kept(s3: Any, command: Any) -> None
     assert s3.asked("PUT") == []
 
 
+def test_a_search_is_put_and_says_where(s3: Any, command: Any) -> None:
+    put(s3, OLD / "golden", "golden")
+    s3.forget()
+    arguments = (
+        "bisect",
+        "--model",
+        OLD / "toy",
+        "--golden",
+        "s3://lab/golden",
+        "--backend",
+        "cpu",
+        "--json",
+    )
+    done = command(mm2_test, *arguments, "--quiet", "--output-dir", "s3://lab/search")
+    record = json.loads(done.stdout)
+    assert (record["reference"], record["directory"]) == ("s3://lab/golden", "s3://lab/search")
+    assert all("--golden s3://lab/golden" in line for line in record["next"])
+    assert [one.path for one in s3.asked("PUT")] == ["/lab/search/bisection.json"]
+    shown = command(mm2_split, "cache").stdout
+    assert "s3://lab/search" in shown
+    assert "not put there yet" not in shown
+    again = command(mm2_test, *arguments, "--quiet", "--output-dir", "s3://lab/search")
+    assert json.loads(again.stdout)["runs_resumed"] > 0
+
+
 def test_a_wrong_option_is_told_before_a_server_is_asked(s3: Any, command: Any) -> None:
     sides = ("--golden", "s3://lab/golden", "--output-dir", "s3://lab/runs/one", "--quiet")
     done = command(mm2_test, *RUN, *sides, "--atol", "none")
@@ -380,8 +405,13 @@ def test_a_cache_that_cannot_be_written_to_is_told(
 
 def test_help_says_what_takes_an_address(command: Any) -> None:
     text = command(mm2_test, "sweep", "--help").stdout
-    assert "--golden FOLDER|ADDRESS" in text
-    assert "--output-dir FOLDER|ADDRESS" in text
+    assert "--golden FOLDER|s3://…|hf://…" in text
+    assert "--output-dir FOLDER|s3://…|hf://…" in text
+    assert "--model FOLDER|HUB_ID|s3://…" in text
+    for program in (mm2_gpu, mm2_test):
+        assert "show [OPTIONS] FOLDER|s3://…|hf://…" in command(program, "show", "--help").stdout
+    # A search of a whole port, and folders that are made, take no address.
+    assert "--captures DIRECTORY" in text
 
 
 def test_a_port_s_own_tests_take_a_golden_at_an_address(s3: Any) -> None:
