@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.afterwards import take_afterwards
 from minimax_tools.command_line.console import (
-    drop_afterwards,
     end_command,
     given_arguments,
     show_warnings_only,
@@ -86,7 +86,7 @@ def rank_options(command: Command) -> Command:
         # On xla-cpu, devices of this process stand for the ranks.
         if backend is not Backend.XLA_CPU and place.num_ranks == 1:
             # Rank 0 puts the run at its address.
-            drop_afterwards()
+            take_afterwards(click.get_current_context())
             end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))
         if ranks.is_lead:
             return command(**options, ranks=ranks)

@@ -14,11 +14,11 @@ from minimax_tools.capture.mirror import CaptureMirror, address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.capture.writer import store_certificate
+from minimax_tools.command_line.afterwards import do_afterwards
 from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import (
     Mm2Command,
-    do_afterwards,
     end_command,
     print_json,
     print_text,

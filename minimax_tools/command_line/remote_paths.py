@@ -15,7 +15,8 @@ import click
 
 from minimax_tools.capture.mirror import mirror_capture
 from minimax_tools.capture.remote_output import RemoteOutput
-from minimax_tools.command_line.console import LateValue, do_afterwards
+from minimax_tools.command_line.afterwards import do_afterwards
+from minimax_tools.command_line.late_value import LateValue
 from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.remote.address import RemoteAddress, is_remote
 
