@@ -39,7 +39,7 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
 @click.option(
     "--model",
     envvar="MM2_MODEL",
-    metavar="FOLDER|HUB_ID",
+    metavar="FOLDER|HUB_ID|s3://…",
     help="Checkpoint of the golden. Needed to judge rerouted tokens, chained layers, and sites downstream of a "
     "failure. Default: the one it was made from, if it is on this machine [env: MM2_MODEL].",
 )

@@ -64,7 +64,7 @@ class Provenance:
     """The maker of a capture: model, software, machine and options."""
 
     model: ModelFingerprint  # of the checkpoint's weights
-    model_source: str  # folder or hub id, as it was given
+    model_source: str  # folder, hub id or address, as it was given
     backend: str  # name of the backend that computed, such as `cuda`, `neuron-xla`, `xla-cpu`, `cpu`
     device: str  # description of the device
     dtypes: Mapping[str, str]  # dtype of `weights`, `router_gate` and `correction_bias` in the computation

@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mm2", "mm2: a port of MiniMax-M2 against a golden")
     group.addoption(
         "--mm2-golden",
-        metavar="FOLDER|ADDRESS",
+        metavar="FOLDER|s3://…|hf://…",
         help="Golden capture, made by mm2-gpu, or its address, s3://bucket/folder. Default: tests that need it skip.",
     )
     group.addoption(

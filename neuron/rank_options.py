@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 import click
 
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import end_command, given_arguments, show_warnings_only, speak_as
+from minimax_tools.command_line.afterwards import take_afterwards
+from minimax_tools.command_line.console import (
+    end_command,
+    given_arguments,
+    show_warnings_only,
+    speak_as,
+)
 from minimax_tools.command_line.options import DTYPES, stack_options
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.machine.memory import MemoryBudget
@@ -79,6 +85,8 @@ def rank_options(command: Command) -> Command:
         refuse_launched(backend)  # xla-cpu under torchrun: its collectives are wrong
         # On xla-cpu, devices of this process stand for the ranks.
         if backend is not Backend.XLA_CPU and place.num_ranks == 1:
+            # Rank 0 puts the run at its address.
+            take_afterwards(click.get_current_context())
             end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))
         if ranks.is_lead:
             return command(**options, ranks=ranks)

@@ -110,7 +110,8 @@ def _copy_rate() -> float:
         ended.record()
         torch.cuda.synchronize()
         seconds.append(began.elapsed_time(ended) / 1e3)
-    return _COPIED_BYTES / min(seconds)
+    fastest: float = min(seconds)
+    return _COPIED_BYTES / fastest
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,9 +14,15 @@ from minimax_tools.capture.mirror import CaptureMirror, address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.capture.writer import store_certificate
+from minimax_tools.command_line.afterwards import do_afterwards
 from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.completion import complete_captures
-from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    print_json,
+    print_text,
+)
 from minimax_tools.command_line.options import captures_option, optional_model_option, output_options
 from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.json_codec import encode
@@ -41,7 +48,7 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
     checkpoint's float32 bias, and the rotary width against config.json.
 
     One layer is in memory at a time, with one expert. Checks that could not run are named. Exits with 1 if a check
-    failed. Of a golden at a remote address the result is put there: you need the right to write.
+    failed. Of a golden at a remote address the result is printed, and then put there: you need the right to write.
     """
     directory = golden or newest_capture(captures, GOLDEN_SIDE)
     capture = Capture.open(directory)
@@ -49,9 +56,11 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
     if CaptureMirror.find(directory, capture.manifest) is None:
         store_certificate(directory, certificate)
     else:
-        directory = publish_certificate(capture, certificate)
+        # A check of hours is printed even if its result cannot be put there.
+        do_afterwards(click.get_current_context(), lambda: publish_certificate(capture, certificate))
     place = address_of(directory)
-    following = after_golden(Capture.open(directory), model=model)
+    certified = Capture(directory, replace(capture.manifest, certificate=certificate))
+    following = after_golden(certified, model=model)
     if as_json:
         record = {"directory": place, "certificate": encode(certificate)}
         print_json(record, next_commands=following)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from gpu_reference.publication.publication import Publication, publish_golden
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.capture_commands import judge_port
@@ -66,7 +67,7 @@ def publish_command(
 
 def _record(publication: Publication, directory: Path) -> dict[str, object]:
     return {
-        "directory": str(directory),
+        "directory": address_of(directory),
         "address": str(publication.address),
         "files": list(publication.files),
         "size_bytes": publication.size_bytes,
@@ -79,7 +80,7 @@ def _render(publication: Publication, directory: Path) -> str:
     number = len(publication.files)
     return "\n".join(
         [
-            f"Published {directory} at {publication.address}",
+            f"Published {address_of(directory)} at {publication.address}",
             f"  files        {number}, {format_size(publication.size_bytes)}; put now: {publication.num_put}",
             f"  certificate  {'passed' if publication.is_certified else 'none'}",
         ]

@@ -53,10 +53,12 @@ def publish_golden(
     golden = Capture.open(directory)
     refuse_no_golden(golden)
     refuse_uncertified(golden, allows_uncertified=allows_uncertified)
-    _refuse_damage(golden)
     folder = open_remote(address)
+    folder.check_place()
     if not replaces:
         _refuse_other(folder, address, directory / MANIFEST_NAME)
+    # All tensors are read: what can be told before is told before.
+    _refuse_damage(golden)
     files = {name: golden.directory / name for name in golden.manifest.file_names()}
     size_bytes = sum(path.stat().st_size for path in files.values())
     with tempfile.TemporaryDirectory() as temporary:
@@ -73,8 +75,8 @@ def publish_golden(
     )
 
 
-def publish_certificate(golden: Capture, certificate: Certificate) -> Path:
-    """Put a certificate into the manifest at a golden's address, and a card that tells it; return the golden's mirror.
+def publish_certificate(golden: Capture, certificate: Certificate) -> None:
+    """Put a certificate into the manifest at a golden's address, and then a card that tells it.
 
     Args:
         golden: The golden as it was checked, by its mirror.
@@ -98,10 +100,10 @@ def publish_certificate(golden: Capture, certificate: Certificate) -> Path:
             write_card(certified, address=str(address), size_bytes=size_bytes), encoding="utf-8"
         )
         files[MANIFEST_NAME].write_text(certified.manifest.as_text(), encoding="utf-8")
-        folder.put(files, last=MANIFEST_NAME)
-    mirror = mirror_capture(address)
-    share_files(golden.directory, mirror)
-    return mirror
+        # One by one: the manifest is replaced in one step then, and the golden can be read all the time.
+        for name in (MANIFEST_NAME, CARD_NAME):
+            folder.put({name: files[name]}, last=name)
+    share_files(golden.directory, mirror_capture(address))
 
 
 def _refuse_damage(golden: Capture) -> None:

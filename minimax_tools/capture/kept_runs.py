@@ -13,7 +13,7 @@ from pathlib import Path
 
 from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
 from minimax_tools.capture.mirror import address_of
-from minimax_tools.capture.remote_output import RemoteOutput
+from minimax_tools.capture.remote_output import RemoteOutput, is_finished
 from minimax_tools.capture.store import list_captures
 from minimax_tools.errors import CaptureError
 
@@ -36,8 +36,11 @@ def refuse_other_run(directory: Path, description: Description) -> None:
 
 def other_run_error(directory: Path, differing: list[str]) -> CaptureError:
     """Return the error of a finished capture that another one would replace."""
+    waits = RemoteOutput.find(directory) is not None and is_finished(directory)
     return CaptureError(
-        f"{address_of(directory)} holds another finished capture",
+        f"another finished run waits in {directory} to be put at {address_of(directory)}"
+        if waits
+        else f"{address_of(directory)} holds another finished capture",
         found=f"other {', '.join(differing)}",
         next_step=OTHER_PLACE,
     )
@@ -94,17 +97,21 @@ def differences_from_kept(directory: Path, description: Description) -> list[str
 def read_kept(directory: Path) -> Manifest | None:
     """Return the manifest of the finished capture in `directory`; None if there is none.
 
-    A capture at the address that the directory's run goes to counts as one in it.
+    A capture at the address that the directory's run goes to counts as one in it. It is asked for each time.
+
+    Raises:
+        RemoteError: The server of that address refuses, or is away.
+        CheckpointError: The same of a hub.
     """
-    if not _is_capture(directory):
-        output = RemoteOutput.find(directory)
-        there = None if output is None else output.there
-        return there if there is not None and there.is_complete else None
     try:
         manifest = Manifest.read(directory)
     except CaptureError:
-        return None  # damaged: there is nothing to keep
-    return manifest if manifest.is_complete else None
+        manifest = None  # absent or damaged: there is nothing to keep
+    if manifest is not None and manifest.is_complete:
+        return manifest
+    output = RemoteOutput.find(directory)
+    there = None if output is None else output.read_there()
+    return there if there is not None and there.is_complete else None
 
 
 def _is_capture(directory: Path) -> bool:

@@ -27,7 +27,7 @@ from minimax_tools.capture.passes import PASSES_NAME
 from minimax_tools.errors import CaptureError, NetworkLossError, list_names
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.machine.file_digest import digest_file
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import parse_json, read_json
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress, is_remote
 from minimax_tools.remote.cache import (
@@ -73,14 +73,14 @@ def mirror_capture(address: RemoteAddress, *, cache: RemoteCache | None = None) 
     cache = cache or RemoteCache.from_environment()
     try:
         directory = _mirror_newest(address, open_remote(address), cache)
-        mark_used(directory)
-        return directory
     except NetworkLossError:
         known = _find_known(cache.address_file(address))
         if known is None:
             raise
         logger.warning("%s does not answer: taking what it was when it was read last, in %s.", address, known)
-        return known
+        directory = known
+    mark_used(directory)
+    return directory
 
 
 def adopt_mirror(directory: Path, address: RemoteAddress, *, cache: RemoteCache | None = None) -> Path:
@@ -206,7 +206,7 @@ class CaptureMirror:
             with tempfile.TemporaryDirectory() as temporary:
                 there = Path(temporary) / MANIFEST_NAME
                 self._folder.fetch(file, there)
-                if is_version(self.directory, hashlib.sha256(there.read_bytes()).hexdigest()):
+                if _is_mirror_of(self.directory, there.read_bytes()):
                     return otherwise
         return "Another capture was put there since this one was opened. Run again: that takes the new one."
 
@@ -262,18 +262,33 @@ def _mirror_newest(address: RemoteAddress, folder: RemoteFolder, cache: RemoteCa
 
 
 def _mirror_place(cache: RemoteCache, address: RemoteAddress, manifest: bytes) -> Path:
-    """Return the folder of the capture that a manifest describes."""
-    return cache.place(CAPTURES, address, hashlib.sha256(manifest).hexdigest())
+    """Return the folder of the capture that a manifest at an address describes."""
+    return cache.place(CAPTURES, address, _version(str(address), manifest))
+
+
+def _version(address: str, manifest: bytes) -> str:
+    """Return the version of a capture's mirror. The same capture at two addresses has two mirrors."""
+    return f"{address} {hashlib.sha256(manifest).hexdigest()}"
+
+
+def _is_mirror_of(directory: Path, manifest: bytes) -> bool:
+    """Decide whether a folder mirrors its address as it was with a manifest; raise as `_read_address` does."""
+    return is_version(directory, _version(_read_address(directory)["asked"], manifest))
 
 
 def _is_whole(directory: Path) -> bool:
-    """Decide whether a mirror has its manifest and its address; a disk that lost power may have spoilt them."""
+    """Decide whether a mirror has its manifest, its address and the JSON files.
+
+    A disk that lost power may have spoilt them, and a hub's file is a link, which leads nowhere once its cache is
+    cleared.
+    """
     try:
         content = (directory / MANIFEST_NAME).read_bytes()
-        _read_address(directory)
+        is_mirror = _is_mirror_of(directory, content)
+        listed = parse_json(content).get("text_digests", {})
     except (OSError, ValueError, KeyError):
         return False
-    return is_version(directory, hashlib.sha256(content).hexdigest())
+    return is_mirror and all((directory / name).exists() for name in _TEXTS if name in listed)
 
 
 def _read_address(directory: Path) -> Mapping[str, str]:

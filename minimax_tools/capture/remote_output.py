@@ -1,10 +1,11 @@
 """RemoteOutput: a run that is written on this machine, and put at a remote address once it is whole.
 
-    <cache>/outputs/NAME-DIGEST/.output.json         the address, and what was there when the command began
-    <cache>/outputs/NAME-DIGEST/there/manifest.json  manifest of the capture that was there, if there was one
-    <cache>/outputs/NAME-DIGEST/run/                 the run, until it is put; then it becomes the address's mirror
+    <cache>/outputs/NAME-DIGEST/.output.json  the address
+    <cache>/outputs/NAME-DIGEST/run/          the run, until it is put; then it becomes the address's mirror
+    <cache>/outputs/NAME-DIGEST/.put          of a search, which stays to be resumed: what it holds was put
 
 So a whole run in the folder is one that could not be put yet. The same command puts it, and computes nothing again.
+Whether it may replace a capture at the address is judged by what is there when it is put.
 """
 
 from __future__ import annotations
@@ -12,23 +13,22 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.capture.mirror import OUTPUT_NAME, adopt_mirror, mirror_capture
-from minimax_tools.errors import CaptureError, RemoteError
+from minimax_tools.errors import CaptureError, CheckpointError, RemoteError
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.hub.faults import NoRepositoryError
 from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import OUTPUT_RUN, OUTPUTS, RemoteCache, make_folder
-from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
+from minimax_tools.remote.cache import OUTPUT_PUT, OUTPUT_RUN, OUTPUTS, RemoteCache, locked_file, make_folder
 
 logger = logging.getLogger(__name__)
-
-_THERE = "there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +39,10 @@ class RemoteOutput:
     place: Path  # its folder in the cache
 
     @classmethod
-    def open(cls, address: RemoteAddress, *, cache: RemoteCache | None = None) -> RemoteOutput:
-        """Look at an address, and make the folder of the run that goes there.
-
-        Raises:
-            RemoteError: There is no such bucket, or it cannot be read.
-            CheckpointError: The same of a hub.
-        """
+    def at(cls, address: RemoteAddress, *, cache: RemoteCache | None = None) -> RemoteOutput:
+        """Return the output that goes to an address; nothing is asked, and no folder is made."""
         cache = cache or RemoteCache.from_environment()
-        output = cls(address=address, place=cache.place(OUTPUTS, address, str(address)))
-        folder = open_remote(address)
-        try:
-            there = folder.find(MANIFEST_NAME)
-        except NoRepositoryError:
-            logger.info("%s is made when the run is put there.", address)
-            there = None
-        make_folder(output.place)
-        output._remember(folder, there)
-        return output
+        return cls(address=address, place=cache.place(OUTPUTS, address, str(address)))
 
     @classmethod
     def find(cls, directory: Path) -> RemoteOutput | None:
@@ -72,41 +58,78 @@ class RemoteOutput:
         """The folder to write the run to."""
         return self.place / OUTPUT_RUN
 
-    @property
-    def there(self) -> Manifest | None:
-        """The manifest that was at the address when the command began; None if there was none that can be read."""
+    def open(self) -> None:
+        """Ask whether a run can be put at the address, and make the folder that it is written to.
+
+        Raises:
+            RemoteError: There is no such bucket, or it cannot be reached.
+        """
+        open_remote(self.address).check_place()
+        make_folder(self.place)
+        (self.place / OUTPUT_PUT).unlink(missing_ok=True)
+        with whole_file(self.place / OUTPUT_NAME) as file:
+            json.dump({"asked": str(self.address)}, file)
+
+    def read_there(self) -> Manifest | None:
+        """Read the manifest at the address as it is now; None if there is none that can be read.
+
+        Raises:
+            RemoteError: The server refuses, or is away.
+            CheckpointError: The same of a hub.
+        """
+        folder = open_remote(self.address)
         try:
-            return Manifest.read(self.place / _THERE)
-        except CaptureError:
+            file = folder.find(MANIFEST_NAME)
+        except NoRepositoryError:
             return None
+        if file is None:
+            return None
+        with tempfile.TemporaryDirectory() as temporary:
+            folder.fetch(file, Path(temporary) / MANIFEST_NAME)
+            try:
+                return Manifest.read(temporary)
+            except CaptureError:
+                return None
 
     def put(self, *, overwrites: bool) -> None:
         """Put the run at its address if it is whole, and keep it as the address's mirror; else it stays here.
 
         Args:
-            overwrites: Whether a capture that came to the address since the command began is replaced.
+            overwrites: Whether another finished capture at the address is replaced.
 
         Raises:
-            RemoteError: Another capture came to the address, or the run cannot be put there.
+            CaptureError: Another finished capture is at the address.
+            RemoteError: The run cannot be put there.
+            CheckpointError: The same of a hub.
         """
-        files = {
-            path.relative_to(self.directory).as_posix(): path
-            for path in sorted(self.directory.rglob("*"))
-            if path.is_file() and not path.name.startswith(".")
-        }
-        # A search writes records, and no capture of its own.
-        is_capture = MANIFEST_NAME in files
-        if is_capture and not Manifest.read(self.directory).is_complete:
-            logger.warning("%s is not whole, and stays in %s.", self.address, self.directory)
-            return
-        if not files:
-            return
-        folder = open_remote(self.address)
-        if is_capture and not overwrites:
-            self._refuse_newcomer(folder)
+        # Of two processes the second finds nothing left to put.
+        with locked_file(self.place):
+            files = {
+                path.relative_to(self.directory).as_posix(): path
+                for path in sorted(self.directory.rglob("*"))
+                if path.is_file() and not path.name.startswith(".")
+            }
+            if not files:
+                return
+            # A search writes records, and no capture of its own.
+            manifest = Manifest.read(self.directory) if MANIFEST_NAME in files else None
+            if manifest is not None and not manifest.is_complete:
+                logger.warning("%s is not whole, and stays in %s.", self.address, self.directory)
+                return
+            self._send(files, None if overwrites else manifest)
+            if manifest is None:
+                (self.place / OUTPUT_PUT).touch()
+            else:
+                adopt_mirror(self.directory, self.address)
+                shutil.rmtree(self.place, ignore_errors=True)
+
+    def _send(self, files: Mapping[str, Path], manifest: Manifest | None) -> None:
+        """Put files at the address; with their `manifest`, unless another finished capture is there."""
         try:
-            folder.put(files, last=MANIFEST_NAME)
-        except RemoteError as error:
+            if manifest is not None:
+                self._refuse_other(manifest)
+            open_remote(self.address).put(files, last=MANIFEST_NAME)
+        except (RemoteError, CheckpointError) as error:
             raise type(error)(
                 error.what,
                 expected=error.expected,
@@ -114,34 +137,19 @@ class RemoteOutput:
                 next_step=f"{error.next_step or ''} The run is whole in {self.directory}: the same command puts it, "
                 "and computes nothing again.".lstrip(),
             ) from error
-        if is_capture:
-            adopt_mirror(self.directory, self.address)
-            shutil.rmtree(self.place, ignore_errors=True)
 
-    def _remember(self, folder: RemoteFolder, there: RemoteFile | None) -> None:
-        shutil.rmtree(self.place / _THERE, ignore_errors=True)
-        if there is not None:
-            folder.fetch(there, self.place / _THERE / MANIFEST_NAME)
-        record = {"asked": str(self.address), "tag": "" if there is None else there.tag}
-        with whole_file(self.place / OUTPUT_NAME) as file:
-            json.dump(record, file)
-
-    def _refuse_newcomer(self, folder: RemoteFolder) -> None:
-        """Raise if another capture is at the address than when the command began, and not the one to put."""
-        try:
-            now = folder.find(MANIFEST_NAME)
-        except NoRepositoryError:
+    def _refuse_other(self, manifest: Manifest) -> None:
+        """Raise if a finished capture at the address is another one than this run, or is certified and this is not."""
+        there = self.read_there()
+        if there is None or not there.is_complete:
             return
-        known = read_json(self.place / OUTPUT_NAME)["tag"]
-        if now is None or now.tag == known:
-            return
-        fetched = self.place / f"{_THERE}.now"
-        folder.fetch(now, fetched)
-        is_own = fetched.read_bytes() == (self.directory / MANIFEST_NAME).read_bytes()
-        fetched.unlink()
-        if not is_own:
-            raise RemoteError(
-                f"another capture was put at {self.address} while this one ran",
+        differing = there.description.differences(manifest.description)
+        if there.is_certified and not manifest.is_certified:
+            differing.append("certificate")
+        if differing:
+            raise CaptureError(
+                f"another finished capture was put at {self.address} while this one ran",
+                found=f"other {', '.join(differing)}",
                 next_step=f"This run is whole in {self.directory}. To replace the other: the same command with "
                 "--overwrite, which computes nothing again.",
             )
@@ -150,6 +158,14 @@ class RemoteOutput:
 def kept_directory(directory: Path) -> Path:
     """Return the folder that holds a finished run: `directory`, or the mirror of the address that it goes to."""
     output = RemoteOutput.find(directory)
-    if output is None or (directory / MANIFEST_NAME).exists():
+    if output is None or is_finished(directory):
         return directory
     return mirror_capture(output.address)
+
+
+def is_finished(directory: Path) -> bool:
+    """Decide whether a folder holds a finished capture."""
+    try:
+        return Manifest.read(directory).is_complete
+    except CaptureError:
+        return False

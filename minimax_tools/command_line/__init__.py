@@ -3,9 +3,11 @@
 - `options`: options that mean the same in every command
 - `capture_store`: the place of a run's capture
 - `remote_paths`: options that take remote addresses beside folders
+- `late_value`: values of options that a server is asked for when the command runs
 - `local_path`: options that take paths of this machine alone
 - `table`: tables as plain text
 - `console`: exit codes, errors, JSON and log messages
+- `afterwards`: work for a command's end
 - `help_groups`: the groups in which a command's help shows its options
 - `completion`: shell completion of captures
 - `near_names`: a choice among names whose error suggests near ones

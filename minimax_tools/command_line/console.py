@@ -14,7 +14,9 @@ from typing import Any, NoReturn, TextIO, TypeVar
 import click
 from click.core import ParameterSource
 
+from minimax_tools.command_line.afterwards import take_afterwards
 from minimax_tools.command_line.help_groups import write_options
+from minimax_tools.command_line.late_value import find_late_values
 from minimax_tools.command_line.local_path import LocalPath
 from minimax_tools.command_line.near_names import NearChoice
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
@@ -33,7 +35,6 @@ _JSON = "minimax_tools.json"  # whether --json was given
 _ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
 _SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
 _DEFAULTS = "minimax_tools.defaults"  # the project's defaults
-_AFTERWARDS = "minimax_tools.afterwards"  # work for the end of the command
 # Options that change nothing but what is printed.
 _JSON_OPTION = "--json"
 _OUTPUT_OPTIONS = (_JSON_OPTION, "--quiet", "--debug")
@@ -120,7 +121,7 @@ class Mm2Command(click.Command):
                 formatter.write_text(offered)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the options. Some of them read a remote address, and may fail as the command itself may."""
+        """Read the options. Their errors are those of a command: a text may be no address that mm2 reads."""
         try:
             return super().parse_args(ctx, args)
         except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -129,9 +130,10 @@ class Mm2Command(click.Command):
             _fail(ctx, error)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and then what was left for its end."""
+        """Find the values that servers are asked for, run the command, and then what was left for its end."""
         try:
             _tell_defaults(ctx)
+            find_late_values(ctx)
             try:
                 result = super().invoke(ctx)
             except CommandEnd:
@@ -209,11 +211,6 @@ def version_option(command: Command) -> Command:
     """Add --version to a command."""
     # Made anew for each: click's decorator keeps the name of the first program that it showed.
     return click.version_option(package_name="mm2", message="%(prog)s %(version)s")(command)
-
-
-def do_afterwards(ctx: click.Context, work: Callable[[], object]) -> None:
-    """Call `work` when the command has come to its own end, with whatever exit code, and has printed its results."""
-    ctx.meta.setdefault(_AFTERWARDS, []).append(work)
 
 
 def given_arguments() -> tuple[str, ...]:
@@ -363,7 +360,7 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
 
 def _end_work(ctx: click.Context) -> None:
     """Do the work for the command's end. If it fails, the command fails, but its JSON is on stdout already."""
-    for work in ctx.meta.pop(_AFTERWARDS, []):
+    for work in take_afterwards(ctx):
         try:
             work()
         except (Exception, KeyboardInterrupt) as error:

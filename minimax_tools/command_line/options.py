@@ -167,7 +167,7 @@ def _model_option(*, required: bool) -> Callable[[Command], Command]:
         "--model",
         envvar="MM2_MODEL",
         required=required,
-        metavar="FOLDER|HUB_ID|S3_ADDRESS",
+        metavar="FOLDER|HUB_ID|s3://…",
         help="Checkpoint: a folder, a hub id or s3://bucket/folder [env: MM2_MODEL].",
     )
 

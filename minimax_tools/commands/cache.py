@@ -12,7 +12,7 @@ from minimax_tools.command_line.table import align_columns
 from minimax_tools.errors import UsageError
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.size import format_size
-from minimax_tools.remote.cache import CACHE_VARIABLE, OUTPUT_RUN, CachedFolder, RemoteCache
+from minimax_tools.remote.cache import CACHE_VARIABLE, OUTPUT_RUN, OUTPUTS, CachedFolder, RemoteCache
 
 
 @click.command("cache", cls=Mm2Command, epilog="\b\nExample: mm2-split cache --keep 200GB")
@@ -36,13 +36,15 @@ def cache_command(keep_bytes: int | None, clears: bool, as_json: bool) -> None:
         raise UsageError("--clear removes all, and --keep a part", next_step="Give one of them.")
     cache = RemoteCache.from_environment()
     folders = cache.list()
+    addresses = {one.path: _address_of(one) for one in folders}
+    states = {one.path: "" if one.is_copy else "not put there yet" for one in folders}
     removed = {one.path for one in cache.free(keep_bytes or 0)} if clears or keep_bytes is not None else set()
     if as_json:
         record = {
             "directory": str(cache.folder),
             "cleared": clears,
             "folders": [
-                {**encode(one), "address": _address_of(one), "removed": one.path in removed}
+                {**encode(one), "address": addresses[one.path], "removed": one.path in removed}
                 for one in folders
             ],
         }
@@ -55,8 +57,8 @@ def cache_command(keep_bytes: int | None, clears: bool, as_json: bool) -> None:
             one.kind,
             one.used_at.partition("T")[0],
             one.path.name,
-            _address_of(one) or "",
-            _word_state(one, is_removed=one.path in removed),
+            addresses[one.path] or "",
+            "removed" if one.path in removed else states[one.path],
         )
         for one in folders
     ]
@@ -69,14 +71,8 @@ def cache_command(keep_bytes: int | None, clears: bool, as_json: bool) -> None:
 
 def _address_of(folder: CachedFolder) -> str | None:
     """Return the address that a folder is of; None if it does not say."""
-    if not folder.is_copy:
+    if folder.kind == OUTPUTS:
         output = RemoteOutput.find(folder.path / OUTPUT_RUN)
         return None if output is None else str(output.address)
     address = address_of(folder.path)
     return None if address == str(folder.path) else address
-
-
-def _word_state(folder: CachedFolder, *, is_removed: bool) -> str:
-    if is_removed:
-        return "removed"
-    return "" if folder.is_copy else "not put there yet"

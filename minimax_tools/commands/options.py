@@ -48,7 +48,9 @@ newest_plan_option = click.option(
     help="Plan file, written by mm2-split plan. Default: the newest one in this folder.",
 )
 plan_model_option = click.option(
-    "--model", metavar="FOLDER|HUB_ID", help="Checkpoint: a folder or a hub id. Default: the plan's."
+    "--model",
+    metavar="FOLDER|HUB_ID|s3://…",
+    help="Checkpoint: a folder, a hub id or s3://bucket/folder. Default: the plan's.",
 )
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from minimax_tools.errors import NetworkLossError, RemoteError
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind
-from minimax_tools.hub.faults import Attempts, NoRepositoryError, is_transient
-from minimax_tools.hub.snapshot import HubSnapshot, quieten_hub, with_snapshot
+from minimax_tools.hub.faults import Attempts, NoRepositoryError, is_transient, translate
+from minimax_tools.hub.snapshot import HubSnapshot, is_commit, list_files, quieten_hub, with_snapshot
 from minimax_tools.hub.transfer import hash_like
 from minimax_tools.remote.address import DEFAULT_REVISION, RemoteAddress, Scheme
 from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder, stays_inside
@@ -78,6 +78,15 @@ class DatasetFolder(RemoteFolder):
         in_cache.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
+    def check_place(self) -> None:
+        self._refuse_offline()
+        if is_commit(self._asked.revision):
+            raise RemoteError(
+                f"nothing can be put at {self._asked}: a commit stays as it is",
+                next_step=f"Name a branch: {self._asked.at(DEFAULT_REVISION)}.",
+            )
+        self._send(self._ask)
+
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
         """Put files in one commit, so that a revision has all of them or none: `last` needs no order.
 
@@ -88,6 +97,7 @@ class DatasetFolder(RemoteFolder):
         changed = tuple(name for name, path in sorted(files.items()) if not self._holds(name, path))
         if not changed:
             return ()
+        self._refuse_offline()
         quieten_hub()
         api = HfApi(endpoint=self._access.endpoint, token=self._access.token)
         address = self._asked
@@ -125,19 +135,39 @@ class DatasetFolder(RemoteFolder):
             hash_like(path, known.content_hash) == known.content_hash
         )
 
-    def _send(self, work: Callable[[], Result]) -> Result:
-        commit = HubCommit(
+    def _refuse_offline(self) -> None:
+        if self._access.is_offline:
+            raise RemoteError(
+                f"nothing can be put at {self._asked}: the hub is not asked",
+                found="HF_HUB_OFFLINE is set",
+                next_step="Unset it, or name a folder of this machine.",
+            )
+
+    def _ask(self) -> None:
+        """Ask the hub itself, not the cache; a dataset or a branch that is not there is made by `put`."""
+        try:
+            list_files(self._commit)
+        except Exception as error:
+            if not isinstance(translate(error, self._commit), NoRepositoryError):
+                raise
+            logger.info("%s is made when it is put there.", self._asked)
+
+    @property
+    def _commit(self) -> HubCommit:
+        return HubCommit(
             model=self._asked.repository,
             revision=self._asked.revision,
             commit=self._asked.revision,
             access=self._access,
             kind=RepositoryKind.DATASET,
         )
+
+    def _send(self, work: Callable[[], Result]) -> Result:
         attempts = Attempts(self._access, name=str(self._asked), stop=threading.Event())
         try:
             return attempts.run(lambda: _unwrapped(work))
         except Exception as error:
-            raise _word_refusal(error, self._asked, commit) from error
+            raise _word_refusal(error, self._asked, self._commit) from error
 
     @cached_property
     def _snapshot(self) -> HubSnapshot:

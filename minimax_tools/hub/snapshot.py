@@ -155,11 +155,12 @@ def with_snapshot(
     asked = HubCommit(model=model, revision=revision, commit=revision, access=access, kind=kind)
     cached = _find_cached(asked)
     if access.is_offline:
+        logger.info("HF_HUB_OFFLINE is set: what the cache has of %s is used.", model)
         return work(cached or HubSnapshot(commit=asked, files={}, is_listed=False))
     if cached is None:
         return work(_list_patiently(asked))
     try:
-        snapshot = _list_files(asked)
+        snapshot = list_files(asked)
     except Exception as error:
         if not is_transient(error):
             raise translate(error, asked) from error
@@ -188,12 +189,17 @@ def _list_patiently(asked: HubCommit) -> HubSnapshot:
     """Ask the hub for the revision's commit and files, in several attempts."""
     attempts = Attempts(asked.access, name=asked.model, stop=threading.Event())
     try:
-        return attempts.run(lambda: _list_files(asked))
+        return attempts.run(lambda: list_files(asked))
     except Exception as error:
         raise translate(error, asked) from error
 
 
-def _list_files(asked: HubCommit) -> HubSnapshot:
+def is_commit(revision: str) -> bool:
+    """Decide whether a revision is a whole commit, and no branch or tag."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def list_files(asked: HubCommit) -> HubSnapshot:
     """Ask the hub for the revision's commit and files, once."""
     from huggingface_hub import HfApi
 
@@ -207,7 +213,7 @@ def _list_files(asked: HubCommit) -> HubSnapshot:
         files_metadata=True,
         timeout=access.timeout_s,
     )
-    if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
+    if info.sha is None or not is_commit(info.sha):
         raise ValueError(f"a listing without a commit: {info.sha!r}")
     files = (
         HubFile(
@@ -228,7 +234,7 @@ def _list_files(asked: HubCommit) -> HubSnapshot:
 def _find_cached(asked: HubCommit) -> HubSnapshot | None:
     """Return the revision with the files in the cache; None if the cache lacks the revision."""
     commit = asked
-    if _COMMIT.fullmatch(asked.revision) is None:
+    if not is_commit(asked.revision):
         try:
             commit = replace(asked, commit=asked.reference.read_text(encoding="utf-8").strip())
         except OSError:

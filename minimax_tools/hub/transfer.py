@@ -27,6 +27,7 @@ _SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 # Bytes of a body that are received at once, and of a file that are hashed at once.
 _CHUNK_BYTES = 1 << 16
 _HASHED_AT_ONCE_BYTES = 1 << 20
+_MAX_SHOWN = 100
 
 
 class HubTransfer:
@@ -57,6 +58,7 @@ class HubTransfer:
             return self._commit.folder / file.name
         try:
             metadata = self._attempts(file).run(lambda: self._read_metadata(file))
+            self._refuse_other_place(file, metadata.etag)
             # A mirror may send an etag that is no hash.
             hashes = [text for text in (metadata.etag, file.content_hash) if _is_hash(text)]
             expected = HubFile(
@@ -75,6 +77,16 @@ class HubTransfer:
             raise
         except Exception as error:
             raise translate(error, self._commit, file=file.name) from error
+
+    def _refuse_other_place(self, file: HubFile, etag: str) -> None:
+        """Raise if an etag leads out of the cache's folder of blobs: it is their file name."""
+        if not etag or etag.startswith(".") or {"/", "\\", "\0"} & set(etag):
+            raise CheckpointError(
+                f"{file.name} of {self._commit.model} has an etag that is no name for a file",
+                expected="its sha256, or another plain name",
+                found=repr(etag)[:_MAX_SHOWN],
+                next_step="Check HF_ENDPOINT: this is no right hub.",
+            )
 
     def _read_metadata(self, file: HubFile) -> Any:
         """Ask for the file's etag and size, and whether the hub offers it by xet, its protocol for large files."""
@@ -122,7 +134,8 @@ class HubTransfer:
         except FetchStoppedError:
             raise
         except Exception as error:
-            logger.warning("%s does not come by xet (%s): fetching it over HTTP.", file.name, error)
+            reason = " ".join(str(error).split())
+            logger.warning("%s does not come by xet (%s): fetching it over HTTP.", file.name, reason)
             return None
         if damage is not None:
             logger.warning("%s came by xet with %s: fetching it over HTTP.", file.name, damage)

@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ CACHE_VARIABLE = "MM2_CACHE"
 CAPTURES, MODELS, OUTPUTS, ADDRESSES = "captures", "models", "outputs", "addresses"
 # In a folder of an output: the run, unless it was put, or refused before it began.
 OUTPUT_RUN = "run"
+# Beside it, if what it holds was put: a search is kept here too, to be resumed.
+OUTPUT_PUT = ".put"
 # In a folder of a capture: the address that it was fetched from.
 ADDRESS_NAME = ".address.json"
 _DEFAULT = Path("~/.cache/mm2")
@@ -43,13 +46,14 @@ class CachedFolder:
 
     path: Path
     kind: str  # `captures`, `models` or `outputs`
-    size_bytes: int  # links to another cache's files do not count
+    # Without links to another cache's files, and files that a folder that was used later shares by hard links.
+    size_bytes: int
     used_at: str  # time of its last use in UTC, such as `2026-11-23T20:03:00+00:00`
 
     @property
     def is_copy(self) -> bool:
         """True if the same is at an address still: a run that could not be put yet is here alone."""
-        return self.kind != OUTPUTS
+        return self.kind != OUTPUTS or (self.path / OUTPUT_PUT).exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +79,17 @@ class RemoteCache:
 
     def list(self) -> tuple[CachedFolder, ...]:
         """List the folders of the cache, those that were used last first."""
-        folders = (
-            CachedFolder(path=path, kind=kind, size_bytes=_size(path), used_at=_used_at(path))
+        found = [
+            (_used_at(path), path, kind)
             for kind in (CAPTURES, MODELS, OUTPUTS)
             for path in (self.folder / kind).glob("*")
             if path.is_dir() and (kind != OUTPUTS or (path / OUTPUT_RUN).exists())
+        ]
+        counted: set[tuple[int, int]] = set()
+        return tuple(
+            CachedFolder(path=path, kind=kind, size_bytes=_size(path, counted), used_at=used_at)
+            for used_at, path, kind in sorted(found, reverse=True)
         )
-        return tuple(sorted(folders, key=lambda one: (one.used_at, one.path), reverse=True))
 
     def free(self, keep_bytes: int) -> tuple[CachedFolder, ...]:
         """Remove copies, those that were used least lately first, until the cache takes at most `keep_bytes`.
@@ -177,5 +185,13 @@ def _used_at(folder: Path) -> str:
     return datetime.fromtimestamp(int(folder.stat().st_mtime), tz=timezone.utc).isoformat()
 
 
-def _size(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+def _size(folder: Path, counted: set[tuple[int, int]]) -> int:
+    """Return the bytes of a folder's files, without those in `counted`; add its files to them."""
+    size_bytes = 0
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        file = (status.st_dev, status.st_ino)
+        if stat.S_ISREG(status.st_mode) and file not in counted:
+            counted.add(file)
+            size_bytes += status.st_size
+    return size_bytes

@@ -58,9 +58,13 @@ class RemoteFolder(ABC):
         """Remove what was fetched to `path`, and every copy that a further `fetch` would take in its place."""
 
     @abstractmethod
+    def check_place(self) -> None:
+        """Raise if nothing can be put here, as far as the server tells before it is sent anything."""
+
+    @abstractmethod
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
         """Put local files under their names, and return the names of those that were not there already.
 
         The file `last` is put when all others are there. If the folder has another content of it, that is removed
-        before anything else is put. So whoever finds `last` finds the files that it lists.
+        before any other file is put. So whoever finds `last` finds the files that it lists.
         """

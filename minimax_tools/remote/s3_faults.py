@@ -7,6 +7,7 @@ before there is an answer comes as it is; these libraries are known by name, bec
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 from minimax_tools.errors import NetworkLossError, RemoteError
 from minimax_tools.remote.address import RemoteAddress
@@ -20,6 +21,7 @@ _WITHOUT_CREDENTIALS = frozenset(
     }
 )
 _WRONG_CHECKSUM = frozenset({"FlexibleChecksumError", "ChecksumError"})
+_TOO_MANY_REQUESTS = 429
 # s3fs' numbers of the answers 500 and 503: the server fails for now, or has too much to do.
 _SERVER_FAILURES = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
 _NO_REGION = frozenset({"NoRegionError", "InvalidRegionError"})
@@ -55,7 +57,17 @@ def is_network_loss(error: BaseException) -> bool:
 
 
 def _is_server_failure(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in _SERVER_FAILURES
+    is_known = isinstance(error, OSError) and error.errno in _SERVER_FAILURES
+    return is_known or any(
+        status == _TOO_MANY_REQUESTS or status >= 500 for status in map(_status, _causes(error))
+    )
+
+
+def _status(error: BaseException) -> int:
+    """Return the status of the answer that botocore's error is of; 0 of other errors."""
+    response: Any = getattr(error, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    return int(metadata.get("HTTPStatusCode", 0))
 
 
 def translate(
@@ -66,13 +78,14 @@ def translate(
         return error
     what = f"{name} of {address}" if name else str(address)
     found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
-    reason, next_step = _explain(error, address)
+    kept = "received data is kept" if verb == "fetched" else "what is there is not sent twice"
+    reason, next_step = _explain(error, address, kept)
     kind = NetworkLossError if is_network_loss(error) else RemoteError
     return kind(f"{what} could not be {verb}: {reason}", found=found, next_step=next_step)
 
 
-def _explain(error: BaseException, address: RemoteAddress) -> tuple[str, str]:
-    """Return the reason of a failure, and the user's next step."""
+def _explain(error: BaseException, address: RemoteAddress, kept: str) -> tuple[str, str]:
+    """Return the reason of a failure, and the user's next step; `kept` says what need not be done twice."""
     if lacks_credentials(error):
         return (
             "this machine has no credentials of AWS, and the bucket is not public",
@@ -96,11 +109,11 @@ def _explain(error: BaseException, address: RemoteAddress) -> tuple[str, str]:
     if any(type(cause).__name__ in _NO_REGION for cause in _causes(error)):
         return "no region is set", "Set AWS_DEFAULT_REGION to the bucket's region."
     if _is_server_failure(error):
-        return "S3 fails, or has too much to do", "Run again: received data is kept."
+        return "S3 fails, or has too much to do", f"Run again: {kept}."
     if is_network_loss(error):
         return (
             "S3 does not answer, or breaks off",
-            "Check the network and AWS_ENDPOINT_URL_S3, and run again: received data is kept.",
+            f"Check the network and AWS_ENDPOINT_URL_S3, and run again: {kept}.",
         )
     return "the answer is not what S3 says", "Check AWS_ENDPOINT_URL_S3 and the proxy, and run again."
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minimax_tools.errors import MissingExtraError, RemoteError
+from minimax_tools.errors import MissingExtraError, RemoteError, list_names
 from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
@@ -30,6 +30,7 @@ _RANGE_BYTES = 8 << 20
 _NUM_RANGES = 8
 # Key of an object's metadata with the sha256 of its content; S3 itself knows none of an object put in several parts.
 _SHA256_KEY = "mm2-sha256"
+_MAX_NAMED = 5
 # In seconds. The variable AWS_MAX_ATTEMPTS sets the number of attempts.
 _PATIENCE = {"connect_timeout": 10, "read_timeout": 60}
 
@@ -108,13 +109,21 @@ class S3Folder(RemoteFolder):
         path.unlink(missing_ok=True)
         _part(file, path).unlink(missing_ok=True)
 
+    def check_place(self) -> None:
+        bucket = self.address.repository
+        # A request for reading would be sent as anybody where there are no credentials.
+        self._request(lambda system: system.call_s3("head_bucket", Bucket=bucket), name="", verb="written to")
+
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
         digests = {name: digest_file(path) for name, path in files.items()}
         absent = [name for name in files if not self._holds(name, files[name], digests[name])]
-        # Not asked for where there is nothing to remove: a publisher may lack the right to delete.
-        if last in absent and self._head(last) is not None:
+        # Alone it is replaced in one step. Not asked for where there is nothing to remove: a publisher may lack the
+        # right to delete.
+        if last in absent and absent != [last] and self._head(last) is not None:
             self._remove(last)
         for name in sorted(absent, key=lambda name: (name == last, name)):
+            if name == last:
+                self._refuse_mixture([other for other in files if other != last], files, digests)
             logger.info("Putting %s (%s) at %s.", name, format_size(files[name].stat().st_size), self.address)
             self._put_file(name, files[name], digests[name])
         return tuple(absent)
@@ -133,6 +142,18 @@ class S3Folder(RemoteFolder):
             if len(piece) != end - first:
                 raise _replaced(file, self.address)
         return pieces
+
+    def _refuse_mixture(
+        self, names: Iterable[str], files: Mapping[str, Path], digests: Mapping[str, str]
+    ) -> None:
+        """Raise unless the folder has all these files: another process may put others of their names meanwhile."""
+        lost = [name for name in names if not self._holds(name, files[name], digests[name])]
+        if lost:
+            raise RemoteError(
+                f"another process puts files at {self.address} at the same time",
+                found=f"another content of {list_names(lost, most=_MAX_NAMED)}",
+                next_step="Choose another address, or run again when it has ended.",
+            )
 
     def _holds(self, name: str, path: Path, sha256: str) -> bool:
         head = self._head(name)

@@ -115,7 +115,7 @@ class Bisection:
     """A finished search over layers."""
 
     span: Span  # the layers that were searched
-    reference: str  # the golden's directory
+    reference: str  # folder or address of the golden
     target: str  # the port as the user named it
     arguments: tuple[str, ...]  # what a command needs to run the same port on the same golden
     probes: tuple[Probe, ...]  # the runs of the search, in order

@@ -29,7 +29,7 @@ class StreamSearch:
     """A search for the last wrong part of a model, finished or waiting for a run."""
 
     num_layers: int
-    reference: str  # the golden's directory
+    reference: str  # folder or address of the golden
     target: str  # the port as the user named it; empty if it was run by hand
     runs: tuple[ReplacedRun, ...]  # the runs that were judged, in order
     is_finished: bool

@@ -208,8 +208,8 @@ class RouterDtype:
 class Comparison:
     """A whole comparison of two directories."""
 
-    reference: str  # the golden's directory
-    target: str  # the port's directory
+    reference: str  # folder or address of the golden
+    target: str  # folder or address of the run
     criteria: str  # `noise`, `classic`, or the file that the limits came from
     verdict: Verdict
     # Each site that the run declares to compute (`Run.computed_sites`) of each compared layer, layers ascending; then

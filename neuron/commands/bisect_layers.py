@@ -10,6 +10,7 @@ import torch
 
 from compare.chains.chain_limits import LONGEST_CHAIN, default_chain_length
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -195,7 +196,7 @@ def bisect_command(
         )
     if as_json:
         record = bisection_record(bisection)
-        record |= {"graphs": asdict(compiles), "directory": str(directory)}
+        record |= {"graphs": asdict(compiles), "directory": address_of(directory)}
         print_json(record, next_commands=next_commands(bisection))
     else:
         report = RunReport(compiles=compiles)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import torch
 
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -88,7 +89,7 @@ class WholeBisection:
                     is_exhaustive=self.is_exhaustive,
                 )
         if self.as_json:
-            print_json({**stream_search_record(search), "directory": str(directory)}, next_commands=())
+            print_json({**stream_search_record(search), "directory": address_of(directory)}, next_commands=())
         else:
             click.echo(render_stream_search(search))
         end_command(search.verdict.exit_code)

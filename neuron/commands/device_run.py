@@ -17,6 +17,7 @@ from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -233,7 +234,7 @@ def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
 
 def _print_summary(outcome: _Outcome) -> None:
     assert outcome.comparison is not None, "a summary was refused without a golden"
-    record = {"directory": str(outcome.capture.directory), **summary_record(outcome.comparison)}
+    record = {"directory": address_of(outcome.capture.directory), **summary_record(outcome.comparison)}
     print_json(record, next_commands=outcome.following)
 
 

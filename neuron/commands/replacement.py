@@ -10,6 +10,7 @@ import click
 import torch
 
 from compare.chains.stream_search import search_stream
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
@@ -149,7 +150,7 @@ def replacement_command(options: ReplacementOptions) -> None:
         search = search_stream(
             spec.num_hidden_layers,
             judge_run,
-            reference=str(golden.directory),
+            reference=address_of(golden.directory),
             target="",
             is_exhaustive=options.is_exhaustive,
         )

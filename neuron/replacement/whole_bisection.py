@@ -12,6 +12,7 @@ from pathlib import Path
 
 from compare.chains.stream_search import search_stream
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -77,7 +78,7 @@ def bisect_whole(
         return search_stream(
             request.spec.num_hidden_layers,
             runs.judge_run,
-            reference=str(request.golden.directory),
+            reference=address_of(request.golden.directory),
             target=request.target.name,
             is_exhaustive=is_exhaustive,
         )

@@ -20,6 +20,7 @@ from compare.chains.chain_limits import LONGEST_CHAIN
 from compare.limits.criteria import Criteria
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -139,7 +140,7 @@ def bisect_layers(
         findings = tuple(_SEARCHES[request.extent](span, prober.probe))
     bisection = Bisection(
         span=span,
-        reference=str(golden.directory),
+        reference=address_of(golden.directory),
         target=request.target.name,
         arguments=_arguments(request, runtime),
         probes=tuple(prober.probes),
@@ -241,7 +242,7 @@ def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
     """Return the command-line arguments that run this port again, for the commands that the report suggests."""
     options = {
         "model": request.model_source,
-        "golden": request.golden.directory,
+        "golden": address_of(request.golden.directory),
         "target": request.target.name,
         "backend": runtime.backend,
         "dtype": dtype_name(request.dtype),

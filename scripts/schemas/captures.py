@@ -31,7 +31,7 @@ def capture() -> Schema:
     }
     return record(
         {
-            "directory": maybe(text(), "Folder of the capture; null if it was not saved."),
+            "directory": maybe(text(), "Folder or address of the capture; null if it was not saved."),
             "complete": maybe(flag(), "Whether the run came to its end; null if the layout does not say."),
             "description": maybe(_description(), "The run; null if the layout does not say."),
             "observed_dtypes": by_name(text(), "Dtypes of the router's parts as the port loaded them."),
@@ -81,7 +81,8 @@ def run_facts() -> Schema:
 def certificate() -> Schema:
     """Return the schema of `mm2-gpu certify`."""
     return record(
-        {"directory": text("Folder of the golden."), "certificate": _certificate()}, "The checks of a golden."
+        {"directory": text("Folder or address of the golden."), "certificate": _certificate()},
+        "The checks of a golden.",
     )
 
 

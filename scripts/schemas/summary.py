@@ -60,7 +60,7 @@ def comparison_summary() -> Schema:
     )
     statuses = {status.value: whole() for status in SiteStatus}
     rest = {
-        "directory": text("Folder of the run, if mm2-test made it."),
+        "directory": text("Folder or address of the run, if mm2-test made it."),
         "diagnosis": listed(mistake(), "Named mistakes, of mm2-test model alone."),
         "coverage": coverage,
         "limits": listed(limit, "The sites furthest beyond their limits or nearest to them, worst first."),

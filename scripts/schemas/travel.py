@@ -15,7 +15,7 @@ def publication() -> Schema:
     """Return the schema of `mm2-gpu publish`."""
     return record(
         {
-            "directory": text("Folder of the golden."),
+            "directory": text("Folder or address of the golden."),
             "address": text("Address that it was put at."),
             "files": listed(text(), "Its files there, with the card README.md."),
             "size_bytes": whole("Size of the golden in bytes."),

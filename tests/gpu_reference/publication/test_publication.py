@@ -113,6 +113,17 @@ def test_a_damaged_golden_is_refused(s3: Any, command: Any, tmp_path: Path) -> N
     assert names(s3) == []
 
 
+def test_a_place_that_is_not_there_is_told_before_tensors_are_read(
+    s3: Any, command: Any, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(OLD, tmp_path / "damaged"))
+    (folder / "layer_0.safetensors").write_bytes(b"")
+    done = publish(command, folder, "--quiet", to="s3://nowhere/golden")
+    assert done.exit_code == 3
+    assert "s3://nowhere/golden could not be written to" in done.stderr
+    assert "layer_0" not in done.stderr
+
+
 def test_another_golden_is_replaced_only_when_told(s3: Any, command: Any, uncertified: Path) -> None:
     publish(command, OLD, "--quiet")
     refused = publish(command, uncertified, "--quiet", "--allow-uncertified")

@@ -183,6 +183,13 @@ def test_a_copy_that_is_damaged_here_is_fetched_again_once_it_is_removed(publish
     assert torch.equal(Capture.open(ADDRESS).read(1, Site.OUTPUT), Capture.open(OLD).read(1, Site.OUTPUT))
 
 
+def test_a_json_file_that_was_removed_is_fetched_again(published: Any) -> None:
+    file = Capture.open(ADDRESS).directory / "generation.json"
+    file.unlink()
+    assert Capture.open(ADDRESS).read_generation() == Capture.open(OLD).read_generation()
+    assert file.exists()
+
+
 @pytest.mark.parametrize("name", [MANIFEST_NAME, ".address.json"])
 def test_a_mirror_without_a_right_manifest_or_address_is_made_again(published: Any, name: str) -> None:
     directory = Capture.open(ADDRESS).directory
@@ -192,6 +199,17 @@ def test_a_mirror_without_a_right_manifest_or_address_is_made_again(published: A
         assert capture.directory == directory
         assert capture.manifest == Capture.open(OLD).manifest
         assert address_of(directory) == ADDRESS
+
+
+def test_the_same_golden_at_two_addresses_has_two_mirrors(published: Any) -> None:
+    for path in OLD.iterdir():
+        published.objects.put_object(Bucket="lab", Key=f"copies/toy/{path.name}", Body=path.read_bytes())
+    first, second = Capture.open(ADDRESS), Capture.open("s3://lab/copies/toy")
+    assert first.directory != second.directory
+    assert address_of(second.directory) == "s3://lab/copies/toy"
+    published.forget()
+    second.read(1, Site.OUTPUT)
+    assert published.asked("GET", "/copies/toy/layer_1.safetensors")
 
 
 def test_a_golden_that_is_replaced_while_it_is_read_is_told(published: Any) -> None:

@@ -90,8 +90,8 @@ def test_second_names_are_shown_once_beside_the_first() -> None:
     for name in ("mm2-compare", "mm2-diagnose"):
         text = show((name,))
         assert text.count("--gpu-path") == text.count("--neuron-path") == 1
-        assert "--golden, --gpu-path FOLDER|ADDRESS" in text
-        assert "--run, --neuron-path FOLDER|ADDRESS" in text
+        assert "--golden, --gpu-path FOLDER|s3://…|hf://…" in text
+        assert "--run, --neuron-path FOLDER|s3://…|hf://…" in text
 
 
 @pytest.mark.parametrize("name", ["mm2-gpu", "mm2-split", "mm2-test"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.remote_output import RemoteOutput
 from minimax_tools.cli import mm2_split
-from minimax_tools.errors import RemoteError
+from minimax_tools.errors import CaptureError
 from minimax_tools.hub.checkpoint_folder import list_files, resolve_config, resolve_model
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import layer_of
@@ -25,6 +26,7 @@ from mm2.golden_layer import open_golden
 from neuron.cli import main as mm2_test
 
 OLD = Path(__file__).parents[2] / "old_files"
+EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 
 
 def put(s3: Any, folder: Path, prefix: str) -> None:
@@ -150,16 +152,133 @@ def test_another_run_at_the_address_is_kept(s3: Any, command: Any, tmp_path: Pat
     assert Capture.open("s3://lab/golden").description.side == "neuron"
 
 
+def waiting(folder: Path) -> RemoteOutput:
+    """A whole run on this machine that goes to s3://lab/runs/one."""
+    output = RemoteOutput.at(RemoteAddress.parse("s3://lab/runs/one"))
+    output.open()
+    shutil.copytree(folder, output.directory)
+    return output
+
+
 def test_a_capture_that_came_meanwhile_is_kept(s3: Any) -> None:
-    address = RemoteAddress.parse("s3://lab/runs/one")
-    output = RemoteOutput.open(address)
-    shutil.copytree(OLD / "swapped", output.directory)
+    output = waiting(OLD / "swapped")
     put(s3, OLD / "golden", "runs/one")
-    with pytest.raises(RemoteError, match="another capture was put at s3://lab/runs/one while this one ran"):
+    with pytest.raises(
+        CaptureError, match="another finished capture was put at s3://lab/runs/one while this one ran"
+    ):
         output.put(overwrites=False)
     assert Capture.open("s3://lab/runs/one").manifest == Capture.open(OLD / "golden").manifest
     output.put(overwrites=True)
     assert Capture.open("s3://lab/runs/one").manifest == Capture.open(OLD / "swapped").manifest
+
+
+def test_the_same_run_that_came_meanwhile_is_replaced_unless_it_alone_is_certified(
+    s3: Any, tmp_path: Path
+) -> None:
+    bare = Path(shutil.copytree(OLD / "golden", tmp_path / "bare"))
+    record = json.loads((bare / "manifest.json").read_text())
+    del record["certificate"]
+    (bare / "manifest.json").write_text(json.dumps(record))
+    put(s3, OLD / "golden", "runs/one")
+    output = waiting(bare)
+    with pytest.raises(CaptureError, match="found other certificate"):
+        output.put(overwrites=False)
+    put(s3, bare, "runs/one")
+    output.put(overwrites=False)
+    assert not output.place.exists()
+    waiting(OLD / "golden").put(overwrites=False)
+    assert Capture.open("s3://lab/runs/one").manifest.is_certified
+
+
+def test_a_half_at_the_address_is_no_capture_to_keep(s3: Any, tmp_path: Path) -> None:
+    half = Path(shutil.copytree(OLD / "golden", tmp_path / "half"))
+    record = json.loads((half / "manifest.json").read_text()) | {"complete": False}
+    (half / "manifest.json").write_text(json.dumps(record))
+    put(s3, half, "runs/one")
+    waiting(OLD / "swapped").put(overwrites=False)
+    assert Capture.open("s3://lab/runs/one").manifest == Capture.open(OLD / "swapped").manifest
+
+
+def test_what_is_put_by_two_processes_is_put_once(s3: Any) -> None:
+    output = waiting(OLD / "swapped")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: output.put(overwrites=False), range(2)))
+    assert len(s3.asked("PUT")) == len(list((OLD / "swapped").iterdir()))
+
+
+def test_a_killed_run_is_not_resumed_where_another_came(s3: Any, command: Any) -> None:
+    first = command(mm2_test, *RUN, "--quiet", "--output-dir", "s3://lab/runs/one")
+    assert first.exit_code == 0, first.output
+    here = Capture.open("s3://lab/runs/one").directory
+    output = waiting(here)
+    record = json.loads((here / "manifest.json").read_text()) | {"complete": False}
+    (output.directory / "manifest.json").write_text(json.dumps(record))
+    put(s3, OLD / "golden", "runs/one")
+    done = command(mm2_test, *RUN, "--quiet", "--output-dir", "s3://lab/runs/one")
+    assert done.exit_code == 3
+    assert "s3://lab/runs/one holds another finished capture" in done.stderr
+
+
+def test_another_run_that_waits_to_be_put_is_kept(s3: Any, command: Any) -> None:
+    output = waiting(OLD / "swapped")
+    done = command(mm2_test, *RUN, "--quiet", "--output-dir", "s3://lab/runs/one")
+    assert done.exit_code == 3
+    assert f"another finished run waits in {output.directory} to be put at s3://lab/runs/one" in done.stderr
+    assert s3.asked("PUT") == []
+
+
+def test_a_search_is_put_and_says_where(s3: Any, command: Any) -> None:
+    put(s3, OLD / "golden", "golden")
+    s3.forget()
+    arguments = (
+        "bisect",
+        "--model",
+        OLD / "toy",
+        "--golden",
+        "s3://lab/golden",
+        "--backend",
+        "cpu",
+        "--json",
+    )
+    done = command(mm2_test, *arguments, "--quiet", "--output-dir", "s3://lab/search")
+    record = json.loads(done.stdout)
+    assert (record["reference"], record["directory"]) == ("s3://lab/golden", "s3://lab/search")
+    assert all("--golden s3://lab/golden" in line for line in record["next"])
+    assert [one.path for one in s3.asked("PUT")] == ["/lab/search/bisection.json"]
+    shown = command(mm2_split, "cache").stdout
+    assert "s3://lab/search" in shown
+    assert "not put there yet" not in shown
+    again = command(mm2_test, *arguments, "--quiet", "--output-dir", "s3://lab/search")
+    assert json.loads(again.stdout)["runs_resumed"] > 0
+
+
+def test_a_wrong_option_is_told_before_a_server_is_asked(s3: Any, command: Any) -> None:
+    sides = ("--golden", "s3://lab/golden", "--output-dir", "s3://lab/runs/one", "--quiet")
+    done = command(mm2_test, *RUN, *sides, "--atol", "none")
+    assert done.exit_code == 2
+    assert "--atol" in done.stderr
+    assert s3.requests == []
+    assert command(mm2_test, *RUN, *sides).exit_code == 3
+    assert s3.requests
+
+
+@pytest.mark.slow
+def test_the_first_of_several_ranks_puts_the_run(
+    s3: Any, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(s3, OLD / "golden", "golden")
+    ranks = ("--tp-degree", "2", "--target", EXAMPLES / "tensor_parallel_port.py:DecoderLayer")
+    arguments = ("sweep", "--backend", "cpu", "--model", OLD / "toy", "--golden", OLD / "golden", *ranks)
+    s3.plant("PUT", "/runs/", status=403, times=1)
+    failed = command(mm2_test, *arguments, "--quiet", "--output-dir", "s3://lab/runs/one")
+    assert failed.exit_code == 3
+    # The process that started the ranks tried to put nothing itself.
+    assert len(s3.asked("PUT", "/runs/")) == 1
+    s3.forget()
+    done = command(mm2_test, *arguments, "--quiet", "--output-dir", "s3://lab/runs/one")
+    assert done.exit_code == 0, done.output
+    names = [one.path.rpartition("/")[2] for one in s3.asked("PUT", "/runs/")]
+    assert names == ["inputs.safetensors", "layer_0.safetensors", "layer_1.safetensors", "manifest.json"]
 
 
 def test_a_model_at_an_address_comes_by_its_shards(s3: Any, toy: Path) -> None:
@@ -239,6 +358,20 @@ def test_a_golden_at_an_address_is_certified_there(s3: Any, command: Any) -> Non
     assert str(certificate) in card
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "README.md"])
+def test_a_certificate_that_cannot_be_put_is_printed(s3: Any, command: Any, name: str) -> None:
+    put(s3, OLD / "golden", "golden")
+    s3.plant("PUT", name, status=403, times=9)
+    done = command(mm2_gpu, "certify", "--golden", "s3://lab/golden", "--quiet")
+    assert done.exit_code == 3
+    assert done.stdout.startswith("s3://lab/golden: certified")
+    assert f"{name} of s3://lab/golden could not be put there" in done.stderr
+    # The golden can be read still.
+    assert Capture.open("s3://lab/golden").is_complete
+    s3.faults.clear()
+    assert command(mm2_gpu, "certify", "--golden", "s3://lab/golden", "--quiet").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
@@ -272,8 +405,13 @@ def test_a_cache_that_cannot_be_written_to_is_told(
 
 def test_help_says_what_takes_an_address(command: Any) -> None:
     text = command(mm2_test, "sweep", "--help").stdout
-    assert "--golden FOLDER|ADDRESS" in text
-    assert "--output-dir FOLDER|ADDRESS" in text
+    assert "--golden FOLDER|s3://…|hf://…" in text
+    assert "--output-dir FOLDER|s3://…|hf://…" in text
+    assert "--model FOLDER|HUB_ID|s3://…" in text
+    for program in (mm2_gpu, mm2_test):
+        assert "show [OPTIONS] FOLDER|s3://…|hf://…" in command(program, "show", "--help").stdout
+    # A search of a whole port, and folders that are made, take no address.
+    assert "--captures DIRECTORY" in text
 
 
 def test_a_port_s_own_tests_take_a_golden_at_an_address(s3: Any) -> None:

@@ -235,6 +235,19 @@ def test_names_that_lead_out_of_the_folder_are_not_fetched(
     assert f"has no {name}" in _fault(lambda: fetch_files("owner/evil", [name], access=access))
 
 
+@pytest.mark.parametrize("etag", ["../../../evil", "/evil", ".hidden"])
+def test_an_etag_that_leads_out_of_the_cache_is_refused(
+    etag: str, hub: Any, hub_module: ModuleType, access: HubAccess, files: Files, tmp_path: Path
+) -> None:
+    commit = hub.add("owner/evil", files).commit
+    headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
+    hub.plant("HEAD", "config.json", hub_module.Fault(status=200, headers=headers), times=9)
+    fault = _fault(lambda: fetch_files("owner/evil", ["config.json"], access=access))
+    assert "config.json of owner/evil has an etag that is no name for a file: expected its sha256" in fault
+    assert not list(tmp_path.rglob("*evil*.incomplete"))
+    assert fetch_files("owner/evil", [LAYER_1], access=access)[LAYER_1].read_bytes() == files[LAYER_1]
+
+
 def test_named_files_are_fetched_by_name(hub: Any, access: HubAccess, files: Files, resolve: Resolve) -> None:
     found = fetch_files("owner/name", ["README.md", LAYER_1], access=access)
     assert {name: path.read_bytes() for name, path in found.items()} == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,52 @@ def test_a_token_that_may_not_write_is_told(hub: Any, access: HubAccess, tmp_pat
     stranger = dataclasses.replace(access, token="hf_other")
     with pytest.raises(RemoteError, match="the hub wants a token that may write there"):
         folder(stranger).put({path.name: path for path in OLD.iterdir()}, last="manifest.json")
+
+
+def test_a_place_is_asked_for_before_anything_is_put(hub: Any, access: HubAccess, tmp_path: Path) -> None:
+    made = hub.add("datasets/owner/golden", golden_files())
+    folder(access).check_place()
+    folder(access, "hf://datasets/owner/new").check_place()  # it is made when something is put there
+    with pytest.raises(RemoteError, match=r"a commit stays as it is\. Name a branch: hf://.*@main/m2\."):
+        folder(access, f"hf://datasets/owner/golden@{made.commit}/m2").check_place()
+    offline = folder(dataclasses.replace(access, is_offline=True))
+    (tmp_path / "manifest.json").write_text("{}")
+    files = {"manifest.json": tmp_path / "manifest.json"}
+    for ask in (offline.check_place, lambda: offline.put(files, last="manifest.json")):
+        with pytest.raises(
+            RemoteError, match=r"nothing can be put at hf://.*/golden@main: the hub is not asked"
+        ):
+            ask()
+    # What the cache has does not stand for a hub that is away.
+    file = folder(access).find("manifest.json")
+    assert file is not None
+    folder(access).fetch(file, tmp_path / "fetched")
+    away = folder(dataclasses.replace(access, endpoint="http://127.0.0.1:1"))
+    assert away.find("manifest.json") is not None
+    with pytest.raises(RemoteError, match=r"nothing could be put at .*: http://127.0.0.1:1 does not answer"):
+        away.check_place()
+
+
+def test_that_the_hub_is_not_asked_is_said(
+    hub: Any, access: HubAccess, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.add("datasets/owner/golden", golden_files())
+    file = folder(access).find("manifest.json")
+    assert file is not None
+    folder(access).fetch(file, tmp_path / "fetched")
+    caplog.set_level("INFO")
+    assert folder(dataclasses.replace(access, is_offline=True)).find("manifest.json") is not None
+    assert "HF_HUB_OFFLINE is set: what the cache has of owner/golden is used." in caplog.text
+
+
+def test_a_mirror_heals_where_the_hub_s_cache_was_cleared(hub: Any, tmp_path: Path) -> None:
+    hub.add("datasets/owner/golden", golden_files())
+    first = read(hub, tmp_path, "hf://datasets/owner/golden", "1")
+    shutil.rmtree(tmp_path / "home" / "hub")
+    generation = Path(first[1]) / "generation.json"
+    assert not generation.exists()
+    assert read(hub, tmp_path, "hf://datasets/owner/golden", "1") == first
+    assert generation.read_bytes() == (OLD / "generation.json").read_bytes()
 
 
 def hub_fault(hub: Any, status: int) -> Any:

@@ -56,7 +56,8 @@ def test_the_cache_is_listed_and_cleared(cache: RemoteCache, command: Any) -> No
     (listed,) = folders(command)
     assert listed["address"] == "s3://lab/golden"
     assert (listed["kind"], listed["removed"]) == ("captures", False)
-    assert [one["removed"] for one in folders(command, "--clear")] == [True]
+    (cleared,) = folders(command, "--clear")
+    assert (cleared["address"], cleared["removed"]) == ("s3://lab/golden", True)
     assert not folder.exists()
     assert (cache.folder / "other").exists()
     assert folders(command) == []
@@ -72,6 +73,22 @@ def test_what_was_used_least_lately_is_removed_first(cache: RemoteCache, command
     assert (new.exists(), middle.exists()) == (True, False)
 
 
+def test_a_file_that_folders_share_is_counted_once(cache: RemoteCache, command: Any) -> None:
+    old, new = fill(cache, "old", day=1), fill(cache, "new", day=3)
+    file = Path("run", "layer_0.safetensors")
+    for name in ("certified", "again"):
+        shared = fill(cache, name, size_bytes=10, day=2)
+        (shared / file).unlink()
+        os.link(new / file, shared / file)
+        os.utime(shared, (new.stat().st_mtime - 1,) * 2)
+    # Of one content in three folders: what was used last has the bytes.
+    assert [one["size_bytes"] for one in folders(command)] == [1000, 0, 0, 1000]
+    # All is within the limit, and nothing goes; then the oldest file of its own is enough.
+    assert not any(one["removed"] for one in folders(command, "--keep", "2kB"))
+    assert [one["removed"] for one in folders(command, "--keep", "1kB")] == [False, False, False, True]
+    assert (old.exists(), (shared / file).stat().st_size) == (False, 1000)
+
+
 def test_a_run_that_is_here_alone_stays(cache: RemoteCache, command: Any) -> None:
     run = fill(cache, "run", kind=OUTPUTS, day=1)
     (run / ".output.json").write_text('{"asked": "s3://lab/run"}')
@@ -80,6 +97,11 @@ def test_a_run_that_is_here_alone_stays(cache: RemoteCache, command: Any) -> Non
         (listed,) = folders(command, *options)
         assert (listed["address"], listed["removed"]) == ("s3://lab/run", False)
     assert (run / "run" / "layer_0.safetensors").exists()
+    # A search stays after it was put, to be resumed: it is a copy then.
+    (run / ".put").touch()
+    assert "not put there yet" not in command(mm2_split, "cache").stdout
+    assert [one["removed"] for one in folders(command, "--clear")] == [True]
+    run = fill(cache, "run", kind=OUTPUTS, day=1)
     shutil.rmtree(run / "run")
     assert folders(command) == []
 

@@ -140,7 +140,7 @@ def test_a_server_that_is_away_is_told(s3: Any, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(error, NetworkLossError)
 
 
-@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
 def test_a_server_that_fails_is_told(folder: S3Folder, s3: Any, status: int) -> None:
     s3.plant("HEAD", "large.bin", status=status, times=9)
     error = fault(folder)
@@ -156,13 +156,30 @@ def test_a_file_that_cannot_be_stored_is_told(folder: S3Folder, tmp_path: Path) 
         folder.fetch(file, tmp_path / "large.bin")
 
 
-def test_a_new_place_needs_no_right_to_delete(s3: Any, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("text")
+def test_only_other_files_under_a_manifest_need_the_right_to_delete(s3: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a", "manifest.json")}
+    for name, path in files.items():
+        path.write_text(name)
     s3.plant("DELETE", "manifest.json", status=403, times=9)
-    assert at("s3://lab/new").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
-    (tmp_path / "manifest.json").write_text("another")
+    assert len(at("s3://lab/new").put(files, last="manifest.json")) == 2
+    files["manifest.json"].write_text("another")
+    assert at("s3://lab/new").put(files, last="manifest.json") == ("manifest.json",)
+    for path in files.values():
+        path.write_text("a third")
     with pytest.raises(RemoteError, match="manifest.json of s3://lab/new could not be removed"):
-        at("s3://lab/new").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
+        at("s3://lab/new").put(files, last="manifest.json")
+
+
+def test_a_place_is_asked_for_before_anything_is_put(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    at("s3://lab/new").check_place()
+    with pytest.raises(RemoteError, match="s3://nowhere/new could not be written to: there is no bucket"):
+        at("s3://nowhere/new").check_place()
+    # A bucket that anybody may read is no place to write to without credentials.
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(RemoteError, match="this machine has no credentials of AWS"):
+        at("s3://lab/new").check_place()
+    assert all(one.method == "HEAD" for one in s3.requests)
 
 
 def test_a_body_that_breaks_off_is_asked_for_again(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
@@ -213,6 +230,43 @@ def test_what_is_put_partly_has_no_manifest(s3: Any, tmp_path: Path) -> None:
     s3.forget()
     assert sorted(folder.put(files, last="manifest.json")) == ["manifest.json", "z"]
     assert [one.path.rpartition("/")[2] for one in s3.asked("PUT")] == ["z", "manifest.json"]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_server_keeps_what_was_received_or_sent(
+    folder: S3Folder, s3: Any, tmp_path: Path, status: int
+) -> None:
+    file = folder.find("large.bin")
+    assert file is not None
+    (tmp_path / "new.bin").write_bytes(b"new")
+    s3.plant("GET", "large.bin", status=status, times=9)
+    s3.plant("PUT", "new.bin", status=status, times=9)
+    with pytest.raises(NetworkLossError, match="S3 fails, or has too much to do") as fetching:
+        folder.fetch(file, tmp_path / "large.bin")
+    with pytest.raises(NetworkLossError, match="S3 fails, or has too much to do") as putting:
+        folder.put({"new.bin": tmp_path / "new.bin"}, last="manifest.json")
+    assert fetching.value.next_step == "Run again: received data is kept."
+    assert putting.value.next_step == "Run again: what is there is not sent twice."
+
+
+def test_two_captures_that_are_put_at_once_do_not_mix(s3: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a", "manifest.json", "z")}
+    for name, path in files.items():
+        path.write_text(name)
+
+    class Crossed(S3Folder):
+        def _put_file(self, name: str, path: Path, sha256: str) -> None:
+            super()._put_file(name, path, sha256)
+            if name == "z":
+                s3.objects.put_object(Bucket="lab", Key="new/a", Body=b"another's")
+
+    crossed = Crossed(address=RemoteAddress.parse("s3://lab/new"))
+    with pytest.raises(
+        RemoteError, match="another process puts files at s3://lab/new at the same time: .* a"
+    ):
+        crossed.put(files, last="manifest.json")
+    assert sorted(crossed.files()) == ["a", "z"]
+    assert sorted(at("s3://lab/new").put(files, last="manifest.json")) == ["a", "manifest.json"]
 
 
 def test_a_put_file_knows_its_digest(s3: Any, tmp_path: Path) -> None:
