@@ -1,4 +1,4 @@
-"""Every bash block of every page is run by a test, or excused by name: the tables of `test_docs_commands.py`."""
+"""Bash blocks of all pages: each is run by a test, or excused by name in `test_docs_commands.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def unaccounted(root: Path, tables: Any) -> Iterator[str]:
-    """What of the pages is neither run nor excused, and what of the tables is about nothing."""
+    """Yield blocks that are neither run nor excused, and words of the tables that no page has."""
     texts = pages(root)
     for page, text in texts.items():
         yield from _unseen_blocks(page, text)

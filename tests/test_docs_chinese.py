@@ -18,7 +18,7 @@ _FIGURE = re.compile(r"\d+(?:\.\d+)*")
 
 
 def differences(english: str, chinese: str) -> Iterator[str]:
-    """What one page says and the other does not, text in words apart."""
+    """Yield what one page has and the other has not, words of sentences aside."""
     for what, of_page in {
         "commands": _commands,
         "code": _code,

@@ -61,7 +61,7 @@ RUN_BY: Mapping[str, str] = {
 
 
 class Excuse(NamedTuple):
-    """Why no test runs the one block of a page that has the phrase."""
+    """The reason why no test runs the one block of a page that has the phrase."""
 
     page: str
     phrase: str
