@@ -175,7 +175,7 @@ mm2-split synthesize --output model --num-hidden-layers 8
 mm2-gpu extract-all --model model --seq-len 48,33
 """
 
-_BLOCK = re.compile(r"^```(?P<language>bash|text)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
