@@ -275,7 +275,7 @@ def test_page_does_what_it_shows(page: str, captures: Path, tmp_path: Path) -> N
         pytest.skip("jq is not installed")
     folder = shutil.copytree(captures, tmp_path / "reader", symlinks=True)
     # A page that makes the model itself begins without one.
-    if any("--output model" in block.commands for block in blocks(page)):
+    if any("mm2-split synthesize" in block.commands for block in blocks(page)):
         shutil.rmtree(folder / "model")
         shutil.rmtree(folder / "mm2-captures")
     assert list(blocks(page))
