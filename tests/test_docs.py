@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 import minimax_tools.machine.memory  # noqa: F401 - it adds an error to the tree
 from compare.cli import main as mm2_compare
@@ -21,7 +22,7 @@ from minimax_tools.results.results import Verdict
 from neuron.cli import main as mm2_test
 
 REPOSITORY = Path(__file__).parents[1]
-PAPERS = ("README.md", "DECISIONS.md", "CHANGELOG.md", "BENCHMARKS.md", "CONTRIBUTING.md")
+PAPERS = ("README.md", "README.zh-CN.md", "DECISIONS.md", "CHANGELOG.md", "BENCHMARKS.md", "CONTRIBUTING.md")
 MAX_LINE, MAX_README, MAX_PAGE = 120, 120, 200
 
 COMMANDS: dict[str, click.Command] = {
@@ -52,15 +53,20 @@ _FILE = re.compile(r"(?<![\w/.-])[\w-]+\.(?:py|sh)\b")
 _BLOCK = re.compile(r"^```bash\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`(?P<text>[^`\n]+)`")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-_STOPS = {"|", ">", "&&", ";"}
+_STOPS = {"|", "||", ">", ">>", "<", "&", "&&", ";"}
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 
 
 def pages(root: Path) -> list[Path]:
     return [
-        root / "README.md",
+        *sorted(root.glob("README*.md")),
         *sorted((root / "docs").glob("*.md")),
         *sorted(root.glob("skills/*/SKILL.md")),
     ]
+
+
+def papers(root: Path) -> list[Path]:
+    return [*pages(root), *(root / paper for paper in PAPERS if not paper.startswith("README"))]
 
 
 def long_lines(root: Path) -> Iterator[str]:
@@ -69,13 +75,13 @@ def long_lines(root: Path) -> Iterator[str]:
         for number, line in enumerate(lines, start=1):
             if len(line) > MAX_LINE:
                 yield f"{page.name}:{number}: {len(line)} characters"
-        limit = MAX_README if page.name == "README.md" else MAX_PAGE
+        limit = MAX_README if page.name.startswith("README") else MAX_PAGE
         if len(lines) > limit:
             yield f"{page.name}: {len(lines)} lines"
 
 
 def dead_links(root: Path) -> Iterator[str]:
-    for page in [*pages(root), *(root / paper for paper in PAPERS[1:])]:
+    for page in papers(root):
         for link in _LINK.finditer(page.read_text()):
             target, _, anchor = link["target"].partition("#")
             if "://" in target:
@@ -97,7 +103,7 @@ def anchors(page: Path) -> Iterator[str]:
 
 def missing_files(root: Path) -> Iterator[str]:
     names = {file.name for folder in ("scripts", "tests") for file in (REPOSITORY / folder).rglob("*.*")}
-    for page in [*pages(root), *(root / paper for paper in PAPERS[1:])]:
+    for page in papers(root):
         text = page.read_text()
         for path in sorted({found.group() for found in _PATH.finditer(text)}):
             if not (REPOSITORY / path).exists():
@@ -126,13 +132,19 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 
 def one_command(words: list[str]) -> Iterator[list[str]]:
-    end = next((place for place, word in enumerate(words) if word in _STOPS), len(words))
-    words = words[:end]
-    if "torchrun" in words:
-        place = words.index("-m")
-        yield [MODULES[words[place + 1]], *words[place + 2 :]]
-    elif words and words[0].startswith("mm2-") and not words[0].startswith("mm2-captures"):
-        yield words
+    """The words of each command of mm2 in a line, which may hold several."""
+    start = 0
+    for end in (*(place for place, word in enumerate(words) if word in _STOPS), len(words)):
+        command = words[start:end]
+        start = end + 1
+        # Variables that are set for the command alone stand before it.
+        while command and _VARIABLE.match(command[0]):
+            command = command[1:]
+        if "torchrun" in command:
+            place = command.index("-m")
+            yield [MODULES[command[place + 1]], *command[place + 2 :]]
+        elif command and command[0].startswith("mm2-") and not command[0].startswith("mm2-captures"):
+            yield command
 
 
 def parse(words: list[str]) -> None:
@@ -148,7 +160,9 @@ def parse(words: list[str]) -> None:
             raise click.UsageError(f"no command {name}")
         command = known
     context = click.Context(command)
-    values, _, _ = command.make_parser(context).parse_args(arguments)
+    values, extra, _ = command.make_parser(context).parse_args(arguments)
+    if extra:
+        raise click.UsageError(f"unexpected {' '.join(extra)}")
     for option in command.params:
         value = values.get(option.name or "")
         if isinstance(option.type, click.Choice) and isinstance(value, str):
@@ -304,6 +318,36 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
             "--component expert",
             "'expert' is not one of",
         ),
+        # In a block that no test runs, in the second command of a line, and behind a variable.
+        (
+            wrong_commands,
+            "docs/machines.md",
+            "--stream off --device-map auto --max-memory 77GB\n",
+            "--streams off\n",
+            "--streams",
+        ),
+        (
+            wrong_commands,
+            "docs/several-boxes.md",
+            "--records /shared/golden ",
+            "--record /shared/golden ",
+            "--record",
+        ),
+        (wrong_commands, "README.zh-CN.md", "mm2-diagnose --golden", "mm2-diagnose --goldens", "--goldens"),
+        (
+            wrong_commands,
+            "docs/golden.md",
+            "mm2-gpu check --gpus",
+            "cd x && MM2_MODEL=m mm2-gpu check --gpu",
+            "--gpu",
+        ),
+        (
+            wrong_commands,
+            "docs/machines.md",
+            "mm2-test check --backend",
+            "mm2-test check now --backend",
+            "unexpected now",
+        ),
         (long_lines, "skills/mm2/SKILL.md", "# Repair", "\n" * 60 + "# Repair", "SKILL.md: 2"),
         (wrong_commands, "skills/mm2/SKILL.md", "mm2-test weights --model", "mm2-test weight", "no command"),
         (unknown_options, "skills/mm2/SKILL.md", "`--prove`", "`--proof`", "no command has --proof"),
@@ -351,3 +395,16 @@ def test_site_that_no_page_names_is_told(tmp_path: Path) -> None:
     for page in pages(root):
         page.write_text(page.read_text().replace("`q_rope`", "queries"))
     assert list(wrong_words(root)) == ["docs: no page names the site q_rope"]
+
+
+def test_skill_says_what_it_is_for_and_names_every_verdict() -> None:
+    (skill,) = REPOSITORY.glob("skills/*/SKILL.md")
+    _, front, body = skill.read_text().split("---\n", 2)
+    matter = yaml.safe_load(front)
+    assert set(matter) == {"name", "description"}
+    assert matter["name"] == skill.parent.name
+    assert 0 < len(matter["description"]) <= 1024
+    for verdict in Verdict:
+        assert f"`{verdict}`" in body
+    for site in Site:
+        assert f"`{site}`" in body

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 DEMO = Path(__file__).parents[2] / "scripts" / "demo.py"
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.slow
@@ -24,4 +26,10 @@ def test_demo_passes_the_right_port_and_blames_the_wrong_one(tmp_path: Path) -> 
     assert "mm2: fail, to blame: layer 5: moe_delta" in result.stdout
     assert "A class that → implements an iterable" in result.stdout
     assert "pass, 16 of 16 and 16 of 16" in result.stdout
+    # Figures change with the machine.
+    told = re.search(r"^```text\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert told is not None
+    printed = re.sub(r"[\d.\s]", "", result.stdout)
+    for line in told[1].splitlines():
+        assert re.sub(r"[\d.\s]", "", line) in printed, line
     assert (folder / "captures" / "gpu_reference" / "full_model" / "manifest.json").exists()
