@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import BlameGroup, Comparison, SiteStatus, Verdict
+from minimax_tools.results.results import Comparison, SiteStatus, Verdict
+from reports.causes import causes_of, word_reasons
 from reports.page.diagnosed import DiagnosedRun
 from reports.page.heat_map import measured
 from reports.page.uncompared import group_uncompared
@@ -51,23 +52,22 @@ def render_markdown(
 
 
 def _blame(comparison: Comparison) -> Iterator[str]:
-    groups = comparison.blame_groups or tuple(
-        BlameGroup(layers=(blame.layer,), sites=blame.sites, worst_layer=blame.layer, reason=blame.reason)
-        for blame in comparison.blame
-    )
+    causes = causes_of(comparison)
     findings = [finding for finding in comparison.findings if not finding.is_of_sites]
-    if not groups and not findings:
+    if not causes and not findings:
         return
     yield "**To blame**"
     yield ""
     for finding in findings[:_MOST_BLAMED]:
         yield f"- {_plain(', '.join((word_layer(finding.layer), *finding.sites)))}: {_plain(finding.reason)}"
-    for group in groups[:_MOST_BLAMED]:
-        sites = ", ".join(_code(site) for site in word_sites(group.sites))
-        yield f"- {word_layers(group.layers)}, {sites}: {_plain(group.reason)}"
-        for sentence in group.where:
+    for cause in causes[:_MOST_BLAMED]:
+        names = cause.sites if cause.operation else word_sites(cause.sites)
+        sites = (" and " if cause.operation else ", ").join(map(_code, names))
+        first, *others = word_reasons(comparison, cause)
+        yield f"- {word_layers(cause.layers)}, {sites}: {_plain(first)}"
+        for sentence in (*others, *cause.where):
             yield f"  - {_plain(sentence)}"
-    hidden = len(groups) + len(findings) - min(len(groups), _MOST_BLAMED) - min(len(findings), _MOST_BLAMED)
+    hidden = len(causes) + len(findings) - min(len(causes), _MOST_BLAMED) - min(len(findings), _MOST_BLAMED)
     if hidden:
         yield f"- and {format_count(hidden, 'more place')}"
     yield ""
