@@ -74,18 +74,28 @@ def _blame(comparison: Comparison) -> Iterator[str]:
 
 
 def _diagnosis(diagnosis: DiagnosedRun) -> Iterator[str]:
-    yield "**Diagnosis**"
+    yield f"**Diagnosis**: {_plain(diagnosis.headline)}"
     yield ""
     for place in diagnosis.places:
-        if place.is_right:
-            continue
-        yield f"- {place.place}: ρ {word_figure(place.unexplained)}"
-        for mistake in place.mistakes[:_MOST_MISTAKES]:
-            verb = "matches" if mistake.is_named else "nearest:"
-            leaves = f"leaves ρ {word_figure(mistake.leaves)}"
-            yield f"  - {verb} {_code(mistake.name)}, {leaves}. {_plain(mistake.what)}"
-        if not place.mistakes:
-            yield "  - no known mistake explains it"
+        yield f"- {_plain(place.place)}: {_plain(place.outcome)}"
+        for sentence in place.lies:
+            yield f"  - {_plain(sentence)}"
+        named = [mistake for mistake in place.mistakes if mistake.is_named]
+        for mistake in named[:1]:
+            yield f"  - {_plain(mistake.what)} Look at {_plain(mistake.look_at)}."
+            for sentence in mistake.proof:
+                yield f"  - {_plain(sentence)}"
+            for edit in mistake.edits:
+                yield ""
+                yield from (f"    {line}" for line in _fenced(edit.splitlines(), language="python"))
+                yield ""
+        for mistake in named[1:_MOST_MISTAKES]:
+            where = f" {mistake.layers}" if mistake.layers else ""
+            yield f"  - Cannot be told from {_code(mistake.name)}, which leaves ρ {mistake.leaves}{where}."
+        for sentence in (*filter(None, (place.method,)), *place.notes):
+            yield f"  - {_plain(sentence)}"
+    for note in diagnosis.notes:
+        yield f"- {_plain(note)}"
     yield ""
 
 
@@ -160,9 +170,9 @@ def _code(text: str) -> str:
     return f"{fence}{pad}{text}{pad}{fence}"
 
 
-def _fenced(lines: Sequence[str]) -> list[str]:
+def _fenced(lines: Sequence[str], *, language: str = "bash") -> list[str]:
     fence = "`" * max(3, 1 + max(_longest_run(line) for line in lines))
-    return [f"{fence}bash", *(line.replace("\n", " ") for line in lines), fence]
+    return [f"{fence}{language}", *(line.replace("\n", " ") for line in lines), fence]
 
 
 def _longest_run(text: str) -> int:

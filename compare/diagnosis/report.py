@@ -211,7 +211,7 @@ def _draw_group(canvas: Canvas, group: LayerGroup, diagnosis: Diagnosis) -> None
     else:
         them = "it" if is_single else "them"
         canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")
-        for cause in join_causes(group.blame):
+        for cause in group.causes:
             _draw_place(canvas, cause)
         for sentence in word_passed_over(group, diagnosis):
             canvas.paragraph(sentence)

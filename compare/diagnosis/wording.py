@@ -46,7 +46,7 @@ def _word_part(part: SiteDiagnosis | LayerGroup, diagnosis: Diagnosis) -> str:
     if part.named:
         return f"{word_layers(part.numbers)}, {word_mistake(part.named)}"
     layers = sorted((*part.numbers, *passed_over_like(part, diagnosis)))
-    sites = [word_suspects(cause) for cause in join_causes(part.blame)]
+    sites = map(word_suspects, part.causes)
     return f"{', '.join([word_layers(layers), *sites])}: {unnamed}"
 
 

@@ -145,6 +145,43 @@ class TestChoosing:
         assert button == "Copied" or selected.startswith("mm2-test weights --model m")
 
 
+class TestDiagnosis:
+    def test_without_a_name_the_place_comes_before_the_hints(
+        self, show: Show, plan: Plan, makers: Mapping[str, Any], failing: Comparison
+    ) -> None:
+        (named,) = makers["diagnosis"]().places
+        lies = (
+            "Lies between k_proj (right) and k_norm (wrong).",
+            "4 more show the same pattern: layers 2-5.",
+        )
+        place = replace(
+            named,
+            place="layers 0-1",
+            outcome="no known mistake explains them (ρ 384 … 388)",
+            lies=lies,
+            mistakes=tuple(replace(mistake, is_named=False) for mistake in named.mistakes),
+        )
+        run = replace(makers["diagnosis"](), headline="FAIL: layers 0-5, k_norm: unknown", places=(place,))
+        opened = show(plan(failing, diagnosis=run))
+        text = opened.text("#diagnosis")
+        assert text.split("\n\n")[:2] == ["Diagnosis", "FAIL: layers 0-5, k_norm: unknown"]
+        assert text.index(lies[0]) < text.index(lies[1]) < text.index("What came nearest: hints, no causes")
+        assert opened.page.locator("#diagnosis tr.named").count() == 0
+        assert "hints" not in show(plan(failing)).text("#diagnosis")
+
+    def test_figures_do_not_overlap_on_a_phone(
+        self, show: Show, plan: Plan, makers: Mapping[str, Any], failing: Comparison
+    ) -> None:
+        (place,) = makers["diagnosis"]().places
+        wide = tuple(
+            replace(mistake, leaves="0.956 … 1.123", explains="99.9 … 100.0") for mistake in place.mistakes
+        )
+        run = replace(makers["diagnosis"](), places=(replace(place, mistakes=wide),))
+        opened = show(plan(failing, diagnosis=run), width=360)
+        for cell in opened.page.locator("#diagnosis td").all():
+            assert cell.evaluate("node => node.scrollWidth <= node.clientWidth")
+
+
 class TestAppearance:
     @pytest.mark.parametrize("width", [390, 1280])
     def test_no_width_makes_the_page_scroll_sideways(
