@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -236,7 +237,8 @@ class TestPorts:
         assert "- layers 1-2, `q_rope` and `k_rope`: one cause, the rotary embedding" in markdown
         page = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert page.count('<div class="blame">') == 1
-        assert "<h3>layers 1-2, q_rope and k_rope</h3>" in page
+        (title,) = re.findall('<div class="blame">\\s*<h3>(.*?)</h3>', page)
+        assert re.sub("<.*?>", "", title) == "layers 1-2, q_rope and k_rope"
         record = command(mm2_compare, *paths, "--json=summary", "--quiet").stdout
         assert record.count('"operation": "rotary embedding"') == 6
 
@@ -255,6 +257,18 @@ class TestPorts:
         named = diagnose_run(run, weights=weights, mistakes=("qk_norm_per_rank",))
         (group,) = confirm_causes(run, named).blame_groups
         assert (group.layers, group.sites) == ((1, 2), ("q_norm", "k_norm"))
+        (first, *_) = named.layers
+        assert first.named[0].begins_at == (("q_norm", "k_norm"),)
+        # Of two mistakes, one must begin at both sites.
+        for begins, num_causes in (
+            ((("q_norm", "k_norm"), ("moe_delta",)), 1),
+            ((("q_norm",), ("k_norm",)), 2),
+        ):
+            layers = tuple(
+                replace(layer, named=(replace(layer.named[0], begins_at=begins),)) for layer in named.layers
+            )
+            confirmed = confirm_causes(run, replace(named, layers=layers))
+            assert len(confirmed.blame_groups) == num_causes
         # What explains nothing confirms nothing.
         other = diagnose_run(run, weights=weights, mistakes=("gelu_activation",))
         assert confirm_causes(run, other) is run.comparison
