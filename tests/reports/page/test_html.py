@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteStatus
+from reports.page.glossary import SITE_MEANINGS
 from reports.page.origins import OriginRow
 from reports.page.page import Page
 
@@ -68,9 +70,31 @@ class TestReading:
     ) -> None:
         opened = show(plan(failing))
         term = opened.page.locator("#map .term", has_text="noise floor").first
-        term.focus()
-        shown = term.evaluate("node => getComputedStyle(node, '::after').content")
-        assert "the error that BF16 alone costs the golden" in shown
+        assert not opened.page.locator("#tip").is_visible()
+        for show_it in (term.focus, term.hover):
+            show_it()
+            assert opened.text("#tip").startswith("the error that BF16 alone costs the golden")
+            opened.page.keyboard.press("Escape")
+            opened.page.mouse.move(0, 0)
+            assert not opened.page.locator("#tip").is_visible()
+
+    @pytest.mark.parametrize("width", [1280, 400])
+    def test_every_site_is_explained_where_it_stands(
+        self, show: Show, plan: Plan, failing: Comparison, width: int
+    ) -> None:
+        opened = show(plan(failing), width=width)
+        heads = opened.page.locator("#map th.site").all()
+        assert [head.inner_text() for head in heads] == [str(site) for site in (*Site,)[1:]]
+        for place in ("#map th.site >> nth=-1", ".blame .site-name", "#errors .site-name"):
+            word = opened.page.locator(place).first
+            word.scroll_into_view_if_needed()
+            word.hover()
+            assert opened.text("#tip") == f"{word.inner_text()}: {SITE_MEANINGS[word.inner_text()]}"
+            box = opened.page.locator("#tip").bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= width
+        opened.page.click(BLAMED)
+        assert opened.text("#details-meaning") == SITE_MEANINGS["moe_delta"]
 
 
 class TestChoosing:
