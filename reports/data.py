@@ -156,6 +156,7 @@ def _cause(comparison: Comparison, group: BlameGroup) -> dict[str, Any]:
     return {
         "layers": list(group.layers),
         "sites": list(group.sites),
+        "operation": group.operation,
         "severity": (SiteStatus.FAIL if is_failing or not blamed else SiteStatus.WARN).value,
         "reason": group.reason,
         "where": [*group.where],

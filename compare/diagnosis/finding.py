@@ -35,6 +35,8 @@ class MistakeFinding:
     z: float  # the amplitude in units of its own uncertainty
     what: str  # sentence that says what the port does
     look_at: str  # place to look at in the port's code
+    # Sites of a layer at which the mistake first shows; of two mistakes those of each.
+    begins_at: tuple[tuple[str, ...], ...] = ()
     sources: tuple[str, ...] = ()  # public threads that report the mistake
     resembles: tuple[str, ...] = ()  # mistakes that these captures cannot tell from this one
     proof: MistakeProof | None = None  # outcome of undoing it; None if that was not asked for
@@ -54,6 +56,10 @@ class MistakeFinding:
             z=score.z,
             what=" ".join(mistake.what for mistake in mistakes),
             look_at="; ".join(mistake.look_at for mistake in mistakes),
+            begins_at=tuple(
+                tuple(str(site) for site in Site if site in mistake.with_parameters(parameters).sites)
+                for mistake, parameters in zip(mistakes, score.hypothesis.parameters, strict=True)
+            ),
             sources=tuple(source for mistake in mistakes for source in mistake.sources),
             resembles=tuple(dict.fromkeys(other for other in names if other != name)),
         )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from compare.blame.blame import join_causes
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
 from minimax_tools.results.results import Blame
 
@@ -34,6 +35,11 @@ class LayerGroup:
     def blame(self) -> tuple[Blame, ...]:
         """Blame of the first layer; if nothing explains the layers, that of the others names the same sites."""
         return self.diagnoses[0].blame
+
+    @property
+    def causes(self) -> tuple[tuple[Blame, ...], ...]:
+        """The causes in the first layer, each with the blame of its sites."""
+        return join_causes(self.blame)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -80,10 +86,10 @@ def _summarise(diagnoses: list[LayerDiagnosis]) -> LayerGroup:
         match = next(finding for finding in diagnosis.named if _are_alike(shared, finding))
         named.append(match)
         others += [finding for finding in diagnosis.named if finding is not match]
-    return LayerGroup(diagnoses=tuple(diagnoses), named=tuple(named), others=_gather_alike(others))
+    return LayerGroup(diagnoses=tuple(diagnoses), named=tuple(named), others=gather_alike(others))
 
 
-def _gather_alike(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
+def gather_alike(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
     """Gather findings by mistake and parameters, the commonest first."""
     gathered: list[list[MistakeFinding]] = []
     for finding in findings:

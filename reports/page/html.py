@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from minimax_tools.errors import MissingExtraError
 from reports.json_values import to_json
+from reports.page.glossary import SITE_MEANINGS, explain_place, explain_sentence
 from reports.page.heat_map import FIGURES, Cell
 from reports.page.page import Page
 from reports.wording import word_figure
@@ -50,6 +51,7 @@ def render_page(page: Page) -> str:
             library=Markup(library),  # a package's code, and no text of a capture
             script=Markup(script),
             style=Markup(_read("page.css")),
+            site_meanings=dict(SITE_MEANINGS),
             cells=[_details(cell) for cell in page.cells],
             charts={chart.name: to_json(chart.spec) for chart in page.charts},
         )
@@ -60,6 +62,7 @@ def _details(cell: Cell) -> dict[str, Any]:
     """Return what the page's script shows of a cell."""
     return {
         "place": cell.place,
+        "site": cell.site,
         "status": cell.status,
         "reason": cell.reason,
         "words": list(cell.words),
@@ -106,6 +109,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["figure"] = word_figure
+    environment.filters["place"] = explain_place
+    environment.filters["sentence"] = explain_sentence
     return environment
 
 
