@@ -170,6 +170,7 @@ def _conclude(
     return Comparison(
         reference=address_of(reference.directory),
         target=address_of(target.directory),
+        port=target.description.provenance.target,
         criteria=sides.criteria.name,
         verdict=_decide_verdict(
             frozenset(site.status for site in sites),
