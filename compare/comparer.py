@@ -29,6 +29,7 @@ from compare.sides.proving import proved
 from compare.sides.sides import Sides
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.span import word_layers
@@ -178,6 +179,7 @@ def _conclude(
     return Comparison(
         reference=address_of(reference.directory),
         target=address_of(target.directory),
+        port=_name_port(target),
         criteria=sides.criteria.name,
         verdict=_decide_verdict(
             frozenset(site.status for site in sites),
@@ -270,6 +272,14 @@ def _is_chained(target: CaptureSource, layers: Sequence[ComparedPart]) -> bool:
     if description is not None:
         return description.run.mode is Mode.CHAINED
     return any(part.is_inherited or part.is_input_unknown for part in layers)
+
+
+def _name_port(target: CaptureSource) -> str:
+    """Return what made a run; an empty text for a recording, which does not say."""
+    try:
+        return target.description.provenance.target
+    except IncomparableError:
+        return ""
 
 
 def _decide_verdict(

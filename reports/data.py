@@ -108,6 +108,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "criteria": comparison.criteria,
         "reference": comparison.reference,
         "target": comparison.target,
+        "port": comparison.port,
         "notes": list(comparison.notes),
         "router_dtypes": to_json(comparison.router_dtypes),
         "generated": to_json(comparison.generated),

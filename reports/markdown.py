@@ -15,7 +15,7 @@ from reports.causes import causes_of, word_reasons
 from reports.page.diagnosed import DiagnosedRun
 from reports.page.heat_map import measured
 from reports.page.uncompared import group_uncompared
-from reports.wording import word_figure, word_fraction, word_layer, word_sites
+from reports.wording import word_figure, word_fraction, word_layer, word_port, word_sites
 
 _SIGNS = {
     Verdict.PASS: "✅",
@@ -48,6 +48,7 @@ def render_markdown(
     lines += _uncompared(comparison)
     lines += ["| side | folder |", "|---|---|"]
     lines += [f"| golden | {_code(comparison.reference)} |", f"| run | {_code(comparison.target)} |"]
+    lines += [f"| port | {_code(word_port(comparison.port))} |"] if comparison.port else []
     return "\n".join(lines) + "\n"
 
 

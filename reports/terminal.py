@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
@@ -21,7 +22,7 @@ from reports.causes import causes_of, word_blamed_sites, word_cause, word_reason
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview, flip_sentences, worst_site
 from reports.model_findings import draw_findings, draw_passes, word_first
-from reports.wording import word_figure, word_layer, word_place, word_sites, word_sites_by_layer
+from reports.wording import word_figure, word_layer, word_place, word_port, word_sites, word_sites_by_layer
 
 # More of each would push the verdict off the screen.
 _MOST_BLAMED = 6  # groups of blame with their reasons
@@ -64,6 +65,7 @@ def render_comparison(
         [
             ("golden", comparison.reference),
             ("run", comparison.target),
+            *([("port", word_port(comparison.port))] if comparison.port else []),
             *([("criteria", comparison.criteria)] if is_verbose or comparison.criteria != "noise" else []),
             *([("tokens", comparison.tokens)] if comparison.tokens else []),
         ]
@@ -200,10 +202,16 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
         if not missing:
             continue
         canvas.section(f"{words}: {format_count(len(missing), 'site')}")
+        if status is SiteStatus.NOT_EXPOSED:
+            missing = [replace(site, reason="") for site in missing]
         for reason in dict.fromkeys(site.reason for site in missing):
             places = ((site.layer, site.site) for site in missing if site.reason == reason)
             for line in word_sites_by_layer(places):
                 canvas.paragraph(f"{line} ({reason})" if reason else line)
+        if status is SiteStatus.NOT_EXPOSED:
+            canvas.paragraph(
+                "An attribute `sites` of the port's class names their places: see docs/ports.md."
+            )
 
 
 def _draw_next_tokens(canvas: Canvas, comparison: Comparison, *, is_verbose: bool) -> None:

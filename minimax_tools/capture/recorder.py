@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from minimax_tools.capture.taps import Tap
 from minimax_tools.model.sites import ModelSite, Site
+
+logger = logging.getLogger(__name__)
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
 # Sites of a layer, or those around the layers.
@@ -105,6 +109,11 @@ class Recorder(Generic[SiteKind]):
         """
         tapped = tap.pick(value)
         if tapped is None:
+            elements = value if isinstance(value, (tuple, list)) else (value,)
+            if tap.index >= len(elements):
+                _warn_of_absence(
+                    f"{site} is not shown: {tap} is asked for, and {tap.path} has {len(elements)}"
+                )
             return None
         replacement = self._feeds.get(site)
         if replacement is None:
@@ -113,6 +122,12 @@ class Recorder(Generic[SiteKind]):
         replacement = _fit(replacement.to(device=tapped.device, dtype=tapped.dtype), tapped)
         self.record(site, replacement)
         return tap.put(value, replacement)
+
+
+@cache
+def _warn_of_absence(text: str) -> None:
+    """Log once, and not for every layer, that a site's place is not there."""
+    logger.warning("%s. Indices begin at 0.", text)
 
 
 def _fit(replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:

@@ -229,6 +229,7 @@ class Comparison:
     generated: tuple[GeneratedRow, ...] = ()  # what both sides generated, prompt by prompt
     # The real tokens and their position ids, such as `81 at positions 0-47`; empty if no side tells.
     tokens: str = ""
+    port: str = ""  # what made the run, such as `port.py:DecoderLayer` or `builtin`; empty if it does not say
 
     @property
     def shows_outputs_only(self) -> bool:

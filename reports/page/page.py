@@ -20,7 +20,7 @@ from reports.page.site_charts import draw_site
 from reports.page.uncompared import UncomparedGroup, group_uncompared
 from reports.page.vega import Chart
 from reports.terminal import render_comparison
-from reports.wording import word_figure, word_layer
+from reports.wording import word_figure, word_layer, word_port
 
 # Wide enough that a line of the terminal's text is not broken.
 _ONE_LINE = 1000
@@ -143,6 +143,8 @@ def _word_extent(comparison: Comparison) -> str:
 def _sides(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "golden", comparison.reference
     yield "run", comparison.target
+    if comparison.port:
+        yield "port", word_port(comparison.port)
     yield "criteria", comparison.criteria
     if comparison.tokens:
         yield "tokens", comparison.tokens
