@@ -78,6 +78,8 @@ class LayerDiagnosis(PartDiagnosis):
     layer: int
     sites: tuple[Site, ...]
     blame: tuple[Blame, ...] = ()  # blame of the comparison in this layer
+    # Whether it fails by the shape of sites alone, which `notes` tell: then no mistake was tried.
+    is_of_shape: bool = False
 
     @property
     def place(self) -> tuple[tuple[str, ...], ...]:

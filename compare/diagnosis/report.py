@@ -23,6 +23,7 @@ from reports.wording import word_figure, word_place, word_sites
 
 # Mistakes that are listed of a group of layers.
 _MOST_LISTED = 3
+_NOT_OF_SHAPE = "No mistake of the catalogue was tried: none changes a shape."
 _NOTHING_TO_PROVE = "Nothing to prove: no mistake was named."
 # Sites of a blame whose formulas are told: of more, too many were not shown.
 _MOST_FORMULAS = 3
@@ -89,9 +90,16 @@ def render_nothing_to_prove(diagnosis: Diagnosis) -> str:
     canvas = Canvas(width=None, is_terminal=None)
     _draw_verdict(canvas, diagnosis, _parts(diagnosis))
     canvas.line(_NOTHING_TO_PROVE)
-    places = dict.fromkeys(_word_lies_between(blame) for blame in diagnosis.unexplained_blame if blame.right)
-    for place in places:
+    of_shape = [layer for layer in diagnosis.layers if layer.is_of_shape]
+    others = [
+        blame
+        for blame in diagnosis.unexplained_blame
+        if blame.right and blame.layer not in {layer.layer for layer in of_shape}
+    ]
+    for place in dict.fromkeys(_word_lies_between(blame) for blame in others):
         canvas.paragraph(place)
+    for note in dict.fromkeys(note for layer in of_shape for note in layer.notes):
+        canvas.item(note)
     for note in diagnosis.notes:
         canvas.item(note)
     return canvas.text
@@ -181,7 +189,8 @@ def _word_part(part: SiteDiagnosis | LayerGroup, diagnosis: Diagnosis) -> str:
         return f"{word_layers(part.numbers)}, {_word_mistake(part.named)}"
     layers = sorted((*part.numbers, *_alike(part, diagnosis)))
     sites = dict.fromkeys(site for blame in part.blame for site in word_sites(blame.sites))
-    return f"{', '.join([word_layers(layers), *sites])}: {unnamed}"
+    told = "the shape is wrong" if part.is_of_shape else unnamed
+    return f"{', '.join([word_layers(layers), *sites])}: {told}"
 
 
 def _draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
@@ -223,6 +232,14 @@ def _draw_group(canvas: Canvas, group: LayerGroup, diagnosis: Diagnosis) -> None
         _draw_look_alikes(canvas, group)
     elif group.is_right:
         canvas.line(f"{where}: nothing to explain (ρ {before})", style="bold")
+    elif group.is_of_shape:
+        others = (
+            f", and no other site fails (ρ {before})" if group.diagnoses[0].sites else ""
+        )
+        canvas.line(f"{where}: the shape is wrong{others}", style="bold")
+        canvas.paragraph(_NOT_OF_SHAPE)
+        _draw_notes(canvas, group)
+        return
     else:
         them = "it" if is_single else "them"
         canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")
@@ -310,6 +327,11 @@ def _draw_method(canvas: Canvas, group: LayerGroup) -> None:
     tried = _word_range((layer.num_hypotheses for layer in group.diagnoses), word=lambda value: f"{value:g}")
     each = "" if len(group.diagnoses) == 1 else " on each"
     canvas.paragraph(f"{tried} hypotheses tried{each}, judged by {', '.join(sites)}")
+    _draw_notes(canvas, group)
+
+
+def _draw_notes(canvas: Canvas, group: LayerGroup) -> None:
+    """Draw the notes of the layers; those of some layers alone name these."""
     for note in dict.fromkeys(note for layer in group.diagnoses for note in layer.notes):
         noted = [layer.layer for layer in group.diagnoses if note in layer.notes]
         canvas.item(note if len(noted) == len(group.diagnoses) else f"{word_layers(noted)}: {note}")
