@@ -273,8 +273,13 @@ def _diagnose_layers(
             blame=blame,
             unexplained=outcome.null.leaves,  # ρ on the layer without a mistake
             is_blamed=bool(suspects),
-            named=tuple(MistakeFinding.of(layer, score, alike=outcome.named) for score in outcome.named),
-            nearest=tuple(MistakeFinding.of(layer, score) for score in outcome.nearest),
+            named=tuple(
+                MistakeFinding.of(layer, score, spec=case.inputs.spec, alike=outcome.named)
+                for score in outcome.named
+            ),
+            nearest=tuple(
+                MistakeFinding.of(layer, score, spec=case.inputs.spec) for score in outcome.nearest
+            ),
             num_hypotheses=outcome.num_tried,
             notes=notes,
         )

@@ -11,6 +11,7 @@ from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Blame, Verdict
 
 # ρ from which a site outside the layers counts as wrong although the comparison does not blame it. It is far above 1,
@@ -40,9 +41,12 @@ class MistakeFinding:
     proof: MistakeProof | None = None  # outcome of undoing it; None if that was not asked for
 
     @classmethod
-    def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:
+    def of(
+        cls, layer: int, score: Score, *, spec: ModelSpec, alike: tuple[Score, ...] = ()
+    ) -> MistakeFinding:
         """Build the finding of a score; `alike` are the scores that explain the layer as well, this one included."""
-        mistakes, name = score.hypothesis.mistakes, score.hypothesis.name
+        hypothesis = score.hypothesis
+        mistakes, name = hypothesis.mistakes, hypothesis.name
         names = (other.hypothesis.name for other in alike)
         return cls(
             layer=layer,
@@ -52,7 +56,10 @@ class MistakeFinding:
             leaves=score.leaves,
             amplitude=score.amplitude,
             z=score.z,
-            what=" ".join(mistake.what for mistake in mistakes),
+            what=" ".join(
+                mistake.describe(spec, parameters)
+                for mistake, parameters in zip(mistakes, hypothesis.parameters, strict=True)
+            ),
             look_at="; ".join(mistake.look_at for mistake in mistakes),
             sources=tuple(source for mistake in mistakes for source in mistake.sources),
             resembles=tuple(dict.fromkeys(other for other in names if other != name)),

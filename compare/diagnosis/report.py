@@ -233,9 +233,7 @@ def _draw_group(canvas: Canvas, group: LayerGroup, diagnosis: Diagnosis) -> None
     elif group.is_right:
         canvas.line(f"{where}: nothing to explain (ρ {before})", style="bold")
     elif group.is_of_shape:
-        others = (
-            f", and no other site fails (ρ {before})" if group.diagnoses[0].sites else ""
-        )
+        others = f", and no other site fails (ρ {before})" if group.diagnoses[0].sites else ""
         canvas.line(f"{where}: the shape is wrong{others}", style="bold")
         canvas.paragraph(_NOT_OF_SHAPE)
         _draw_notes(canvas, group)
