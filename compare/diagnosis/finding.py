@@ -11,6 +11,7 @@ from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Blame, Verdict
 
 # ρ from which a site outside the layers counts as wrong although the comparison does not blame it. It is far above 1,
@@ -42,9 +43,12 @@ class MistakeFinding:
     proof: MistakeProof | None = None  # outcome of undoing it; None if that was not asked for
 
     @classmethod
-    def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:
+    def of(
+        cls, layer: int, score: Score, *, spec: ModelSpec, alike: tuple[Score, ...] = ()
+    ) -> MistakeFinding:
         """Build the finding of a score; `alike` are the scores that explain the layer as well, this one included."""
-        mistakes, name = score.hypothesis.mistakes, score.hypothesis.name
+        hypothesis = score.hypothesis
+        mistakes, name = hypothesis.mistakes, hypothesis.name
         names = (other.hypothesis.name for other in alike)
         return cls(
             layer=layer,
@@ -54,7 +58,10 @@ class MistakeFinding:
             leaves=score.leaves,
             amplitude=score.amplitude,
             z=score.z,
-            what=" ".join(mistake.what for mistake in mistakes),
+            what=" ".join(
+                mistake.describe(spec, parameters)
+                for mistake, parameters in zip(mistakes, hypothesis.parameters, strict=True)
+            ),
             look_at="; ".join(mistake.look_at for mistake in mistakes),
             begins_at=tuple(
                 tuple(str(site) for site in Site if site in mistake.with_parameters(parameters).sites)
@@ -84,6 +91,8 @@ class LayerDiagnosis(PartDiagnosis):
     layer: int
     sites: tuple[Site, ...]
     blame: tuple[Blame, ...] = ()  # blame of the comparison in this layer
+    # Whether it fails by the shape of sites alone, which `notes` tell: then no mistake was tried.
+    is_of_shape: bool = False
 
     @property
     def place(self) -> tuple[tuple[str, ...], ...]:

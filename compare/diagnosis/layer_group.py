@@ -32,6 +32,11 @@ class LayerGroup:
         return self.diagnoses[0].is_right
 
     @property
+    def is_of_shape(self) -> bool:
+        """True if these layers fail by the shape of sites alone."""
+        return self.diagnoses[0].is_of_shape
+
+    @property
     def blame(self) -> tuple[Blame, ...]:
         """Blame of the first layer; if nothing explains the layers, that of the others names the same sites."""
         return self.diagnoses[0].blame
@@ -52,7 +57,8 @@ def group_layers(diagnoses: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
 
     - Right layers belong together.
     - A layer that mistakes explain (its `named`, best first) belongs to the first group whose mistake is among them.
-    - Layers that nothing explains belong together if they are blamed for the same sites.
+    - Layers that nothing explains belong together if they are blamed for the same sites, and all or none for the shape
+      alone.
     """
     groups: list[list[LayerDiagnosis]] = []
     for diagnosis in diagnoses:
@@ -70,7 +76,8 @@ def _belong_together(first: LayerDiagnosis, second: LayerDiagnosis) -> bool:
     if first.is_right or second.is_right:
         return first.is_right and second.is_right
     if not first.named or not second.named:
-        return not first.named and not second.named and first.place == second.place
+        is_alike = (first.place, first.is_of_shape) == (second.place, second.is_of_shape)
+        return not first.named and not second.named and is_alike
     # Of `first` the best finding counts: it is the group's.
     return any(_are_alike(first.named[0], candidate) for candidate in second.named)
 

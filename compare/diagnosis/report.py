@@ -14,6 +14,7 @@ from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.proof.wording import MEND_FIRST, draw_proofs, word_outcomes
 from compare.diagnosis.wording import (
+    NOT_OF_SHAPE,
     capitalise,
     formulas_of,
     parts_of,
@@ -28,6 +29,7 @@ from compare.diagnosis.wording import (
     word_place_of_fault,
     word_range,
     word_right_sites,
+    word_shape_outcome,
     word_suspects,
     word_where,
 )
@@ -104,10 +106,14 @@ def render_nothing_to_prove(diagnosis: Diagnosis) -> str:
     canvas = Canvas(width=None, is_terminal=None)
     _draw_verdict(canvas, diagnosis, parts_of(diagnosis))
     canvas.line(_NOTHING_TO_PROVE)
-    causes = join_causes(diagnosis.unexplained_blame)
+    of_shape = [layer for layer in diagnosis.layers if layer.is_of_shape]
+    told = {layer.layer for layer in of_shape}
+    causes = [cause for cause in join_causes(diagnosis.unexplained_blame) if cause[0].layer not in told]
     places = dict.fromkeys(word_lies_between(cause) for cause in causes if cause[0].right)
     for place in places:
         canvas.paragraph(place)
+    for note in dict.fromkeys(note for layer in of_shape for note in layer.notes):
+        canvas.item(note)
     for note in diagnosis.notes:
         canvas.item(note)
     return canvas.text
@@ -208,6 +214,12 @@ def _draw_group(canvas: Canvas, group: LayerGroup, diagnosis: Diagnosis) -> None
         _draw_look_alikes(canvas, group)
     elif group.is_right:
         canvas.line(f"{where}: nothing to explain (ρ {before})", style="bold")
+    elif group.is_of_shape:
+        canvas.line(f"{where}: {word_shape_outcome(group)}", style="bold")
+        canvas.paragraph(NOT_OF_SHAPE)
+        for note in word_notes(group):
+            canvas.item(note)
+        return
     else:
         them = "it" if is_single else "them"
         canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")

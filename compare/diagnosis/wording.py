@@ -15,6 +15,7 @@ from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame
 from reports.wording import word_figure, word_sites
 
+NOT_OF_SHAPE = "No mistake of the catalogue was tried: none changes a shape."
 # Sites of a blame whose formulas are told: of more, too many were not shown.
 _MOST_FORMULAS = 3
 
@@ -47,7 +48,16 @@ def _word_part(part: SiteDiagnosis | LayerGroup, diagnosis: Diagnosis) -> str:
         return f"{word_layers(part.numbers)}, {word_mistake(part.named)}"
     layers = sorted((*part.numbers, *passed_over_like(part, diagnosis)))
     sites = map(word_suspects, part.causes)
-    return f"{', '.join([word_layers(layers), *sites])}: {unnamed}"
+    told = "the shape is wrong" if part.is_of_shape else unnamed
+    return f"{', '.join([word_layers(layers), *sites])}: {told}"
+
+
+def word_shape_outcome(group: LayerGroup) -> str:
+    """Return what is wrong with layers of which a shape is all that fails."""
+    before = word_range(layer.unexplained for layer in group.diagnoses)
+    return (
+        f"the shape is wrong{f', and no other site fails (ρ {before})' if group.diagnoses[0].sites else ''}"
+    )
 
 
 def word_place_of_fault(cause: Sequence[Blame]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from compare.diagnosis.proof.wording import (
     word_proofs,
 )
 from compare.diagnosis.wording import (
+    NOT_OF_SHAPE,
     parts_of,
     untold_blame,
     word_headline,
@@ -24,6 +25,7 @@ from compare.diagnosis.wording import (
     word_place_of_fault,
     word_range,
     word_right_sites,
+    word_shape_outcome,
     word_suspects,
     word_where,
 )
@@ -65,6 +67,8 @@ def _layers(group: LayerGroup, diagnosis: Diagnosis) -> DiagnosedPlace:
         )
     elif group.is_right:
         outcome = f"nothing to explain (ρ {before})"
+    elif group.is_of_shape:
+        outcome = word_shape_outcome(group)
     else:
         outcome = f"no known mistake explains {'it' if is_single else 'them'} (ρ {before})"
         lies = (
@@ -78,7 +82,7 @@ def _layers(group: LayerGroup, diagnosis: Diagnosis) -> DiagnosedPlace:
         is_right=group.is_right,
         lies=lies,
         mistakes=mistakes,
-        method=word_method(group),
+        method=NOT_OF_SHAPE if group.is_of_shape else word_method(group),
         notes=word_notes(group),
     )
 
