@@ -72,7 +72,8 @@ def test_mistake_is_found_named_and_proved(judge: Judge, tmp_path: Path) -> None
     assert told == diagnosis["next"]
     assert again.startswith("mm2-test port --model ")
     assert again.endswith(f" --output-dir {tmp_path / 'out'}")
-    assert "gate_up_swapped" in (tmp_path / "out" / "report" / "report.md").read_text()
+    markdown = (tmp_path / "out" / "report" / "report.md").read_text()
+    assert "- layers 0-3: match gate\\_up\\_swapped: leaves ρ" in markdown
 
 
 @pytest.mark.slow
