@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compare.blame.blame import group_blame
+from compare.blame.operations import join_alike, join_findings
 from compare.chains.curve import trace_curve
 from compare.judging.model_judge import ModelJudge
 from compare.judging.router_dtypes import find_router_dtypes
@@ -28,12 +29,13 @@ from compare.sides.proving import proved
 from compare.sides.sides import Sides
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.choices import PassLogits
 from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import Blame, Comparison, GeneratedRow, SiteStatus, Verdict
+from minimax_tools.results.results import Blame, Comparison, GeneratedRow, SiteResult, SiteStatus, Verdict
 
 # Name in the place of a site, in the blame of generated tokens.
 GENERATED_TOKENS = "generated_tokens"
@@ -43,11 +45,12 @@ _MOST_ROWS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRun:
-    """A comparison and the evidence that a diagnosis starts from; `inputs` are those of every layer that ran."""
+    """A comparison and the evidence that a diagnosis starts from."""
 
     comparison: Comparison
     sides: Sides
-    inputs: Mapping[int, CapturedInput]
+    inputs: Mapping[int, CapturedInput]  # inputs of every layer that ran
+    recomputed: tuple[SiteResult, ...] = ()  # second results of sites that fail behind another failing site
 
 
 def compare_captures(
@@ -134,6 +137,7 @@ def judge_run(
                 for part in judged
                 if part.layer is not None and part.captured_input is not None
             },
+            recomputed=tuple(result for part in judged for result in part.recomputed),
         )
 
 
@@ -151,8 +155,13 @@ def _conclude(
     """Put the parts together: results, blame, verdict and notes."""
     reference, target = sides.reference, sides.target
     sites = tuple(result for part in (*layers, embedding, head) for result in part.results)
-    blame = _gather_blame(
-        [embedding, *layers, head, _findings_part(findings), _generated_part(generated, sides.criteria)]
+    # What a blame rests on: of a site judged again, the second result.
+    grounds = (*sites, *(result for part in layers for result in part.recomputed))
+    blame = join_alike(
+        _gather_blame(
+            [embedding, *layers, head, _findings_part(findings), _generated_part(generated, sides.criteria)]
+        ),
+        grounds,
     )
     if sides.is_classic and _is_chained(target, layers):
         # The classic limits cannot tell a layer's mistake from one before it.
@@ -170,6 +179,7 @@ def _conclude(
     return Comparison(
         reference=address_of(reference.directory),
         target=address_of(target.directory),
+        port=_name_port(target),
         criteria=sides.criteria.name,
         verdict=_decide_verdict(
             frozenset(site.status for site in sites),
@@ -179,7 +189,7 @@ def _conclude(
         ),
         sites=sites,
         blame=blame,
-        blame_groups=group_blame(blame, (*sites, *(result for part in layers for result in part.recomputed))),
+        blame_groups=group_blame(blame, grounds),
         curve=trace_curve(
             [part.point for part in layers if part.point is not None], sites, target=target, golden=reference
         ),
@@ -199,7 +209,7 @@ def _conclude(
         + _cache_notes(layers),
         router_dtypes=router_dtypes,
         generated=generated,
-        findings=findings,
+        findings=join_findings(findings, blame),
         pass_logits=pass_logits,
         tokens=word_tokens(reference, target),
     )
@@ -262,6 +272,14 @@ def _is_chained(target: CaptureSource, layers: Sequence[ComparedPart]) -> bool:
     if description is not None:
         return description.run.mode is Mode.CHAINED
     return any(part.is_inherited or part.is_input_unknown for part in layers)
+
+
+def _name_port(target: CaptureSource) -> str:
+    """Return what made a run; an empty text for a recording, which does not say."""
+    try:
+        return target.description.provenance.target
+    except IncomparableError:
+        return ""
 
 
 def _decide_verdict(

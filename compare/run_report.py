@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from compare.comparer import JudgedRun
+from compare.diagnosis.confirmed_causes import confirm_causes
 from compare.diagnosis.finding import Diagnosis
 from compare.diagnosis.report import render_diagnosis
 from compare.evidence.collection import collect_evidence
@@ -50,7 +52,10 @@ def report_run(
         CannotRunError: The directory cannot be made or written to.
         CheckpointError: The weights that judged the run cannot be read any more.
     """
-    text = "" if diagnosis is None else render_diagnosis(diagnosis, width=120, is_terminal=False)
+    text = ""
+    if diagnosis is not None:
+        text = render_diagnosis(diagnosis, width=120, is_terminal=False)
+        run = replace(run, comparison=confirm_causes(run, diagnosis))
     written = write_report(
         Report(
             comparison=run.comparison,

@@ -33,6 +33,8 @@ REPORT_WIDTH = 110
 class PortDiffersError(AssertionError):
     """The port differs from the golden: a failed assertion, with mm2's report as its text."""
 
+    __module__ = "mm2"  # where users find it, and what pytest's summary shows
+
 
 class PortWarning(UserWarning):
     """The port passes with a warning, such as a site in another dtype than the golden's."""

@@ -68,8 +68,13 @@ class RecordedCapture(CaptureSource):
     @classmethod
     def alone(cls, recording: Recording, *, name: str) -> RecordedCapture:
         """Return a recording that no golden belongs to, as the layer 0 of a run."""
+        states = recording.tensors.get(Site.INPUT)
+        tensors = dict(recording.tensors)
+        if states is not None and states.ndim == 3:
+            batch_shape = (states.shape[0], states.shape[1])
+            tensors = {site: shape_to_batch(site, kept, batch_shape) for site, kept in tensors.items()}
         return cls(
-            recording.tensors,
+            tensors,
             name=f"{name} ({recording.name})",
             layer=0,
             declared=recording.sites,

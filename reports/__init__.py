@@ -1,6 +1,7 @@
 """Reports: results as text, a page, and data; the commands print and write them.
 
 - `terminal`: a comparison as text
+- `causes`: what is to blame, in words
 - `model_findings`: what is wrong in a whole port's run, as text
 - `layer_tables`: its tables of layers and sites
 - `curves`: its table of a chained run's error

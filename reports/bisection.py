@@ -64,6 +64,7 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
                 "sites": ["output"],
                 "reason": _reason(bisection, finding),
                 "right": [],
+                "operation": "",
             }
             for finding in bisection.culprits
         ],

@@ -163,7 +163,7 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
     if description.side == GOLDEN_SIDE:
         facts.append(("noise floor", _word_floor(description)))
         facts.append(("certificate", _word_certificate(source, inspection)))
-    return [*facts, ("digests", _word_digests(source, inspection))]
+    return [*facts, ("digests", _word_digests(description, source, inspection))]
 
 
 def _word_floor(description: Description) -> str:
@@ -182,11 +182,14 @@ def _word_certificate(source: CaptureSource, inspection: CaptureInspection | Non
     return str(source.certificate)
 
 
-def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -> str:
+def _word_digests(
+    description: Description, source: CaptureSource, inspection: CaptureInspection | None
+) -> str:
     """Return the result of an inspection in words, such as `96 tensors match`."""
     older = f"; {source.digest_note}" if source.digest_note else ""
     if inspection is None:
-        return f"not verified here: mm2-test show verifies them{older}"
+        program = "mm2-gpu" if description.side == GOLDEN_SIDE else "mm2-test"
+        return f"not verified here: {program} show verifies them{older}"
     if inspection.faults:
         return (
             f"{inspection.num_tensors} tensors match, {format_count(len(inspection.faults), 'fault')}{older}"

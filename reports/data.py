@@ -108,6 +108,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "criteria": comparison.criteria,
         "reference": comparison.reference,
         "target": comparison.target,
+        "port": comparison.port,
         "notes": list(comparison.notes),
         "router_dtypes": to_json(comparison.router_dtypes),
         "generated": to_json(comparison.generated),
@@ -156,6 +157,7 @@ def _cause(comparison: Comparison, group: BlameGroup) -> dict[str, Any]:
     return {
         "layers": list(group.layers),
         "sites": list(group.sites),
+        "operation": group.operation,
         "severity": (SiteStatus.FAIL if is_failing or not blamed else SiteStatus.WARN).value,
         "reason": group.reason,
         "where": [*group.where],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
 from minimax_tools.model.sites import ModelSite, Site
@@ -95,18 +95,20 @@ def worst_site(sites: Sequence[SiteResult]) -> str:
     return f"largest ρ {_word_rho(worst.noise)} ({word_place(worst.layer, [worst.site])})"
 
 
-def draw_layer(canvas: Canvas, comparison: Comparison, layer: int | None, *, blamed: frozenset[str]) -> None:
+def draw_layer(
+    canvas: Canvas, comparison: Comparison, layer: int | None, *, roles: Mapping[str, str]
+) -> None:
     """Draw the sites of a layer that fail or warn, with the verdict of the classic limits (fixed ones, as cosine 0.99).
 
-    `blamed` names the blamed sites of the layer: their reasons stand in the report's blame already.
+    `roles` names the blamed sites of the layer, as `cause` or `cause 2`: their reasons stand in the blame already.
     """
     sites = comparison.of_layer(layer)
     suspects = [site for site in sites if site.status in _STYLES]
-    canvas.table(_SITE_COLUMNS, [_site_row(site, blamed=blamed) for site in suspects])
+    canvas.table(_SITE_COLUMNS, [_site_row(site, roles=roles) for site in suspects])
     for site in suspects:
         # In a blamed layer the other failures are consequences: their figures are enough.
-        is_behind = bool(blamed) and site.status is SiteStatus.FAIL and site.noise is not None
-        for sentence in _sentences(site, with_reason=site.site not in blamed and not is_behind):
+        is_behind = bool(roles) and site.status is SiteStatus.FAIL and site.noise is not None
+        for sentence in _sentences(site, with_reason=site.site not in roles and not is_behind):
             canvas.paragraph(f"{site.site}: {sentence}")
     classic_sentences = [] if comparison.criteria == "classic" else _classic_sentences(sites)
     for sentence in (*_token_sentences(sites), *classic_sentences):
@@ -154,13 +156,13 @@ def _worst_cells(sites: Sequence[SiteResult], *, has_noise: bool) -> tuple[str, 
     return _word_rho(worst.noise) if has_noise else _word_cosine(worst), worst.site
 
 
-def _site_row(site: SiteResult, *, blamed: frozenset[str]) -> Row:
+def _site_row(site: SiteResult, *, roles: Mapping[str, str]) -> Row:
     noise, metrics = site.noise, site.metrics
     if metrics is not None and metrics.num_nonfinite_target == metrics.num_elements:
         # Figures over no finite element would look as if nothing differed.
         metrics = None
     cells = (
-        _role_word(site, blamed),
+        _role_word(site, roles),
         site.site,
         _word_rho(noise),
         word_figure(noise.ordinary if noise else None),
@@ -173,11 +175,11 @@ def _site_row(site: SiteResult, *, blamed: frozenset[str]) -> Row:
     return Row(cells=cells, style=_STYLES[site.status])
 
 
-def _role_word(site: SiteResult, blamed: frozenset[str]) -> str:
-    """Return `cause` for a blamed site, `behind` for another that fails where one is blamed, else its status."""
-    if not blamed or site.status is not SiteStatus.FAIL:
+def _role_word(site: SiteResult, roles: Mapping[str, str]) -> str:
+    """Return the role of a blamed site, `behind` for another that fails where one is blamed, else its status."""
+    if not roles or site.status is not SiteStatus.FAIL:
         return _status_word(site.status)
-    return "cause" if site.site in blamed else "behind"
+    return roles.get(site.site, "behind")
 
 
 def _sentences(site: SiteResult, *, with_reason: bool) -> list[str]:

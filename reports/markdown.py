@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.printable import printable
-from minimax_tools.results.results import BlameGroup, Comparison, SiteStatus, Verdict
+from minimax_tools.results.results import Comparison, SiteStatus, Verdict
+from reports.causes import causes_of, word_reasons
 from reports.page.diagnosed import DiagnosedRun
 from reports.page.heat_map import measured
 from reports.page.uncompared import group_uncompared
-from reports.wording import word_figure, word_fraction, word_layer, word_sites
+from reports.wording import word_figure, word_fraction, word_layer, word_port, word_sites
 
 _SIGNS = {
     Verdict.PASS: "✅",
@@ -48,45 +49,55 @@ def render_markdown(
     lines += _uncompared(comparison)
     lines += ["| side | folder |", "|---|---|"]
     lines += [f"| golden | {_code(comparison.reference)} |", f"| run | {_code(comparison.target)} |"]
+    lines += [f"| port | {_code(word_port(comparison.port))} |"] if comparison.port else []
     return "\n".join(lines) + "\n"
 
 
 def _blame(comparison: Comparison) -> Iterator[str]:
-    groups = comparison.blame_groups or tuple(
-        BlameGroup(layers=(blame.layer,), sites=blame.sites, worst_layer=blame.layer, reason=blame.reason)
-        for blame in comparison.blame
-    )
+    causes = causes_of(comparison)
     findings = [finding for finding in comparison.findings if not finding.is_of_sites]
-    if not groups and not findings:
+    if not causes and not findings:
         return
     yield "**To blame**"
     yield ""
     for finding in findings[:_MOST_BLAMED]:
         yield f"- {_plain(', '.join((word_layer(finding.layer), *finding.sites)))}: {_plain(finding.reason)}"
-    for group in groups[:_MOST_BLAMED]:
-        sites = ", ".join(_code(site) for site in word_sites(group.sites))
-        yield f"- {word_layers(group.layers)}, {sites}: {_plain(group.reason)}"
-        for sentence in group.where:
+    for cause in causes[:_MOST_BLAMED]:
+        names = cause.sites if cause.operation else word_sites(cause.sites)
+        sites = (" and " if cause.operation else ", ").join(map(_code, names))
+        first, *others = word_reasons(comparison, cause)
+        yield f"- {word_layers(cause.layers)}, {sites}: {_plain(first)}"
+        for sentence in (*others, *cause.where):
             yield f"  - {_plain(sentence)}"
-    hidden = len(groups) + len(findings) - min(len(groups), _MOST_BLAMED) - min(len(findings), _MOST_BLAMED)
+    hidden = len(causes) + len(findings) - min(len(causes), _MOST_BLAMED) - min(len(findings), _MOST_BLAMED)
     if hidden:
         yield f"- and {format_count(hidden, 'more place')}"
     yield ""
 
 
 def _diagnosis(diagnosis: DiagnosedRun) -> Iterator[str]:
-    yield "**Diagnosis**"
+    yield f"**Diagnosis**: {_plain(diagnosis.headline)}"
     yield ""
     for place in diagnosis.places:
-        if place.is_right:
-            continue
-        yield f"- {place.place}: ρ {word_figure(place.unexplained)}"
-        for mistake in place.mistakes[:_MOST_MISTAKES]:
-            verb = "matches" if mistake.is_named else "nearest:"
-            leaves = f"leaves ρ {word_figure(mistake.leaves)}"
-            yield f"  - {verb} {_code(mistake.name)}, {leaves}. {_plain(mistake.what)}"
-        if not place.mistakes:
-            yield "  - no known mistake explains it"
+        yield f"- {_plain(place.place)}: {_plain(place.outcome)}"
+        for sentence in place.lies:
+            yield f"  - {_plain(sentence)}"
+        named = [mistake for mistake in place.mistakes if mistake.is_named]
+        for mistake in named[:1]:
+            yield f"  - {_plain(mistake.what)} Look at {_plain(mistake.look_at)}."
+            for sentence in mistake.proof:
+                yield f"  - {_plain(sentence)}"
+            for edit in mistake.edits:
+                yield ""
+                yield from (f"    {line}" for line in _fenced(edit.splitlines(), language="python"))
+                yield ""
+        for mistake in named[1:_MOST_MISTAKES]:
+            where = f" {mistake.layers}" if mistake.layers else ""
+            yield f"  - Cannot be told from {_code(mistake.name)}, which leaves ρ {mistake.leaves}{where}."
+        for sentence in (*filter(None, (place.method,)), *place.notes):
+            yield f"  - {_plain(sentence)}"
+    for note in diagnosis.notes:
+        yield f"- {_plain(note)}"
     yield ""
 
 
@@ -161,9 +172,9 @@ def _code(text: str) -> str:
     return f"{fence}{pad}{text}{pad}{fence}"
 
 
-def _fenced(lines: Sequence[str]) -> list[str]:
+def _fenced(lines: Sequence[str], *, language: str = "bash") -> list[str]:
     fence = "`" * max(3, 1 + max(_longest_run(line) for line in lines))
-    return [f"{fence}bash", *(printable(line).replace("\n", " ") for line in lines), fence]
+    return [f"{fence}{language}", *(printable(line).replace("\n", " ") for line in lines), fence]
 
 
 def _longest_run(text: str) -> int:

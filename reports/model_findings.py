@@ -16,6 +16,8 @@ _PASS_COLUMNS = [
     Column(title="pass", is_text=True),
     *(Column(title=title) for title in ("tokens", "same\nlikeliest", "KL\nmean", "KL\nworst", "worst\nat")),
 ]
+# The findings of one cause.
+_Cause = tuple[ModelFinding, ...]
 # More would push the verdict off the screen.
 _MOST_SHOWN = 6
 
@@ -27,8 +29,14 @@ def draw_findings(canvas: Canvas, findings: Sequence[ModelFinding]) -> None:
     canvas.section("What came first")
     groups = _group(findings)
     for group in groups[:_MOST_SHOWN]:
-        first = group[0]
-        canvas.paragraph(f"{_word_group(group)}: {first.reason}")
+        cause = group[0]
+        first = cause[0]
+        if len(cause) == 1:
+            canvas.paragraph(f"{_word_group(group)}: {first.reason}")
+        else:
+            canvas.paragraph(f"{_word_group(group)}: one cause, the {first.operation}")
+            for finding in cause:
+                canvas.paragraph(f"{finding.sites[-1]}: {finding.reason}", indent=4)
         if first.mistake is not None:
             parameters = ", ".join(f"{name} {value}" for name, value in first.parameters.items())
             canvas.paragraph(f"matches {first.mistake}{f' ({parameters})' if parameters else ''}", indent=4)
@@ -78,17 +86,30 @@ def word_first(findings: Sequence[ModelFinding]) -> str:
     return f"{_word_group(first)}{more}"
 
 
-def _group(findings: Sequence[ModelFinding]) -> list[list[ModelFinding]]:
-    """Group findings of one pass and the same sites and name, over layers."""
-    groups: dict[tuple[int | None, tuple[str, ...], str | None, bool], list[ModelFinding]] = {}
-    for finding in findings:
-        key = (finding.number, finding.sites, finding.mistake, finding.layer is None)
-        groups.setdefault(key, []).append(finding)
+def _group(findings: Sequence[ModelFinding]) -> list[list[_Cause]]:
+    """Group causes of one pass and the same sites and name, over layers."""
+    groups: dict[tuple[int | None, tuple[tuple[str, ...], ...], str | None, bool], list[_Cause]] = {}
+    for cause in _join_causes(findings):
+        first = cause[0]
+        sites = tuple(finding.sites for finding in cause)
+        groups.setdefault((first.number, sites, first.mistake, first.layer is None), []).append(cause)
     return list(groups.values())
 
 
-def _word_group(group: Sequence[ModelFinding]) -> str:
-    first = group[0]
+def _join_causes(findings: Sequence[ModelFinding]) -> list[_Cause]:
+    """Return the findings of each cause: one, or two that share their pass, layer and operation; the first is named."""
+    causes: dict[object, list[ModelFinding]] = {}
+    for number, finding in enumerate(findings):
+        place = (finding.number, finding.layer, finding.operation) if finding.operation else number
+        causes.setdefault(place, []).append(finding)
+    return [tuple(cause) for cause in causes.values()]
+
+
+def _word_group(group: Sequence[_Cause]) -> str:
+    first = group[0][0]
     number = [] if first.number is None else [pass_name(first.number)]
-    layers = [finding.layer for finding in group if finding.layer is not None]
-    return ", ".join([*number, *([word_layers(layers)] if layers else []), *word_sites(first.sites)])
+    layers = [cause[0].layer for cause in group if cause[0].layer is not None]
+    sites = word_sites(first.sites)
+    if len(group[0]) > 1:
+        sites = (" and ".join(site for finding in group[0] for site in finding.sites),)
+    return ", ".join([*number, *([word_layers(layers)] if layers else []), *sites])

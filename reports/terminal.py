@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
@@ -17,10 +18,11 @@ from minimax_tools.results.results import (
     Verdict,
 )
 from reports.canvas import Canvas
+from reports.causes import causes_of, word_blamed_sites, word_cause, word_reasons
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview, flip_sentences, worst_site
 from reports.model_findings import draw_findings, draw_passes, word_first
-from reports.wording import word_figure, word_layer, word_place, word_sites, word_sites_by_layer
+from reports.wording import word_figure, word_layer, word_place, word_port, word_sites, word_sites_by_layer
 
 # More of each would push the verdict off the screen.
 _MOST_BLAMED = 6  # groups of blame with their reasons
@@ -63,6 +65,7 @@ def render_comparison(
         [
             ("golden", comparison.reference),
             ("run", comparison.target),
+            *([("port", word_port(comparison.port))] if comparison.port else []),
             *([("criteria", comparison.criteria)] if is_verbose or comparison.criteria != "noise" else []),
             *([("tokens", comparison.tokens)] if comparison.tokens else []),
         ]
@@ -88,9 +91,9 @@ def _headline(comparison: Comparison) -> str:
     verdict = str(comparison.verdict).upper()
     if comparison.findings:
         return f"{verdict}: {word_first(comparison.findings)}"
-    groups = _groups(comparison)
-    if groups:
-        (layers, sites), *others = _causes(groups)
+    causes = causes_of(comparison)
+    if causes:
+        (layers, sites), *others = _sites_by_layers(causes)
         more = f" (and {format_count(len(others), 'more place')})" if others else ""
         return f"{verdict}: {word_layers(layers)}, {' and '.join(sites)}{more}"
     # Without blame, as in a chained run that was not recomputed, start at the first site that fails or warns.
@@ -117,20 +120,22 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
     if not comparison.blame:
         return
     canvas.section("To blame")
-    groups = _groups(comparison)
-    for group in groups[:_MOST_BLAMED]:
-        worst = f"worst in {word_layer(group.worst_layer)}: " if len(group.layers) > 1 else ""
-        canvas.paragraph(f"{_word_group(group)}: {worst}{group.reason}")
-        for site in comparison.of_layer(group.worst_layer):
-            if site.site in group.sites and site.noise and math.isfinite(site.noise.token_worst):
+    causes = causes_of(comparison)
+    for cause in causes[:_MOST_BLAMED]:
+        first, *others = word_reasons(comparison, cause)
+        canvas.paragraph(f"{word_cause(cause)}: {first}")
+        for sentence in others:
+            canvas.paragraph(sentence, indent=4)
+        for site in comparison.of_layer(cause.worst_layer):
+            if site.site in cause.sites and site.noise and math.isfinite(site.noise.token_worst):
                 canvas.paragraph(_worst_token(site.site, site.noise), indent=4)
-            if site.site in group.sites:
+            if site.site in cause.sites:
                 for sentence in flip_sentences(site):
                     canvas.paragraph(sentence, indent=4)
-        for sentence in group.where:
+        for sentence in cause.where:
             canvas.paragraph(sentence, indent=4)
-    for group in groups[_MOST_BLAMED:]:
-        canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(word_sites(group.sites))}")
+    for cause in causes[_MOST_BLAMED:]:
+        canvas.paragraph(f"{word_layers(cause.layers)}: {', '.join(word_blamed_sites(cause))}")
     for sentence in _consequences(comparison):
         canvas.paragraph(sentence)
 
@@ -150,25 +155,12 @@ def _consequences(comparison: Comparison) -> tuple[str, ...]:
     return (f"Consequences, which fail behind it: {sites}. --verbose shows their figures.",)
 
 
-def _causes(groups: Sequence[BlameGroup]) -> list[tuple[tuple[int | None, ...], list[str]]]:
-    """Return layers with the sites of each blame in them, in the order of the groups."""
+def _sites_by_layers(causes: Sequence[BlameGroup]) -> list[tuple[tuple[int | None, ...], list[str]]]:
+    """Return layers with the sites of each cause in them, in the order of the causes."""
     sites_of: dict[tuple[int | None, ...], list[str]] = {}
-    for group in groups:
-        sites_of.setdefault(group.layers, []).append(", ".join(word_sites(group.sites)))
+    for cause in causes:
+        sites_of.setdefault(cause.layers, []).append(", ".join(word_blamed_sites(cause)))
     return list(sites_of.items())
-
-
-def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
-    """Return the blame grouped by sites; one group for each layer if it was not grouped."""
-    return comparison.blame_groups or tuple(
-        BlameGroup(layers=(blamed.layer,), sites=blamed.sites, worst_layer=blamed.layer, reason=blamed.reason)
-        for blamed in comparison.blame
-    )
-
-
-def _word_group(group: BlameGroup) -> str:
-    """Return a place to look at, such as `layers 3-59, moe_delta`."""
-    return ", ".join([word_layers(group.layers), *word_sites(group.sites)])
 
 
 def _worst_token(site: str, noise: NoiseRatio) -> str:
@@ -189,13 +181,19 @@ def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
     for layer in layers:
         if layer in shown:
             # The reasons of blamed sites stand under "To blame": the table does not repeat them.
-            names = {name for blame in comparison.blame if blame.layer == layer for name in blame.sites}
             canvas.section(word_layer(layer).capitalize())
-            draw_layer(canvas, comparison, layer, blamed=frozenset(names))
+            draw_layer(canvas, comparison, layer, roles=_roles(comparison, layer))
     if len(layers) > len(shown):
         canvas.gap()
         more = format_count(len(layers) - len(shown), "more layer")
         canvas.line(f"{more} with failures or warnings; --json has every site.")
+
+
+def _roles(comparison: Comparison, layer: int | None) -> dict[str, str]:
+    """Return `cause` for each blamed site of a layer, with a number if the layer has several causes."""
+    causes = [cause for cause in causes_of(comparison) if layer in cause.layers]
+    words = ["cause"] if len(causes) == 1 else [f"cause {number}" for number in range(1, len(causes) + 1)]
+    return {site: word for cause, word in zip(causes, words, strict=True) for site in cause.sites}
 
 
 def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
@@ -204,10 +202,16 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
         if not missing:
             continue
         canvas.section(f"{words}: {format_count(len(missing), 'site')}")
+        if status is SiteStatus.NOT_EXPOSED:
+            missing = [replace(site, reason="") for site in missing]
         for reason in dict.fromkeys(site.reason for site in missing):
             places = ((site.layer, site.site) for site in missing if site.reason == reason)
             for line in word_sites_by_layer(places):
                 canvas.paragraph(f"{line} ({reason})" if reason else line)
+        if status is SiteStatus.NOT_EXPOSED:
+            canvas.paragraph(
+                "An attribute `sites` of the port's class names their places: see docs/ports.md."
+            )
 
 
 def _draw_next_tokens(canvas: Canvas, comparison: Comparison, *, is_verbose: bool) -> None:

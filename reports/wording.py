@@ -51,6 +51,11 @@ def word_layer(layer: int | None) -> str:
     return "model" if layer is None else f"layer {layer}"
 
 
+def word_port(port: str) -> str:
+    """Name a run's port in words; mm2's own layer is told apart from a port under test."""
+    return "builtin: mm2's own layer, no port of yours (--target names one)" if port == "builtin" else port
+
+
 def word_place(layer: int | None, sites: Iterable[str]) -> str:
     """Return a place to look at, such as `layer 5, moe_delta`."""
     return ", ".join([word_layer(layer), *sites])

@@ -14,7 +14,12 @@ import pytest
 import torch
 
 import mm2
+from minimax_tools.capture.taps import Tap
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from neuron.cli import main as mm2_test
+from neuron.ports.exposure import find_exposure
+from neuron.ports.target import target_config
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = REPOSITORY / "scripts" / "examples" / "pytest_project"
@@ -91,6 +96,26 @@ def test_page_splitting_does_what_it_shows(reader: Path, capsys: pytest.CaptureF
     assert "=== Memory Usage Summary ===\n" in printed
     last = printed.splitlines()[-1]
     assert last in (REPOSITORY / "docs" / "splitting.md").read_text().splitlines()
+
+
+def test_page_sites_cuts_a_fused_projection(toy: Path, load_module: Any) -> None:
+    fused, _ = blocks("sites")
+    names: dict[str, Any] = {}
+    names["DecoderLayer"] = load_module(REPOSITORY / "scripts" / "examples" / "port.py").DecoderLayer
+    run(fused, names)
+    config = target_config(ModelSpec.from_folder(toy))
+    taps = find_exposure(names["FusedLayer"](config, 0), what="the page's port").taps
+    queries = config.num_attention_heads * config.head_dim
+    assert taps[Site.Q_PROJ] == Tap(path="self_attn.qkv_proj", part=(0, queries))
+    assert len(taps) == 12
+
+
+def test_page_sites_has_a_row_for_every_site() -> None:
+    text = (REPOSITORY / "docs" / "sites.md").read_text()
+    table = text.partition("| site | shape |")[2].partition("\n\n")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(map(str, Site))
 
 
 def test_code_that_fails_is_told() -> None:

@@ -1,6 +1,7 @@
 """Blame: the sites at fault, and where in them the error lies.
 
 - `blame`: the sites to blame in a layer, and layers with the same blame
+- `operations`: two sites of one operation that are one cause
 - `recomputed_judge`: sites behind a failing one, judged alone
 - `recompute`: a site computed from the port's own values
 - `site_inputs`: both sides' inputs of a site

@@ -76,15 +76,37 @@ def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]
 
 
 def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
-    """Group blame by the sites that it names; `blame` is that of all layers, ascending.
+    """Group causes by the sites that they name; `blame` is that of all layers, ascending.
 
     `grounds` are the results of all sites, which tell the worst layer; of a site judged again, the later one counts.
     """
     by_site = {(result.layer, result.site): result for result in grounds}
-    groups: dict[tuple[str, ...], list[Blame]] = {}
+    groups: dict[tuple[tuple[str, ...], ...], list[tuple[Blame, ...]]] = {}
+    for cause in join_causes(blame):
+        groups.setdefault(tuple(blamed.sites for blamed in cause), []).append(cause)
+    return tuple(_build_group(causes, by_site) for causes in groups.values())
+
+
+def join_causes(blame: Iterable[Blame]) -> tuple[tuple[Blame, ...], ...]:
+    """Return the blame of each cause of each layer: one, or two that share their `operation`."""
+    causes: list[list[Blame]] = []
+    shared: dict[tuple[int | None, str], list[Blame]] = {}
     for blamed in blame:
-        groups.setdefault(blamed.sites, []).append(blamed)
-    return tuple(_build_group(members, by_site) for members in groups.values())
+        place = (blamed.layer, blamed.operation)
+        if place in shared:
+            shared[place].append(blamed)
+            continue
+        causes.append([blamed])
+        if blamed.operation:
+            shared[place] = causes[-1]
+    return tuple(map(tuple, causes))
+
+
+def badness(result: SiteResult) -> float:
+    """Return how far a failing site is beyond its limit; infinite for NaN and other failures without a figure."""
+    if result.status is not SiteStatus.FAIL:
+        return 0.0
+    return math.inf if result.nearest is None else result.nearest.excess
 
 
 def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
@@ -224,29 +246,32 @@ def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:
     return sorted(sites, key=lambda site: site.order)
 
 
-def _build_group(members: list[Blame], by_site: Mapping[tuple[int | None, str], SiteResult]) -> BlameGroup:
-    def results_of(blame: Blame) -> list[SiteResult]:
-        return [by_site[blame.layer, site] for site in blame.sites if (blame.layer, site) in by_site]
+def _build_group(
+    causes: list[tuple[Blame, ...]], by_site: Mapping[tuple[int | None, str], SiteResult]
+) -> BlameGroup:
+    """Build the group of one cause in several layers."""
 
-    def badness(blame: Blame) -> float:
-        return max(map(_badness, results_of(blame)), default=0.0)
+    def results_of(cause: tuple[Blame, ...]) -> list[SiteResult]:
+        places = ((blame.layer, site) for blame in cause for site in blame.sites)
+        return [by_site[place] for place in places if place in by_site]
 
-    worst = max(members, key=badness)
+    worst = max(causes, key=lambda cause: max(map(badness, results_of(cause)), default=0.0))
+    first, *others = worst
+    # Of several sites each sentence names its own.
+    reasons = [f"{blame.sites[-1]}: {blame.reason}" for blame in worst] if others else [first.reason]
     return BlameGroup(
-        layers=tuple(blame.layer for blame in members),
-        sites=worst.sites,
-        worst_layer=worst.layer,
-        reason=worst.reason,
-        where=tuple(sentence for result in results_of(worst) for sentence in result.where),
+        layers=tuple(cause[0].layer for cause in causes),
+        sites=tuple(site for blame in worst for site in blame.sites),
+        worst_layer=first.layer,
+        reason="; ".join(reasons),
+        where=tuple(
+            f"{result.site}: {sentence}" if others else sentence
+            for result in results_of(worst)
+            for sentence in result.where
+        ),
         regions=tuple(region for result in results_of(worst) for region in result.regions),
+        operation=first.operation if others else "",
     )
-
-
-def _badness(result: SiteResult) -> float:
-    """Return how far a failing site is beyond its limit; infinite for NaN and other failures without a figure."""
-    if result.status is not SiteStatus.FAIL:
-        return 0.0
-    return math.inf if result.nearest is None else result.nearest.excess
 
 
 def _carried(source: SiteResult, broken: NearestLimit) -> float:

@@ -3,7 +3,9 @@
 - `cli`: the command `mm2-diagnose`
 - `diagnose`: the library's entry: two captures and a checkpoint to a diagnosis
 - `finding`: named mistakes, and what was close
+- `confirmed_causes`: sites of one operation that one named mistake explains
 - `report`: a diagnosis as text and JSON
+- `wording`: its parts in words, for text and pages
 - `kept_diagnosis`: the latest diagnosis of a run, kept in its folder for `--prove`
 - `layer_group`: layers with one finding, told together
 - `catalogue/`: the mistakes of a layer

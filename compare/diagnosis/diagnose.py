@@ -32,7 +32,7 @@ from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
-from compare.sides.pairing import declared_layers
+from compare.sides.pairing import declared_layers, is_of_shape
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress
@@ -40,7 +40,7 @@ from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import Blame, Comparison, SiteStatus
+from minimax_tools.results.results import Blame, Comparison, SiteResult, SiteStatus
 
 # Layers blamed for the same sites that are diagnosed in vain, before the others are passed over: each costs a whole
 # search, and the first alone may be an exception.
@@ -145,6 +145,7 @@ def diagnose_run(
                 judgeable,
                 mistakes=entries,
                 passes_over=layers is None,
+                tries_shapes=bool(mistakes),
                 progress=progress,
             )
         )
@@ -227,17 +228,23 @@ def _diagnose_layers(
     *,
     mistakes: Sequence[Mistake],
     passes_over: bool,
+    tries_shapes: bool,
     progress: Progress,
 ) -> Iterator[LayerDiagnosis]:
     """Diagnose one layer after the other; mistakes that explain a layer are tried first on the next ones.
 
     With `passes_over`, a layer is passed over if its blame names the same sites as that of two layers which nothing
-    explains.
+    explains. Nothing is tried on a layer that fails by shapes alone, unless `tries_shapes`.
     """
     expected: dict[str, Hypothesis] = {}
     num_in_vain: Counter[tuple[tuple[str, ...], ...]] = Counter()
     for layer in layers:
         blame = _blame_of(run, layer)
+        wrong_shapes = _find_wrong_shapes(run.comparison, layer)
+        if wrong_shapes and not tries_shapes:
+            progress.advance(layer, num_bytes=0)
+            yield _diagnose_shapes(run.comparison, layer, wrong_shapes, blame=blame)
+            continue
         place = tuple(blamed.sites for blamed in blame)
         if passes_over and num_in_vain[place] >= _MOST_IN_VAIN:
             continue
@@ -266,11 +273,39 @@ def _diagnose_layers(
             blame=blame,
             unexplained=outcome.null.leaves,  # ρ on the layer without a mistake
             is_blamed=bool(suspects),
-            named=tuple(MistakeFinding.of(layer, score, alike=outcome.named) for score in outcome.named),
-            nearest=tuple(MistakeFinding.of(layer, score) for score in outcome.nearest),
+            named=tuple(
+                MistakeFinding.of(layer, score, spec=case.inputs.spec, alike=outcome.named)
+                for score in outcome.named
+            ),
+            nearest=tuple(
+                MistakeFinding.of(layer, score, spec=case.inputs.spec) for score in outcome.nearest
+            ),
             num_hypotheses=outcome.num_tried,
             notes=notes,
         )
+
+
+def _find_wrong_shapes(comparison: Comparison, layer: int) -> tuple[SiteResult, ...]:
+    """Return the failing sites of a layer if all of them fail by their shape; else none."""
+    failing = tuple(site for site in comparison.of_layer(layer) if site.status is SiteStatus.FAIL)
+    return failing if all(is_of_shape(site.reason) for site in failing) else ()
+
+
+def _diagnose_shapes(
+    comparison: Comparison, layer: int, wrong: Sequence[SiteResult], *, blame: tuple[Blame, ...]
+) -> LayerDiagnosis:
+    """Return the diagnosis of a layer of which nothing but shapes is wrong: no mistake changes a shape."""
+    ratios = {
+        Site(site.site): site.noise.whole for site in comparison.of_layer(layer) if site.noise is not None
+    }
+    return LayerDiagnosis(
+        layer=layer,
+        sites=tuple(ratios),
+        blame=blame,
+        unexplained=max(ratios.values(), default=0.0),
+        is_of_shape=True,
+        notes=tuple(f"{site.site}: {site.reason}" for site in wrong),
+    )
 
 
 def _blame_of(run: JudgedRun, layer: int) -> tuple[Blame, ...]:

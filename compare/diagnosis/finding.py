@@ -11,6 +11,7 @@ from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Blame, Verdict
 
 # ρ from which a site outside the layers counts as wrong although the comparison does not blame it. It is far above 1,
@@ -35,14 +36,19 @@ class MistakeFinding:
     z: float  # the amplitude in units of its own uncertainty
     what: str  # sentence that says what the port does
     look_at: str  # place to look at in the port's code
+    # Sites of a layer at which the mistake first shows; of two mistakes those of each.
+    begins_at: tuple[tuple[str, ...], ...] = ()
     sources: tuple[str, ...] = ()  # public threads that report the mistake
     resembles: tuple[str, ...] = ()  # mistakes that these captures cannot tell from this one
     proof: MistakeProof | None = None  # outcome of undoing it; None if that was not asked for
 
     @classmethod
-    def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:
+    def of(
+        cls, layer: int, score: Score, *, spec: ModelSpec, alike: tuple[Score, ...] = ()
+    ) -> MistakeFinding:
         """Build the finding of a score; `alike` are the scores that explain the layer as well, this one included."""
-        mistakes, name = score.hypothesis.mistakes, score.hypothesis.name
+        hypothesis = score.hypothesis
+        mistakes, name = hypothesis.mistakes, hypothesis.name
         names = (other.hypothesis.name for other in alike)
         return cls(
             layer=layer,
@@ -52,8 +58,15 @@ class MistakeFinding:
             leaves=score.leaves,
             amplitude=score.amplitude,
             z=score.z,
-            what=" ".join(mistake.what for mistake in mistakes),
+            what=" ".join(
+                mistake.describe(spec, parameters)
+                for mistake, parameters in zip(mistakes, hypothesis.parameters, strict=True)
+            ),
             look_at="; ".join(mistake.look_at for mistake in mistakes),
+            begins_at=tuple(
+                tuple(str(site) for site in Site if site in mistake.with_parameters(parameters).sites)
+                for mistake, parameters in zip(mistakes, score.hypothesis.parameters, strict=True)
+            ),
             sources=tuple(source for mistake in mistakes for source in mistake.sources),
             resembles=tuple(dict.fromkeys(other for other in names if other != name)),
         )
@@ -78,6 +91,8 @@ class LayerDiagnosis(PartDiagnosis):
     layer: int
     sites: tuple[Site, ...]
     blame: tuple[Blame, ...] = ()  # blame of the comparison in this layer
+    # Whether it fails by the shape of sites alone, which `notes` tell: then no mistake was tried.
+    is_of_shape: bool = False
 
     @property
     def place(self) -> tuple[tuple[str, ...], ...]:

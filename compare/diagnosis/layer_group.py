@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from compare.blame.blame import join_causes
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
 from minimax_tools.results.results import Blame
 
@@ -31,9 +32,19 @@ class LayerGroup:
         return self.diagnoses[0].is_right
 
     @property
+    def is_of_shape(self) -> bool:
+        """True if these layers fail by the shape of sites alone."""
+        return self.diagnoses[0].is_of_shape
+
+    @property
     def blame(self) -> tuple[Blame, ...]:
         """Blame of the first layer; if nothing explains the layers, that of the others names the same sites."""
         return self.diagnoses[0].blame
+
+    @property
+    def causes(self) -> tuple[tuple[Blame, ...], ...]:
+        """The causes in the first layer, each with the blame of its sites."""
+        return join_causes(self.blame)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -46,7 +57,8 @@ def group_layers(diagnoses: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
 
     - Right layers belong together.
     - A layer that mistakes explain (its `named`, best first) belongs to the first group whose mistake is among them.
-    - Layers that nothing explains belong together if they are blamed for the same sites.
+    - Layers that nothing explains belong together if they are blamed for the same sites, and all or none for the shape
+      alone.
     """
     groups: list[list[LayerDiagnosis]] = []
     for diagnosis in diagnoses:
@@ -64,7 +76,8 @@ def _belong_together(first: LayerDiagnosis, second: LayerDiagnosis) -> bool:
     if first.is_right or second.is_right:
         return first.is_right and second.is_right
     if not first.named or not second.named:
-        return not first.named and not second.named and first.place == second.place
+        is_alike = (first.place, first.is_of_shape) == (second.place, second.is_of_shape)
+        return not first.named and not second.named and is_alike
     # Of `first` the best finding counts: it is the group's.
     return any(_are_alike(first.named[0], candidate) for candidate in second.named)
 
@@ -80,10 +93,10 @@ def _summarise(diagnoses: list[LayerDiagnosis]) -> LayerGroup:
         match = next(finding for finding in diagnosis.named if _are_alike(shared, finding))
         named.append(match)
         others += [finding for finding in diagnosis.named if finding is not match]
-    return LayerGroup(diagnoses=tuple(diagnoses), named=tuple(named), others=_gather_alike(others))
+    return LayerGroup(diagnoses=tuple(diagnoses), named=tuple(named), others=gather_alike(others))
 
 
-def _gather_alike(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
+def gather_alike(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
     """Gather findings by mistake and parameters, the commonest first."""
     gathered: list[list[MistakeFinding]] = []
     for finding in findings:

@@ -11,6 +11,7 @@ from compare.diagnosis.evaluation import Change, LayerInputs
 from compare.diagnosis.repair import WeightRepair
 from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 
 # Inputs of a layer, or of a site outside the layers.
 AnyInputs = TypeVar("AnyInputs")
@@ -46,6 +47,10 @@ def find_nothing(_: WrongTokens) -> tuple[Parameters, ...]:
     return ()
 
 
+def _no_detail(_: ModelSpec, __: Parameters) -> str:
+    return ""
+
+
 def values_of(name: str, *values: Value) -> Callable[[object], tuple[Parameters, ...]]:
     """Build candidates of one parameter, with the same values on all inputs."""
     return each(name, lambda _: values)
@@ -62,6 +67,8 @@ class Mistake:
     name: str  # name in reports
     what: str  # sentence that says what the port does
     look_at: str  # place to look at in the port's code
+    # A further sentence behind `what`, which is true of some parameters in some models alone; "" for none.
+    detail: Callable[[ModelSpec, Parameters], str] = _no_detail
     build: Callable[..., Change]
     candidates: Candidates = once
     find: Finder = find_nothing  # further candidates, of too many to list, by the port's wrong tokens
@@ -72,6 +79,10 @@ class Mistake:
     # Whether the change takes values of all tokens from the right layer, where no other mistake has changed them.
     reads_right_layer: bool = False
     repair: WeightRepair | None = None  # change of the layer's tensors that undoes it; None if none does
+
+    def describe(self, spec: ModelSpec, parameters: Parameters) -> str:
+        """Return what a port of a model does that makes this mistake with these parameters."""
+        return f"{self.what} {self.detail(spec, parameters)}".rstrip()
 
     def hypotheses(self, inputs: LayerInputs) -> tuple[Hypothesis, ...]:
         """Return a hypothesis for each of the mistake's candidates."""

@@ -1,55 +1,163 @@
-"""Mistakes of a diagnosis, as a report shows them: each place with what was tried there, what leaves least first."""
+"""A diagnosis in words, as a report shows it: the same places and sentences as in the terminal."""
 
 from __future__ import annotations
 
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
+from collections.abc import Iterator, Sequence
+
+from compare.diagnosis.finding import Diagnosis, MistakeFinding, SiteDiagnosis
+from compare.diagnosis.layer_group import LayerGroup, gather_alike
+from compare.diagnosis.proof.wording import (
+    MEND_FIRST,
+    PROVE_THE_PLACE,
+    proved_edits,
+    word_lines_place,
+    word_proofs,
+)
+from compare.diagnosis.wording import (
+    NOT_OF_SHAPE,
+    parts_of,
+    untold_blame,
+    word_headline,
+    word_method,
+    word_mistake,
+    word_notes,
+    word_passed_over,
+    word_place_of_fault,
+    word_range,
+    word_right_sites,
+    word_shape_outcome,
+    word_suspects,
+    word_where,
+)
+from minimax_tools.model.formulas import FORMULAS
+from minimax_tools.model.span import word_layers
 from reports.page.diagnosed import DiagnosedPlace, DiagnosedRun, TriedMistake
-from reports.wording import word_layer, word_place
+from reports.wording import word_figure, word_layer
 
 
 def word_diagnosis(diagnosis: Diagnosis) -> DiagnosedRun:
-    """Return a diagnosis as plain values, sites outside the layers last."""
+    """Return a diagnosis in words: the groups of layers and the sites outside them, in the model's order."""
+    parts = parts_of(diagnosis)
     return DiagnosedRun(
+        headline=f"{str(diagnosis.verdict).upper()}: {word_headline(diagnosis, parts)}",
         places=(
-            *(_place(layer, word_layer(layer.layer)) for layer in diagnosis.layers),
-            *(_place(site, str(site.site)) for site in diagnosis.sites),
+            *(
+                _layers(part, diagnosis) if isinstance(part, LayerGroup) else _wrong_site(part)
+                for part in parts
+            ),
+            *_right_sites(diagnosis),
+            *_not_diagnosed(diagnosis),
         ),
-        unexplained=tuple(
-            f"{word_place(blame.layer, blame.sites)}: {blame.reason}" for blame in diagnosis.unexplained_blame
-        ),
-        notes=diagnosis.notes,
+        notes=(*diagnosis.notes, *_advice(diagnosis)),
     )
 
 
-def _place(part: LayerDiagnosis | SiteDiagnosis, name: str) -> DiagnosedPlace:
-    # Of a right part the nearest mistakes explain nothing.
-    nearest = () if part.is_right else part.nearest
+def _layers(group: LayerGroup, diagnosis: Diagnosis) -> DiagnosedPlace:
+    before = word_range(layer.unexplained for layer in group.diagnoses)
+    is_single = len(group.diagnoses) == 1
+    lies: tuple[str, ...] = ()
+    # Of right layers the nearest mistakes explain nothing.
+    mistakes: tuple[TriedMistake, ...] = ()
+    if group.named:
+        leaves = word_range(finding.leaves for finding in group.named)
+        matches = "matches" if is_single else "match"
+        outcome = f"{matches} {word_mistake(group.named)}: leaves ρ {leaves} of {before}"
+        mistakes = tuple(
+            _mistake(findings, group, is_named=True) for findings in (group.named, *group.others)
+        )
+    elif group.is_right:
+        outcome = f"nothing to explain (ρ {before})"
+    elif group.is_of_shape:
+        outcome = word_shape_outcome(group)
+    else:
+        outcome = f"no known mistake explains {'it' if is_single else 'them'} (ρ {before})"
+        lies = (
+            *(sentence for cause in group.causes for sentence in word_place_of_fault(cause)),
+            *word_passed_over(group, diagnosis),
+        )
+        mistakes = tuple(_nearest(group))
     return DiagnosedPlace(
-        place=name,
-        unexplained=part.unexplained,
-        is_right=part.is_right,
-        mistakes=(
-            *(_mistake(finding, is_named=True) for finding in part.named),
-            *(_mistake(finding, is_named=False) for finding in nearest),
-        ),
-        num_hypotheses=part.num_hypotheses,
-        notes=part.notes,
+        place=word_layers(group.numbers),
+        outcome=outcome,
+        is_right=group.is_right,
+        lies=lies,
+        mistakes=mistakes,
+        method=NOT_OF_SHAPE if group.is_of_shape else word_method(group),
+        notes=word_notes(group),
     )
 
 
-def _mistake(finding: MistakeFinding, *, is_named: bool) -> TriedMistake:
+def _nearest(group: LayerGroup) -> Iterator[TriedMistake]:
+    """Yield the mistakes that came nearest in some layer of a group, what leaves least first."""
+    gathered = gather_alike(finding for layer in group.diagnoses for finding in layer.nearest)
+    for findings in sorted(gathered, key=lambda alike: min(finding.leaves for finding in alike)):
+        yield _mistake(findings, group, is_named=False)
+
+
+def _wrong_site(site: SiteDiagnosis) -> DiagnosedPlace:
+    before = word_figure(site.unexplained)
+    tried = [(finding, True) for finding in site.named] or [(finding, False) for finding in site.nearest]
+    if site.named:
+        first = site.named[0]
+        outcome = f"matches {word_mistake([first])}: leaves ρ {word_figure(first.leaves)} of {before}"
+    else:
+        outcome = f"no known mistake explains it (ρ {before})"
+    return DiagnosedPlace(
+        place=str(site.site),
+        outcome=outcome,
+        is_right=False,
+        lies=() if site.named else (f"Original: {site.site} = {FORMULAS[site.site]}",),
+        mistakes=tuple(_mistake([finding], None, is_named=is_named) for finding, is_named in tried),
+        method=f"{site.num_hypotheses} hypotheses tried on the port's own input",
+        notes=site.notes,
+    )
+
+
+def _right_sites(diagnosis: Diagnosis) -> Iterator[DiagnosedPlace]:
+    place, _, outcome = word_right_sites(diagnosis).partition(": ")
+    if place:
+        yield DiagnosedPlace(place=place, outcome=outcome, is_right=True)
+
+
+def _not_diagnosed(diagnosis: Diagnosis) -> Iterator[DiagnosedPlace]:
+    for cause in untold_blame(diagnosis):
+        yield DiagnosedPlace(
+            place=", ".join((word_layer(cause[0].layer), word_suspects(cause))),
+            outcome="not diagnosed",
+            is_right=False,
+            lies=word_place_of_fault(cause),
+        )
+
+
+def _advice(diagnosis: Diagnosis) -> tuple[str, ...]:
+    proofs = [finding.proof for finding in diagnosis.findings if finding.proof is not None]
+    return (MEND_FIRST,) if any(proof.is_proved for proof in proofs) else ()
+
+
+def _mistake(findings: Sequence[MistakeFinding], group: LayerGroup | None, *, is_named: bool) -> TriedMistake:
+    """Return a mistake as it was tried on some layers of a group, or on one site outside the layers."""
+    first = findings[0]
     return TriedMistake(
-        name=finding.mistake,
-        parameters=", ".join(f"{name} {_word(value)}" for name, value in finding.parameters.items()),
+        name=first.mistake,
+        parameters=word_mistake(findings).removeprefix(first.mistake).strip(" ()"),
         is_named=is_named,
-        leaves=finding.leaves,
-        explains=finding.explains,
-        what=finding.what,
-        look_at=finding.look_at,
-        sources=finding.sources,
-        proof="" if finding.proof is None else f"Undone in the port: {finding.proof.outcome}.",
+        leaves=word_range(finding.leaves for finding in findings),
+        explains=word_range(
+            (100 * finding.explains for finding in findings), word=lambda value: f"{value:.1f}"
+        ),
+        what=first.what,
+        look_at=first.look_at,
+        layers="" if group is None else word_where(findings, group).strip(),
+        sources=first.sources,
+        proof=word_proofs(findings),
+        edits=tuple(
+            "\n".join(
+                (
+                    f"# {word_lines_place(has_conversion=edit.has_conversion)}",
+                    *edit.lines,
+                    f"# {PROVE_THE_PLACE}",
+                )
+            )
+            for edit in proved_edits(findings)
+        ),
     )
-
-
-def _word(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -16,6 +16,8 @@ from minimax_tools.model.inputs import Inputs
 # Layers, and modules of a dump, that a message names.
 _MAX_NAMED = 4
 _MAX_MODULES = 12
+# Begins a reason of `find_mismatch`.
+_SHAPE = "shape: "
 
 
 def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
@@ -162,7 +164,27 @@ def find_mismatch(reference: torch.Tensor, target: torch.Tensor) -> str | None:
     """
     is_folded = {reference.ndim, target.ndim} == {2, 3} and reference.shape[-1] == target.shape[-1]
     if reference.shape != target.shape and not (is_folded and reference.numel() == target.numel()):
-        return f"shape: expected {tuple(reference.shape)}, found {tuple(target.shape)}"
+        return _word_shapes(tuple(reference.shape), tuple(target.shape))
     if reference.is_floating_point() != target.is_floating_point():
         return f"dtype: expected {reference.dtype}, found {target.dtype}"
     return None
+
+
+def is_of_shape(reason: str) -> bool:
+    """Decide whether a reason of `find_mismatch` is the shape."""
+    return reason.startswith(_SHAPE)
+
+
+def _word_shapes(expected: tuple[int, ...], found: tuple[int, ...]) -> str:
+    """Word two shapes that differ, and the two axes that are exchanged, if all others agree."""
+    words = f"{_SHAPE}expected {expected}, found {found}"
+    if len(expected) != len(found):
+        return words
+    differing = [
+        axis for axis, (size, other) in enumerate(zip(expected, found, strict=True)) if size != other
+    ]
+    if len(differing) != 2:
+        return words
+    first, second = differing
+    is_exchanged = (expected[first], expected[second]) == (found[second], found[first])
+    return f"{words}: axes {first} and {second} are exchanged" if is_exchanged else words

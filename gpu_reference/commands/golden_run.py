@@ -18,16 +18,17 @@ from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import GoldenOptions
 from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
-from minimax_tools.capture.kept_runs import holds_certified, other_run_error, read_kept, refuse_other_run
+from minimax_tools.capture.inspection import inspect_capture
+from minimax_tools.capture.kept_runs import holds_same, other_run_error, read_kept, refuse_other_run
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.remote_output import kept_directory
+from minimax_tools.capture.remote_output import RemoteOutput, kept_directory
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.checkpoint.index import find_absent_shards
 from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.console import print_json, print_text
 from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, list_faults
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.memory import MemoryBudget
@@ -70,11 +71,12 @@ def run_golden(
         else:
             if is_protected:
                 refuse_other_run(directory, golden.describe())
-            is_made = is_protected and holds_certified(directory, golden.describe())
+            is_made = is_protected and holds_same(directory, golden.describe()) and not _is_damaged(directory)
             directory = kept_directory(directory) if is_made else directory
             if is_made and _read_generation(directory) == generation:
                 logger.info(
-                    "The same golden is in %s, certified: it is left as it is.", address_of(directory)
+                    "The same golden is in %s, finished: it is left as it is. --overwrite makes it anew.",
+                    address_of(directory),
                 )
             elif is_made:
                 raise other_run_error(directory, ["generated tokens"])
@@ -82,7 +84,7 @@ def run_golden(
                 extra = {GENERATION_NAME: encode(generation)} if generation else {}
                 with LayerProgress(len(request.run.span), label="Golden") as progress:
                     golden.capture(directory, extra=extra, progress=progress)
-            if options.certify and not is_made:
+            if options.certify and not Capture.open(directory).manifest.is_certified:
                 # The certificate is stored in the capture, which is then printed with it.
                 certify_golden(directory, options.model)
             capture = Capture.open(directory)
@@ -110,6 +112,18 @@ def _refuse_plainly_other(directory: Path, request: GoldenRequest) -> None:
     differing = [name for name, (kept_value, value) in pairs.items() if kept_value != value]
     if differing:
         raise other_run_error(directory, differing)
+
+
+def _is_damaged(directory: Path) -> bool:
+    """Decide whether the golden in a folder of this machine is damaged, and say what is wrong with it."""
+    if RemoteOutput.find(directory) is not None:
+        return False
+    faults = inspect_capture(Capture.open(directory)).faults
+    if faults:
+        logger.warning(
+            "The golden in %s is damaged, and is made anew: %s", directory, list_faults(list(faults))
+        )
+    return bool(faults)
 
 
 def _read_generation(directory: Path) -> Generation | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_reference.golden.golden import Golden
-from minimax_tools.capture.kept_runs import holds_certified, refuse_other_run
+from minimax_tools.capture.kept_runs import holds_same, refuse_other_run
 from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.parts import part_name
@@ -85,9 +85,9 @@ def open_shared_capture(
 
 def _refuse_to_replace(directory: Path, description: Description) -> None:
     refuse_other_run(directory, description)
-    if holds_certified(directory, description):
+    if holds_same(directory, description):
         raise CaptureError(
-            f"{address_of(directory)} holds the same golden, certified",
+            f"{address_of(directory)} holds the same golden, finished",
             next_step="Nothing is left to do; --overwrite makes it again.",
         )
 

@@ -46,10 +46,10 @@ def other_run_error(directory: Path, differing: list[str]) -> CaptureError:
     )
 
 
-def holds_certified(directory: Path, description: Description) -> bool:
-    """Decide whether `directory` holds the very capture to write, finished and certified."""
+def holds_same(directory: Path, description: Description) -> bool:
+    """Decide whether `directory` holds the very capture to write, finished."""
     kept = read_kept(directory)
-    return kept is not None and kept.is_certified and not kept.description.differences(description)
+    return kept is not None and not kept.description.differences(description)
 
 
 def find_free_directory(directory: Path, description: Description) -> Path:

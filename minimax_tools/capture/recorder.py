@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -11,6 +13,8 @@ import torch
 from minimax_tools.capture.taps import Tap
 from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import ModelSite, Site
+
+logger = logging.getLogger(__name__)
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
 # Sites of a layer, or those around the layers.
@@ -125,18 +129,57 @@ class Recorder(Generic[SiteKind]):
         """
         tapped = tap.pick(value)
         if tapped is None:
+            elements = value if isinstance(value, (tuple, list)) else (value,)
+            if tap.index >= len(elements):
+                _warn_of_absence(
+                    f"{site} is not shown: {tap} is asked for, and {tap.path} has {len(elements)}"
+                )
             return None
         replacement = self._feeds.get(site)
         if replacement is None:
             self.record(site, tapped)
             return None
-        replacement = _fit(replacement.to(device=tapped.device, dtype=tapped.dtype), tapped)
+        replacement = _fit(site, replacement.to(device=tapped.device, dtype=tapped.dtype), tapped)
         self.record(site, replacement)
         return tap.put(value, replacement)
 
 
-def _fit(replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
-    """Return a replacement [B,S,…] in the shape of a tapped tensor, whose columns may be padded on the right."""
+@cache
+def _warn_of_absence(text: str) -> None:
+    """Log once, and not for every layer, that a site's place is not there."""
+    logger.warning("%s. Indices begin at 0.", text)
+
+
+def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
+    """Bring a site's tensor to [B, S, …] or [B, heads, S, D]; any other shape stays, for the comparison to judge.
+
+    A port may show [B·S, …] and, where a site has heads, [B, S, heads, D] or [B·S, heads, D]. With as many heads as
+    tokens, shapes do not tell these from [B, heads, S, D]: the tensor stays.
+    """
+    if site.has_heads_dim:
+        return _put_heads_first(tensor, batch_shape)
+    # [B, S, …] with S = 1 has B·S in front too, and stays.
+    if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:
+        return tensor.reshape(*batch_shape, *tensor.shape[1:])
+    return tensor
+
+
+def _put_heads_first(tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
+    """Return [B, S, heads, D] and [B·S, heads, D] as [B, heads, S, D], and other shapes as they are."""
+    if tensor.ndim < 3 or tensor.shape[-2] == batch_shape[1]:
+        return tensor
+    if tuple(tensor.shape[:-2]) not in (batch_shape, (math.prod(batch_shape),)):
+        return tensor
+    return tensor.reshape(*batch_shape, *tensor.shape[-2:]).transpose(1, 2).contiguous()
+
+
+def _fit(site: Site | ModelSite, replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
+    """Return a replacement, [B,S,…] or [B,heads,S,D], in the shape of a tapped tensor.
+
+    The columns of one without heads may be padded on the right.
+    """
+    if site.has_heads_dim and replacement.ndim == 4:
+        return _fit_heads(site, replacement, tapped)
     if replacement.numel() == tapped.numel():
         return replacement.reshape(tapped.shape)
     num_rows, num_columns, *rest = replacement.shape
@@ -145,11 +188,18 @@ def _fit(replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
     return padded.reshape(tapped.shape)
 
 
-def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
-    """Reshape a site's [B·S, …] to [B, S, …] of `batch_shape`; any other shape stays, for the comparison to judge."""
-    if site.has_heads_dim:
-        return tensor  # [B, heads, S, D]
-    # [B, S, …] with S = 1 has B·S in front too, and stays.
-    if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:
-        return tensor.reshape(*batch_shape, *tensor.shape[1:])
-    return tensor
+def _fit_heads(site: Site | ModelSite, replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
+    """Return a replacement [B,heads,S,D] in the layout that `shape_to_batch` reads from the tapped tensor."""
+    batch_size, num_heads, num_tokens, head_dim = replacement.shape
+    tokens_first = ((batch_size, num_tokens), (batch_size * num_tokens,))
+    if num_heads != num_tokens and tapped.shape in [(*first, num_heads, head_dim) for first in tokens_first]:
+        return replacement.transpose(1, 2).reshape(tapped.shape)
+    # As many numbers in another order would be wrong values without a word.
+    if (tapped.ndim == 4 and tapped.shape != replacement.shape) or tapped.numel() != replacement.numel():
+        raise TargetError(
+            f"{site} cannot be replaced",
+            expected=f"the shape {list(replacement.shape)}, or tokens before heads",
+            found=str(list(tapped.shape)),
+            next_step="Show [B,heads,S,D] or [B,S,heads,D] there.",
+        )
+    return replacement.reshape(tapped.shape)

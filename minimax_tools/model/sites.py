@@ -84,6 +84,14 @@ SITE_INPUTS: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     }
 )
 
+# Operations that compute two sites side by side: a mistake in one of them shows at both.
+SHARED_OPERATIONS: Mapping[str, tuple[Site, Site]] = MappingProxyType(
+    {
+        "norm of queries and keys": (Site.Q_NORM, Site.K_NORM),
+        "rotary embedding": (Site.Q_ROPE, Site.K_ROPE),
+    }
+)
+
 # The sites to keep, by the name that --sites takes.
 SITE_LEVELS: Mapping[str, tuple[Site, ...]] = MappingProxyType(
     {

@@ -30,6 +30,8 @@ class ModelFinding:
 
     is_warning: bool = False  # whether it says that something was not judged, and not that it is wrong
     is_of_sites: bool = False  # whether sites of the comparison show it, which are blamed anyway
+    # Operation that computes this site and that of another finding, if both are one cause; empty if not
+    operation: str = ""
 
     @property
     def order(self) -> tuple[int, int]:

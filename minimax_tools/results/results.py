@@ -157,18 +157,21 @@ class Blame:
     # Sites that the blamed ones are computed from, and that are right: the mistake lies behind them. () if none is
     # known to be, or the site was recomputed from the port's own values.
     right: tuple[str, ...] = ()
+    # Operation that computes this site and another blamed one of the layer, if both are one cause; empty if not.
+    operation: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlameGroup:
-    """Layers in which the same sites are to blame."""
+    """A cause: layers in which the same sites are to blame."""
 
     layers: tuple[int | None, ...]  # the layers, ascending; None is the model outside them
     sites: tuple[str, ...]
     worst_layer: int | None  # the layer in which the sites are furthest beyond their limits
-    reason: str  # `Blame.reason` of the worst layer
+    reason: str  # `Blame.reason` of the worst layer; of two sites of one operation both, with their names
     where: tuple[str, ...] = ()  # `SiteResult.where` of the worst layer
     regions: tuple[WrongRegion, ...] = ()  # `SiteResult.regions` of the worst layer
+    operation: str = ""  # operation that computes all `sites`, which are one cause; empty for a single site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +229,7 @@ class Comparison:
     generated: tuple[GeneratedRow, ...] = ()  # what both sides generated, prompt by prompt
     # The real tokens and their position ids, such as `81 at positions 0-47`; empty if no side tells.
     tokens: str = ""
+    port: str = ""  # what made the run, such as `port.py:DecoderLayer` or `builtin`; empty if it does not say
 
     @property
     def shows_outputs_only(self) -> bool:

@@ -93,13 +93,17 @@ def port_command(
     results: list[StageResult] = []
     while (stage := plan.next_stage(results)) is not None:
         results.append(_carry_out(log, stage, plan, source_digest=source_digest, as_json=as_json))
-    exit_code = max(result.exit_code for result in results)
-    if exit_code in (0, 1):
+    # A port that was found wrong is wrong, whatever became of the stages that ask why.
+    is_wrong = any(result.exit_code == 1 for result in results)
+    exit_code = 1 if is_wrong else max(result.exit_code for result in results)
+    last = results[-1]
+    is_finished = last.exit_code in (0, 1)
+    if is_finished:
         log.finish()
     verdict = Verdict.of_exit_code(exit_code)
     # A mended port is judged by the same command.
     again = (same_command("mm2-test"),) if exit_code == 1 else ()
-    following = tuple(dict.fromkeys((*results[-1].next_commands, *again)))
+    following = tuple(dict.fromkeys((*(last.next_commands if is_finished else (last.command,)), *again)))
     if as_json:
         print_json(
             {
@@ -211,8 +215,11 @@ def _outcome(result: StageResult) -> str:
     if result.exit_code == 0 and result.name == "golden":
         return "made"
     if result.exit_code == 0:
-        warning = _find_told(result, Verdict.WARN)
-        return "right" if warning is None else f"right, with a warning: {warning}"
+        warning, told = _find_told(result, Verdict.WARN), _find_told(result, Verdict.PASS)
+        if warning is not None:
+            return f"right, with a warning: {warning}"
+        # A pass says how little it rests on.
+        return f"right, {told}" if told is not None and " only, " in told else "right"
     return f"wrong: {_find_told(result, Verdict.FAIL) or 'see above'}"
 
 

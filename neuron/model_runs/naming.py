@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.comparer import JudgedRun, judge_run
+from compare.diagnosis.confirmed_causes import confirm_causes
 from compare.diagnosis.diagnose import diagnose_run
 from compare.diagnosis.finding import Diagnosis, MistakeFinding
 from compare.limits.criteria import Criteria
@@ -80,8 +81,9 @@ def name_first(
         weights=weights,
     )
     diagnosis = diagnose_run(isolated, weights=weights, includes_outside=False)
+    named_run = replace(run, comparison=_with_name(comparison, first, diagnosis.findings))
     return NamedRun(
-        comparison=_with_name(comparison, first, diagnosis.findings),
+        comparison=confirm_causes(named_run, diagnosis),
         isolated=isolated.comparison,
         diagnosis=diagnosis,
     )

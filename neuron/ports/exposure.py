@@ -17,7 +17,7 @@ from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import SITE_FORMS, Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.model.place_notation import PlaceNotation
-from minimax_tools.model.site_layouts import Replicated, SiteLayout, are_equal_bits
+from minimax_tools.model.site_layouts import Replicated, Sharded, SiteLayout, are_equal_bits
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
@@ -70,6 +70,8 @@ class Exposure:
     def cut(self, site: Site, tensor: torch.Tensor, *, ranks: Ranks, what: str) -> torch.Tensor:
         """Cut a rank's piece from a site's whole tensor, such as a golden's value that replaces the port's own.
 
+        With heads, the tensor and the piece are [B,heads,S,D]; the layout's dim is that of the port's own tensor.
+
         Raises:
             TargetError: The site has heads, and the port does not say which a rank holds. Other undeclared sites are
                 given whole.
@@ -79,7 +81,11 @@ class Exposure:
         if site.has_heads_dim:
             self.require_heads(site, what=what)
         layout = self.layouts.get(site, Replicated())
-        return layout.cut(tensor, rank=ranks.rank, num_ranks=ranks.degree, what=what)
+        # Heads are the only division of such a site that a rank is given: dim 2 holds them in [B,S,heads,D].
+        is_tokens_first = site.has_heads_dim and isinstance(layout, Sharded) and layout.dim in (2, -2)
+        whole = tensor.transpose(1, 2) if is_tokens_first else tensor
+        piece = layout.cut(whole, rank=ranks.rank, num_ranks=ranks.degree, what=what)
+        return piece.transpose(1, 2).contiguous() if is_tokens_first else piece
 
     def require_heads(self, site: Site, *, what: str) -> None:
         """Raise TargetError unless the port declares which heads of a site a rank holds."""

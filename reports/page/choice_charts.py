@@ -84,7 +84,8 @@ def draw_loads(routing: Sequence[LayerRouting], *, chosen: int | None) -> tuple[
         for layer in routing
     ]
     first = chosen if chosen in layers else max(routing, key=lambda layer: len(layer.flips)).layer
-    x = {"field": "expert", "type": "ordinal", "axis": {"labelOverlap": True, "labelAngle": 0}}
+    axis = {"labelOverlap": True, "labelSeparation": 4, "labelAngle": 0}
+    x = {"field": "expert", "type": "ordinal", "axis": axis}
     bar = {"type": "bar", "color": BAND, "stroke": GOLDEN, "width": {"band": 0.8}}
     tooltip = [shown_field("expert", "expert"), shown_field("golden", "golden"), shown_field("port", "port")]
     return (

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from minimax_tools.errors import MissingExtraError
 from minimax_tools.printable import printable, printable_values
 from reports.json_values import to_json
+from reports.page.glossary import SITE_MEANINGS, explain_place, explain_sentence
 from reports.page.heat_map import FIGURES, Cell
 from reports.page.page import Page
 from reports.wording import word_figure
@@ -53,6 +54,7 @@ def render_page(page: Page) -> str:
             style=Markup(_read("page.css")),
             cells=printable_values([_details(cell) for cell in page.cells]),
             charts=printable_values({chart.name: to_json(chart.spec) for chart in page.charts}),
+            site_meanings=dict(SITE_MEANINGS),
         )
     )
 
@@ -61,6 +63,7 @@ def _details(cell: Cell) -> dict[str, Any]:
     """Return what the page's script shows of a cell."""
     return {
         "place": cell.place,
+        "site": cell.site,
         "status": cell.status,
         "reason": cell.reason,
         "words": list(cell.words),
@@ -108,6 +111,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["figure"] = word_figure
+    environment.filters["place"] = explain_place
+    environment.filters["sentence"] = explain_sentence
     return environment
 
 

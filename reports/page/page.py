@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from minimax_tools.capture.passes import pass_name
 from minimax_tools.errors import format_count
-from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Comparison, GeneratedRow
+from reports.causes import causes_of, word_cause, word_reasons
 from reports.page.charts import draw_chain, draw_curves
 from reports.page.choice_charts import draw_divergence, draw_flips, draw_loads, draw_margins
 from reports.page.diagnosed import DiagnosedRun
@@ -20,7 +20,7 @@ from reports.page.site_charts import draw_site
 from reports.page.uncompared import UncomparedGroup, group_uncompared
 from reports.page.vega import Chart
 from reports.terminal import render_comparison
-from reports.wording import word_figure, word_layer, word_sites
+from reports.wording import word_figure, word_layer, word_port
 
 # Wide enough that a line of the terminal's text is not broken.
 _ONE_LINE = 1000
@@ -28,10 +28,11 @@ _ONE_LINE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlameRow:
-    """Layers in which the same sites are to blame."""
+    """A cause: layers in which the same sites are to blame."""
 
     place: str
     reason: str
+    of_sites: tuple[str, ...] = ()  # of a cause with several sites, a sentence on each
     where: tuple[str, ...]
     anchors: tuple[str, ...]  # cells of the worst layer, as `Cell.anchor`
 
@@ -142,6 +143,8 @@ def _word_extent(comparison: Comparison) -> str:
 def _sides(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "golden", comparison.reference
     yield "run", comparison.target
+    if comparison.port:
+        yield "port", word_port(comparison.port)
     yield "criteria", comparison.criteria
     if comparison.tokens:
         yield "tokens", comparison.tokens
@@ -157,22 +160,14 @@ def _blame_rows(comparison: Comparison) -> Iterator[BlameRow]:
                 where=tuple(filter(None, (mistake,))),
                 anchors=(),
             )
-    if comparison.blame_groups:
-        for group in comparison.blame_groups:
-            worst = f"worst in {word_layer(group.worst_layer)}: " if len(group.layers) > 1 else ""
-            yield BlameRow(
-                place=", ".join((word_layers(group.layers), *word_sites(group.sites))),
-                reason=f"{worst}{group.reason}",
-                where=group.where,
-                anchors=_anchors(comparison, group.worst_layer, group.sites),
-            )
-        return
-    for blame in comparison.blame:
+    for cause in causes_of(comparison):
+        first, *others = word_reasons(comparison, cause)
         yield BlameRow(
-            place=", ".join((word_layer(blame.layer), *blame.sites)),
-            reason=blame.reason,
-            where=(),
-            anchors=_anchors(comparison, blame.layer, blame.sites),
+            place=word_cause(cause),
+            reason=first,
+            of_sites=tuple(others),
+            where=cause.where,
+            anchors=_anchors(comparison, cause.worst_layer, cause.sites),
         )
 
 

@@ -69,6 +69,7 @@ def conclusion() -> Schema:
             "criteria": text(told["criteria"]),
             "reference": text(told["reference"]),
             "target": text(told["target"]),
+            "port": text(told["port"]),
             "notes": listed(text(), told["notes"]),
             "router_dtypes": listed(schema_of(RouterDtype), told["router_dtypes"]),
             "generated": listed(schema_of(GeneratedRow), told["generated"]),

@@ -39,6 +39,7 @@ def comparison_summary() -> Schema:
         {
             "layers": layers,
             "sites": listed(text(), "The sites to blame."),
+            "operation": text(told["operation"]),
             "severity": choice(
                 SiteStatus.FAIL.value, SiteStatus.WARN.value, description="Worst status of the sites."
             ),

@@ -157,7 +157,7 @@ class TestJson:
         record = read_record(result)
         assert (record["verdict"], record["compared"], record["of"]) == ("fail", 68, 68)
         (blame,) = record["blame"]
-        assert set(blame) == {"layer", "sites", "reason", "right"}
+        assert set(blame) == {"layer", "sites", "reason", "right", "operation"}
         assert (blame["layer"], blame["sites"]) == (2, ["moe_delta"])
         assert (record["reference"], record["target"]) == (str(golden), str(failing))
 

@@ -49,8 +49,8 @@ def test_diagnosis_stands_in_its_report(
     assert result.exit_code == 1
     assert f"written: {tmp_path / 'report' / 'report.md'}" in result.stdout
     markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-    assert "- layer 1: ρ" in markdown
-    assert "matches `gate_up_swapped`, leaves ρ" in markdown
+    assert "- layer 1: matches gate\\_up\\_swapped: leaves ρ" in markdown
+    assert "  - Gate and up are exchanged: w3 is activated, and w1 is not. Look at " in markdown
     text = (tmp_path / "report" / "report.txt").read_text(encoding="utf-8")
     assert text.startswith("FAIL: ")
     assert "Layer 1 matches gate_up_swapped" in text

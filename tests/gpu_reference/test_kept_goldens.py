@@ -46,12 +46,33 @@ def test_difference_that_only_the_model_tells_is_refused_too(make: Any) -> None:
     assert "other options.attn_implementation" in refused.stderr
 
 
+def test_same_golden_is_left_and_certified_where_it_is_asked_for(make: Any, tmp_path: Path) -> None:
+    assert make("--seq-len", 8).exit_code == 0
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "golden").glob("*.safetensors")}
+    assert make("--seq-len", 8).exit_code == 0
+    assert not Capture.open(tmp_path / "golden").manifest.is_certified
+    assert make("--seq-len", 8, "--certify").exit_code == 0
+    assert Capture.open(tmp_path / "golden").manifest.is_certified
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+def test_same_golden_that_is_damaged_is_made_anew(make: Any, tmp_path: Path) -> None:
+    assert make("--seq-len", 8).exit_code == 0
+    before = bytes_of(tmp_path)
+    damaged = next((tmp_path / "golden").glob("layer_*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"\x00\x01\x02\x03")
+    again = make("--seq-len", 8)
+    assert again.exit_code == 0
+    assert "is damaged, and is made anew" in again.stderr
+    assert bytes_of(tmp_path) == before
+
+
 def test_same_certified_golden_is_left_as_it_is(make: Any, tmp_path: Path) -> None:
     assert make("--seq-len", 8, "--certify").exit_code == 0
     before = bytes_of(tmp_path)
     again = make("--seq-len", 8)
     assert again.exit_code == 0
-    assert "certified: it is left as it is" in again.stderr
+    assert "finished: it is left as it is. --overwrite makes it anew." in again.stderr
     assert bytes_of(tmp_path) == before
     assert Capture.open(tmp_path / "golden").manifest.is_certified
     assert make("--seq-len", 8, "--certify").exit_code == 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import nn
 import mm2
 from minimax_tools.errors import TargetError
 from mm2.recording import backend_name
+from neuron.ports.sources import import_callable
+
+PORTS = Path(__file__).parents[1] / "ports"
 
 
 def test_recording_holds_the_sites_that_the_module_shows(
@@ -94,3 +98,15 @@ def test_backends_have_the_names_of_mm2(monkeypatch: pytest.MonkeyPatch) -> None
     assert backend_name(torch.device("xla")) == "neuron-xla"
     # Limits were not measured there: a comparison says so.
     assert backend_name(torch.device("cuda")) == "cuda"
+
+
+def test_heads_may_come_behind_the_tokens(
+    run: Callable[..., mm2.Recording], example: Callable[[str], Any], layer: mm2.GoldenLayer
+) -> None:
+    found = import_callable(f"{PORTS / 'tokens_first.py'}:Right")
+    assert found is not None
+    recording, right = run(found[1]), run(example("port.py"))
+    assert recording["q_rope"].shape == right["q_rope"].transpose(1, 2).shape
+    comparison = mm2.compare(layer, recording)
+    assert (comparison.verdict, comparison.compared) == ("pass", 17)
+    assert mm2.compare(right, recording).site("q_rope").metrics.max_abs_diff == 0.0

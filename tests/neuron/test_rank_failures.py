@@ -127,7 +127,7 @@ def test_an_error_on_a_rank_is_told_once_by_it_and_once_by_the_lead(
     port = write_port(TROUBLED_PORT.format(trouble="raise ValueError('no such head')"))
     done = process(*sweep_of, "--target", port, "--quiet")
     assert done.returncode == 3
-    text = f"port {port}, layer 1 failed while it ran: found ValueError: no such head."
+    text = f"port {port}, layer 1 failed while it ran: found ValueError: no such head, at "
     errors = sorted(line for line in done.stderr.splitlines() if "Error" in line)
     assert [line.startswith(start + text) for line, start in zip(errors, ERRORS, strict=True)] == [True, True]
 

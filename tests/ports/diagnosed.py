@@ -32,6 +32,29 @@ class LowPrecisionNorm(planted.Planted):
             self.k_norm = RoundedNorm(self.key_width, config.rms_norm_eps)
 
 
+class OwnNorm(port.Norm):
+    """A norm of each head alone, with the weights of that head."""
+
+    def __init__(self, width, eps, head_dim):
+        super().__init__(width, eps)
+        self.head_dim = head_dim
+
+    def forward(self, states):
+        heads = states.float().unflatten(-1, (-1, self.head_dim))
+        normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.flatten(-2).to(states.dtype)
+
+
+class EachHeadNormedAlone(planted.Planted):
+    """QN1: the q/k norms behind the split into heads, on one rank."""
+
+    class attention(port.Attention):  # noqa: N801
+        def __init__(self, config):
+            super().__init__(config)
+            self.q_norm = OwnNorm(self.query_width, config.rms_norm_eps, config.head_dim)
+            self.k_norm = OwnNorm(self.key_width, config.rms_norm_eps, config.head_dim)
+
+
 class LowPrecisionSoftmax(planted.Planted):
     """Scores and softmax in BF16."""
 

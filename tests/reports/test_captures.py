@@ -237,6 +237,10 @@ class TestText:
         )
         assert "Not exposed by the port\n  layers 0-2: k_rope" in text
 
+    def test_command_that_verifies_digests_is_that_of_the_side(self, tmp_path: Path) -> None:
+        text = render_capture(write_capture(tmp_path / "golden", layers=1), width=100, is_terminal=False)
+        assert "not verified here: mm2-gpu show verifies them" in text
+
     def test_unfinished_capture_says_how_far_it_came(self, tmp_path: Path) -> None:
         text = render_capture(
             write_capture(tmp_path / "golden", layers=4, stored=3), width=100, is_terminal=False

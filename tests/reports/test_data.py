@@ -40,7 +40,13 @@ class TestRecord:
         record = comparison_record(failing)
         assert (record["verdict"], record["compared"], record["of"]) == ("fail", 136, 136)
         assert record["blame"] == [
-            {"layer": 5, "sites": ["moe_delta"], "reason": failing.blame[0].reason, "right": []},
+            {
+                "layer": 5,
+                "sites": ["moe_delta"],
+                "reason": failing.blame[0].reason,
+                "right": [],
+                "operation": "",
+            },
         ]
         assert (record["criteria"], record["reference"]) == ("noise", failing.reference)
         assert record["notes"] == list(failing.notes)

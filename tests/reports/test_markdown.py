@@ -24,15 +24,41 @@ def named(name: str = "gate_up_swapped") -> DiagnosedRun:
         name=name,
         parameters="",
         is_named=True,
-        leaves=0.97,
-        explains=0.99,
+        leaves="0.970",
+        explains="99",
         what="Gate and up are exchanged.",
         look_at="the fused weight",
     )
     place = DiagnosedPlace(
-        place="layer 5", unexplained=112.0, is_right=False, mistakes=(mistake,), num_hypotheses=111
+        place="layer 5",
+        outcome=f"matches {name}: leaves ρ 0.970 of 112",
+        is_right=False,
+        mistakes=(mistake, replace(mistake, name="up_gate_halves", leaves="1.10", layers="in layer 5")),
     )
-    return DiagnosedRun(places=(place,))
+    return DiagnosedRun(headline=f"FAIL: layer 5, {name}", places=(place,), notes=("Mend the port first.",))
+
+
+def unnamed() -> DiagnosedRun:
+    near = TriedMistake(
+        name="norm_eps",
+        parameters="",
+        is_named=False,
+        leaves="377",
+        explains="1",
+        what="Another epsilon.",
+        look_at="eps",
+    )
+    place = DiagnosedPlace(
+        place="layers 0-1",
+        outcome="no known mistake explains them (ρ 384 … 388)",
+        is_right=False,
+        lies=(
+            "Lies between k_proj (right) and k_norm (wrong).",
+            "4 more show the same pattern: layers 2-5.",
+        ),
+        mistakes=(near,),
+    )
+    return DiagnosedRun(headline="FAIL: layers 0-5, k_norm: no known mistake explains it", places=(place,))
 
 
 def test_verdict_comes_first_then_blame_and_commands(failing: Comparison) -> None:
@@ -55,8 +81,21 @@ def test_every_layer_has_a_row_with_its_worst_site(failing: Comparison) -> None:
 
 def test_named_mistake_is_told_with_what_it_leaves(failing: Comparison) -> None:
     text = render(failing, named())
-    assert "- layer 5: ρ 112" in text
-    assert "  - matches `gate_up_swapped`, leaves ρ 0.970. Gate and up are exchanged." in text
+    assert "**Diagnosis**: FAIL: layer 5, gate\\_up\\_swapped\n" in text
+    assert "- layer 5: matches gate\\_up\\_swapped: leaves ρ 0.970 of 112\n" in text
+    assert "  - Gate and up are exchanged. Look at the fused weight.\n" in text
+    assert "  - Cannot be told from `up_gate_halves`, which leaves ρ 1.10 in layer 5.\n" in text
+    assert "- Mend the port first.\n" in text
+
+
+def test_without_a_name_the_place_and_the_layers_alike_are_told(failing: Comparison) -> None:
+    text = render(failing, unnamed())
+    told = text.partition("**Diagnosis**")[2].partition("**Next**")[0]
+    assert "- layers 0-1: no known mistake explains them (ρ 384 … 388)\n" in told
+    assert "  - Lies between k\\_proj (right) and k\\_norm (wrong).\n" in told
+    assert "  - 4 more show the same pattern: layers 2-5.\n" in told
+    # What came nearest is a hint, which a comment leaves out as the terminal does.
+    assert "norm_eps" not in told
 
 
 def test_sites_that_were_not_compared_are_told(unexposed: Comparison) -> None:

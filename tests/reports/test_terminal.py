@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from minimax_tools.results.results import Blame, BlameGroup, Comparison, Curve, CurvePoint, Verdict
+from minimax_tools.results.results import (
+    Blame,
+    BlameGroup,
+    Comparison,
+    Curve,
+    CurvePoint,
+    SiteStatus,
+    Verdict,
+)
 from reports.terminal import render_comparison
 
 EXAMPLES = ("passing", "failing", "warning", "nonfinite", "unexposed", "classic", "chained")
@@ -232,6 +240,33 @@ class TestLayer:
         text = render(replace(chained, blame=blame, blame_groups=(group,)))
         assert text.splitlines()[0] == "FAIL: layers 0-61, q_norm"
         assert "  layers 0-61, q_norm: worst in layer 17: reason 17" in text
+
+    def test_sites_of_one_operation_share_a_block_and_a_number(self, failing: Comparison) -> None:
+        sites = ("q_rope", "k_rope")
+        changed = tuple(
+            replace(site, status=SiteStatus.FAIL) if site.layer == 5 and site.site in sites else site
+            for site in failing.sites
+        )
+        blame = tuple(Blame(layer=5, sites=(site,), reason=f"error of {site}") for site in sites)
+        joined = tuple(replace(blamed, operation="rotary embedding") for blamed in blame)
+        (moe,) = failing.blame
+        cause = BlameGroup(
+            layers=(5,), sites=sites, worst_layer=5, reason="both", operation="rotary embedding"
+        )
+        other = BlameGroup(layers=(5,), sites=moe.sites, worst_layer=5, reason=moe.reason)
+        text = render(replace(failing, sites=changed, blame=(*joined, moe), blame_groups=(cause, other)))
+        assert text.startswith("FAIL: layer 5, q_rope and k_rope and moe_delta\n")
+        assert (
+            "  layer 5, q_rope and k_rope: one cause, the rotary embedding\n"
+            "    q_rope: error of q_rope\n"
+            "    k_rope: error of k_rope\n"
+        ) in text
+        for number, site in ((1, "q_rope"), (1, "k_rope"), (2, "moe_delta")):
+            assert row_of(text, "cause", str(number), site)
+        # Without the shared operation each is a cause of its own.
+        text = render(replace(failing, sites=changed, blame=(*blame, moe)))
+        assert "one cause" not in text
+        assert row_of(text, "cause", "3", "moe_delta")
 
     def test_many_groups_are_told_by_their_places(self, chained: Comparison) -> None:
         blame = tuple(

@@ -9,9 +9,10 @@ import torch
 from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.splits import degrees
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, Stage
-from compare.diagnosis.mistake import Mistake, each, values_of
+from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.float32_stages import (
     NORMS,
     normalise,
@@ -173,6 +174,12 @@ def _tp_degrees(inputs: LayerInputs) -> tuple[int, ...]:
     )
 
 
+def _tell_heads(spec: ModelSpec, parameters: Parameters) -> str:
+    """Say so if each head is a part of its own."""
+    is_each_head = parameters["tp_degree"] == spec.num_attention_heads
+    return "Here there are as many parts as heads: each head is normed alone." if is_each_head else ""
+
+
 def _group_counts(inputs: LayerInputs) -> tuple[int, ...]:
     return tuple(degree for degree in degrees(inputs.spec.hidden_size) if degree <= 64)
 
@@ -253,8 +260,11 @@ NORM_MISTAKES = (
     ),
     Mistake(
         name="qk_norm_per_rank",
-        what="The q/k norms take the mean square of one rank's part of the width, with no all-reduce.",
-        look_at="the all-reduce of the sum of squares in q_norm and k_norm",
+        what="The q/k norms take the mean square of a part of the width: of one rank's heads without an all-reduce, or "
+        "of each head alone.",
+        look_at="the all-reduce of the sum of squares in q_norm and k_norm; on one rank, whether they run before the "
+        "heads are split",
+        detail=_tell_heads,
         build=lambda tp_degree: _replace(_QK_NORMS, _per_rank(tp_degree)),
         candidates=each("tp_degree", _tp_degrees),
         sources=("mlx-lm#898", "exllamav3#141", "exo#1318", "ATOM#613"),

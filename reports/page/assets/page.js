@@ -3,6 +3,7 @@
 (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
   const cells = read("cells"), figures = read("figures"), meanings = read("meanings"), charts = read("charts");
+  const siteMeanings = read("site-meanings");
   const byId = (id) => document.getElementById(id);
   const nodes = new Map([...document.querySelectorAll("td.cell")].map((node) => [Number(node.dataset.cell), node]));
   const details = byId("details");
@@ -39,6 +40,7 @@
     chosen = node;
     node.setAttribute("aria-selected", "true");
     byId("details-place").textContent = `${cell.place}: ${cell.status}`;
+    byId("details-meaning").textContent = siteMeanings[cell.site] ?? "";
     byId("details-reason").textContent = cell.reason;
     const errors = byId(`errors-${cell.anchor}`);
     byId("details-errors").parentElement.hidden = !errors;
@@ -108,6 +110,29 @@
       open(node);
     });
   }
+
+  // The meaning of a word, on hover and on focus: below it, or above it at the lower end, and never beyond the window.
+  const tip = byId("tip");
+  let told = null;
+  function explain(node) {
+    if (node === told) return;
+    told?.removeAttribute("aria-describedby");
+    told = node;
+    tip.hidden = !node;
+    if (!node) return;
+    tip.textContent = node.dataset.tip;
+    node.setAttribute("aria-describedby", "tip");
+    const word = node.getBoundingClientRect(), box = tip.getBoundingClientRect();
+    const below = word.bottom + 4 + box.height <= innerHeight;
+    tip.style.left = `${Math.max(8, Math.min(word.left, document.documentElement.clientWidth - box.width - 8))}px`;
+    tip.style.top = `${below ? word.bottom + 4 : Math.max(8, word.top - box.height - 4)}px`;
+  }
+  const explained = (event) => explain(event.target.closest?.("[data-tip]") ?? null);
+  document.addEventListener("mouseover", explained);
+  document.addEventListener("focusin", explained);
+  document.addEventListener("focusout", () => explain(null));
+  document.addEventListener("scroll", () => explain(null), { capture: true, passive: true });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") explain(null); });
 
   // Commands to copy. Without the clipboard (an old browser, a file of a foreign origin) the command is selected.
   for (const button of document.querySelectorAll("button.copy")) {

@@ -230,6 +230,19 @@ def test_norms_by_head_are_told_apart(name: str, diagnose: Diagnose) -> None:
     assert (first["mistake"], first["parameters"]) == expected
 
 
+@pytest.mark.parametrize(("name", "num_parts"), [("EachHeadNormedAlone", 8), ("NormPerRank", 2)])
+def test_norm_of_each_head_alone_is_told_from_that_of_a_ranks_part(
+    name: str, num_parts: int, diagnose: Diagnose
+) -> None:
+    ports = "diagnosed.py" if num_parts == 8 else "planted.py"
+    _, record = diagnose(name, "--mistake", "qk_norm_per_rank", ports=ports)
+    (found,) = record["diagnosis"]
+    assert found["parameters"] == {"tp_degree": num_parts}
+    assert "of one rank's heads without an all-reduce, or of each head alone" in found["what"]
+    assert found["what"].endswith("each head is normed alone.") == (num_parts == 8)
+    assert "on one rank, whether they run before the heads are split" in found["look_at"]
+
+
 @pytest.mark.slow
 def test_mistake_that_nobody_knows_is_not_named(diagnose: Diagnose) -> None:
     exit_code, record = diagnose("BlackBoxOfRandomRows", ports="diagnosed.py")

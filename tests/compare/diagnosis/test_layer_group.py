@@ -67,6 +67,10 @@ class TestGroups:
         layers = (layer(3, finding(3)), layer(4, finding(4, "o_proj_zero")), layer(5, finding(5)))
         assert [group.numbers for group in group_layers(layers)] == [(3, 5), (4,)]
 
+    def test_layers_of_a_wrong_shape_alone_belong_together(self) -> None:
+        layers = [replace(layer(number), is_of_shape=number != 1) for number in range(3)]
+        assert [group.numbers for group in group_layers(layers)] == [(0, 2), (1,)]
+
     def test_fitted_parameters_may_differ_a_little(self) -> None:
         factors = (0.350, 0.354, 0.8)
         layers = [

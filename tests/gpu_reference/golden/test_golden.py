@@ -227,10 +227,10 @@ def test_other_options_start_anew_and_say_why(
     assert Capture.open(tmp_path).manifest.is_complete
 
 
-def test_complete_capture_is_made_anew_and_says_so(toy: Path, tmp_path: Path, command: Any) -> None:
+def test_complete_capture_is_made_anew_where_it_is_asked_for(toy: Path, tmp_path: Path, command: Any) -> None:
     arguments = ["single-layer", "--layer", 0, "--model", toy, "--seq-len", 8, "--output-dir", tmp_path]
     command(main, *arguments)
-    again = command(main, *arguments)
+    again = command(main, *arguments, "--overwrite")
     assert "Starting anew" in again.stderr
     assert "the same capture is there, complete" in again.stderr
 

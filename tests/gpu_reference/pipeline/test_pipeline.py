@@ -220,7 +220,7 @@ def test_debug_shows_what_a_rank_will_load_and_what_it_loaded(
     words = ("extract-all", "--plan", one_slice, *ROWS, "--noise-floor", "off", "--output-dir", tmp_path)
     assert "NODE SLICE ASSIGNMENT" not in command(main, *words).stderr
     monkeypatch.setenv("DEBUG", "11")
-    shown = command(main, *words).stderr
+    shown = command(main, *words, "--overwrite").stderr
     assert shown.index("NODE SLICE ASSIGNMENT") < shown.index("Layer 3 (4 of 4)")
     assert shown.rindex("Bytes read over slice: 1.00") > shown.index("Layer 3 (4 of 4)")
 

@@ -9,7 +9,7 @@ import pytest
 
 from minimax_tools.capture.kept_runs import (
     find_free_directory,
-    holds_certified,
+    holds_same,
     is_numbered,
     numbered_directories,
     refuse_other_run,
@@ -91,10 +91,12 @@ def test_numbered_folders_are_those_beside(describe: Any, keep: Any, tmp_path: P
     assert not is_numbered(tmp_path / "elsewhere" / "sweep_0_to_3_2", sweep)
 
 
-def test_capture_without_a_certificate_is_not_certified(describe: Any, keep: Any, tmp_path: Path) -> None:
-    assert not holds_certified(tmp_path / "gone", describe())
+def test_finished_capture_is_the_same_with_or_without_a_certificate(
+    describe: Any, keep: Any, tmp_path: Path
+) -> None:
+    assert not holds_same(tmp_path / "gone", describe())
     keep(tmp_path / "golden", describe())
-    assert not holds_certified(tmp_path / "golden", describe())
+    assert holds_same(tmp_path / "golden", describe())
 
 
 def test_configs_make_no_other_run(describe: Any, keep: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from minimax_tools.capture.recorder import Recorder, copy_on_device, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap
+from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.sites import Site
 
@@ -136,6 +137,49 @@ def test_flat_rows_become_a_batch_and_nothing_else_changes(
     shaped = shape_to_batch(site, tensor, INPUTS.batch_shape)
     assert tuple(shaped.shape) == expected
     assert torch.equal(shaped.flatten(), tensor.flatten())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (6, 4, 5)])
+def test_heads_come_before_tokens(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(120.0).reshape(shape)
+    shaped = shape_to_batch(Site.Q_ROPE, tensor, INPUTS.batch_shape)
+    assert torch.equal(shaped, tensor.view(2, 3, 4, 5).transpose(1, 2))
+    assert shaped.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 3, 5), (2, 3, 3, 5), (6, 3, 5), (2, 5, 4, 3), (3, 2, 4, 5), (6, 20)]
+)
+def test_heads_that_shapes_do_not_tell_from_tokens_stay(shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape)
+    assert shape_to_batch(Site.Q_ROPE, tensor, INPUTS.batch_shape) is tensor
+
+
+def test_heads_of_a_single_decoded_token_come_first() -> None:
+    tensor = torch.arange(40.0).view(2, 1, 4, 5)
+    shaped = shape_to_batch(Site.K_ROPE, tensor, (2, 1))
+    assert torch.equal(shaped, tensor.transpose(1, 2))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 3, 4, 5), (6, 4, 5)])
+def test_fed_heads_take_the_layout_of_what_was_there(shape: tuple[int, ...]) -> None:
+    module, fed = nn.Identity(), torch.arange(120.0).view(2, 4, 3, 5)
+    taps = {Site.Q_ROPE: Tap(path="")}
+    with Recorder(module, taps, keep=copy_to_host, feeds={Site.Q_ROPE: fed}) as recorder:
+        output = module(torch.zeros(shape))
+    assert tuple(output.shape) == shape
+    assert torch.equal(shape_to_batch(Site.Q_ROPE, recorder.tensors[Site.Q_ROPE], INPUTS.batch_shape), fed)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 3), (2, 4, 6, 5)])
+def test_fed_heads_are_refused_in_another_order(shape: tuple[int, ...]) -> None:
+    module, fed = nn.Identity(), torch.zeros(2, 4, 3, 5)
+    taps = {Site.Q_ROPE: Tap(path="")}
+    with (
+        Recorder(module, taps, keep=copy_to_host, feeds={Site.Q_ROPE: fed}),
+        pytest.raises(TargetError, match=r"q_rope cannot be replaced: expected the shape \[2, 4, 3, 5\]"),
+    ):
+        module(torch.zeros(shape))
 
 
 def test_a_fed_tensor_fills_the_first_columns_of_an_input_that_the_port_padded() -> None:

@@ -326,7 +326,7 @@ def test_a_plan_of_names_is_read_from_a_file(tmp_path: Path) -> None:
     ("text", "found"),
     [
         ("[1]", "AttributeError"),
-        ("{", "JSONDecodeError"),
+        ("{", "JsonError"),
         ('{"a": 1}', "a has no list of layer_names"),
         ('{"a": {"node_id": "a"}}', "layer_names"),
         ('{"a": [1]}', "layer_names of a are not all names"),

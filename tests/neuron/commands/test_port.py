@@ -72,7 +72,8 @@ def test_mistake_is_found_named_and_proved(judge: Judge, tmp_path: Path) -> None
     assert told == diagnosis["next"]
     assert again.startswith("mm2-test port --model ")
     assert again.endswith(f" --output-dir {tmp_path / 'out'}")
-    assert "gate_up_swapped" in (tmp_path / "out" / "report" / "report.md").read_text()
+    markdown = (tmp_path / "out" / "report" / "report.md").read_text()
+    assert "- layers 0-3: match gate\\_up\\_swapped: leaves ρ" in markdown
 
 
 @pytest.mark.slow
@@ -139,6 +140,35 @@ def test_summary_tells_what_each_stage_found_and_how_to_go_on(
     options = f"--model {toy} --golden {golden} --target {target} --backend cpu"
     assert command.startswith(f"  mm2-test port {options} ")
     assert command.endswith(f" --output-dir {tmp_path / 'out'}")
+
+
+# A wrong port that damages its golden at the end of the sweep, so that nobody can ask why it is wrong.
+DESTRUCTIVE = (
+    WRONG
+    + """
+import atexit
+if "sweep" in sys.argv:
+    atexit.register(Path({layer!r}).write_bytes, b"")
+"""
+)
+
+
+def test_wrong_port_is_wrong_though_its_diagnosis_cannot_be_carried_out(
+    judge: Judge, golden: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(golden, tmp_path / "golden")
+    source = tmp_path / "wrong.py"
+    text = DESTRUCTIVE.format(examples=str(EXAMPLES), layer=str(own / "layer_1.safetensors"))
+    source.write_text("from pathlib import Path\n" + text)
+    result = judge(f"{source}:DecoderLayer", "--golden", str(own), "--json")
+    assert result.exit_code == 1, result.output
+    record = json.loads(result.stdout)
+    assert record["verdict"] == "fail"
+    assert [(stage["stage"], stage["exit_code"]) for stage in record["stages"]][1:] == [
+        ("sweep", 1),
+        ("diagnosis", 3),
+    ]
+    assert record["next"][0].startswith("mm2-diagnose ")
 
 
 def test_stage_that_cannot_be_carried_out_ends_the_call(judge: Judge, tmp_path: Path) -> None:

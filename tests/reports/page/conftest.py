@@ -85,25 +85,25 @@ def evidence(text: str = " the") -> Evidence:
 
 
 def diagnosis(name: str = "gate_up_swapped") -> DiagnosedRun:
-    def mistake(name: str, leaves: float, *, is_named: bool) -> TriedMistake:
+    def mistake(name: str, leaves: str, *, is_named: bool) -> TriedMistake:
         return TriedMistake(
             name=name,
             parameters="",
             is_named=is_named,
             leaves=leaves,
-            explains=0.99,
+            explains="99",
             what="Gate and up are exchanged.",
             look_at="the fused weight",
         )
 
     place = DiagnosedPlace(
         place="layer 5",
-        unexplained=112.0,
+        outcome=f"matches {name}: leaves ρ 0.970 of 112",
         is_right=False,
-        mistakes=(mistake(name, 0.97, is_named=True), mistake("act_missing", 88.0, is_named=False)),
-        num_hypotheses=111,
+        mistakes=(mistake(name, "0.970", is_named=True), mistake("act_missing", "88.0", is_named=False)),
+        method="111 hypotheses tried, judged by output",
     )
-    return DiagnosedRun(places=(place,))
+    return DiagnosedRun(headline=f"FAIL: layer 5, {name}", places=(place,))
 
 
 def planned(comparison: Comparison, **parts: Any) -> Page:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from reports.page.glossary import GLOSSARY
+from minimax_tools.model.sites import ModelSite, Site
+from reports.page.glossary import GLOSSARY, SITE_MEANINGS, explain_place, explain_sentence
 
 REPOSITORY = Path(__file__).parents[3]
+_SITE_ROW = re.compile(r"^\| `(?P<site>\w+)` \| (?P<meaning>.+) \|$", re.MULTILINE)
 _ROW = re.compile(r"^\| \*\*(?P<word>.+?)\*\* \| (?P<meaning>.+) \|$", re.MULTILINE)
 
 
@@ -20,3 +22,24 @@ def test_template_explains_known_words_only() -> None:
     used = set(re.findall(r"term\('([^']+)'", template))
     assert len(used) > 5
     assert used <= set(GLOSSARY)
+
+
+def test_page_explains_every_site_as_the_glossary_does() -> None:
+    text = (REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8")
+    told = {row["site"]: row["meaning"] for row in _SITE_ROW.finditer(text)}
+    assert dict(SITE_MEANINGS) == told
+    assert tuple(told) == (*map(str, Site), *map(str, ModelSite))
+
+
+def test_sites_are_explained_in_places_and_sentences() -> None:
+    assert explain_place("layers 0-3, q_rope and output").count("<abbr") == 2
+    tip = 'data-tip="k_norm: k_proj after its RMSNorm, one mean over all heads of a token"'
+    assert tip in explain_sentence("Lies between k_proj (right) and k_norm (wrong).")
+
+
+def test_plain_words_weights_and_captures_are_left_alone() -> None:
+    """`output` may be a plain word in a sentence, and `q_norm.weight` is no site; markup of a capture is escaped."""
+    for text in ("the rotary embedding of its input and output", "q_norm.weight", "my_q_norm", "q_normed"):
+        assert explain_sentence(text) == text
+    assert explain_place("<q_norm>").startswith("&lt;<abbr")
+    assert "<img" not in explain_sentence("<img src=x> q_norm")

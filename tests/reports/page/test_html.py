@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteStatus
+from reports.page.glossary import SITE_MEANINGS
 from reports.page.origins import OriginRow
 from reports.page.page import Page
 
@@ -68,9 +70,31 @@ class TestReading:
     ) -> None:
         opened = show(plan(failing))
         term = opened.page.locator("#map .term", has_text="noise floor").first
-        term.focus()
-        shown = term.evaluate("node => getComputedStyle(node, '::after').content")
-        assert "the error that BF16 alone costs the golden" in shown
+        assert not opened.page.locator("#tip").is_visible()
+        for show_it in (term.focus, term.hover):
+            show_it()
+            assert opened.text("#tip").startswith("the error that BF16 alone costs the golden")
+            opened.page.keyboard.press("Escape")
+            opened.page.mouse.move(0, 0)
+            assert not opened.page.locator("#tip").is_visible()
+
+    @pytest.mark.parametrize("width", [1280, 400])
+    def test_every_site_is_explained_where_it_stands(
+        self, show: Show, plan: Plan, failing: Comparison, width: int
+    ) -> None:
+        opened = show(plan(failing), width=width)
+        heads = opened.page.locator("#map th.site").all()
+        assert [head.inner_text() for head in heads] == [str(site) for site in (*Site,)[1:]]
+        for place in ("#map th.site >> nth=-1", ".blame .site-name", "#errors .site-name"):
+            word = opened.page.locator(place).first
+            word.scroll_into_view_if_needed()
+            word.hover()
+            assert opened.text("#tip") == f"{word.inner_text()}: {SITE_MEANINGS[word.inner_text()]}"
+            box = opened.page.locator("#tip").bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= width
+        opened.page.click(BLAMED)
+        assert opened.text("#details-meaning") == SITE_MEANINGS["moe_delta"]
 
 
 class TestChoosing:
@@ -143,6 +167,43 @@ class TestChoosing:
         button = opened.text("button.copy")
         selected = opened.page.evaluate("getSelection().toString()")
         assert button == "Copied" or selected.startswith("mm2-test weights --model m")
+
+
+class TestDiagnosis:
+    def test_without_a_name_the_place_comes_before_the_hints(
+        self, show: Show, plan: Plan, makers: Mapping[str, Any], failing: Comparison
+    ) -> None:
+        (named,) = makers["diagnosis"]().places
+        lies = (
+            "Lies between k_proj (right) and k_norm (wrong).",
+            "4 more show the same pattern: layers 2-5.",
+        )
+        place = replace(
+            named,
+            place="layers 0-1",
+            outcome="no known mistake explains them (ρ 384 … 388)",
+            lies=lies,
+            mistakes=tuple(replace(mistake, is_named=False) for mistake in named.mistakes),
+        )
+        run = replace(makers["diagnosis"](), headline="FAIL: layers 0-5, k_norm: unknown", places=(place,))
+        opened = show(plan(failing, diagnosis=run))
+        text = opened.text("#diagnosis")
+        assert text.split("\n\n")[:2] == ["Diagnosis", "FAIL: layers 0-5, k_norm: unknown"]
+        assert text.index(lies[0]) < text.index(lies[1]) < text.index("What came nearest: hints, no causes")
+        assert opened.page.locator("#diagnosis tr.named").count() == 0
+        assert "hints" not in show(plan(failing)).text("#diagnosis")
+
+    def test_figures_do_not_overlap_on_a_phone(
+        self, show: Show, plan: Plan, makers: Mapping[str, Any], failing: Comparison
+    ) -> None:
+        (place,) = makers["diagnosis"]().places
+        wide = tuple(
+            replace(mistake, leaves="0.956 … 1.123", explains="99.9 … 100.0") for mistake in place.mistakes
+        )
+        run = replace(makers["diagnosis"](), places=(replace(place, mistakes=wide),))
+        opened = show(plan(failing, diagnosis=run), width=360)
+        for cell in opened.page.locator("#diagnosis td").all():
+            assert cell.evaluate("node => node.scrollWidth <= node.clientWidth")
 
 
 class TestAppearance:

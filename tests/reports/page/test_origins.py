@@ -25,6 +25,13 @@ def test_values_that_differ_are_marked(golden: Path, tmp_path: Path) -> None:
     assert {name for name, row in rows.items() if row.differs} == {"backend", "folder", "certified"}
 
 
+def test_all_sites_are_told_in_a_word(golden: Path, tmp_path: Path) -> None:
+    assert by_name(golden, golden)["run.sites"].golden == "all"
+    text = (golden / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text(text.replace('"input_norm", ', "", 1))
+    assert by_name(golden, tmp_path)["run.sites"].port.startswith("input, q_proj")
+
+
 def test_digests_are_short_and_those_of_layers_left_out(golden: Path) -> None:
     rows = by_name(golden, golden)
     assert rows["inputs_digest"].golden.endswith("…")
