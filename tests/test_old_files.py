@@ -29,7 +29,7 @@ _NEW_KEYS = {
     *("next", "schema_version", "regions", "model_config", "port_config"),
     *("right", "passed_over", "memory", "is_of_head", "passes"),
     *("further", "is_hint", "formulas", "refilled_error", "partial_repairs", "partial_error"),
-    *("operation", "begins_at"),
+    *("operation", "begins_at", "port"),
 }
 # Keys of schema version 1 that have another name since.
 _RENAMED_KEYS = {"weight": "severity"}

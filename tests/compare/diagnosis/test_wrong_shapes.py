@@ -39,7 +39,7 @@ def test_text_tells_the_shapes_and_tries_no_mistake(diagnose: Any) -> None:
     result = diagnose("OtherShape")
     text = " ".join(result.stdout.split())
     assert result.exit_code == 1
-    assert text.startswith("FAIL: layer 1, q_rope, k_rope: the shape is wrong")
+    assert text.startswith("FAIL: layer 1, q_rope and k_rope: the shape is wrong")
     assert "Layer 1: the shape is wrong, and no other site fails (ρ " in text
     assert f"q_rope: shape: {SHAPES}" in text
     assert "No mistake of the catalogue was tried: none changes a shape." in text
