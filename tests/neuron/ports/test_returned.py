@@ -1,4 +1,4 @@
-"""What a port may return, and how what it may not is refused."""
+"""Results that a port may return, and refusals of those that it may not."""
 
 from __future__ import annotations
 
