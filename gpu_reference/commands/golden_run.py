@@ -69,9 +69,11 @@ def run_golden(
             record, text = statistics_record(layers), render_statistics(layers)
             following: tuple[str, ...] = ()
         else:
+            is_made = False
             if is_protected:
-                refuse_other_run(directory, golden.describe())
-            is_made = is_protected and holds_same(directory, golden.describe()) and not _is_damaged(directory)
+                description = golden.describe()
+                refuse_other_run(directory, description)
+                is_made = holds_same(directory, description) and not _is_damaged(directory)
             directory = kept_directory(directory) if is_made else directory
             if is_made and _read_generation(directory) == generation:
                 logger.info(

@@ -24,7 +24,7 @@ from minimax_tools.capture.digests import (
     describe_tensor,
     require_plain_name,
 )
-from minimax_tools.errors import CaptureError, Mm2Error, list_names
+from minimax_tools.errors import CaptureError, Mm2Error
 from minimax_tools.json_codec import decode, encode, omit_default
 from minimax_tools.machine.json_file import read_json
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
@@ -213,15 +213,10 @@ class Manifest:
         try:
             record = read_json(path)
         except FileNotFoundError:
-            below = sorted(str(found.parent) for found in path.parent.glob(f"*/{MANIFEST_NAME}"))
-            below += sorted(str(found.parent) for found in path.parent.glob(f"*/*/{MANIFEST_NAME}"))
             raise CaptureError(
                 f"no capture at {directory}",
                 expected=MANIFEST_NAME,
-                found=f"captures below it: {list_names(below, most=3)}" if below else None,
-                next_step="Name one of them."
-                if below
-                else "Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (run).",
+                next_step="Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (run).",
             ) from None
         except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from error

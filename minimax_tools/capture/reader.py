@@ -14,14 +14,14 @@ from safetensors import SafetensorError
 
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
-from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
+from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
 from minimax_tools.capture.mirror import CaptureMirror, address_of, capture_folder
 from minimax_tools.capture.open_files import OpenFiles
 from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
 from minimax_tools.capture.proof import Proof
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.capture.store import GOLDEN_SIDE, list_captures
+from minimax_tools.errors import CaptureError, IncomparableError, list_names
 from minimax_tools.model.inputs import Inputs, tail_tokens
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
@@ -53,6 +53,8 @@ class Capture(CaptureSource):
             RemoteError: A remote address cannot be read.
         """
         folder = capture_folder(directory)
+        if not (folder / MANIFEST_NAME).exists():
+            _refuse_parent(folder)
         return cls(folder, Manifest.read(folder))
 
     @property
@@ -283,3 +285,15 @@ def _word_missing_digests(manifest: Manifest) -> str:
 def _is_of_whole_port(manifest: Manifest) -> bool:
     """Decide whether a capture is a whole port's run, by the file of its passes."""
     return manifest.digests is not None and PASSES_NAME in dict(manifest.digests.texts)
+
+
+def _refuse_parent(folder: Path) -> None:
+    """Raise if a folder that is no capture holds captures below it, and name them, newest first."""
+    below = [str(capture) for capture in list_captures(folder, *folder.glob("*"))]
+    if below:
+        raise CaptureError(
+            f"no capture at {folder}",
+            expected=MANIFEST_NAME,
+            found=f"captures below it: {list_names(below, most=3)}",
+            next_step="Name one of them.",
+        )

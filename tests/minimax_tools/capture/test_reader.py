@@ -131,6 +131,19 @@ def test_capture_can_be_carried_elsewhere(capture: Capture, tmp_path: Path) -> N
     assert str(tmp_path) not in json.dumps(encode(Capture.open(moved).manifest))
 
 
+def test_folder_above_captures_names_them(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+    golden = tmp_path / "gpu_reference" / "full_model"
+    with open_capture(golden, describe(), inputs=inputs) as writer:
+        writer.finish()
+    for folder in (golden.parent, tmp_path):
+        with pytest.raises(CaptureError) as caught:
+            Capture.open(folder)
+        assert f"found captures below it: {golden}. Name one of them." in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CaptureError, match="Make one: mm2-gpu extract-all"):
+        Capture.open(tmp_path / "empty")
+
+
 def test_directory_may_be_a_text(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
         writer.finish()
