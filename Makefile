@@ -8,7 +8,7 @@ EXTRAS := golden,xla,remote,report,pytest,dev
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test slow models check fix clean
+.PHONY: help venv demo test slow torture models check fix clean
 
 help: ## List the targets
 	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
@@ -39,6 +39,9 @@ test: $(STAMP) ## Run the tests without the slow ones and those of check
 
 slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -q -rs -m slow
+
+torture: $(STAMP) ## Hostile files, killed processes, odd streams: count what breaks
+	$(BIN)/python scripts/bench_torture.py
 
 models: $(STAMP) ## Train the learned models again (output: mm2-models)
 	@echo "Running scripts/train_models.py: ten small models, 5-20 minutes of one core each, into mm2-models."

@@ -1,0 +1,44 @@
+"""Hostile files, killed processes, odd streams and strange machines: what mm2 promises of each, tried many times.
+
+Every part keeps one promise. It makes what it needs, damages it, runs the commands, and counts the checks and those
+that broke the promise. Each broken check is told on stderr. Parts: see `torture/`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from figures import Figure, benchmark_parser, print_figures
+
+from torture.tally import Tally
+
+# A part takes an empty folder and a seed.
+PARTS: Mapping[str, Callable[[Path, int], Tally]] = {}
+
+
+def main() -> int:
+    """Run the parts and print their counts; return 1 if a promise was broken, else 0."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS), help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: 0)")
+    parser.add_argument("--scratch", type=Path, help="folder for large files (default: the system's)")
+    arguments = parser.parse_args()
+    figures = []
+    for name in arguments.parts:
+        with tempfile.TemporaryDirectory(prefix=f"mm2-{name}-", dir=arguments.scratch) as folder:
+            tally = PARTS[name](Path(folder), arguments.seed)
+        for line in tally.broken:
+            print(f"{name}: {line}", file=sys.stderr)
+        figures += [
+            Figure.plain(f"{name}_checks", tally.num_checks),
+            Figure.exactly(f"{name}_broken", len(tally.broken), 0),
+            *(Figure.plain(f"{name}_{figure}", value) for figure, value in tally.figures.items()),
+        ]
+    return print_figures("torture", figures, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
