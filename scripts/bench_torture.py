@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
-
 from torture.tally import Tally
 
 # A part takes an empty folder and a seed.
