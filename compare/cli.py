@@ -23,13 +23,14 @@ from minimax_tools.command_line.console import (
 )
 from minimax_tools.command_line.options import SUMMARY_JSON, judging_output_options
 from minimax_tools.command_line.run_commands import RunCommands
+from minimax_tools.command_line.streams import write
 from reports.data import comparison_record, summary_record
 from reports.terminal import render_comparison
 
 
 def _print_template(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
-        click.echo(CALIBRATION.read_text(encoding="utf-8"), nl=False)
+        write(CALIBRATION.read_text(encoding="utf-8"), ends_line=False)
         context.exit()
 
 
@@ -93,7 +94,3 @@ def main(
         text = render_comparison(comparison, shows_metrics=shows_metrics, is_verbose=is_verbose)
         print_then_report(text, report, next_commands=following)
     end_command(comparison.verdict.exit_code)
-
-
-if __name__ == "__main__":
-    main()

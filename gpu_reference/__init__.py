@@ -12,9 +12,3 @@
 """
 
 from __future__ import annotations
-
-import os
-
-# torch reads this when it is loaded: its waiting threads must sleep. If they spin, they take cores from the threads
-# that read the next layer, and a run took 2.5 times the processor time.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")

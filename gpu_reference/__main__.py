@@ -1,8 +1,14 @@
-"""`python -m gpu_reference`: the command `mm2-gpu`, as torchrun starts it."""
+"""The console command `mm2-gpu`, and `python -m gpu_reference`, as torchrun starts it."""
 
 from __future__ import annotations
 
-from gpu_reference.cli import main
+from minimax_tools.command_line.entry import run_command
+
+
+def main() -> None:
+    """Run `mm2-gpu`."""
+    run_command("mm2-gpu", "gpu_reference.cli")
+
 
 if __name__ == "__main__":
-    main(prog_name="mm2-gpu")
+    main()

@@ -31,7 +31,3 @@ main.add_section(
 )
 main.add_section("Use a golden", certify_command, show_command, export_command, publish_command)
 main.add_section("Prepare", check_command)
-
-
-if __name__ == "__main__":
-    main()

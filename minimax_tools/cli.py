@@ -23,8 +23,3 @@ def mm2_split() -> None:
 mm2_split.add_section("Make a checkpoint", synthesize_command, train_command)
 mm2_split.add_section("Divide a model", plan_command, fetch_command, extract_command, verify_command)
 mm2_split.add_section("Look", memory_command, cache_command)
-
-
-def main() -> None:
-    """Run `mm2-split`."""
-    mm2_split(prog_name="mm2-split")

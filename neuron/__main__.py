@@ -9,25 +9,34 @@ import os
 import sys
 from typing import NoReturn
 
-from neuron.process.record import StatusRecord
-from neuron.process.status import RECORD_VARIABLE, run_supervised
-from neuron.process.supervisor import supervise
+from minimax_tools.command_line.entry import begin
 
 _NAME = "mm2-test"
 
 
 def main() -> NoReturn:
     """Run this process's command line, and exit with the code of its verdict."""
+    words = (_NAME, *sys.argv[1:])
+    begin(words)
+    from minimax_tools.command_line.stops import die_when_stopped
+    from neuron.process.record import StatusRecord
+    from neuron.process.status import RECORD_VARIABLE, run_supervised
+    from neuron.process.supervisor import supervise
+
     descriptor = os.environ.pop(RECORD_VARIABLE, None)
     if descriptor is not None:
-        # This process is a rank: `launch_ranks` started it, and supervises it by the record. The call does not return.
+        # This process is a rank: `launch_ranks` started it, supervises it by the record, and tells of a stop until the
+        # command is loaded. The call does not return.
+        die_when_stopped()
         run_supervised(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
-    sys.exit(supervise(_run_command, sys.argv[1:]))
+    sys.exit(supervise(_run_command, words))
 
 
 def _run_command() -> None:
+    from minimax_tools.command_line.stops import raise_when_stopped
     from neuron.cli import main as run_mm2_test
 
+    raise_when_stopped()
     run_mm2_test(prog_name=_NAME)
 
 

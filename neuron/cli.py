@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from minimax_tools.command_line.console import Mm2Group
@@ -23,7 +21,6 @@ from neuron.commands.run import (
 from neuron.commands.show import show_command
 from neuron.commands.trace import trace_command
 from neuron.commands.weights import weights_command
-from neuron.process.supervisor import supervise
 
 
 @click.group(
@@ -40,8 +37,3 @@ main.add_section(
 main.add_section("Run layers", single_layer_command, multi_layer_command, component_command, full_command)
 main.add_section("Run a whole port", model_command, prompts_command)
 main.add_section("Prepare and look", check_command, trace_command, show_command)
-
-
-if __name__ == "__main__":
-    # `mm2-test` itself begins in `neuron.__main__`, which does not import torch.
-    sys.exit(supervise(main, sys.argv[1:]))

@@ -14,8 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed
@@ -27,8 +26,6 @@ from neuron.process.record import StatusRecord
 from neuron.process.status import RECORD_VARIABLE, discard_output
 
 _HOST = "127.0.0.1"
-# Signals that stop this process. It passes them on, because the ranks run in sessions of their own.
-_STOPPING = (signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.05
 # Longest wait for rank 0 to report why the run failed, and for the other ranks to exit after it.
 _GRACE_S = 5.0
@@ -78,7 +75,6 @@ def launch_ranks(
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         _HOST, 0, is_master=True, wait_for_workers=False
     )
-    old_handlers = {number: signal.signal(number, _interrupt) for number in _STOPPING}
     ranks: list[_RankProcess] = []
     try:
         for rank in range(num_ranks):
@@ -87,7 +83,7 @@ def launch_ranks(
     except KeyboardInterrupt:
         if not ranks:
             raise
-        # Rank 0 reports the interrupt; the others are stopped below.
+        # The ranks run in sessions of their own. Rank 0 reports the interrupt; the others are stopped below.
         ranks[0].process.send_signal(signal.SIGINT)
         _wait_for_exit(ranks[0])
         exit_code = ranks[0].exit_code
@@ -96,8 +92,6 @@ def launch_ranks(
         return exit_code
     finally:
         _stop(ranks)
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
 
 
 def _start(
@@ -197,7 +191,3 @@ def _stop(ranks: Sequence[_RankProcess]) -> None:
         rank.process.wait()
     for rank in ranks:
         rank.record.close()
-
-
-def _interrupt(_: int, __: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

@@ -13,9 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import click
-
 from minimax_tools.command_line.console import NEXT_TITLE, SCHEMA_VERSION
+from minimax_tools.command_line.streams import write
 from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.json_file import JsonError, parse_json, read_json
 from minimax_tools.machine.whole_file import whole_file
@@ -112,11 +111,16 @@ class StageLog:
             text=True,
         ) as process:
             assert process.stdout is not None, "stdout is a pipe"
-            for line in process.stdout:
-                lines.append(line)
-                is_next = is_next or line == _NEXT_LINE
-                if is_shown and not is_next:
-                    click.echo(line, nl=False)
+            try:
+                for line in process.stdout:
+                    lines.append(line)
+                    is_next = is_next or line == _NEXT_LINE
+                    if is_shown and not is_next:
+                        write(line, ends_line=False)
+            except BaseException:
+                # Stopped, or the output cannot be written: the stage must not run on alone.
+                process.terminate()
+                raise
         result = StageResult(
             name=name,
             command=shlex.join(words),

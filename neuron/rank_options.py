@@ -13,10 +13,10 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.afterwards import take_afterwards
 from minimax_tools.command_line.console import (
     end_command,
-    given_arguments,
     show_warnings_only,
     speak_as,
 )
+from minimax_tools.command_line.given_line import given_arguments
 from minimax_tools.command_line.options import DTYPES, stack_options
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.machine.memory import MemoryBudget

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -138,10 +137,7 @@ def _row(name: str, record: dict[str, Any]) -> str:
 
 def _run(arguments: list[str]) -> int:
     print("$ mm2-split " + shlex.join(arguments), flush=True)
-    program = [sys.executable, "-c", "from minimax_tools.cli import main; main()"]
-    # Waiting threads must not spin: other processes may need the core.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    return subprocess.run([*program, *arguments], env=environment, check=False).returncode
+    return subprocess.run([sys.executable, "-m", "minimax_tools", *arguments], check=False).returncode
 
 
 if __name__ == "__main__":

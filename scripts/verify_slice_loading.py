@@ -7,7 +7,7 @@ Example: python scripts/verify_slice_loading.py --plan plan.json --slices model_
 
 from __future__ import annotations
 
-from minimax_tools.commands.verify import verify_slice_loading
+from minimax_tools.__main__ import verify_slice_loading
 
 if __name__ == "__main__":
     verify_slice_loading()

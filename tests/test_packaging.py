@@ -257,12 +257,12 @@ def test_wheel_declares_the_commands_and_the_pytest_plugin(wheel: Path) -> None:
         (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         lines = archive.read(name).decode().split("\n")
     assert {line for line in lines if "=" in line} == {
-        "mm2-compare = compare.cli:main",
-        "mm2-diagnose = compare.diagnosis.cli:main",
-        "mm2-gpu = gpu_reference.cli:main",
-        "mm2-split = minimax_tools.cli:main",
+        "mm2-compare = compare.__main__:main",
+        "mm2-diagnose = compare.diagnosis.__main__:main",
+        "mm2-gpu = gpu_reference.__main__:main",
+        "mm2-split = minimax_tools.__main__:main",
         "mm2-test = neuron.__main__:main",
-        "verify_slice_loading.py = minimax_tools.commands.verify:verify_slice_loading",
+        "verify_slice_loading.py = minimax_tools.__main__:verify_slice_loading",
         "mm2 = mm2.pytest_plugin",  # for pytest
     }
 

@@ -26,6 +26,7 @@ from minimax_tools.model.span import Span
 @click.command(
     "extract-all",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\n"
     "By a plan of two slices, on 16 cores:\n"
     "  OMP_NUM_THREADS=8 torchrun --nproc-per-node 2 -m gpu_reference extract-all --plan P.json --seq-len 96,61\n"
@@ -45,6 +46,7 @@ def extract_all_command(plan_file: Path | None, slices_folder: Path | None, opti
 @click.command(
     "full",
     cls=Mm2Command,
+    resumes=True,
     epilog='\b\nExample: mm2-gpu full --model DIR --prompt "The capital of France is"',
 )
 @sampled_golden_options
@@ -56,7 +58,10 @@ def full_command(sampling: Sampling, options: GoldenOptions) -> None:
 
 
 @click.command(
-    "single-layer", cls=Mm2Command, epilog="\b\nExample: mm2-gpu single-layer --model DIR --layer 7"
+    "single-layer",
+    cls=Mm2Command,
+    resumes=True,
+    epilog="\b\nExample: mm2-gpu single-layer --model DIR --layer 7",
 )
 @layer_option
 @golden_options
@@ -68,6 +73,7 @@ def single_layer_command(layer: int, options: GoldenOptions) -> None:
 @click.command(
     "multi-layer",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-gpu multi-layer --model DIR --start-layer 0 --end-layer 5",
 )
 @span_options

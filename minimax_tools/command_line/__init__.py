@@ -6,6 +6,10 @@
 - `late_value`: values of options that a server is asked for when the command runs
 - `local_path`: options that take paths of this machine alone
 - `table`: tables as plain text
+- `entry`: a command begun as a process
+- `stops`: Ctrl-C, SIGTERM and SIGHUP
+- `streams`: standard output and standard error
+- `given_line`: the command line as it was given
 - `console`: exit codes, errors, JSON and log messages
 - `afterwards`: work for a command's end
 - `help_groups`: the groups in which a command's help shows its options

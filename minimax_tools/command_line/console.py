@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
-import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from minimax_tools.command_line.afterwards import take_afterwards
+from minimax_tools.command_line.given_line import given_words, keep_arguments
 from minimax_tools.command_line.help_groups import write_options
 from minimax_tools.command_line.late_value import find_late_values
 from minimax_tools.command_line.local_path import LocalPath
 from minimax_tools.command_line.near_names import NearChoice
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
+from minimax_tools.command_line.stops import stopped_error
+from minimax_tools.command_line.streams import OutputError, drop_output, write
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
 from minimax_tools.printable import printable, printable_json
 
@@ -32,12 +33,8 @@ NEXT_TITLE = "Next"
 # Keys of click's `Context.meta`, in which the functions below keep facts about the running command.
 _DEBUG = "minimax_tools.debug"  # whether --debug was given
 _JSON = "minimax_tools.json"  # whether --json was given
-_ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
 _SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the terminal
 _DEFAULTS = "minimax_tools.defaults"  # the project's defaults
-# Options that change nothing but what is printed.
-_JSON_OPTION = "--json"
-_OUTPUT_OPTIONS = (_JSON_OPTION, "--quiet", "--debug")
 # Packages whose log messages are shown.
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 # Title of the commands of a group that belong to no section.
@@ -69,11 +66,12 @@ class Mm2Command(click.Command):
     No error gets exit code 1, which means that a port differs. If code of a port exits, that is an error too. `--debug`
     prints the traceback as well. The help shows the options in groups; options that are not given take the project's
     defaults (`ProjectDefaults`); errors about names suggest near ones. Paths are of this machine,
-    unless an option takes addresses (`remote_paths`).
+    unless an option takes addresses (`remote_paths`). `resumes`: the same command goes on from what it had finished.
     """
 
-    def __init__(self, *args: Any, **attributes: Any) -> None:
+    def __init__(self, *args: Any, resumes: bool = False, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
+        self.resumes = resumes
         for param in self.params:
             if type(param.type) is click.Choice:
                 param.type = NearChoice(param.type.choices)
@@ -90,6 +88,7 @@ class Mm2Command(click.Command):
         Raises:
             click.UsageError: The command line or the project's file is wrong.
         """
+        arguments = tuple(args)  # click empties the list.
         try:
             defaults = ProjectDefaults.find(Path.cwd())
         except UsageError as error:
@@ -109,6 +108,7 @@ class Mm2Command(click.Command):
             message = f"{error.message} {defaults.path} gives it."
             raise click.BadParameter(message, ctx=error.ctx, param=error.param) from error
         context.meta[_DEFAULTS] = defaults
+        keep_arguments(context, arguments)
         return context
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -127,7 +127,7 @@ class Mm2Command(click.Command):
         except (click.ClickException, click.Abort, click.exceptions.Exit):
             raise
         except (Exception, KeyboardInterrupt) as error:
-            _fail(ctx, error)
+            _fail(ctx, OutputError.of_help(error) or error)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Find the values that servers are asked for, run the command, and then what was left for its end."""
@@ -174,7 +174,7 @@ class Mm2Group(click.Group):
         """Return the context. Keep the arguments in it: a command may start itself again as several ranks."""
         arguments = tuple(args)  # click empties the list.
         context = super().make_context(info_name, args, parent, **extra)
-        context.meta[_ARGUMENTS] = arguments
+        keep_arguments(context, arguments)
         return context
 
     def resolve_command(
@@ -190,6 +190,13 @@ class Mm2Group(click.Group):
             near = did_you_mean(name, self.commands)
             ctx.fail(f"No such command {name!r}. {near}".rstrip())
         return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options. Help that cannot be written is an error of standard output."""
+        try:
+            return super().parse_args(ctx, args)
+        except OSError as error:
+            _fail(ctx, OutputError.of_help(error) or error)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands by section."""
@@ -211,21 +218,6 @@ def version_option(command: Command) -> Command:
     """Add --version to a command."""
     # Made anew for each: click's decorator keeps the name of the first program that it showed.
     return click.version_option(package_name="mm2", message="%(prog)s %(version)s")(command)
-
-
-def given_arguments() -> tuple[str, ...]:
-    """Return the command line of the running command, without the program's name."""
-    arguments: tuple[str, ...] = click.get_current_context().meta[_ARGUMENTS]
-    return arguments
-
-
-def same_command(program: str, *further: str, without: Collection[str] = ()) -> str:
-    """Return the running command as a shell line with further options, and without some and those of the output."""
-    left_out = {*_OUTPUT_OPTIONS, *without}
-    kept = (
-        word for word in given_arguments() if word not in left_out and word.partition("=")[0] != _JSON_OPTION
-    )
-    return shlex.join((program, *kept, *further))
 
 
 def speak_as(speaker: str) -> None:
@@ -270,7 +262,7 @@ def versioned(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> dic
 
 def print_json(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> None:
     """Write one JSON object to stdout, with the commands to run next."""
-    click.echo(printable_json(versioned(record, next_commands=next_commands)))
+    write(printable_json(versioned(record, next_commands=next_commands)))
     if context := click.get_current_context(silent=True):
         context.meta[_JSON] = False  # an error that follows is no second object
 
@@ -281,12 +273,12 @@ def print_text(text: str, *, next_commands: Sequence[str]) -> None:
     if next_commands:
         lines += ["", NEXT_TITLE, *(f"  {printable(command)}" for command in next_commands)]
     if lines:
-        click.echo("\n".join(lines))
+        write("\n".join(lines))
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
     """Write plain text to stdout, or to stderr; control characters become escapes."""
-    click.echo(printable(text), err=to_stderr)
+    write(printable(text), to_stderr=to_stderr)
 
 
 def print_error(error: BaseException, *, as_json: bool, speaker: str | None = None) -> int:
@@ -297,7 +289,10 @@ def print_error(error: BaseException, *, as_json: bool, speaker: str | None = No
     message, exit_code = _describe(error)
     if as_json:
         record = {**_no_verdict(exit_code), "error": message, "exit_code": exit_code}
-        print_json(record, next_commands=_after_error(error))
+        try:
+            print_json(record, next_commands=_after_error(error))
+        except OutputError:
+            drop_output()  # stderr tells the error
     say(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", to_stderr=True)
     untold = [command for command in _named_commands(error) if command not in message]
     if untold and not as_json:
@@ -309,11 +304,6 @@ def shows_details() -> bool:
     """Decide whether the environment variable DEBUG asks for every section."""
     text = os.environ.get("DEBUG", "")
     return text.isdecimal() and int(text) >= DETAILED_LEVEL
-
-
-def shows_pictures(stream: TextIO) -> bool:
-    """Decide whether a stream can show characters beyond ASCII."""
-    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
 
 
 class _StderrHandler(logging.Handler):
@@ -347,15 +337,28 @@ def _tell_defaults(ctx: click.Context) -> None:
 
 def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
     if isinstance(error, BrokenPipeError):
-        # The reader of stdout has gone, as after `| head`. Without this, Python complains again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of stdout has gone, as after `| head`.
+        drop_output()
         ctx.exit(CannotRunError.exit_code)
+    if isinstance(error, OutputError):
+        drop_output()
+        ctx.meta[_JSON] = False
+    if isinstance(error, KeyboardInterrupt):
+        error = _stopped(ctx)
     if ctx.meta.get(_DEBUG):
         say("".join(traceback.format_exception(error)).rstrip("\n"), to_stderr=True)
     # With a speaker this is one of several ranks, and only the command that started them prints JSON.
     speaker = ctx.meta.get(_SPEAKER)
     as_json = speaker is None and bool(ctx.meta.get(_JSON))
     ctx.exit(print_error(error, as_json=as_json, speaker=speaker))
+
+
+def _stopped(ctx: click.Context) -> CannotRunError:
+    """Return the error of the running command after Ctrl-C, SIGTERM or SIGHUP."""
+    resumes = isinstance(ctx.command, Mm2Command) and ctx.command.resumes
+    # A rank is started by another program, whose command line it does not know.
+    is_rank = _SPEAKER in ctx.meta
+    return stopped_error(() if is_rank else given_words(ctx), resumes=resumes)
 
 
 def _end_work(ctx: click.Context) -> None:
@@ -371,8 +374,6 @@ def _describe(error: BaseException) -> tuple[str, int]:
     """Return the message for an error, and its exit code."""
     if isinstance(error, Mm2Error):
         return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", CannotRunError.exit_code
     what = f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback."
     return what, CannotRunError.exit_code
 

@@ -16,10 +16,10 @@ from minimax_tools.command_line.console import (
     print_text,
     say,
     shows_details,
-    shows_pictures,
 )
 from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.streams import shows_pictures
 from minimax_tools.commands.options import plan_option
 from minimax_tools.errors import UsageError, format_count
 from minimax_tools.machine.size import format_size
@@ -32,7 +32,7 @@ from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.slices.verification_text import render_completion, render_download
 
 
-@click.command("fetch", cls=Mm2Command)
+@click.command("fetch", cls=Mm2Command, resumes=True)
 @plan_option
 @click.option("--node", required=True, metavar="NAME", help="Node whose slice is fetched.")
 @click.option("--model", metavar="HUB_ID", help="Model on the hub. Default: the plan's.")

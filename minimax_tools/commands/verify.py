@@ -15,9 +15,9 @@ from minimax_tools.command_line.console import (
     print_text,
     say,
     shows_details,
-    shows_pictures,
 )
 from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.streams import shows_pictures
 from minimax_tools.commands.options import newest_plan_option, plan_model_option
 from minimax_tools.errors import UsageError, list_names
 from minimax_tools.json_codec import encode
@@ -85,11 +85,6 @@ def verify_command(
         print_text(render(verification, with_marks=shows_pictures(sys.stdout)), next_commands=following)
     if not verification.holds:
         context.exit(1)
-
-
-def verify_slice_loading() -> None:
-    """Run `verify_slice_loading.py`: `mm2-split verify` with every section."""
-    verify_command(["--verbose", *sys.argv[1:]], prog_name="verify_slice_loading.py")
 
 
 def _find_newest_plan(folder: Path) -> Path:

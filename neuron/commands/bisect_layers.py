@@ -49,6 +49,7 @@ from reports.bisection import bisection_record, next_commands, render_bisection
 @click.command(
     "bisect",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test bisect --model DIR --golden GOLDEN --target port.py:DecoderLayer",
 )
 @model_option

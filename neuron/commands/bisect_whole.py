@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import torch
 
 from minimax_tools.capture.mirror import address_of
@@ -14,6 +13,7 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.console import end_command, print_json
+from minimax_tools.command_line.streams import write
 from minimax_tools.errors import UsageError
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
@@ -91,7 +91,7 @@ class WholeBisection:
         if self.as_json:
             print_json({**stream_search_record(search), "directory": address_of(directory)}, next_commands=())
         else:
-            click.echo(render_stream_search(search))
+            write(render_stream_search(search))
         end_command(search.verdict.exit_code)
 
 

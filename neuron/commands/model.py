@@ -25,9 +25,9 @@ from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
     print_json,
-    same_command,
     say,
 )
+from minimax_tools.command_line.given_line import same_command
 from minimax_tools.command_line.options import (
     SUMMARY_JSON,
     dtype_option,
@@ -39,6 +39,7 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.streams import write
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
@@ -86,6 +87,7 @@ class ModelOptions:
 @click.command(
     "model",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test model --model DIR --golden GOLDEN --target port.py:Model",
 )
 @stack_options(
@@ -225,11 +227,11 @@ def _after_run(named: NamedRun, options: ModelOptions) -> tuple[str, ...]:
 
 
 def _print_text(named: NamedRun) -> None:
-    click.echo(render_comparison(named.comparison, shows_metrics=False))
+    write(render_comparison(named.comparison, shows_metrics=False))
     if named.note:
         say(f"\nThe suspect layer did not run alone: {named.note}")
     if named.isolated is not None:
         layer = named.isolated.layers[0]
-        click.echo(f"\nLayer {layer} alone, on the golden's input: {str(named.isolated.verdict).upper()}")
+        write(f"\nLayer {layer} alone, on the golden's input: {str(named.isolated.verdict).upper()}")
     if named.diagnosis is not None and named.diagnosis.exit_code:
-        click.echo(render_diagnosis(named.diagnosis))
+        write(render_diagnosis(named.diagnosis))

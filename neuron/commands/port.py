@@ -20,10 +20,11 @@ from minimax_tools.command_line.console import (
     end_command,
     print_json,
     print_text,
-    same_command,
     say,
 )
+from minimax_tools.command_line.given_line import same_command
 from minimax_tools.command_line.options import DEFAULT_CAPTURES, dtype_option, model_option, output_options
+from minimax_tools.command_line.streams import write
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.results.results import Verdict
 from neuron.devices.ranks import Ranks
@@ -49,6 +50,7 @@ class _Stage:
 @click.command(
     "port",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test port --model DIR --target port.py:DecoderLayer",
 )
 @model_option
@@ -202,7 +204,7 @@ def _carry_out(
         say(f"\n{stage.name}{'' if known is None else ' (done before)'}\n$ {shlex.join(stage.words)}")
     if known is not None:
         if not as_json:
-            click.echo(known.text, nl=False)
+            write(known.text, ends_line=False)
         return known
     further = ("--quiet",) if is_quiet else ()
     return log.run(stage.name, words, *further, source_digest=digest, is_shown=not as_json)

@@ -17,9 +17,9 @@ from minimax_tools.command_line.console import (
     end_command,
     print_json,
     print_text,
-    same_command,
     say,
 )
+from minimax_tools.command_line.given_line import same_command
 from minimax_tools.command_line.options import (
     DTYPES,
     dtype_option,
@@ -34,6 +34,7 @@ from minimax_tools.command_line.options import (
     text_options,
 )
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.streams import write
 from minimax_tools.errors import UsageError, format_count
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER, LogitsStore
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
@@ -106,6 +107,7 @@ class PromptOptions:
 @click.command(
     "prompts",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test prompts --model DIR --target port.py:Model --samples samples_gsm8k.jsonl --wrong",
 )
 @stack_options(
@@ -345,7 +347,7 @@ def _print_and_follow(
 ) -> None:
     assert options.target is not None, "there is a ranking of a port"
     if not options.as_json:
-        click.echo(render_prompts(ranking, target=options.target))
+        write(render_prompts(ranking, target=options.target))
     followed = None
     if options.follows and ranking.verdict is Verdict.FAIL:
         worst = ranking.results[0].number

@@ -21,6 +21,7 @@ from minimax_tools.command_line.options import (
     output_options,
     stack_options,
 )
+from minimax_tools.command_line.streams import write
 from minimax_tools.errors import UsageError
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
@@ -62,6 +63,7 @@ class ReplacementOptions:
 @click.command(
     "replacement",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test replacement --model DIR --golden GOLDEN --format nxdi --output-dir replaced",
 )
 @stack_options(
@@ -165,9 +167,9 @@ def replacement_command(options: ReplacementOptions) -> None:
         record = {**stream_search_record(search), "directory": str(folder.directory)}
         print_json({**record, "lines": lines.splitlines()}, next_commands=again)
     else:
-        click.echo(render_stream_search(search))
+        write(render_stream_search(search))
         if lines:
-            click.echo(f"\n{lines}")
+            write(f"\n{lines}")
         print_text("", next_commands=again)
     end_command(search.verdict.exit_code)
 

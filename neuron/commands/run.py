@@ -23,6 +23,7 @@ from neuron.options import DeviceOptions, device_options, span_device_options
 @click.command(
     "single-layer",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test single-layer --model DIR --layer 0 --golden GOLDEN",
 )
 @layer_option
@@ -41,6 +42,7 @@ def single_layer_command(layer: int, mistakes: tuple[str, ...], options: DeviceO
 @click.command(
     "multi-layer",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test multi-layer --model DIR --start-layer 0 --end-layer 5",
 )
 @span_device_options
@@ -57,6 +59,7 @@ def multi_layer_command(span: Span | None, options: DeviceOptions) -> None:
 @click.command(
     "sweep",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer",
 )
 @span_device_options
@@ -71,6 +74,7 @@ def sweep_command(span: Span | None, options: DeviceOptions) -> None:
 @click.command(
     "full",
     cls=Mm2Command,
+    resumes=True,
     epilog='\b\nExample: mm2-test full --model DIR --prompt "The capital of France is" --max-new-tokens 8',
 )
 @click.option(
@@ -90,6 +94,7 @@ def full_command(options: DeviceOptions) -> None:
 @click.command(
     "component",
     cls=Mm2Command,
+    resumes=True,
     epilog="\b\nExample: mm2-test component --layer 7 --component moe --model DIR --golden GOLDEN",
 )
 @layer_option

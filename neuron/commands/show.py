@@ -11,6 +11,7 @@ from minimax_tools.command_line.capture_commands import after_capture
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text
 from minimax_tools.command_line.options import output_options, reading_options
 from minimax_tools.command_line.remote_paths import CapturePath
+from minimax_tools.command_line.streams import write
 from minimax_tools.dumps.opening import DumpReading, open_source
 from minimax_tools.errors import CaptureError
 from reports.captures import capture_record, is_damaged, render_capture
@@ -29,7 +30,7 @@ def show_command(directory: Path, reading: DumpReading, map_template: bool, as_j
     """
     source = open_source(directory, reading)
     if map_template:
-        click.echo(map_template_of(source), nl=False)
+        write(map_template_of(source), ends_line=False)
         return
     # A dump of another tool has no description: it lists no digests that its files could be checked against.
     inspection = inspect_capture(source) if source.known_description else None

@@ -15,8 +15,8 @@ from minimax_tools.command_line.console import (
     end_command,
     print_json,
     print_text,
-    same_command,
 )
+from minimax_tools.command_line.given_line import same_command
 from minimax_tools.command_line.options import (
     dtype_option,
     memory_budget_option,

@@ -12,17 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from minimax_tools.command_line.console import print_error
+from minimax_tools.command_line.stops import STOPS, die_when_stopped, stopped_error
+from minimax_tools.command_line.streams import OutputError, drop_output
+from minimax_tools.errors import CannotRunError
+from neuron.process.ending import end_error, timeout_error
 from neuron.process.record import Status, StatusRecord
 from neuron.process.status import HELD_BACK, STACK_SIGNAL, run_supervised
 
-if TYPE_CHECKING:
-    from minimax_tools.errors import CannotRunError
-
-# Signals that are passed on to the child, and end this process as they end the child.
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_AWAITED = {*_STOPPING, signal.SIGCHLD, signal.SIGCONT}
+_AWAITED = {*STOPS, signal.SIGCHLD, signal.SIGCONT}
 # Longest time between two looks at the time limit. An awaited signal is handled at once.
 _POLL_S = 0.25
 # Longest time from a child's exit code to its end: a port's threads and exit handlers may still have to finish.
@@ -43,7 +42,7 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
 
     Args:
         command: Runs in the child; ends by returning or by SystemExit.
-        arguments: The command line, without the command's name.
+        arguments: The command line, with the command's name.
 
     Returns:
         The exit code. The child never returns.
@@ -56,17 +55,16 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
         if exit_code is not None:
             child.print_output()
             return exit_code
-        child.repeat_end()
-        error: BaseException = child.error()
+        error = child.error(arguments)
         if _DEBUG in arguments:
             sys.stderr.write(child.record.read_stack())
-    except (OSError, KeyboardInterrupt) as output_error:
-        # The reader of the output is gone, the disk is full, or the user pressed Ctrl-C.
-        error = output_error
-        # What is still buffered must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    from minimax_tools.command_line.console import print_error
-
+    except BrokenPipeError:
+        # The reader of the output has gone, as after `| head`.
+        drop_output()
+        return CannotRunError.exit_code
+    except OSError as output_error:
+        drop_output()
+        error, as_json = OutputError.of(output_error), False
     return print_error(error, as_json=as_json)
 
 
@@ -79,7 +77,7 @@ class _Child:
         # Seen while waiting, times by the monotonic clock:
         self._resumed_s = 0.0  # when the processes continued after Ctrl-Z: earlier time does not count
         self._interrupts: list[float] = []  # when stopping signals came lately
-        self._stopped_by: int | None = None  # the last stopping signal
+        self._is_stopped = False  # whether a stopping signal came
         self._overdue_status: Status | None = None  # the status in which the child passed its time limit
         self._exit_code_s: float | None = None  # when the child had written its exit code
         self._wait_status = 0  # the child's end, as waitpid reports it
@@ -92,6 +90,7 @@ class _Child:
         parent = os.getpid()
         self._process = os.fork()
         if self._process == 0:
+            die_when_stopped()  # until the command handles stops: the parent tells of them
             signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
             if self._output is not None:
                 os.dup2(self._output, 1)
@@ -102,7 +101,7 @@ class _Child:
         """Return the exit code that mm2 chose in the child; None if the child ended without one."""
         while not self._has_ended():
             received = signal.sigtimedwait(_AWAITED, _POLL_S)
-            if received is not None and received.si_signo in _STOPPING:
+            if received is not None and received.si_signo in STOPS:
                 self._pass_on(received)
             elif received is not None and received.si_signo == signal.SIGCONT:
                 self._resumed_s = time.monotonic()
@@ -121,25 +120,13 @@ class _Child:
             offset, remaining = offset + len(part), remaining - len(part)
         sys.stdout.buffer.flush()
 
-    def repeat_end(self) -> None:
-        """End this process by the stopping signal that ended the child, as a single process would; not by SIGINT."""
-        number = self._stopped_by
-        if number is None or number == signal.SIGINT or self._overdue_status is not None:
-            return
-        if os.waitstatus_to_exitcode(self._wait_status) == -number:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    def error(self) -> CannotRunError:
-        """Return the error for the child's end."""
-        from minimax_tools.errors import CannotRunError
-        from neuron.process.ending import end_error, timeout_error
-
+    def error(self, arguments: Sequence[str]) -> CannotRunError:
+        """Return the error for the child's end; `arguments` is its command line."""
         stack = self.record.read_stack()
         if self._overdue_status is not None:
             return timeout_error(self._overdue_status, stack)
-        if self._stopped_by is not None:
-            return CannotRunError("interrupted")
+        if self._is_stopped:
+            return stopped_error(arguments, resumes=True)
         return end_error(os.waitstatus_to_exitcode(self._wait_status), self.record.read(), stack)
 
     def _has_ended(self) -> bool:
@@ -151,7 +138,7 @@ class _Child:
 
     def _pass_on(self, received: signal.struct_siginfo) -> None:
         """Pass a stopping signal on to the child; kill the child if it did not react to the last ones."""
-        self._stopped_by = received.si_signo
+        self._is_stopped = True
         # A code above 0 is the kernel's: a terminal has sent the signal to both processes.
         if received.si_code <= 0:
             os.kill(self._process, received.si_signo)

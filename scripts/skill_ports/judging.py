@@ -78,15 +78,10 @@ def _run(folder: Path, module: str, *arguments: str) -> None:
 
 
 def _start(module: str, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    call = {
-        "minimax_tools": "from minimax_tools.cli import main; main()",
-        "gpu_reference": "from gpu_reference.cli import main; main()",
-        "neuron": "from neuron.__main__ import main; main()",
-    }[module]
     # mm2 is found as in this process, from whichever folder.
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
-        [sys.executable, "-c", call, *arguments, "--json", "--quiet"],
+        [sys.executable, "-m", module, *arguments, "--json", "--quiet"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdin=subprocess.DEVNULL,

@@ -16,12 +16,11 @@ from minimax_tools.command_line.console import (
     CommandEnd,
     Mm2Command,
     Mm2Group,
-    given_arguments,
     print_json,
     print_text,
-    same_command,
     speak_as,
 )
+from minimax_tools.command_line.given_line import given_arguments, same_command
 from minimax_tools.command_line.options import output_options
 from minimax_tools.errors import CaptureError, UsageError
 
@@ -77,7 +76,7 @@ def run(*arguments: str) -> click.testing.Result:
             "Error: unexpected ZeroDivisionError: by zero. Run again with --debug for the traceback.\n",
         ),
         ("assertion", 3, "Error: unexpected AssertionError: impossible. Run again with --debug"),
-        ("stop", 3, "Error: interrupted\n"),
+        ("stop", 3, "Error: interrupted. Run it again with: main stop --quiet\n"),
         ("differs", 1, ""),
         ("exits", 3, "Error: code that this command ran exited: found exit code 0\n"),
         ("bad", 2, "odd"),

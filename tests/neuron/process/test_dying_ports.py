@@ -218,16 +218,18 @@ def test_interrupt_reaches_the_port(started: Start) -> None:
     supervisor.send_signal(signal.SIGINT)
     _, stderr = supervisor.communicate(timeout=DEADLINE_S)
     assert supervisor.returncode == 3
-    assert stderr.splitlines()[-1] == "Error: interrupted"
+    assert "Error: interrupted. What was finished is kept; go on with: mm2-test multi-layer " in stderr
     assert not child.is_running()
 
 
 @pytest.mark.slow
-def test_termination_ends_both_processes_as_if_they_were_one(started: Start) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_termination_ends_both_processes_in_the_words_of_an_interrupt(started: Start, sent: int) -> None:
     supervisor, child = started(HANGING)
-    supervisor.terminate()
-    supervisor.communicate(timeout=DEADLINE_S)
-    assert supervisor.returncode == -signal.SIGTERM
+    supervisor.send_signal(sent)
+    _, stderr = supervisor.communicate(timeout=DEADLINE_S)
+    assert supervisor.returncode == 3
+    assert "Error: interrupted. What was finished is kept; go on with: mm2-test multi-layer " in stderr
     assert not child.is_running()
 
 

@@ -1,0 +1,66 @@
+"""Stops: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which end a command in the same words.
+
+A command that begins a process calls `end_when_stopped` first and `raise_when_stopped` once its libraries are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from minimax_tools.errors import CannotRunError
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def end_when_stopped(tell: Callable[[], object]) -> None:
+    """Let a stop call `tell` and end the process at once: nothing has been done yet, and libraries are being loaded.
+
+    An exception would not do: it would come out of the middle of a library.
+    """
+
+    def end(_: int, __: FrameType | None) -> NoReturn:
+        tell()
+        os._exit(CannotRunError.exit_code)
+
+    _handle(end)
+
+
+def raise_when_stopped() -> None:
+    """Let a stop raise KeyboardInterrupt in the main thread. A second stop ends the process at once."""
+
+    def stop(_: int, __: FrameType | None) -> NoReturn:
+        _handle(end)
+        raise KeyboardInterrupt
+
+    def end(_: int, __: FrameType | None) -> NoReturn:
+        os._exit(CannotRunError.exit_code)
+
+    _handle(stop)
+
+
+def die_when_stopped() -> None:
+    """Let a stop end the process without a word: its supervisor tells of it."""
+    _handle(signal.SIG_DFL)
+
+
+def stopped_error(arguments: Sequence[str], *, resumes: bool) -> CannotRunError:
+    """Return the error of a stopped command; `arguments` is its command line, empty if another program started it."""
+    command = shlex.join(arguments)
+    what_is_kept = "What was finished is kept; go on with" if resumes else "Run it again with"
+    return CannotRunError(
+        "interrupted",
+        next_step=f"{what_is_kept}: {command}" if command else f"{what_is_kept} the same command.",
+        commands=(command,) if command else (),
+    )
+
+
+def _handle(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    for number in STOPS:
+        # A signal that was ignored stays ignored: nohup and shells in the background ask for it.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)

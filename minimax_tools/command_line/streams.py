@@ -1,0 +1,89 @@
+"""Standard streams: written to, and found closed or full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+import click
+
+from minimax_tools.errors import CannotRunError
+
+_STDIN, _STDOUT, _STDERR = range(3)
+_ANOTHER_PLACE = "Send it to a file, a pipe, or /dev/null."
+
+
+class OutputError(CannotRunError):
+    """Standard output cannot be written: a full disk, or a closed file."""
+
+    @classmethod
+    def of(cls, error: OSError) -> OutputError:
+        """Return the error for a failed write to standard output."""
+        return cls(
+            "standard output cannot be written, and the result is lost",
+            found=os.strerror(error.errno or errno.EIO),
+            next_step=f"{_ANOTHER_PLACE} Then run the command again.",
+        )
+
+    @classmethod
+    def of_help(cls, error: BaseException) -> OutputError | None:
+        """Return the error if help or version could not be printed while options were read; None for other errors."""
+        if not isinstance(error, OSError) or isinstance(error, BrokenPipeError) or error.filename is not None:
+            return None
+        return cls.of(error)
+
+
+def require_streams() -> None:
+    """Give closed standard input and standard error to /dev/null.
+
+    Otherwise the next file that is opened takes the stream's number, and what a library prints goes into that file.
+
+    Raises:
+        OutputError: Standard output is closed.
+    """
+    closed = [number for number in (_STDIN, _STDOUT, _STDERR) if _is_closed(number)]
+    for number in closed:
+        # Opened from the lowest number on: each takes the number of the stream.
+        os.open(os.devnull, os.O_RDWR)
+        if number == _STDERR:
+            sys.stderr = open(number, "w", closefd=False)  # noqa: SIM115 - lives as long as the process
+    if _STDOUT in closed:
+        raise OutputError("standard output is closed, and the result would be lost", next_step=_ANOTHER_PLACE)
+
+
+def write(text: str, *, ends_line: bool = True, to_stderr: bool = False) -> None:
+    """Write text to standard output, or to standard error.
+
+    Raises:
+        OutputError: Standard output cannot be written; standard error is then left out.
+        BrokenPipeError: The reader of standard output has gone, as after `| head`.
+    """
+    try:
+        click.echo(text, nl=ends_line, err=to_stderr)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if not to_stderr:
+            raise OutputError.of(error) from error
+
+
+def drop_output() -> None:
+    """Send what standard output still holds to /dev/null: Python would fail once more when it ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+
+
+def shows_pictures(stream: TextIO) -> bool:
+    """Decide whether a stream can show characters beyond ASCII."""
+    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
+
+
+def _is_closed(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return True
+    return False

@@ -1,0 +1,149 @@
+"""A command begun as a process: signals and odd streams, from its first moment on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+DEADLINE_S = 120
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+# The library that this command loads takes long, and tells when it is being loaded; so does the command itself.
+PROGRAM = """
+import sys
+from minimax_tools.command_line.entry import run_command
+run_command("mm2-compare", "slow_command")
+"""
+SLOW_COMMAND = """
+import sys, time
+from pathlib import Path
+import click
+from minimax_tools.command_line.console import Mm2Command
+if {loads_slowly}:
+    Path("loading").touch()
+    time.sleep(600)
+
+@click.command(cls=Mm2Command, resumes=True)
+@click.option("--json", is_flag=True)
+def main(json):
+    Path("running").touch()
+    try:
+        time.sleep(600)
+    finally:
+        Path("cleaned").touch()
+"""
+
+
+def begin(folder: Path, *, loads_slowly: bool) -> subprocess.Popen[str]:
+    (folder / "slow_command.py").write_text(SLOW_COMMAND.format(loads_slowly=loads_slowly))
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "--json"],
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that a shell runs in the background are left with interrupts ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    mark, deadline = folder / ("loading" if loads_slowly else "running"), time.monotonic() + DEADLINE_S
+    while not mark.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("sent", STOPS)
+def test_a_stop_while_libraries_are_loaded_is_told_in_words(tmp_path: Path, sent: int) -> None:
+    process = begin(tmp_path, loads_slowly=True)
+    process.send_signal(sent)
+    stdout, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 3
+    assert stderr == "Error: interrupted. Run it again with: mm2-compare --json\n"
+    assert json.loads(stdout)["next"] == ["mm2-compare --json"]
+
+
+@pytest.mark.parametrize("sent", STOPS)
+def test_a_stop_of_a_running_command_cleans_up_and_names_the_command_that_goes_on(
+    tmp_path: Path, sent: int
+) -> None:
+    process = begin(tmp_path, loads_slowly=False)
+    process.send_signal(sent)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 3
+    assert stderr == "Error: interrupted. What was finished is kept; go on with: mm2-compare --json\n"
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_a_hangup_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
+    # As nohup does it.
+    program = (
+        f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {PROGRAM.strip().splitlines()[1]}\n"
+    )
+    (tmp_path / "quick.py").write_text(
+        "import os, signal, click\n@click.command()\ndef main():\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n    print('survived')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + 'run_command("mm2-compare", "quick")'],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout == "survived\n", done.stderr
+
+
+def shell(folder: Path, words: Sequence[str], redirection: str) -> subprocess.CompletedProcess[str]:
+    line = f"{sys.executable} -m {' '.join(words)} {redirection}"
+    return subprocess.run(
+        ["sh", "-c", line],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", [("compare", "--criteria-template"), ("neuron", "--help")])
+@pytest.mark.parametrize(
+    ("redirection", "found"),
+    [(">&-", "standard output is closed"), (">/dev/full", "found No space left on device")],
+)
+def test_output_that_cannot_be_written_is_an_error_and_no_traceback(
+    tmp_path: Path, words: tuple[str, ...], redirection: str, found: str
+) -> None:
+    done = shell(tmp_path, words, redirection)
+    assert done.returncode == 3
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: standard output ")
+    assert found in line
+
+
+def test_an_error_is_told_although_its_json_cannot_be_written(tmp_path: Path) -> None:
+    done = shell(tmp_path, ("compare", "--golden", "absent", "--run", "absent", "--json"), ">/dev/full")
+    assert done.returncode == 3
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: there is no capture directory absent")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "<&-"])
+def test_other_streams_may_be_closed_or_full(tmp_path: Path, redirection: str) -> None:
+    done = shell(tmp_path, ("compare", "--criteria-template"), redirection)
+    assert done.returncode == 0
+    assert done.stdout.startswith("# mm2's limits")
