@@ -26,10 +26,11 @@ _INDENT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A table's column: its title, of one or two lines, and whether it holds words rather than figures."""
+    """A table's column: its title, of one or two lines; whether it holds words, and whether sentences to break."""
 
     title: str
     is_text: bool = False
+    is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,8 @@ class Canvas:
         table = _table(columns, rows, gap=2)
         if self._console.measure(table).maximum + _INDENT > self._width:
             table = _table(columns, rows, gap=1)
-        self._console.print(Padding(table, (0, 0, 0, _INDENT), expand=False))
+        width = self._width if self._is_terminal and _has_sentences(columns) else None
+        self._console.print(Padding(table, (0, 0, 0, _INDENT), expand=False), width=width)
 
 
 def _text(text: str, *, style: str = "") -> Text:
@@ -112,11 +114,18 @@ def _table(columns: Sequence[Column], rows: Sequence[Row], *, gap: int) -> Table
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(
-            _text(column.title), justify="left" if column.is_text else "right", vertical="bottom"
+            _text(column.title),
+            justify="left" if column.is_text else "right",
+            vertical="top" if _has_sentences(columns) else "bottom",
+            no_wrap=not column.is_broken,
         )
     for row in rows:
         table.add_row(*(_text(cell) for cell in row.cells), style=row.style)
     return table
+
+
+def _has_sentences(columns: Sequence[Column]) -> bool:
+    return any(column.is_broken for column in columns)
 
 
 def _terminal_width() -> int:

@@ -57,7 +57,8 @@ def render_comparison(
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
-    canvas.line(_extent(comparison), style="" if comparison.compared == comparison.of else "yellow")
+    is_whole = comparison.compared == comparison.of
+    canvas.paragraph(_extent(comparison), style="" if is_whole else "yellow", indent=0)
     worst = "" if is_verbose or comparison.blame else worst_site(comparison.sites)
     if worst:
         canvas.line(worst)

@@ -137,7 +137,10 @@ def catalogue_record() -> dict[str, Any]:
 def render_catalogue() -> str:
     """Render the catalogue as a table."""
     canvas = Canvas(width=None, is_terminal=None)
-    columns = [Column(title=title, is_text=True) for title in ("mistake", "what the port does")]
+    columns = [
+        Column(title="mistake", is_text=True),
+        Column(title="what the port does", is_text=True, is_broken=True),
+    ]
     canvas.table(columns, [Row(cells=(mistake.name, mistake.what)) for mistake in _catalogue()])
     return canvas.text
 

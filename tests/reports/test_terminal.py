@@ -314,6 +314,15 @@ class TestLooks:
         )
         assert "Notes" not in render(passing)
 
+    def test_a_verdict_fits_a_narrow_terminal_aside_from_what_is_to_be_copied(
+        self, example: Comparison
+    ) -> None:
+        lines = render(example, width=40, is_verbose=False).splitlines()
+        if example.criteria == "classic":
+            lines = lines[:2]  # the rest is a table of figures
+        copied = ("  golden ", "  run ", "  port ", "  tokens ")
+        assert [line for line in lines if len(line) > 40 and not line.startswith(copied)] == []
+
     @pytest.mark.parametrize("width", [80, 100])
     def test_lines_fit_and_have_no_trailing_blanks(self, example: Comparison, width: int) -> None:
         lines = render(example, width=width).splitlines()
