@@ -12,10 +12,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
+from torture.memory import torture_memory
+from torture.soak import torture_soak
+from torture.stops import torture_stops
+from torture.streams import torture_streams
 from torture.tally import Tally
 
 # A part takes an empty folder and a seed.
-PARTS: Mapping[str, Callable[[Path, int], Tally]] = {}
+PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
+    "memory": torture_memory,
+    "soak": torture_soak,
+    "stops": torture_stops,
+    "streams": torture_streams,
+}
 
 
 def main() -> int:
