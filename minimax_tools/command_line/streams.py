@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -36,8 +37,18 @@ class OutputError(CannotRunError):
         return cls.of(error)
 
 
+class _Forgiving(io.FileIO):
+    """A file that loses what it cannot write. Progress that cannot be shown must not end a run, a library's neither."""
+
+    def write(self, content: Any) -> int:
+        """Write, and say that all was written."""
+        with suppress(OSError):
+            super().write(content)
+        return memoryview(content).nbytes
+
+
 def require_streams() -> None:
-    """Give closed standard input and standard error to /dev/null.
+    """Let standard error lose what it cannot write, and give closed streams to /dev/null.
 
     Otherwise the next file that is opened takes the stream's number, and what a library prints goes into that file.
 
@@ -45,11 +56,15 @@ def require_streams() -> None:
         OutputError: Standard output is closed.
     """
     closed = [number for number in (_STDIN, _STDOUT, _STDERR) if _is_closed(number)]
-    for number in closed:
-        # Opened from the lowest number on: each takes the number of the stream.
+    for _ in closed:
+        # From the lowest number on, each takes the number of a closed stream.
         os.open(os.devnull, os.O_RDWR)
-        if number == _STDERR:
-            sys.stderr = open(number, "w", closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(_Forgiving(_STDERR, "w", closefd=False)),
+        encoding=getattr(sys.stderr, "encoding", None),
+        errors="backslashreplace",
+        line_buffering=True,
+    )
     if _STDOUT in closed:
         raise OutputError("standard output is closed, and the result would be lost", next_step=_ANOTHER_PLACE)
 
@@ -58,7 +73,7 @@ def write(text: str, *, ends_line: bool = True, to_stderr: bool = False) -> None
     """Write text to standard output, or to standard error.
 
     Raises:
-        OutputError: Standard output cannot be written; standard error is then left out.
+        OutputError: The stream cannot be written.
         BrokenPipeError: The reader of standard output has gone, as after `| head`.
     """
     try:
@@ -66,8 +81,7 @@ def write(text: str, *, ends_line: bool = True, to_stderr: bool = False) -> None
     except BrokenPipeError:
         raise
     except OSError as error:
-        if not to_stderr:
-            raise OutputError.of(error) from error
+        raise OutputError.of(error) from error
 
 
 def drop_output() -> None:

@@ -56,7 +56,9 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise CheckpointError(
             f"{folder / 'config.json'} cannot be used",
@@ -120,6 +122,7 @@ def load_whole(
                 folder,
                 config=copy.deepcopy(config),
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 **implementation.arguments(),
                 **_dequantising(config),
