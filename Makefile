@@ -8,11 +8,11 @@ EXTRAS := golden,xla,remote,report,pytest,dev
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test slow torture models check fix clean
+.PHONY: help venv demo test test-lowest slow torture models check fix clean
 
 help: ## List the targets
 	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "The first target that needs .venv installs it: 3-4 minutes, about 8 GB of disk on Linux x86-64."
 
 venv: $(STAMP) ## Set up .venv with mm2 and all that its tests need
@@ -36,6 +36,13 @@ demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, on the CP
 test: $(STAMP) ## Run the tests without the slow ones and those of check
 	@echo "Running the tests, 5-9 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
 	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py --ignore tests/test_house.py
+
+test-lowest: ## Run the tests with the lowest versions that pyproject.toml admits
+	@echo "Installing the lowest versions into .venv-lowest: about 8 GB. uv finds them; pip has no such resolution."
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --disable-pip-version-check --quiet uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[golden,remote,report,pytest,dev]'
+	.venv-lowest/bin/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py --ignore tests/test_house.py
 
 slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -q -rs -m slow

@@ -112,9 +112,24 @@ class HubCommit:
         return self.blob(content_hash).with_name(f"{content_hash}.incomplete")
 
     def holds(self, file: HubFile) -> bool:
-        """Decide whether the snapshot has the file, with the right size if that is known."""
+        """Decide whether the snapshot has the file, with the right size if that is known.
+
+        What a link leads to outside of the cache is not the repository's.
+        """
         path = self.folder / file.name
-        return path.is_file() and file.size_bytes in (None, path.stat().st_size)
+        return path.is_file() and self._is_inside(path) and file.size_bytes in (None, path.stat().st_size)
+
+    def discard(self, name: str) -> None:
+        """Remove a file and its content from the cache, so that it is fetched anew; nothing outside is touched."""
+        path = self.folder / name
+        if self._is_inside(path):
+            path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+    def _is_inside(self, path: Path) -> bool:
+        content = path.resolve()
+        # The folder of blobs may itself be a link, to another disk.
+        return any(content.is_relative_to(place.resolve()) for place in (self.cache, self.cache / "blobs"))
 
 
 def hub_tools() -> Any:

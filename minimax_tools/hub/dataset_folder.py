@@ -73,9 +73,7 @@ class DatasetFolder(RemoteFolder):
         path.symlink_to(fetched.resolve())
 
     def forget(self, file: RemoteFile, path: Path) -> None:
-        in_cache = self._snapshot.folder / self._asked.join(file.name)
-        in_cache.resolve().unlink(missing_ok=True)
-        in_cache.unlink(missing_ok=True)
+        self._snapshot.commit.discard(self._asked.join(file.name))
         path.unlink(missing_ok=True)
 
     def check_place(self) -> None:

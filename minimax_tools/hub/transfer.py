@@ -109,8 +109,8 @@ class HubTransfer:
         from huggingface_hub import hf_hub_download
 
         link = self._commit.folder / file.name
-        if link.exists() and not self._commit.holds(file):
-            # huggingface_hub would take a copy of another size as it is.
+        if (link.exists() or link.is_symlink()) and not self._commit.holds(file):
+            # huggingface_hub would take a copy of another size, or one elsewhere, as it is.
             link.unlink(missing_ok=True)
         path = self._attempts(file).run(
             lambda: hf_hub_download(
@@ -139,9 +139,7 @@ class HubTransfer:
             return None
         if damage is not None:
             logger.warning("%s came by xet with %s: fetching it over HTTP.", file.name, damage)
-            # Both the blob and the link to it.
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
+            self._commit.discard(file.name)
             return None
         self._on_bytes(file.size_bytes or 0)
         return path
@@ -153,7 +151,7 @@ class HubTransfer:
         lock = self._access.cache_dir / ".locks" / self._commit.cache.name / f"{blob.name}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
         with hub_tools().WeakFileLock(lock):
-            if blob.is_file() and file.size_bytes == blob.stat().st_size:
+            if blob.is_file() and not blob.is_symlink() and file.size_bytes == blob.stat().st_size:
                 self._on_bytes(file.size_bytes)
                 return
             part = self._commit.part(blob.name)
@@ -183,8 +181,9 @@ class HubTransfer:
     def _receive(self, file: HubFile, part: Path) -> None:
         """Receive the bytes that `part` lacks. If a response breaks off, the next request goes on where it ended."""
         attempts = self._attempts(file)
-        # A part that is too long is wrong, and if the size is unknown, so is what an earlier run's part lacks.
-        if file.size_bytes is None or _size(part) > file.size_bytes:
+        # A part that is too long is wrong, and if the size is unknown, so is what an earlier run's part lacks. A link
+        # leads to what is no part.
+        if part.is_symlink() or file.size_bytes is None or _size(part) > file.size_bytes:
             part.unlink(missing_ok=True)
         # An empty file needs no request.
         part.touch()

@@ -470,6 +470,25 @@ def test_a_cached_file_of_another_size_is_fetched_anew(files: Files, resolve: Re
     assert (resolve() / LAYER_0).read_bytes() == files[LAYER_0]
 
 
+@pytest.mark.parametrize("place", ["snapshot", "blob", "part"])
+def test_a_link_out_of_the_cache_is_neither_read_nor_written(
+    place: str, hub_module: ModuleType, files: Files, resolve: Resolve, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(files[LAYER_0][: CUT if place == "part" else None])
+    before = outside.read_bytes()
+    shard = resolve() / LAYER_0
+    blob = shard.resolve()
+    shard.unlink()
+    blob.unlink()
+    link = {"snapshot": shard, "blob": blob, "part": blob.with_name(f"{blob.name}.incomplete")}[place]
+    link.symlink_to(outside)
+    again = resolve() / LAYER_0
+    assert again.read_bytes() == files[LAYER_0]
+    assert again.resolve().is_relative_to((tmp_path / "cache").resolve())
+    assert outside.read_bytes() == before
+
+
 @pytest.mark.parametrize("is_offered", [True, False])
 def test_xet_is_not_needed(
     is_offered: bool, hub: Any, access: HubAccess, files: Files, caplog: pytest.LogCaptureFixture
