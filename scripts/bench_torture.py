@@ -17,6 +17,7 @@ from torture.soak import torture_soak
 from torture.stops import torture_stops
 from torture.streams import torture_streams
 from torture.tally import Tally
+from torture.transfers import torture_transfers
 
 # A part takes an empty folder and a seed.
 PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
@@ -24,6 +25,7 @@ PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
     "soak": torture_soak,
     "stops": torture_stops,
     "streams": torture_streams,
+    "transfers": torture_transfers,
 }
 
 

@@ -44,6 +44,7 @@ class Request:
 
     @property
     def file(self) -> str:
+        """Name of the file that was asked for."""
         return self.path.rpartition("/")[2]
 
 
@@ -112,14 +113,17 @@ class HubServer:
 
     @property
     def port(self) -> int:
+        """Port of the server."""
         return int(self._server.server_address[1])
 
     @property
     def endpoint(self) -> str:
+        """The hub's address, as HF_ENDPOINT takes it."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> list[Request]:
+        """The requests so far."""
         with self._lock:
             return list(self._log)
 
@@ -130,6 +134,7 @@ class HubServer:
         ]
 
     def forget(self) -> None:
+        """Empty the log."""
         with self._lock:
             self._log.clear()
 
@@ -147,7 +152,13 @@ class HubServer:
         """Answer so the next `times` that `path` occurs in what is asked; the content network's path too."""
         self._faults.append((method, path, fault, times))
 
+    def forget_faults(self) -> None:
+        """Plant no fault any more."""
+        with self._lock:
+            self._faults.clear()
+
     def take_fault(self, method: str, path: str) -> Fault | None:
+        """Return the fault of this answer, and count it; None if it is right."""
         with self._lock:
             for place, (planted, part, fault, times) in enumerate(self._faults):
                 if planted == method and part in path:
@@ -158,6 +169,7 @@ class HubServer:
         return None
 
     def note(self, request: Request) -> None:
+        """Add a request to the log."""
         with self._lock:
             self._log.append(request)
 
