@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 GOOD_TOKEN = "hf_good"
@@ -138,7 +139,7 @@ class HubServer:
         with self._lock:
             self._log.clear()
 
-    def add(self, model: str, files: Mapping[str, bytes] | Path, **properties: object) -> Model:
+    def add(self, model: str, files: Mapping[str, bytes] | Path, **properties: Any) -> Model:
         """Serve files, or a folder's; the commit is made from them, and those before can be asked for still."""
         if isinstance(files, Path):
             files = {path.name: path.read_bytes() for path in files.iterdir()}
@@ -257,14 +258,14 @@ class _Handler(BaseHTTPRequestHandler):
             hub._blobs[digest] = ("upload.safetensors", body)
             self._send(200, {}, b"")
         elif match := _COMMIT.fullmatch(path):
-            files = dict(hub._models[match[1]].files)
+            committed = dict(hub._models[match[1]].files)
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
                 if line["key"] == "file":
-                    files[value["path"]] = base64.b64decode(value["content"])
+                    committed[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
-                    files[value["path"]] = hub._blobs[value["oid"]][1]
-            model = hub.add(match[1], files)
+                    committed[value["path"]] = hub._blobs[value["oid"]][1]
+            model = hub.add(match[1], committed)
             self._send_json(
                 {"commitOid": model.commit, "commitUrl": f"{hub.endpoint}/{match[1]}/commit/{model.commit}"}
             )

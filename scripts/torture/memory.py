@@ -138,7 +138,7 @@ def _index_many(tally: Tally, scratch: Path) -> None:
 def _names_in(model: Path, shards: list[str]) -> dict[str, str]:
     from safetensors import safe_open
 
-    names = {}
+    names: dict[str, str] = {}
     for shard in shards:
         with safe_open(model / shard, "pt") as file:
             names |= dict.fromkeys(file.keys(), shard)
