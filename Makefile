@@ -8,7 +8,7 @@ EXTRAS := golden,xla,remote,report,pytest,dev
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-lowest slow torture models check fix clean
+.PHONY: help venv demo test test-lowest test-wheel slow torture models check fix clean
 
 help: ## List the targets
 	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
@@ -43,6 +43,13 @@ test-lowest: ## Run the tests with the lowest versions that pyproject.toml admit
 	.venv-lowest/bin/python -m pip install --disable-pip-version-check --quiet uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[golden,remote,report,pytest,dev]'
 	.venv-lowest/bin/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py --ignore tests/test_house.py
+
+test-wheel: ## Install a wheel of mm2 in a fresh environment, and run the demo there; PYTHON=python3.13 picks the Python
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(PYTHON) -m venv build/wheel/venv
+	$(PYTHON) -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet "$$(ls $(CURDIR)/build/wheel/mm2-*.whl)[golden]"
+	cd build/wheel && venv/bin/python $(CURDIR)/scripts/demo.py --backend cpu
 
 slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -q -rs -m slow
