@@ -90,6 +90,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy's golden: every layer, all sites, the noise floor kept whole, certified."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: goldens are made with it, and it needs Python 3.11")
     directory = tmp_path_factory.mktemp("golden") / "full_model"
     arguments = ["extract-all", "--model", str(toy), "--seq-len", TOY_LENGTHS, "--output-dir", str(directory)]
     result = click.testing.CliRunner().invoke(mm2_gpu, [*arguments, "--certify", "--quiet"])
