@@ -23,7 +23,8 @@ from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES
-from minimax_tools.machine.new_folder import new_folder, sync_path
+from minimax_tools.machine.durable import sync_path
+from minimax_tools.machine.new_folder import new_folder
 from minimax_tools.model.config_file import CONFIG_FILE
 from minimax_tools.slices.cut import PTH_FILE, FileFormat, SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription
@@ -109,6 +110,7 @@ def _write_new_slice(
         write_file = _write_safetensors if _is_safetensors(cut) else _write_pth
         for number, (name, entries) in enumerate(cut.shards.items(), start=1):
             write_file(folder / name, entries, reader)
+            # Each at once: all of a large slice would fill the memory first.
             sync_path(folder / name)
             progress.advance(number, num_bytes=sum(entry.size_bytes for entry in entries))
         if _is_safetensors(cut):
@@ -118,8 +120,6 @@ def _write_new_slice(
         # Without its digest, a tensor's value is None.
         description = replace(cut.description, tensors={**cut.description.tensors, **digests})
         description.write(folder)
-        for path in (*folder.iterdir(), folder):
-            sync_path(path)
     files = tuple(output / name for name in cut.shards)
     return SliceFolder(
         folder=output, description=description, files=files, size_bytes=cut.size_bytes, is_new=True

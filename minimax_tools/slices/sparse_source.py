@@ -25,8 +25,8 @@ from minimax_tools.hub.access import HubAccess, HubFile
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
 from minimax_tools.hub.ranges import HubRanges
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
+from minimax_tools.machine.held_file import locked_folder
 from minimax_tools.machine.json_file import parse_json
-from minimax_tools.machine.new_folder import locked_folder
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import SliceSource
