@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
+from torture.deaths import run_deaths
 from torture.tally import Tally
 
 # A part takes an empty folder and a seed.
-PARTS: Mapping[str, Callable[[Path, int], Tally]] = {}
+PARTS: Mapping[str, Callable[[Path, int], Tally]] = {"deaths": run_deaths}
 
 
 def main() -> int:
