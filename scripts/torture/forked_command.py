@@ -36,7 +36,7 @@ def run_forked(
     kill_after_s: float | None = None,
     kill_at_event: int | None = None,
 ) -> Ended:
-    """Run a command in a fork, killed by SIGKILL after a time, or at its n-th change of a file beside or below `place`."""
+    """Run a command in a fork; kill it after a time, or at its n-th change of a file beside or below `place`."""
     output, counter = place.parent / ".printed", place.parent / ".events"
     output.touch()
     counter.touch()
