@@ -13,10 +13,16 @@ from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
 from torture.deaths import run_deaths
+from torture.dying_ranks import run_dying_ranks
+from torture.power_loss import run_power_loss
 from torture.tally import Tally
 
 # A part takes an empty folder and a seed.
-PARTS: Mapping[str, Callable[[Path, int], Tally]] = {"deaths": run_deaths}
+PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
+    "deaths": run_deaths,
+    "ranks": run_dying_ranks,
+    "power_loss": run_power_loss,
+}
 
 
 def main() -> int:

@@ -20,9 +20,10 @@ import hashlib
 import importlib
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 import torch
@@ -44,14 +45,17 @@ _MODEL = (
     *("--num-experts-per-tok", "2", "--intermediate-size", "64", "--dtype", "bfloat16"),
 )
 Content = dict[str, str]
+COMMANDS: Mapping[str, click.Command] = MappingProxyType(
+    {"mm2-gpu": mm2_gpu, "mm2-test": mm2_test, "mm2-split": mm2_split, "mm2-compare": mm2_compare}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Victim:
+class Victim:
     """A command, and the check that what a killed one left is not taken for whole."""
 
     name: str
-    command: click.Command
+    program: str  # one of COMMANDS
     arguments: tuple[str, ...]
     find_half: Callable[
         [Path, Content], str | None
@@ -69,54 +73,52 @@ def run_deaths(scratch: Path, seed: int, *, num_kills: int = _NUM_KILLS) -> Tall
     torch.set_num_threads(1)
     gc.freeze()
     num_killed = 0
-    for victim in _victims(scratch, scratch / "victim" / "place"):
+    for victim in make_victims(scratch, scratch / "victim" / "place"):
         num_killed += _torture(victim, scratch / "victim" / "place", tally, draws, num_kills=num_kills)
     tally.figures["kills"] = num_killed
     return tally
 
 
-def _victims(scratch: Path, place: Path) -> Iterator[_Victim]:
+def make_victims(scratch: Path, place: Path) -> Iterator[Victim]:
+    """Make what the commands need, and yield them; each writes to `place`."""
     model, golden, run, plan = (str(scratch / name) for name in ("model", "golden", "run", "plan.json"))
     on_model = ("--model", model)
     made = ("synthesize", *_MODEL)
     device = ("sweep", *on_model, "--golden", golden, "--backend", "cpu", "--quiet")
     capture = ("extract-all", *on_model, "--seq-len", _LENGTHS, "--quiet")
     nodes = ("--node", "a:memory=1GB,layers=0:1", "--node", "b:memory=1GB,layers=1:3")
-    for command, arguments in (
-        (mm2_split, (*made, "--output", model)),
-        (mm2_gpu, (*capture, "--output-dir", golden)),
-        (mm2_test, (*device, "--output-dir", run)),
-        (mm2_split, ("plan", *on_model, "--planner", "manual", *nodes, "--output", plan)),
+    planned = ("plan", *on_model, "--planner", "manual", *nodes)
+    for program, arguments in (
+        ("mm2-split", (*made, "--output", model)),
+        ("mm2-gpu", (*capture, "--output-dir", golden)),
+        ("mm2-test", (*device, "--output-dir", run)),
+        ("mm2-split", (*planned, "--output", plan)),
     ):
-        done = run_forked(command, arguments, place=scratch / "none")
+        done = run_forked(COMMANDS[program], arguments, place=scratch / "none")
         if done.exit_code != 0:
             raise RuntimeError(f"{arguments[0]} ended with {done.exit_code}: {done.text}")
-    output = ("--output-dir", str(place))
-    extract = ("extract", "--plan", plan, *on_model, "--all-nodes", "--output", str(place))
-    for name, command, arguments, find_half in (
-        ("extract-all", mm2_gpu, (*capture, *output), _half_capture),
-        ("sweep", mm2_test, (*device, *output), _half_capture),
-        ("extract", mm2_split, extract, _half_file),
-        ("synthesize", mm2_split, (*made, "--output", str(place)), _half_file),
-        (
-            "compare",
-            mm2_compare,
-            ("--golden", golden, "--run", run, *on_model, "--report-path", str(place)),
-            _half_file,
-        ),
+    output, output_dir = ("--output", str(place)), ("--output-dir", str(place))
+    compare = ("--golden", golden, "--run", run, *on_model, "--report-path", str(place))
+    for program, arguments, find_half in (
+        ("mm2-gpu", (*capture, *output_dir), _half_capture),
+        ("mm2-test", (*device, *output_dir), _half_capture),
+        ("mm2-split", ("extract", "--plan", plan, *on_model, "--all-nodes", *output), _half_file),
+        ("mm2-split", (*made, *output), _half_file),
+        ("mm2-compare", compare, _half_file),
     ):
-        yield _Victim(name=name, command=command, arguments=arguments, find_half=find_half)
+        name = program if program == "mm2-compare" else arguments[0]
+        yield Victim(name=name, program=program, arguments=arguments, find_half=find_half)
 
 
-def _torture(victim: _Victim, place: Path, tally: Tally, draws: random.Random, *, num_kills: int) -> int:
+def _torture(victim: Victim, place: Path, tally: Tally, draws: random.Random, *, num_kills: int) -> int:
     """Kill a command at drawn moments, and return the number of those that died."""
 
     def run(**kill: float | int | None) -> Ended:
-        return run_forked(victim.command, victim.arguments, place=place, **kill)  # type: ignore[arg-type]
+        return run_forked(COMMANDS[victim.program], victim.arguments, place=place, **kill)  # type: ignore[arg-type]
 
     place.parent.mkdir()
     undisturbed = run()
-    expected = _read(place)
+    expected = read_content(place)
     if undisturbed.exit_code not in (0, 1) or not expected:
         raise RuntimeError(f"{victim.name} ended with {undisturbed.exit_code}: {undisturbed.text}")
     num_killed = 0
@@ -133,10 +135,13 @@ def _torture(victim: _Victim, place: Path, tally: Tally, draws: random.Random, *
             half = victim.find_half(place, expected)
             tally.check(half is None, f"{what}: {half}")
         # A checkpoint that came to its end before the kill is not made again.
-        ends_well = {undisturbed.exit_code, *((UsageError.exit_code,) if _read(place) == expected else ())}
+        ends_well = {
+            undisturbed.exit_code,
+            *((UsageError.exit_code,) if read_content(place) == expected else ()),
+        }
         again = run()
         tally.check(again.exit_code in ends_well, f"{what}: then {again.exit_code}: {again.text}")
-        found = _read(place)
+        found = read_content(place)
         differing = sorted(name for name in expected if found.get(name) != expected[name])
         tally.check(not differing, f"{what}: then other {differing}")
         left = sorted(found.keys() - expected.keys()) + [
@@ -149,7 +154,7 @@ def _torture(victim: _Victim, place: Path, tally: Tally, draws: random.Random, *
     return num_killed
 
 
-def _read(place: Path) -> Content:
+def read_content(place: Path) -> Content:
     """Return the digest of each file below a folder, by its path."""
     return {
         path.relative_to(place).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -172,6 +177,6 @@ def _half_capture(place: Path, _: Content) -> str | None:
 def _half_file(place: Path, expected: Content) -> str | None:
     """Return what is there under its final name and is not an undisturbed run's."""
     # Paths through temporary folders are no final names.
-    found = {name: digest for name, digest in _read(place).items() if "/." not in f"/{name}"}
+    found = {name: digest for name, digest in read_content(place).items() if "/." not in f"/{name}"}
     other = sorted(name for name, digest in found.items() if expected.get(name) != digest)
     return f"half written: {other}" if other else None
