@@ -269,6 +269,13 @@ def open_capture(
             writer.require_files()
 
 
+def tidy_capture(directory: Path) -> None:
+    """Remove what a killed run left in a finished capture, unless another run writes there or nobody may write."""
+    if Manifest.is_in(directory):
+        with contextlib.suppress(CaptureError, OSError), locked_directory(directory):
+            remove_temporaries(directory)
+
+
 def store_certificate(directory: Path, certificate: Certificate) -> Manifest:
     """Put a certificate into the manifest of a finished capture, in place of an earlier one.
 

@@ -36,7 +36,6 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
     output = output.resolve()
     refuse_occupied(output)
     try:
-        remove_abandoned(output.parent, name=output.name)
         if _free_bytes(output) < size_bytes:
             raise _no_room(output, size_bytes, reason="", remedy=remedy)
         make_folder(output.parent)
@@ -60,11 +59,12 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
 
 
 def refuse_occupied(output: Path) -> None:
-    """Raise unless `output` is absent or an empty folder.
+    """Raise unless `output` is absent or an empty folder; what killed writers of it left is removed before.
 
     Raises:
         UsageError: Something is there.
     """
+    remove_abandoned(output.parent, name=output.name)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(
             f"{output} exists",

@@ -25,6 +25,7 @@ from minimax_tools.errors import CheckpointError, UsageError, list_faults
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES
 from minimax_tools.machine.durable import sync_path
 from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.machine.temporary import remove_abandoned
 from minimax_tools.model.config_file import CONFIG_FILE
 from minimax_tools.slices.cut import PTH_FILE, FileFormat, SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription
@@ -83,6 +84,8 @@ def write_slice(
     """
     with cut.source.open() as reader:
         if output.is_dir() and any(output.iterdir()):
+            # A killed run may have left something after it wrote the slice.
+            remove_abandoned(output.parent, name=output.name)
             return _reuse_slice(cut, output, reader, with_digests=with_digests)
         return _write_new_slice(
             cut, output, reader, with_digests=with_digests, progress=progress or NoProgress()

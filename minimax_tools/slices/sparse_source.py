@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -82,6 +82,12 @@ def sparse_source(
             bytes_fetched=bytes_fetched,
         )
         # Not reached if the block raised: the next call resumes.
+        shutil.rmtree(folder)
+
+
+def remove_sparse(folder: Path) -> None:
+    """Remove a folder of sparse files, unless there is none or another process fetches into it."""
+    with suppress(OSError), locked_folder(folder):
         shutil.rmtree(folder)
 
 

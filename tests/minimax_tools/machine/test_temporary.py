@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.machine.new_folder import new_folder
 from minimax_tools.machine.temporary import is_temporary_folder, remove_abandoned, temporary_beside
 from minimax_tools.machine.whole_file import remove_temporaries, whole_capture_file, whole_file
@@ -108,6 +108,17 @@ def test_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError), new_folder(tmp_path / "new", size_bytes=1, remedy="Make room."):
         raise OSError("planted")
     assert names(tmp_path) == []
+
+
+def test_writer_that_was_killed_after_its_last_step_leaves_nothing_beside_a_folder_that_is_there(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "new"
+    write_folder(path)
+    kill_while_writing(path)
+    with pytest.raises(UsageError, match="exists"):
+        write_folder(path)
+    assert names(tmp_path) == ["new"]
 
 
 def test_file_is_whole_after_its_writer(tmp_path: Path) -> None:

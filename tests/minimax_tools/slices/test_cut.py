@@ -337,6 +337,15 @@ def test_the_same_slice_is_left_as_it_is(sources: dict[str, Path], tmp_path: Pat
     assert (content_of(tmp_path / "a"), (tmp_path / "a").stat().st_ino) == before
 
 
+def test_what_a_killed_run_left_beside_the_same_slice_is_removed(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    extract(sources["bf16"], "a", tmp_path / "a")
+    (tmp_path / ".a.0123abcd.tmp").mkdir()
+    assert not extract(sources["bf16"], "a", tmp_path / "a").is_new
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_digests_are_added_to_the_same_slice_and_a_false_one_is_refused(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:

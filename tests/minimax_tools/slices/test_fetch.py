@@ -221,6 +221,10 @@ def test_two_processes_do_not_fetch_into_one_folder(access: HubAccess, tmp_path:
     assert not (tmp_path / "b").exists()
     assert fetch_slice_ranges(plan, "b", tmp_path / "b", access=access).bytes_fetched
     assert not working_folder.exists()
+    # As a run leaves it that was killed once the slice was there.
+    working_folder.mkdir()
+    assert fetch_slice_ranges(plan, "b", tmp_path / "b", access=access).bytes_fetched == 0
+    assert not working_folder.exists()
 
 
 def test_ranges_that_break_off_are_continued(
