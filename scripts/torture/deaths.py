@@ -8,9 +8,9 @@
 | `mm2-split synthesize` | a checkpoint |
 | `mm2-compare --report-path` | a report |
 
-SIGKILL comes at a drawn time, or at a drawn change of a file; in one case of four the next run is killed too. After a
-kill, whatever is there is whole or known as unfinished. The same command then ends well, its files are those of an
-undisturbed run byte for byte, and nothing else is there.
+SIGKILL comes at a drawn time, or at a drawn change of a file, up to four times in a row. After each, whatever is there
+is whole or known as unfinished. At last the same command ends well, its files are those of an undisturbed run byte for
+byte, and nothing else is there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from neuron.cli import main as mm2_test
 from torture.forked_command import Ended, run_forked
 from torture.tally import Tally
 
-_NUM_KILLS = 18  # of each command, those of a run that is killed again not counted
+_NUM_ROUNDS = 10  # of each command
+_MOST_KILLS = 4  # one after the other, before a run comes to its end
 _LENGTHS = "12,7"
 _MODEL = (
     *("--num-hidden-layers", "3", "--hidden-size", "64", "--num-local-experts", "4", "--vocab-size", "512"),
@@ -62,8 +63,8 @@ class Victim:
     ]  # of the place and an undisturbed run's files: what is half
 
 
-def run_deaths(scratch: Path, seed: int, *, num_kills: int = _NUM_KILLS) -> Tally:
-    """Kill each command `num_kills` times."""
+def run_deaths(scratch: Path, seed: int, *, num_rounds: int = _NUM_ROUNDS) -> Tally:
+    """Kill each command in `num_rounds` rounds."""
     tally = Tally(
         promise="a killed run leaves nothing that looks whole, and the next one ends as an undisturbed one"
     )
@@ -74,7 +75,7 @@ def run_deaths(scratch: Path, seed: int, *, num_kills: int = _NUM_KILLS) -> Tall
     gc.freeze()
     num_killed = 0
     for victim in make_victims(scratch, scratch / "victim" / "place"):
-        num_killed += _torture(victim, scratch / "victim" / "place", tally, draws, num_kills=num_kills)
+        num_killed += _torture(victim, scratch / "victim" / "place", tally, draws, num_rounds=num_rounds)
     tally.figures["kills"] = num_killed
     return tally
 
@@ -110,7 +111,7 @@ def make_victims(scratch: Path, place: Path) -> Iterator[Victim]:
         yield Victim(name=name, program=program, arguments=arguments, find_half=find_half)
 
 
-def _torture(victim: Victim, place: Path, tally: Tally, draws: random.Random, *, num_kills: int) -> int:
+def _torture(victim: Victim, place: Path, tally: Tally, draws: random.Random, *, num_rounds: int) -> int:
     """Kill a command at drawn moments, and return the number of those that died."""
 
     def run(**kill: float | int | None) -> Ended:
@@ -122,15 +123,15 @@ def _torture(victim: Victim, place: Path, tally: Tally, draws: random.Random, *,
     if undisturbed.exit_code not in (0, 1) or not expected:
         raise RuntimeError(f"{victim.name} ended with {undisturbed.exit_code}: {undisturbed.text}")
     num_killed = 0
-    for number in range(num_kills):
+    for number in range(num_rounds):
         shutil.rmtree(place)
-        for _ in range(2 if draws.random() < 0.25 else 1):
+        for _ in range(draws.randint(1, _MOST_KILLS)):
             moment: dict[str, float | int | None]
             if draws.random() < 0.5:
                 moment = {"kill_after_s": draws.uniform(0.0, undisturbed.duration_s)}
             else:
                 moment = {"kill_at_event": draws.randint(1, undisturbed.num_events)}
-            what = f"{victim.name}, kill {number} ({moment})"
+            what = f"{victim.name}, round {number} ({moment})"
             num_killed += run(**moment).exit_code < 0
             half = victim.find_half(place, expected)
             tally.check(half is None, f"{what}: {half}")

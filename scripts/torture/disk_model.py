@@ -3,7 +3,7 @@
 | part | after the loss |
 |---|---|
 | data flushed by fsync of the file | there |
-| other data | lost, half of it there, or zeros of its length |
+| other data | lost, half of it there, zeros of its length, or that of the file written last alone |
 | name flushed by fsync of its folder | there |
 | other names | made, not made, or only the last of them |
 """
@@ -25,6 +25,7 @@ _VARIANTS = (
     ("lost", "none"),
     ("half", "last"),
     ("whole", "all"),
+    ("last", "all"),
 )
 Names = dict[Path, "_File | None"]  # None for a folder
 
@@ -73,6 +74,7 @@ class _Model:
         self._pending: list[tuple[DiskCall, _File | None]] = []
         self._copied = copied
         self._num_files = 0
+        self._last_written: _File | None = None
         self._numbers: dict[int, int] = {}
 
     def apply(self, call: DiskCall) -> None:
@@ -91,6 +93,7 @@ class _Model:
             _rename(self._names, call, named)
             self._pending.append((call, named))
         elif file is not None and call.kind == "write":
+            self._last_written = file
             file.content[file.position : file.position + len(call.data)] = call.data
             file.position += len(call.data)
         elif file is not None and call.kind == "truncate":
@@ -108,11 +111,14 @@ class _Model:
         if names == "last" and self._pending:
             _rename(there, *self._pending[-1])
         return {
-            path: None if file is None else file.after_loss(data)
+            path: None if file is None else file.after_loss(self._fate(file) if data == "last" else data)
             for path, file in there.items()
             # A file whose folder's name was lost cannot be reached.
             if all(parent in there for parent in path.parents if parent in self._names)
         }
+
+    def _fate(self, file: _File) -> str:
+        return "whole" if file is self._last_written else "lost"
 
     def _flush_names(self, folder: Path) -> None:
         waiting = []
