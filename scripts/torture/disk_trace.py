@@ -59,7 +59,7 @@ def find_missing() -> str | None:
 
 
 def trace_command(command: Sequence[str], *, below: Path, log: Path) -> tuple[int, list[DiskCall]]:
-    """Run a command; return its exit code and its calls on files below a folder, in order."""
+    """Run a command that names its files by absolute paths; return its exit code and its calls below a folder."""
     words = [
         "strace",
         "-f",
