@@ -1,4 +1,4 @@
-"""What a hostile world does to mm2, for `bench_torture.py`; each part keeps one promise.
+"""Harm that a hostile world does to mm2, for `bench_torture.py`; each part keeps one promise.
 
 - `deaths`: commands killed while they write, and run again
 - `dying_ranks`: ranks that die or stand still, and a folder that goes away under them

@@ -54,7 +54,7 @@ class Port(DeviceLayer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """Something that happens to a run once a file of its capture is there."""
+    """An event that strikes a run once a file of its capture is there."""
 
     name: str
     strike: Callable[[dict[int, psutil.Process], Path], None]
@@ -182,7 +182,7 @@ def _find_ranks(launcher: subprocess.Popen[bytes], folder: Path) -> dict[int, ps
         if launcher.poll() is not None or time.monotonic() > deadline_s:
             return {}
         time.sleep(0.002)
-    ranks = {}
+    ranks: dict[int, psutil.Process] = {}
     for child in psutil.Process(launcher.pid).children(recursive=True):
         number = child.environ().get("RANK")
         if number is not None:

@@ -117,7 +117,7 @@ def test_stored_layer_that_a_resumed_run_lost_fails_it(
 
 
 class TestFilesOfOtherRanks:
-    """They are known by the manifest alone."""
+    """Files that only the manifest tells of."""
 
     @pytest.fixture
     def writer(self, write: Write, tmp_path: Path) -> CaptureWriter:

@@ -1,4 +1,4 @@
-"""What a killed writer leaves is removed by the next one; what a living writer holds stays."""
+"""The next writer removes what a killed one left; files of a living writer stay."""
 
 from __future__ import annotations
 
