@@ -26,7 +26,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import click
-import torch
 
 from compare.cli import main as mm2_compare
 from gpu_reference.cli import main as mm2_gpu
@@ -69,9 +68,9 @@ def run_deaths(scratch: Path, seed: int, *, num_rounds: int = _NUM_ROUNDS) -> Ta
         promise="a killed run leaves nothing that looks whole, and the next one ends as an undisturbed one"
     )
     draws = random.Random(seed)
-    # Forks share what is imported, and need not look at it. No thread may live where processes are forked.
+    # Forks share what is imported, and need not look at it. This process computes nothing: torch's threads, and its
+    # pool of them, do not outlive a fork.
     importlib.import_module("transformers.models.minimax_m2.modeling_minimax_m2")
-    torch.set_num_threads(1)
     gc.freeze()
     num_killed = 0
     for victim in make_victims(scratch, scratch / "victim" / "place"):
