@@ -20,7 +20,9 @@ import torch
 import torch.distributed
 
 from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, record_end
+from minimax_tools.ranks.process import read_state
 from minimax_tools.ranks.store import attempt_store
+from minimax_tools.ranks.watch import SILENT_S
 from neuron.process.ending import describe_end, describe_timeout
 from neuron.process.record import StatusRecord
 from neuron.process.status import RECORD_VARIABLE, discard_output
@@ -29,14 +31,19 @@ _HOST = "127.0.0.1"
 _POLL_S = 0.05
 # Longest wait for rank 0 to report why the run failed, and for the other ranks to exit after it.
 _GRACE_S = 5.0
+# State of a process that SIGSTOP stopped. A debugger's stop has another.
+_STOPPED_STATE = "T"
+# Looks, not seconds: while this process is stopped too, as by Ctrl-Z, no time counts.
+_NUM_STOPPED = int(SILENT_S / _POLL_S)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _RankProcess:
     """A rank that was started."""
 
     process: subprocess.Popen[bytes]
     record: StatusRecord  # memory in which the rank writes its activity, its time limit, and the exit code mm2 chose
+    num_stopped: int = 0  # number of the last looks at it that all found it stopped
 
     @property
     def exit_code(self) -> int | None:
@@ -54,6 +61,9 @@ class _RankProcess:
         exit_code = self.process.poll()
         status = self.record.read()
         if exit_code is None:
+            self.num_stopped = self.num_stopped + 1 if read_state(self.process.pid) == _STOPPED_STATE else 0
+            if self.num_stopped > _NUM_STOPPED:
+                return f"it was stopped by a signal, and did not go on for {SILENT_S:.0f} s"
             return describe_timeout(status) if status.is_overdue(time.monotonic()) else None
         if status.exit_code is None:
             return describe_end(exit_code, status)

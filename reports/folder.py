@@ -141,8 +141,14 @@ def _write(texts: Mapping[Path, str]) -> None:
                 # A path may hold bytes that are no text.
                 file.write(text.encode("utf-8", "replace").decode("utf-8"))
                 file.flush()
+        missing = [path.name for path in texts if not path.is_file()]
     except OSError as error:
         raise _cannot_write(path, error) from error
+    if missing:
+        raise CannotRunError(
+            f"the report's {', '.join(missing)} in {path.parent} was removed while the others were written",
+            next_step="Find out what else cleans up there, then run the same command again.",
+        )
 
 
 def _cannot_write(path: Path, error: OSError) -> CannotRunError:

@@ -12,20 +12,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
-from torture.memory import torture_memory
-from torture.soak import torture_soak
-from torture.stops import torture_stops
-from torture.streams import torture_streams
+from torture.deaths import run_deaths
+from torture.dying_ranks import run_dying_ranks
+from torture.memory import run_memory
+from torture.power_loss import run_power_loss
+from torture.soak import run_soak
+from torture.stops import run_stops
+from torture.streams import run_streams
 from torture.tally import Tally
-from torture.transfers import torture_transfers
+from torture.transfers import run_transfers
 
 # A part takes an empty folder and a seed.
 PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
-    "memory": torture_memory,
-    "soak": torture_soak,
-    "stops": torture_stops,
-    "streams": torture_streams,
-    "transfers": torture_transfers,
+    "memory": run_memory,
+    "soak": run_soak,
+    "stops": run_stops,
+    "streams": run_streams,
+    "transfers": run_transfers,
+    "deaths": run_deaths,
+    "ranks": run_dying_ranks,
+    "power_loss": run_power_loss,
 }
 
 

@@ -24,6 +24,7 @@ from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.remote_output import RemoteOutput, kept_directory
 from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.capture.writer import tidy_capture
 from minimax_tools.checkpoint.index import find_absent_shards
 from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.console import print_json, print_text
@@ -74,7 +75,9 @@ def run_golden(
                 description = golden.describe()
                 refuse_other_run(directory, description)
                 is_made = holds_same(directory, description) and not _is_damaged(directory)
-            directory = kept_directory(directory) if is_made else directory
+            if is_made:
+                tidy_capture(directory)
+                directory = kept_directory(directory)
             if is_made and _read_generation(directory) == generation:
                 logger.info(
                     "The same golden is in %s, finished: it is left as it is. --overwrite makes it anew.",

@@ -20,7 +20,7 @@ from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.parts import part_name
 from minimax_tools.capture.shared_files import SETTLING_S, wait_for_lock
-from minimax_tools.capture.writer import CaptureWriter, open_capture
+from minimax_tools.capture.writer import CaptureWriter, open_capture, tidy_capture
 from minimax_tools.checkpoint.index import digest_shapes
 from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.json_codec import decode, encode
@@ -86,6 +86,7 @@ def open_shared_capture(
 def _refuse_to_replace(directory: Path, description: Description) -> None:
     refuse_other_run(directory, description)
     if holds_same(directory, description):
+        tidy_capture(directory)
         raise CaptureError(
             f"{address_of(directory)} holds the same golden, finished",
             next_step="Nothing is left to do; --overwrite makes it again.",

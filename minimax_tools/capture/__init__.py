@@ -4,6 +4,7 @@
 - `further`: a port's tensors that are no sites, kept on request
 - `taps`: places of sites in a module tree
 - `writer`: a capture directory being written, layer by layer
+- `written_files`: its files as the run left them, looked for at the run's end
 - `kept_runs`: the folder of a run that replaces no other finished run
 - `resumption`: a killed run's capture, resumed or removed
 - `parts`: manifests of ranks that write one directory together

@@ -77,14 +77,15 @@ class ReadRecord:
         )
 
     def write(self, folder: Path) -> Path:
-        """Write the record as `{node}.json` into a folder, made if it does not exist, and return its path.
+        """Write the record as `{node}.json` into a folder, made if only its parent exists, and return its path.
 
         Raises:
             CannotRunError: The file cannot be written.
         """
         path = folder / f"{self.node}.json"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            # Not its parents: a capture directory that was removed must not come back without its manifest.
+            folder.mkdir(exist_ok=True)
             with whole_file(path) as file:
                 file.write(json.dumps(encode(self), indent=1) + "\n")
         except OSError as error:

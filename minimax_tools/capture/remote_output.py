@@ -107,7 +107,7 @@ class RemoteOutput:
             files = {
                 path.relative_to(self.directory).as_posix(): path
                 for path in sorted(self.directory.rglob("*"))
-                if path.is_file() and not path.name.startswith(".")
+                if path.is_file() and not _is_hidden(path.relative_to(self.directory))
             }
             if not files:
                 return
@@ -153,6 +153,11 @@ class RemoteOutput:
                 next_step=f"This run is whole in {self.directory}. To replace the other: the same command with "
                 "--overwrite, which computes nothing again.",
             )
+
+
+def _is_hidden(path: Path) -> bool:
+    """Decide whether a file or one of its folders is hidden, such as the temporary folders of killed runs."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def kept_directory(directory: Path) -> Path:

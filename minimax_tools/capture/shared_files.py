@@ -19,7 +19,7 @@ from minimax_tools.machine.folder_lock import read_owner
 
 # Longest wait, in seconds: NFS keeps what it knows of a folder for at most 60 s by default (`acdirmax`), and a margin.
 SETTLING_S = 75.0
-_POLL_S = 0.25
+POLL_S = 0.25
 
 
 def wait_for_lock(directory: Path, owner: str, *, patience_s: float = SETTLING_S) -> None:
@@ -37,7 +37,7 @@ def wait_for_lock(directory: Path, owner: str, *, patience_s: float = SETTLING_S
                 found="none" if found is None else "that of another",
                 next_step="Give --output-dir a folder on a file system that all machines share.",
             )
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def refuse_other_owner(directory: Path, owner: str) -> None:
@@ -73,4 +73,4 @@ def read_shared(
                 found=found,
                 next_step="Check that all machines see the same folder, and run the same command again.",
             )
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)

@@ -21,6 +21,7 @@ from minimax_tools.capture.passes import CachePair, cache_file
 from minimax_tools.capture.read_record import remove_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
+from minimax_tools.capture.written_files import WrittenFiles
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.folder_lock import locked_directory
 from minimax_tools.machine.whole_file import remove_temporaries, whole_capture_file
@@ -42,6 +43,7 @@ class CaptureWriter:
         self.directory = directory
         self.manifest = manifest
         self._manifest_name = manifest_name
+        self._files = WrittenFiles(directory)
 
     @property
     def complete_layers(self) -> tuple[int, ...]:
@@ -115,9 +117,22 @@ class CaptureWriter:
         self._update(add_part(self.manifest, part))
 
     def finish(self) -> None:
-        """Mark the capture as complete."""
+        """Mark the capture as complete, if all its files are there.
+
+        Raises:
+            CaptureError: Files were removed or changed since they were written, or the disk is full.
+        """
+        self.require_files()
         self._update(replace(self.manifest, is_complete=True))
         remove_parts(self.directory)
+
+    def require_files(self) -> None:
+        """Check that the capture's files are there as they were written.
+
+        Raises:
+            CaptureError: Files were removed or changed.
+        """
+        self._files.require(self.manifest, manifest_name=self._manifest_name)
 
     def read_layer_output(self, layer: int) -> torch.Tensor:
         """Read the output of a stored layer, [B,S,H]."""
@@ -193,10 +208,12 @@ class CaptureWriter:
             safetensors.torch.save_file(
                 {key: tensor.contiguous() for key, tensor in tensors.items()}, temporary
             )
+        self._files.note([name])
 
     def _write_text(self, name: str, text: str) -> None:
         with whole_capture_file(self.directory / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
+        self._files.note([name])
 
     def _update(self, manifest: Manifest) -> None:
         self._write_text(self._manifest_name, manifest.as_text())
@@ -223,7 +240,8 @@ def open_capture(
         owner: Name of the run, by which other ranks know its lock (see `folder_lock.read_owner`).
 
     Raises:
-        CaptureError: Another process writes there, the directory holds something else, or the disk is full.
+        CaptureError: Another process writes there, the directory holds something else, the disk is full, or files of a
+            finished capture were removed or changed.
     """
     with locked_directory(directory, owner=owner):
         manifest = find_resumable(directory, description, hidden_states=hidden_states)
@@ -237,6 +255,8 @@ def open_capture(
         # A capture that changes loses its certificate: `mm2-gpu certify` must check it again.
         manifest = replace(manifest, certificate=None)
         writer = CaptureWriter(directory, manifest)
+        # A resumed capture was just read and checked.
+        writer._files.note(manifest.file_names())
         # The manifest comes first: a run killed at once leaves a directory that is known as a capture.
         writer._update(manifest)
         remove_parts(directory)
@@ -244,6 +264,16 @@ def open_capture(
             hidden_states = writer.read_hidden_states() if manifest.complete_layers else hidden_states()
         writer.write_inputs(inputs, hidden_states)
         yield writer
+        if writer.manifest.is_complete:
+            # Once more: a finished run may have added to its capture, as the tokens that it generated.
+            writer.require_files()
+
+
+def tidy_capture(directory: Path) -> None:
+    """Remove what a killed run left in a finished capture, unless another run writes there or nobody may write."""
+    if Manifest.is_in(directory):
+        with contextlib.suppress(CaptureError, OSError), locked_directory(directory):
+            remove_temporaries(directory)
 
 
 def store_certificate(directory: Path, certificate: Certificate) -> Manifest:

@@ -57,7 +57,10 @@ def resolve_model(model: str, *, layers: range | None = None, access: HubAccess 
     if (remote := _find_remote(model)) is not None:
         return _fetch_remote(remote, layers)
     folder = _find_folder(model)
-    return folder or _on_snapshot(model, access, lambda snapshot: _fetch_model(snapshot, layers))
+    if folder is None:
+        return _on_snapshot(model, access, lambda snapshot: _fetch_model(snapshot, layers))
+    # Threads read it while a port runs, whose code may change the working folder.
+    return folder.absolute()
 
 
 def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:

@@ -12,6 +12,9 @@
 - `file_digest`: the sha256 of a file
 - `whole_file`: files that are written whole or not at all
 - `new_folder`: folders that are written whole or not at all
+- `temporary`: hidden folders that hold what is being written
+- `held_file`: files and folders that a living process has locked
+- `durable`: what stays after a power loss
 - `folder_lock`: the lock of a capture directory
 - `json_file`: JSON that somebody else wrote, bounded
 - `yaml_file`: YAML that a user wrote, bounded

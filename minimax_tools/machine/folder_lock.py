@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.durable import make_folder
+from minimax_tools.machine.held_file import hold_file
 
 LOCK_NAME = ".lock"
 
@@ -27,13 +28,7 @@ def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
     path = directory / LOCK_NAME
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(path.open("a"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            while not _is_same_file(file.fileno(), path):
-                # The last owner removed the file between `open` and `flock`: a lock on a removed file protects nothing.
-                file = stack.enter_context(path.open("a"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_owner(file, owner)
+            _write_owner(stack.enter_context(hold_file(path)), owner)
         except BlockingIOError:
             raise CaptureError(
                 f"the output directory {directory} is in use by another run",
@@ -67,16 +62,9 @@ def _write_owner(file: TextIO, owner: str) -> None:
     os.fsync(file.fileno())
 
 
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _make_folder(directory: Path) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
     except OSError as error:
         raise CaptureError(
             f"cannot make the capture directory {directory}",

@@ -1,18 +1,16 @@
-"""Folders that are written whole or not at all: to a temporary sibling first, which is renamed at the end."""
+"""Folders that are written whole or not at all: in a temporary folder first, and renamed at the end."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import glob
-import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.machine.durable import make_folder, put_in_place, sync_tree
+from minimax_tools.machine.temporary import remove_abandoned, temporary_beside
 
 # The disk, a quota or a limit on the file size is used up.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -22,7 +20,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
     """Yield an empty temporary folder. Rename it to `output` if the block succeeds, else remove it.
 
-    The temporary folder is called `.NAME.partial-…`. Those of killed processes are removed first.
+    Its files are on the disk before it gets its name. What killed writers of `output` left is removed first.
 
     Args:
         output: A folder that is absent or empty.
@@ -37,16 +35,15 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
     # If `output` is a link to an empty folder, that folder is replaced.
     output = output.resolve()
     refuse_occupied(output)
-    partial = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        _remove_abandoned(output)
         if _free_bytes(output) < size_bytes:
             raise _no_room(output, size_bytes, reason="", remedy=remedy)
-        partial.mkdir(parents=True)
-        with locked_folder(partial):
-            yield partial
-            partial.replace(output)
-        sync_path(output.parent)
+        make_folder(output.parent)
+        with temporary_beside(output) as folder:
+            folder.mkdir()
+            yield folder
+            sync_tree(folder)
+            put_in_place(folder, output)
     except OSError as error:
         if error.errno in _FULL:
             raise _no_room(output, size_bytes, reason=f", {error}", remedy=remedy) from error
@@ -59,60 +56,21 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
         raise CheckpointError(
             f"{output} cannot be written", found=str(error), next_step="Name another --output."
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def refuse_occupied(output: Path) -> None:
-    """Raise unless `output` is absent or an empty folder.
+    """Raise unless `output` is absent or an empty folder; what killed writers of it left is removed before.
 
     Raises:
         UsageError: Something is there.
     """
+    remove_abandoned(output.parent, name=output.name)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(
             f"{output} exists",
             expected="a new or empty folder",
             next_step="Name another folder, or remove it.",
         )
-
-
-def sync_path(path: Path) -> None:
-    """Flush a file's data, or a folder's entries, to the disk.
-
-    Raises:
-        OSError: They cannot be written.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder during the block. The system releases the lock even if this process is killed.
-
-    Raises:
-        BlockingIOError: Another process holds the lock.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_abandoned(output: Path) -> None:
-    for partial in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-        try:
-            with locked_folder(partial):
-                shutil.rmtree(partial)
-        except OSError:
-            # Another process is still writing this folder, or removes it right now. Either way it can stay.
-            continue
 
 
 def _free_bytes(output: Path) -> int:

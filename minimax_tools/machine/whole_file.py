@@ -1,17 +1,19 @@
-"""Files that are written whole or not at all: to a temporary sibling first, which is renamed at the end.
+"""Files that are written whole or not at all: in a temporary folder beside them first, and renamed at the end.
 
-`whole_file` opens a text file. `whole_capture_file` yields a path, for safetensors too; it flushes the file to the
-disk, and its errors are for the user.
+| function | gives | its errors |
+|---|---|---|
+| `whole_path` | a path, for libraries that write files themselves | OSError |
+| `whole_file` | a text file | OSError |
+| `whole_capture_file` | a path, for files of a capture | for the user |
+
+A file is on the disk before it gets its name. What killed writers of it left behind is removed first.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import re
 import shutil
-import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +22,30 @@ from typing import TextIO
 from safetensors import SafetensorError
 
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.durable import put_in_place, sync_path
+from minimax_tools.machine.temporary import is_temporary_folder, remove_abandoned, temporary_beside
 
 # The disk, or a quota, is used up.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Name of a temporary file of `whole_capture_file`. Earlier versions left out the random part.
-_TEMPORARY = re.compile(r"\..+\.(safetensors|json)(\.[0-9a-f]{8})?\.tmp")
+# Names of the temporary files of earlier versions, and of those that safetensors put beside them.
+_EARLIER = re.compile(r"\..+\.(safetensors|json)(\.[0-9a-f]{8})?\.tmp|\.tmp[A-Za-z0-9]{6}")
+
+
+@contextmanager
+def whole_path(path: Path) -> Iterator[Path]:
+    """Yield the path of an empty temporary file. Rename it to `path` once the block has ended well.
+
+    Raises:
+        OSError: The file cannot be written. A file that was at `path` before is still there.
+    """
+    with temporary_beside(path) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        yield temporary
+        # safetensors makes files that only their owner may read, but captures travel between people.
+        temporary.chmod(mode)
+        sync_path(temporary)
+        put_in_place(temporary, path)
 
 
 @contextmanager
@@ -38,49 +59,38 @@ def whole_file(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
     Raises:
         OSError: The file cannot be written. A file that was at `path` before is still there.
     """
-    # Threads of several processes may write the same file: each gets a temporary file of its own.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline=newline) as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_path(path) as temporary, temporary.open("w", encoding="utf-8", newline=newline) as file:
+        yield file
 
 
 @contextmanager
 def whole_capture_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary sibling of a capture's file. Rename it to `path` once the block has ended well.
+    """Yield the path of an empty temporary file for a capture's file. Rename it once the block has ended well.
 
     Raises:
         CaptureError: The disk is full, or cannot be written to.
     """
-    # The random part keeps this run's file apart from that of an older run that was not killed entirely.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        yield temporary
-        # safetensors makes files that only their owner may read, but captures travel between people.
-        temporary.chmod(mode)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with whole_path(path) as temporary:
+            yield temporary
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Remove the files in `directory` that a killed run was writing by `whole_capture_file`."""
+    """Remove what killed runs, of earlier versions too, were writing in a directory; what is being written stays.
+
+    Only the holder of the directory's lock may call it.
+    """
+    remove_abandoned(directory)
     for path in directory.iterdir():
-        if is_temporary(path):
+        if _EARLIER.fullmatch(path.name) and path.is_file():
             path.unlink()
 
 
 def is_temporary(path: Path) -> bool:
-    """Decide whether a file is a temporary file of `whole_capture_file`, such as a killed run leaves behind."""
-    return _TEMPORARY.fullmatch(path.name) is not None
+    """Decide whether a path has a name of what a killed run leaves behind."""
+    return is_temporary_folder(path) or _EARLIER.fullmatch(path.name) is not None
 
 
 def _unwritable(path: Path, error: Exception) -> CaptureError:

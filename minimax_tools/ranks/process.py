@@ -34,16 +34,23 @@ def _place() -> str:
     return f"{socket.gethostname()} {boot_id} {number}"
 
 
+def read_state(pid: int) -> str | None:
+    """Return a process's state as the kernel names it, such as R, S, T (stopped) or Z; None if it cannot be seen."""
+    try:
+        # The state stands behind the program's name, which is in parentheses and may hold spaces.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
 def _is_alive(pid: int) -> bool:
     try:
         # Signal 0 does nothing but fail if the process is gone.
         os.kill(pid, 0)
-        # The state stands behind the program's name, which is in parentheses and may hold spaces.
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return False
     except OSError:
-        # Another user's process, or no /proc on this system.
+        # Another user's process.
         return True
-    # A zombie has ended, though its parent has not yet asked for its exit code.
-    return state != "Z"
+    # A zombie has ended, though its parent has not yet asked for its exit code. Without /proc nothing tells.
+    return read_state(pid) != "Z"

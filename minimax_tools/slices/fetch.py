@@ -11,13 +11,14 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import fetch_files, is_on_hub
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.machine.new_folder import refuse_occupied
+from minimax_tools.machine.temporary import remove_abandoned
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.download import Download, Repository
 from minimax_tools.slices.folder import occupied_error, write_slice
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import SliceSource, open_source
-from minimax_tools.slices.sparse_source import sparse_source
+from minimax_tools.slices.sparse_source import remove_sparse, sparse_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +90,16 @@ def fetch_slice_ranges(
     if not slice_.tensors:
         raise UsageError(f"node {node} holds nothing in this plan, so there is nothing to fetch")
     source = open_source(model or plan.model, access=access)
+    # Kept after a failure: the next call continues from it.
+    working_folder = output.absolute().with_name(f".{output.name}.fetched")
     existing = _find_existing(slice_, output, source.model)
     if existing is not None:
+        # A killed run may have left something after it wrote the slice.
+        remove_abandoned(output.parent, name=output.name)
+        remove_sparse(working_folder)
         return existing
     # Headers are read only now that something must be fetched.
     source = _open_with_headers(source.model, access)
-    # Kept after a failure: the next call continues from it.
-    working_folder = output.absolute().with_name(f".{output.name}.fetched")
     with sparse_source(plan, node, source, working_folder, access=access, progress=progress) as fetched:
         written = write_slice(cut_slice(plan, node, fetched.source), output, with_digests=True)
     return FetchedSlice(

@@ -11,7 +11,7 @@ import json
 import mmap
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,9 +21,11 @@ from minimax_tools.checkpoint.header import TensorEntry, encode_header
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.command_line.progress import NoProgress, Progress
-from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.errors import CheckpointError, UsageError, list_faults
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES
-from minimax_tools.machine.new_folder import new_folder, sync_path
+from minimax_tools.machine.durable import sync_path
+from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.machine.temporary import remove_abandoned
 from minimax_tools.model.config_file import CONFIG_FILE
 from minimax_tools.slices.cut import PTH_FILE, FileFormat, SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription
@@ -45,7 +47,17 @@ class SliceFolder:
     description: SliceDescription  # content of its slice.json
     files: tuple[Path, ...]  # paths of its weight files
     size_bytes: int  # size of its tensors' data
+    file_sizes: Mapping[str, int] = field(repr=False)  # size in bytes of every file in the folder, by name
     is_new: bool  # True if it was written now, False if it was there already
+
+    def require_files(self) -> None:
+        """Check that all files that the folder held when it was written or found are there, of the same sizes.
+
+        Raises:
+            CheckpointError: Something removed or cut one since.
+        """
+        step = "remove the folder and run the same command again"
+        _require_files(self.folder, self.file_sizes, named=self.folder, step=step)
 
 
 def write_slice(
@@ -72,6 +84,8 @@ def write_slice(
     """
     with cut.source.open() as reader:
         if output.is_dir() and any(output.iterdir()):
+            # A killed run may have left something after it wrote the slice.
+            remove_abandoned(output.parent, name=output.name)
             return _reuse_slice(cut, output, reader, with_digests=with_digests)
         return _write_new_slice(
             cut, output, reader, with_digests=with_digests, progress=progress or NoProgress()
@@ -104,12 +118,13 @@ def _write_new_slice(
     describing = tuple(_describing_files(cut.source.folder))
     size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
     with new_folder(output, size_bytes=size_bytes, remedy=_REMEDY) as folder:
-        for file in describing:
-            shutil.copyfile(file, folder / file.name)
+        sizes = {file.name: shutil.copyfile(file, folder / file.name).stat().st_size for file in describing}
         write_file = _write_safetensors if _is_safetensors(cut) else _write_pth
         for number, (name, entries) in enumerate(cut.shards.items(), start=1):
             write_file(folder / name, entries, reader)
+            # Each at once: all of a large slice would fill the memory first.
             sync_path(folder / name)
+            sizes[name] = (folder / name).stat().st_size
             progress.advance(number, num_bytes=sum(entry.size_bytes for entry in entries))
         if _is_safetensors(cut):
             _write_index(folder, cut)
@@ -118,12 +133,35 @@ def _write_new_slice(
         # Without its digest, a tensor's value is None.
         description = replace(cut.description, tensors={**cut.description.tensors, **digests})
         description.write(folder)
-        for path in (*folder.iterdir(), folder):
-            sync_path(path)
+        sizes |= {path.name: path.stat().st_size for path in folder.iterdir() if path.name not in sizes}
+        _require_files(folder, sizes, named=output, step="run the same command again")
     files = tuple(output / name for name in cut.shards)
     return SliceFolder(
-        folder=output, description=description, files=files, size_bytes=cut.size_bytes, is_new=True
+        folder=output,
+        description=description,
+        files=files,
+        size_bytes=cut.size_bytes,
+        file_sizes=sizes,
+        is_new=True,
     )
+
+
+def _require_files(folder: Path, sizes: Mapping[str, int], *, named: Path, step: str) -> None:
+    """Raise if a file of the slice in `folder` is missing, or has another size; the error names the folder `named`."""
+    faults = []
+    for name, size_bytes in sizes.items():
+        path = folder / name
+        found_bytes = path.stat().st_size if path.is_file() else None
+        if found_bytes is None:
+            faults.append(f"{name} is missing")
+        elif found_bytes != size_bytes:
+            faults.append(f"{name} has {found_bytes} bytes, not {size_bytes}")
+    if faults:
+        raise CheckpointError(
+            f"files of the slice {named} were removed or changed after they were written",
+            found=list_faults(faults),
+            next_step=f"Find out what else writes or cleans up there, then {step}.",
+        )
 
 
 def _is_from_torch_file(entries: Sequence[TensorEntry]) -> bool:
@@ -203,7 +241,12 @@ def _reuse_slice(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_
         description = replace(description, tensors=digests)
         description.write(output)
     return SliceFolder(
-        folder=output, description=description, files=files, size_bytes=cut.size_bytes, is_new=False
+        folder=output,
+        description=description,
+        files=files,
+        size_bytes=cut.size_bytes,
+        file_sizes={path.name: path.stat().st_size for path in output.iterdir() if path.is_file()},
+        is_new=False,
     )
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -25,8 +25,8 @@ from minimax_tools.hub.access import HubAccess, HubFile
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
 from minimax_tools.hub.ranges import HubRanges
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
+from minimax_tools.machine.held_file import locked_folder
 from minimax_tools.machine.json_file import parse_json
-from minimax_tools.machine.new_folder import locked_folder
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import SliceSource
@@ -82,6 +82,12 @@ def sparse_source(
             bytes_fetched=bytes_fetched,
         )
         # Not reached if the block raised: the next call resumes.
+        shutil.rmtree(folder)
+
+
+def remove_sparse(folder: Path) -> None:
+    """Remove a folder of sparse files, unless there is none or another process fetches into it."""
+    with suppress(OSError), locked_folder(folder):
         shutil.rmtree(folder)
 
 

@@ -1,12 +1,11 @@
 """Folder of a saved component: its tensors, the model's config.json, and component.json, which describes it.
 
-A folder is written as a temporary sibling and renamed, so it is complete or absent.
+A folder is written in a temporary folder and renamed, so it is complete or absent.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ import torch
 
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, Mm2Error, UsageError, list_faults
+from minimax_tools.machine.durable import make_folder, put_in_place, sync_tree
 from minimax_tools.machine.json_file import read_json
-from minimax_tools.machine.new_folder import sync_path
+from minimax_tools.machine.temporary import temporary_beside
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import library_versions
 from minimax_tools.reference.modules import require_golden_extra
@@ -39,17 +39,17 @@ def write_part(folder: Path, loaded: ModelPart) -> None:
         CheckpointError: The disk is full, or cannot be written to.
     """
     refuse_foreign(folder)
-    temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        loaded.model.config.save_pretrained(temporary)
-        checksums = write_tensors(temporary / TENSORS_FILE, loaded.model.state_dict())
-        text = json.dumps(_describe(loaded, checksums), indent=2)
-        (temporary / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
-        _replace(folder, temporary)
+        make_folder(folder.parent)
+        with temporary_beside(folder) as written:
+            written.mkdir()
+            loaded.model.config.save_pretrained(written)
+            checksums = write_tensors(written / TENSORS_FILE, loaded.model.state_dict())
+            text = json.dumps(_describe(loaded, checksums), indent=2)
+            (written / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
+            sync_tree(written)
+            _replace(folder, written)
     except (OSError, ValueError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"cannot save {loaded.part} to {folder}",
             found=str(error),
@@ -176,19 +176,17 @@ def _read_tensors(
         }
 
 
-def _replace(folder: Path, temporary: Path) -> None:
-    """Rename `temporary` to `folder`; if that fails, the former folder is put back."""
+def _replace(folder: Path, written: Path) -> None:
+    """Rename `written` to `folder`; if that fails, the former folder is put back."""
     if not folder.exists():
-        temporary.rename(folder)
+        put_in_place(written, folder)
         return
-    # A folder with content cannot be replaced in one step, so it is moved aside.
-    former = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(former, ignore_errors=True)
+    # A folder with content cannot be replaced in one step, so it is moved aside: into the temporary folder, with which
+    # it is removed.
+    former = written.with_name(".former")
     folder.rename(former)
     try:
-        temporary.rename(folder)
+        put_in_place(written, folder)
     except OSError:
         former.rename(folder)
         raise
-    shutil.rmtree(former, ignore_errors=True)
-    sync_path(folder.parent)

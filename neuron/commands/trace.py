@@ -105,7 +105,8 @@ def trace_command(
         open_runtime(str(Backend.CPU)),
         CheckpointReader(folder, layers=layers) as reader,
     ):
-        trace = trace_layer(request, reader, output)
+        # Compilers write it themselves, and run the port's code, which may change the working folder.
+        trace = trace_layer(request, reader, output.absolute())
     arguments = ("--target", f"{PREFIX}{output}")
     if golden is None:
         following = judge_port_of(model, *arguments)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
@@ -27,6 +26,9 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import BackendError, Mm2Error, TargetError
 from minimax_tools.json_codec import encode
+from minimax_tools.machine.durable import make_folder
+from minimax_tools.machine.temporary import temporary_beside
+from minimax_tools.machine.whole_file import whole_path
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -189,12 +191,9 @@ def _effect_of_sites(
 ) -> float:
     """Return the largest change of the output by returning the sites, for which a compiler may fuse less."""
     bare = replace(traced, sites=())
-    bare_path = output.with_name(f".{output.name}.{os.getpid()}.bare")
-    try:
+    with temporary_beside(output) as bare_path:
         _compile(SitesAsOutputs(module, {}, what=what).eval(), example, bare, bare_path, what=what)
         bare_output = load_program(bare_path, bare)(*example)[0]
-    finally:
-        bare_path.unlink(missing_ok=True)
     output_beside_sites = load_program(output, traced)(*example)[0]
     difference = (output_beside_sites.double() - bare_output.double()).abs()
     difference[output_beside_sites.isnan() & bare_output.isnan()] = 0
@@ -206,15 +205,16 @@ def _compile(
 ) -> None:
     """Compile the layer into `output`, with its description as an extra file of the archive."""
     extra_files = {DESCRIPTION: json.dumps(encode(traced))}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    make_folder(output.parent)
     try:
-        with doing(f"compiling layer {traced.layer} of port {traced.port}"):
+        with (
+            whole_path(output) as temporary,
+            doing(f"compiling layer {traced.layer} of port {traced.port}"),
+        ):
             if traced.program == NEURON:
                 _compile_for_neuron(wrapper, example, extra_files, temporary)
             else:
                 _compile_for_cpu(wrapper, example, extra_files, temporary)
-        temporary.replace(output)
     except (OSError, Mm2Error):
         raise
     except (Exception, SystemExit) as error:  # any error of a compiler or the port's code
@@ -226,8 +226,6 @@ def _compile(
             next_step="A program has fixed shapes: no `if`, loop or index may depend on a tensor's values; see "
             "--debug for the traceback.",
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _compile_for_cpu(

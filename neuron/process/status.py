@@ -10,11 +10,12 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from neuron.process.port_state import port_state
 from neuron.process.record import Status, StatusRecord
 
 # Environment variable with the descriptor of a rank's record, set by the process that starts the ranks.
@@ -49,8 +50,15 @@ _writer: _StatusWriter | None = None
 def doing(activity: str, *, is_in_port: bool = True) -> Iterator[None]:
     """Make the block the process's activity, as in "running layer 3 of port port.py:Layer".
 
-    Blocks may nest; the time limit counts from the outermost. `is_in_port`: the port's code runs, not mm2's.
+    Blocks may nest; the time limit counts from the outermost. `is_in_port`: the port's code runs, not mm2's. What it
+    changes of the process (see `port_state`) is mm2's again at the block's end.
     """
+    with port_state() if is_in_port else nullcontext(), _reported(activity, is_in_port=is_in_port):
+        yield
+
+
+@contextmanager
+def _reported(activity: str, *, is_in_port: bool) -> Iterator[None]:
     writer = _writer
     if writer is None:
         yield

@@ -36,6 +36,7 @@ from neuron.replacement.replaced_judge import RowLogits
 from neuron.replacement.stream import ignores_stream
 
 PLAN_NAME, INPUTS_NAME, LOGITS_NAME = "replacement.json", "inputs.safetensors", "logits"
+_UNFINISHED = ".unfinished"  # an empty folder, there until the plan is written
 _SUFFIXES = (".safetensors", ".pt")
 _SCHEMA_VERSION = 1
 
@@ -94,16 +95,21 @@ class RunFolder:
             CaptureError: The folder cannot be written.
         """
         folder = cls(directory=directory, plan=plan)
+        unfinished = directory / _UNFINISHED
         if (directory / PLAN_NAME).exists():
             folder._refuse_other(cls.open(directory).plan)
+            if unfinished.exists():
+                unfinished.rmdir()
             return folder, False
-        if directory.exists() and any(directory.iterdir()):
+        if directory.exists() and any(directory.iterdir()) and not unfinished.exists():
             raise UsageError(
                 f"{directory} holds something else",
                 expected=f"a new or empty folder, or one with {PLAN_NAME}",
                 next_step="Name another --output-dir.",
             )
-        (directory / LOGITS_NAME).mkdir(parents=True)
+        # First of all, so that the same command goes on in a folder that a killed run was writing.
+        unfinished.mkdir(parents=True, exist_ok=True)
+        (directory / LOGITS_NAME).mkdir(exist_ok=True)
         with whole_capture_file(directory / INPUTS_NAME) as path:
             save_file({name: tensor.contiguous() for name, tensor in inputs.tensors().items()}, path)
         return folder, True
@@ -116,6 +122,7 @@ class RunFolder:
         """
         with whole_capture_file(self.directory / PLAN_NAME) as path:
             path.write_text(json.dumps(encode(self.plan), indent=2) + "\n", encoding="utf-8")
+        (self.directory / _UNFINISHED).rmdir()
 
     def read_inputs(self) -> Inputs:
         """Read the rows of the runs.

@@ -1,10 +1,14 @@
 """Hostile files, dying processes and strange machines, for `bench_torture.py`; each part keeps one promise.
 
-- `memory`: captures, folders and an index of great size
-- `soak`: many sweeps in one process
+- `deaths`: commands killed while they write, and run again
+- `dying_ranks`: ranks that die or stand still, and a folder that goes away under them
+- `power_loss`: commands whose power is cut, in a model of the disk
 - `stops`: commands that signals stop
 - `streams`: standard streams that are closed or full
 - `transfers`: a hub that fails, lies and is shared
-- `commands`: the commands that are tried
+- `memory`: captures, folders and an index of great size
+- `soak`: many sweeps in one process
+- `commands`: commands of mm2 as processes; `forked_command`: one in a fork of a process that has imported torch
+- `disk_model`: what a disk may hold after a power loss; `disk_trace`: what a command did to files, as strace tells it
 - `tally`: checks of one promise, and those that broke it
 """

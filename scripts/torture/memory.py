@@ -41,7 +41,7 @@ _WIDE = SyntheticModel(
 )
 
 
-def torture_memory(scratch: Path, _: int) -> Tally:
+def run_memory(scratch: Path, _: int) -> Tally:
     """Compare a capture of true width, list many captures, and plan a model of many tensors."""
     tally = Tally(promise="memory and time are bounded, whatever a capture, a folder or an index holds")
     _compare_wide(tally, scratch)

@@ -35,7 +35,7 @@ class DecoderLayer(port.DecoderLayer):
 """
 
 
-def torture_soak(scratch: Path, _: int) -> Tally:
+def run_soak(scratch: Path, _: int) -> Tally:
     """Sweep a small port a thousand times, judged each time; a port that is wrong every second time."""
     tally = Tally(promise=f"memory and descriptors are flat over {_NUM_SWEEPS} sweeps in one process")
     model, golden = scratch / "model", scratch / "golden"

@@ -19,7 +19,7 @@ _NUM_MOMENTS = 4
 _FIRST_MOMENT_S = 0.4
 
 
-def torture_stops(scratch: Path, seed: int) -> Tally:
+def run_stops(scratch: Path, seed: int) -> Tally:
     """Stop each command at drawn moments, and then let it go on to its end."""
     drawn = random.Random(seed)
     tally = Tally(promise="a stopped command says so, names the command that goes on, and exits with 3")

@@ -12,7 +12,7 @@ _LOST = (">&-", ">/dev/full", ">&- 2>/dev/null", ">/dev/full <&-")
 _SURVIVED = ("2>&-", "2>/dev/full", "<&-", "<&- 2>&-", ">/dev/null")
 
 
-def torture_streams(scratch: Path, _: int) -> Tally:
+def run_streams(scratch: Path, _: int) -> Tally:
     """Run every command with every redirection, as text and as JSON where it has both."""
     tally = Tally(promise="closed and full streams end in one line of words, or change nothing")
     for command in make_commands(scratch):

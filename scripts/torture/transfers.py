@@ -32,7 +32,7 @@ _EVIL_NAMES = (
 _STATUSES = (401, 403, 404, 408, 416, 429, 500, 502, 503, 504)
 
 
-def torture_transfers(scratch: Path, seed: int) -> Tally:
+def run_transfers(scratch: Path, seed: int) -> Tally:
     """Fetch a model from a hub with drawn faults, into caches with drawn damage; then by two processes at once."""
     drawn = random.Random(seed)
     logging.getLogger("minimax_tools").setLevel(logging.ERROR)  # every new attempt is a warning

@@ -4,7 +4,10 @@ import json
 import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,14 @@ def largest_file() -> Iterator[Callable[[int], None]]:
 
 def write(comparison: Comparison, folder: Path) -> WrittenReport:
     return write_report(Report(comparison=comparison, next_commands=NEXT), folder)
+
+
+def remove_once_there(path: Path) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with suppress(FileNotFoundError):
+            path.unlink()
+            return
 
 
 def test_page_comes_first_where_its_package_is_installed(failing: Comparison, tmp_path: Path) -> None:
@@ -115,6 +126,14 @@ class TestWithoutThePage:
         first = [path.read_bytes() for path in write(warning, tmp_path / "a").paths]
         second = [path.read_bytes() for path in write(warning, tmp_path / "b").paths]
         assert first == second
+
+    def test_file_that_is_removed_meanwhile_is_named(self, passing: Comparison, tmp_path: Path) -> None:
+        # It is renamed first: the others are flushed to the disk meanwhile.
+        remover = threading.Thread(target=remove_once_there, args=(tmp_path / NAMES[-1],))
+        remover.start()
+        with pytest.raises(CannotRunError, match=rf"the report's {NAMES[-1]} .* was removed while"):
+            write(passing, tmp_path)
+        remover.join()
 
     def test_directory_that_cannot_be_made_is_named(self, passing: Comparison, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way", encoding="utf-8")

@@ -11,8 +11,9 @@ import torch
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.writer import CaptureWriter, open_capture
+from minimax_tools.capture.writer import CaptureWriter, open_capture, tidy_capture
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.folder_lock import locked_directory
 from minimax_tools.model.inputs import Inputs
 
 
@@ -86,6 +87,28 @@ def test_what_a_killed_run_left_half_written_is_removed(recipe: Recipe, tmp_path
     recipe.write(tmp_path / "cut")
     assert recipe.written == [1, 2]
     assert contents(tmp_path / "cut") == contents(tmp_path / "plain")
+
+
+def test_what_a_run_left_that_was_killed_at_its_end_is_tidied_unless_another_writes(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    recipe.write(tmp_path)
+    whole = contents(tmp_path)
+
+    def leave() -> None:
+        (tmp_path / ".lock").touch()
+        (tmp_path / ".manifest.json.0123abcd.tmp").mkdir(exist_ok=True)
+
+    leave()
+    tidy_capture(tmp_path)
+    assert contents(tmp_path) == whole
+    with locked_directory(tmp_path):
+        leave()
+        tidy_capture(tmp_path)
+        assert (tmp_path / ".lock").exists()
+        assert (tmp_path / ".manifest.json.0123abcd.tmp").exists()
+    tidy_capture(tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()
 
 
 @pytest.mark.parametrize(

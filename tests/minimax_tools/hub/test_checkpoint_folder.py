@@ -141,7 +141,7 @@ def test_a_folder_is_preferred_to_the_hub(
 ) -> None:
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolve() == Path("owner/name")
+    assert resolve() == tmp_path / "owner/name"
     assert hub.log == []
 
 

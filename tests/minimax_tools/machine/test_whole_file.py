@@ -104,6 +104,7 @@ def test_only_left_over_temporaries_are_removed(tmp_path: Path) -> None:
         ".hidden",
         "a.json.tmp",
         ".x.tmp",
+        ".tmpAb3xYz",
     ):
         (tmp_path / name).touch()
     remove_temporaries(tmp_path)

@@ -337,6 +337,15 @@ def test_the_same_slice_is_left_as_it_is(sources: dict[str, Path], tmp_path: Pat
     assert (content_of(tmp_path / "a"), (tmp_path / "a").stat().st_ino) == before
 
 
+def test_what_a_killed_run_left_beside_the_same_slice_is_removed(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    extract(sources["bf16"], "a", tmp_path / "a")
+    (tmp_path / ".a.0123abcd.tmp").mkdir()
+    assert not extract(sources["bf16"], "a", tmp_path / "a").is_new
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_digests_are_added_to_the_same_slice_and_a_false_one_is_refused(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -445,6 +454,44 @@ def test_a_source_that_is_cut_short_meanwhile_leaves_nothing(
     with pytest.raises(CheckpointError, match=f"{shard.name} cannot be opened"):
         write_slice(made, tmp_path / "a")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+class _Removing:
+    """A progress that removes files of the slice being written, as a clean-up script would."""
+
+    def __init__(self, parent: Path, name: str) -> None:
+        self._parent = parent
+        self._name = name
+
+    def advance(self, number: int, *, num_bytes: int) -> None:
+        for path in self._parent.rglob(self._name):
+            path.unlink()
+
+    def skip(self, number: int) -> None:
+        """Remove nothing."""
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-*.safetensors", "*.safetensors"])
+def test_a_file_that_was_removed_meanwhile_fails_the_slice(
+    sources: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    made = cut(sources["fp8"], "a", plan_of(sources["fp8"], 1, 3), shard_size_bytes=100_000)
+    with pytest.raises(
+        CheckpointError, match="files of the slice .*/slice were removed or changed .*: found"
+    ):
+        write_slice(made, tmp_path / "slice", progress=_Removing(tmp_path, name))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_slice_that_was_removed_later_is_told(sources: dict[str, Path], tmp_path: Path) -> None:
+    written = extract(sources["fp8"], "a", tmp_path / "slice")
+    written.require_files()
+    written.files[0].write_bytes(written.files[0].read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="were removed or changed after they were written: found"):
+        written.require_files()
+    shutil.rmtree(written.folder)
+    with pytest.raises(CheckpointError, match="remove the folder and run the same command again"):
+        written.require_files()
 
 
 def test_a_damaged_bin_file_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -667,7 +714,7 @@ def test_a_killed_extraction_leaves_nothing_that_looks_whole(large: Path, tmp_pa
     command = extracting(large, tmp_path / "a", "safetensors", "none", code=_KILLED + _EXTRACT)
     killed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (killed.returncode, killed.stdout) == (-signal.SIGXFSZ, "cut\n"), killed.stderr
-    assert list(tmp_path.glob(".a.partial-*/*.safetensors"))
+    assert list(tmp_path.glob(".a.*.tmp/.a.tmp/*.safetensors"))
     assert not (tmp_path / "a").exists()
     assert len(leftovers(tmp_path)) == 1
     extract(large / "model", "a", tmp_path / "a", plan=PartitionPlan.read(large / "plan.json"))

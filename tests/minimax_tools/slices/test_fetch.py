@@ -15,7 +15,7 @@ from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.new_folder import locked_folder
+from minimax_tools.machine.held_file import locked_folder
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node
@@ -220,6 +220,10 @@ def test_two_processes_do_not_fetch_into_one_folder(access: HubAccess, tmp_path:
         fetch_slice_ranges(plan, "b", tmp_path / "b", access=access)
     assert not (tmp_path / "b").exists()
     assert fetch_slice_ranges(plan, "b", tmp_path / "b", access=access).bytes_fetched
+    assert not working_folder.exists()
+    # As a run leaves it that was killed once the slice was there.
+    working_folder.mkdir()
+    assert fetch_slice_ranges(plan, "b", tmp_path / "b", access=access).bytes_fetched == 0
     assert not working_folder.exists()
 
 

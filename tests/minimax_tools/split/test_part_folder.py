@@ -67,9 +67,10 @@ def test_saving_again_replaces_the_component(parts: Parts, saved: Path) -> None:
 
 
 def test_what_a_killed_run_left_is_no_hindrance(parts: Parts, saved: Path) -> None:
-    for name in (".trunk.tmp", ".trunk.old"):
-        saved.with_name(name).mkdir()
-        (saved.with_name(name) / "half").touch()
+    for name in (".trunk.tmp", ".former"):
+        half = saved.with_name(".trunk.0123abcd.tmp") / name
+        half.mkdir(parents=True)
+        (half / "half").touch()
     parts[1].save(saved)
     assert [path.name for path in saved.parent.iterdir()] == ["trunk"]
 

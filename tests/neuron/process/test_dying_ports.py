@@ -49,6 +49,12 @@ print(json.dumps(done))
 ONCE = "done = Path('died'); done.exists() or (done.touch(), os._exit(0))"
 # Registered by a port, to be called when Python ends.
 LATE = "atexit.register(lambda: (os.write(1, b'late'), os._exit({exit_code})))"
+# Changes the working folder and what else a process shares, as no port should.
+DISTURBING = (
+    "os.chdir({folder!r}); os.umask(0o777); sys.stdout = sys.stderr = open(os.devnull, 'w'); "
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+)
+PLACES = ("imported", "built", "converted", "run")
 Start = Callable[[str], "tuple[subprocess.Popen[str], psutil.Process]"]
 EVERY_COMMAND = ("bisect", "sweep", "component", "full", "trace", "weights")
 
@@ -110,6 +116,27 @@ def ended(small: Path, toy: Path, golden: Path, folder: Path) -> dict[str, Ended
     }
     exits = write_port(folder / "exits.py", {"run": "sys.exit(0)"})
     commands["weights exits"] = ("weights", "--target", exits, "--model", small, "--layer", 2)
+    (folder / "elsewhere").mkdir()
+    for place in PLACES:
+        code = DISTURBING.format(folder=str(folder / "elsewhere"))
+        write_port(folder / f"disturbing_{place}.py", {place: code})
+        model, of_golden = (Path(os.path.relpath(path, folder)) for path in (toy, golden))
+        commands[f"disturbed {place}"] = (
+            *("sweep", "--target", f"disturbing_{place}.py:Port", "--model", model, "--golden", of_golden),
+            *(
+                "--backend",
+                "cpu",
+                "--output-dir",
+                f"run_{place}",
+                "--report-path",
+                f"report_{place}",
+                "--json",
+            ),
+        )
+    commands["disturbed trace"] = (
+        *("trace", "--target", "disturbing_imported.py:Port", "--model", model, "--layer", 1),
+        *("--output", "traced/layer.pt2", "--json"),
+    )
     done = subprocess.run(
         [sys.executable, "-c", SUPERVISED],
         cwd=folder,
@@ -172,6 +199,25 @@ def test_trial_of_weights_that_a_port_exits_from_is_a_failed_run(ended: dict[str
     one = ended["weights exits"]
     assert (one.exit_code, one.stdout) == (3, "")
     assert "exits.py:Port, layer 2 failed while it ran: found SystemExit: 0" in one.error
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_port_that_changes_its_process_disturbs_no_run(
+    ended: dict[str, Ended], folder: Path, place: str
+) -> None:
+    one = ended[f"disturbed {place}"]
+    assert (one.exit_code, json.loads(one.stdout)["verdict"]) == (0, "pass"), one
+    assert not list((folder / "elsewhere").iterdir())
+    files = [*(folder / f"run_{place}").iterdir(), *(folder / f"report_{place}").iterdir()]
+    assert {"manifest.json", "layer_2.safetensors", "report.txt"} <= {path.name for path in files}
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in files)
+
+
+def test_port_that_changes_its_process_is_traced_where_the_user_said(
+    ended: dict[str, Ended], folder: Path
+) -> None:
+    assert ended["disturbed trace"].exit_code == 0, ended["disturbed trace"]
+    assert [path.name for path in (folder / "traced").iterdir()] == ["layer.pt2"]
 
 
 HANGING = "Path('reached').touch(); time.sleep(600)"
