@@ -25,7 +25,7 @@ _LOG_NAME = "stages.json"
 _NEXT_LINE = f"{NEXT_TITLE}\n"
 # The module behind each command: the commands need not be on the PATH.
 _MODULES: Mapping[str, str] = MappingProxyType(
-    {"mm2-gpu": "gpu_reference", "mm2-test": "neuron", "mm2-diagnose": "compare.diagnosis.cli"}
+    {"mm2-gpu": "gpu_reference", "mm2-test": "neuron", "mm2-diagnose": "compare.diagnosis"}
 )
 
 

@@ -110,7 +110,7 @@ def measure_memory(scale: str) -> Iterator[Figure]:
             write_model(model, small, dtype=torch.bfloat16)
             capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=lengths), noise_floor="full")
             words = ["--golden", str(golden), "--run", str(golden), "--quiet"]
-            watched = watch([sys.executable, "-m", "compare.cli", *words])
+            watched = watch([sys.executable, "-m", "compare", *words])
             assert watched.exit_code == 0, f"a golden differs from itself: exit code {watched.exit_code}"
             peaks[num_layers] = watched.peak_anonymous_bytes
     yield Figure.at_most("peak_of_16_layers_over_2", peaks[16] / peaks[2], 1.1)

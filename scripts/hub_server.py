@@ -129,7 +129,7 @@ class HubServer:
             return list(self._log)
 
     def asked(self, method: str, file: str = "") -> list[Request]:
-        """The requests of that method whose path ends so; redirected ones count once, where the file came from."""
+        """List the requests of a method whose path ends so; redirected ones count once, where the file came from."""
         return [
             one for one in self.log if one.method == method and one.path.endswith(file) and one.status != 302
         ]
@@ -176,7 +176,7 @@ class HubServer:
 
 
 def content_hash(name: str, data: bytes) -> str:
-    """The ETag: sha256 of a large file, git's sha1 of a small one."""
+    """Return the ETag: sha256 of a large file, git's sha1 of a small one."""
     if name.endswith(_LARGE_SUFFIXES):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -385,7 +385,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
 
     def _find(self, name: str, revision: str) -> Model | None:
-        """The model at that revision; None after the answer that there is none."""
+        """Return the model at that revision; None after the answer that there is none."""
         models = self.server_hub._models
         model = models.get(f"{name}@{revision}") or models.get(name)
         if model is None:

@@ -363,8 +363,8 @@ with CheckpointWeights(model="owner/awq").open_layer(0, Capture.open(Path(sys.ar
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("-m", "gpu_reference.cli", "extract-all", "--model", "owner/awq"),
-        ("-m", "compare.diagnosis.cli", "--model", "owner/awq"),
+        ("-m", "gpu_reference", "extract-all", "--model", "owner/awq"),
+        ("-m", "compare.diagnosis", "--model", "owner/awq"),
         ("-c", OPEN_A_LAYER, "GOLDEN"),
     ],
     ids=["golden", "diagnosis", "weights of a comparison"],

@@ -79,7 +79,7 @@ def process(tmp_path: Path) -> Process:
     """Runs `mm2-test` in a process of its own, in the test's folder."""
 
     def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "neuron.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "neuron", *map(str, arguments)]
         return _run_process(command, folder=tmp_path, environment=environment)
 
     return run_there

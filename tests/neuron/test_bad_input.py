@@ -312,7 +312,7 @@ class TestOutput:
         import sys
 
         command = (
-            f"{sys.executable} -m neuron.cli single-layer --layer 0 --model {toy} --output-dir {disk}/run"
+            f"{sys.executable} -m neuron single-layer --layer 0 --model {toy} --output-dir {disk}/run"
         )
         done = _as_own_root(f"{mount} && {command}")
         refused(

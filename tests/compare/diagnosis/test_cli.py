@@ -173,7 +173,7 @@ def test_of_a_hubs_model_each_layer_that_is_judged_is_fetched(
     options = ("--layer-pattern", "layer_[01]", "--mistake", "gate_up_swapped", "--json", "--quiet")
     paths = ("--model", "owner/toy", "--golden", golden, "--run", tmp_path / "run")
     done = subprocess.run(
-        [sys.executable, "-m", "compare.diagnosis.cli", *map(str, paths), *options],
+        [sys.executable, "-m", "compare.diagnosis", *map(str, paths), *options],
         env={**os.environ, **environment},
         cwd=tmp_path,
         capture_output=True,

@@ -174,7 +174,7 @@ def test_stream_killed_in_mid_run_resumes_to_the_same_bytes(toy: Path, tmp_path:
     arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--stream", "on", "--quiet"]
     command(main, *arguments, "--output-dir", tmp_path / "whole")
     killed = tmp_path / "killed"
-    words = [sys.executable, "-m", "gpu_reference.cli", *arguments, "--output-dir", str(killed)]
+    words = [sys.executable, "-m", "gpu_reference", *arguments, "--output-dir", str(killed)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     has_ended = False
     while not (killed / "layer_1.safetensors").exists():

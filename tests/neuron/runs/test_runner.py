@@ -150,7 +150,7 @@ def hanging(arguments: list[object], *, folder: Path, layer: int) -> Iterator[su
     marker = folder / "hangs"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(
-        [sys.executable, "-m", "neuron.cli", *map(str, arguments)],
+        [sys.executable, "-m", "neuron", *map(str, arguments)],
         cwd=folder,
         env={**environment, "HANG_AT": str(layer), "HANGS": str(marker)},
         stdout=subprocess.DEVNULL,
