@@ -23,7 +23,7 @@ from pathlib import Path
 
 from minimax_tools.dumps.piece import Dump, DumpPiece, find_layer, list_pieces
 from minimax_tools.dumps.schedule import PassRecord
-from minimax_tools.errors import CaptureError
+from minimax_tools.errors import CaptureError, list_faults
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import read_json
 
@@ -74,6 +74,25 @@ class _Pass:
         """True if no tensor was written."""
         return next(self.folder.glob("*/rank*.pt"), None) is None
 
+    def refuse_lost_modules(self) -> None:
+        """Check that each module's folder holds the tensor of a rank.
+
+        Raises:
+            CaptureError: One does not, or a file is there in its place.
+        """
+        lost = [
+            str(path)
+            for path in sorted(self.folder.iterdir())
+            if path.suffix != ".json" and next(path.glob("rank*.pt"), None) is None
+        ]
+        if lost:
+            raise CaptureError(
+                f"pass {self.label} lost the tensors of modules",
+                expected="a folder for each module, with rank0.pt",
+                found=list_faults(lost),
+                next_step="Copy it again from the host that wrote it, or run the capture again.",
+            )
+
 
 def recognises(directory: Path) -> bool:
     """Decide whether the folder holds replicas with passes in them, or is one, or holds the target model's."""
@@ -89,6 +108,8 @@ def read_dump(directory: Path) -> Dump:
     root = _root(directory)
     all_passes = _passes(root)
     passes = [one for one in all_passes if not one.is_empty]
+    for one in passes:
+        one.refuse_lost_modules()
     pieces = [
         piece
         for one in passes

@@ -12,6 +12,7 @@ from typing import Any
 
 from minimax_tools.errors import UsageError, list_faults, naming, shorten
 from minimax_tools.machine.json_file import read_own_json
+from minimax_tools.machine.plain_name import is_plain_name
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.span import Span
 
@@ -98,7 +99,7 @@ class Node:
 
 def is_node_name(name: str) -> bool:
     """Decide whether a node may have this name, which its files and folders bear too."""
-    return _NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(name) is not None and is_plain_name(name)
 
 
 def check_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:

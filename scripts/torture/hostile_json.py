@@ -33,6 +33,15 @@ _REFUSED = (2, 3)
 _UNEXPECTED = re.compile(r"unexpected [A-Z]\w*:")
 
 
+# Keys of config.json that `mm2-split plan` does not use: those of the computation.
+_UNPLANNED = (
+    "architectures", "hidden_act", "rms_norm_eps", "rope_*", "attention_*", "use_*", "qk_norm*", "scoring_func",
+    "*_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings", "sliding_window",
+    "router_*", "*bias*", "quantization_config", "auto_map", "*_type*", "initializer_range", "output_*",
+    "shared_*", "layernorm_*", "mtp*", "num_mtp*",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostileFile:
     """A file that a command reads."""
@@ -194,7 +203,8 @@ def _checkpoints(world: HostileWorld) -> Iterator[HostileFile]:
         return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
     yield HostileFile(
-        name="config", path=world.model / "config.json", command=mm2_split, words=planned, leniency=Leniency()
+        name="config", path=world.model / "config.json", command=mm2_split, words=planned,
+        leniency=Leniency(unread=_UNPLANNED, optional=("*",), nullable=("*",))
     )
     yield HostileFile(
         name="index", path=index, command=mm2_split, words=planned,
