@@ -164,7 +164,9 @@ def _read_dataclass(kind: Any, converter: cattrs.Converter, **overrides: Any) ->
 
 
 def _is_plain_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType) and set(typing.get_args(kind)) <= set(_FORM)
+    return typing.get_origin(kind) in (typing.Union, types.UnionType) and set(typing.get_args(kind)) <= set(
+        _FORM
+    )
 
 
 def _is_sequence(kind: Any) -> bool:
@@ -189,7 +191,8 @@ def _read_list(kind: Any, converter: cattrs.Converter) -> Any:
                 values.append(converter.structure(item, hint))
             except Exception as error:
                 note = IterableValidationNote(f"in {kind}, at index {index}", index, hint)
-                error.__notes__ = [*getattr(error, "__notes__", ()), note]
+                # Not by `add_note`, which Python 3.10 lacks.
+                setattr(error, "__notes__", [*getattr(error, "__notes__", ()), note])  # noqa: B010
                 errors.append(error)
             if len(errors) == _MOST_FAULTS:
                 break

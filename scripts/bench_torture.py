@@ -12,10 +12,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
+from torture.hostile_json import torture_json
+from torture.hostile_pickles import torture_pickles
+from torture.hostile_text import torture_text
 from torture.tally import Tally
+from torture.unreadable_dumps import torture_dumps
 
 # A part takes an empty folder and a seed.
-PARTS: Mapping[str, Callable[[Path, int], Tally]] = {}
+PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
+    "json": torture_json,
+    "pickles": torture_pickles,
+    "text": torture_text,
+    "dumps": torture_dumps,
+}
 
 
 def main() -> int:

@@ -7,6 +7,7 @@
 - `local_path`: options that take paths of this machine alone
 - `table`: tables as plain text
 - `console`: exit codes, errors, JSON and log messages
+- `foreign_messages`: warnings and log messages of a port and its libraries
 - `afterwards`: work for a command's end
 - `help_groups`: the groups in which a command's help shows its options
 - `completion`: shell completion of captures

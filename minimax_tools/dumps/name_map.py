@@ -201,7 +201,9 @@ class _Reader:
             raise UsageError(f"{self._path}: sites.{name}: {error.what}", expected=error.expected) from error
 
     def _wrong(self, key: str, *, expected: str) -> UsageError:
-        return UsageError(f"{self._path}: {key} is wrong", expected=expected, found=shorten(repr(self._record[key])))
+        return UsageError(
+            f"{self._path}: {key} is wrong", expected=expected, found=shorten(repr(self._record[key]))
+        )
 
     def _wrong_site(self, name: str, value: Any) -> UsageError:
         return UsageError(

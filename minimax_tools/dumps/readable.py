@@ -51,5 +51,5 @@ def _find_faults(folder: Path) -> Iterator[str]:
 
 
 def _word(path: Path, error: OSError) -> str:
-    link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
+    link = f" (a link to {path.readlink()})" if path.is_symlink() else ""
     return f"{path}{link}: {error.strerror}"

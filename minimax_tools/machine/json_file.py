@@ -72,7 +72,7 @@ def _read_bounded(path: Path) -> bytes:
         return b"".join(islice(pieces, MAX_BYTES // _PIECE_BYTES + 1))
 
 
-def _parse(content: bytes, object_hook: ObjectHook | None, **number_hooks: Callable[[str], Any]) -> Any:
+def _parse(content: bytes, object_hook: ObjectHook | None, **number_hooks: Any) -> Any:
     def build_object(pairs: list[tuple[str, Any]]) -> Any:
         record = dict(pairs)
         if len(record) != len(pairs):

@@ -47,7 +47,9 @@ class Node:
         if self.tflops is not None and not 0 < self.tflops < math.inf:
             faults.append(f"tflops is {self.tflops}")
         if faults:
-            raise UsageError(f"{shorten(repr(self.name))} is no node", expected=_NODE_FORM, found="; ".join(faults))
+            raise UsageError(
+                f"{shorten(repr(self.name))} is no node", expected=_NODE_FORM, found="; ".join(faults)
+            )
 
     @property
     def flops_per_second(self) -> float:
@@ -93,7 +95,9 @@ class Node:
             )
         except (OverflowError, TypeError, ValueError) as error:
             raise UsageError(
-                f"node {values['name']!r} cannot be understood", expected=_NODE_FORM, found=shorten(str(error))
+                f"node {values['name']!r} cannot be understood",
+                expected=_NODE_FORM,
+                found=shorten(str(error)),
             ) from error
 
 
@@ -140,7 +144,12 @@ def read_nodes(path: Path) -> tuple[Node, ...]:
 
 def _is_record(record: Any) -> bool:
     """Decide whether a node's values are of the right kinds; `Node.from_values` judges its keys."""
-    kinds = {"name": (str,), "memory": (int, str), "tflops": (int, float, NoneType), "layers": (str, NoneType)}
+    kinds = {
+        "name": (str,),
+        "memory": (int, str),
+        "tflops": (int, float, NoneType),
+        "layers": (str, NoneType),
+    }
     return isinstance(record, dict) and all(
         type(value) in kinds[key] for key, value in record.items() if key in kinds
     )

@@ -15,7 +15,14 @@ from typing import Any
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, format_count, list_faults, shorten
+from minimax_tools.errors import (
+    CannotRunError,
+    CheckpointError,
+    UsageError,
+    format_count,
+    list_faults,
+    shorten,
+)
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.whole_file import whole_file
@@ -67,7 +74,9 @@ class PartitionPlan:
             "batch_size": self.workload.batch_size,
         }
         faults = [
-            f"{name} is {shorten(str(count))}" for name, count in counts.items() if not 1 <= count <= _MAX_COUNT
+            f"{name} is {shorten(str(count))}"
+            for name, count in counts.items()
+            if not 1 <= count <= _MAX_COUNT
         ]
         if faults:
             raise UsageError("the plan is invalid", expected=f"1 to {_MAX_COUNT}", found=list_faults(faults))

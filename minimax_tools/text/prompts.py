@@ -244,7 +244,8 @@ def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: 
         for token in row:
             if not 0 <= token < spec.vocab_size:
                 raise UsageError(
-                    f"row {index} holds the id {shorten(str(token))}", expected=f"ids from 0 to {spec.vocab_size - 1}"
+                    f"row {index} holds the id {shorten(str(token))}",
+                    expected=f"ids from 0 to {spec.vocab_size - 1}",
                 )
         if len(row) > num_positions:
             raise UsageError(

@@ -29,6 +29,7 @@ _PROMISE = "a file of any shape gives a typed error that names it"
 _LONGEST_S = 5.0
 _NUM_RANDOM = 50
 _REFUSED = (2, 3)
+_STRICT = Leniency()
 # The words of `console` for an exception that no code foresaw.
 _UNEXPECTED = re.compile(r"unexpected [A-Z]\w*:")
 
@@ -50,13 +51,21 @@ class HostileFile:
     path: Path
     command: click.Command
     words: tuple[object, ...]
-    leniency: Leniency = Leniency()
+    leniency: Leniency = _STRICT
     # How a content that is no JSON is stored: the header of a shard has its length before it.
     pack: Callable[[bytes], bytes] = bytes
     is_json: bool = True
     refused: tuple[int, ...] = _REFUSED  # exit codes of a refusal
     is_remade: bool = False  # whether a damaged file is made anew, so that nothing need be refused
     folder: Path | None = None  # working folder of the command
+
+    def read_text(self) -> bytes:
+        """Read the text: all of the file, or the header of a shard."""
+        content = self.path.read_bytes()
+        if self.pack is bytes:
+            return content
+        (length,) = struct.unpack("<Q", content[:8])
+        return content[8 : 8 + length]
 
 
 def torture_json(scratch: Path, seed: int) -> Tally:
@@ -108,7 +117,7 @@ def find_fault(file: HostileFile, mutation: Mutation, outcome: Outcome) -> str |
 
 
 def _mutations(file: HostileFile, draw: random.Random) -> Iterator[Mutation]:
-    content = _unpack(file)
+    content = file.read_text()
     if file.is_json:
         yield from mutate_systematically(json.loads(content), file.leniency)
     yield from mutate_whole(content)
@@ -121,14 +130,6 @@ def _is_readable(file: HostileFile, content: bytes) -> bool:
     except (ValueError, RecursionError):
         return not file.is_json
     return True
-
-
-def _unpack(file: HostileFile) -> bytes:
-    content = file.path.read_bytes()
-    if file.pack is bytes:
-        return content
-    (length,) = struct.unpack("<Q", content[:8])
-    return content[8 : 8 + length]
 
 
 def hostile_files(world: HostileWorld, scratch: Path) -> tuple[HostileFile, ...]:
@@ -168,7 +169,11 @@ def _captures(world: HostileWorld) -> Iterator[HostileFile]:
     )  # fmt: skip
     for side, folder in (("golden", world.golden), ("run", world.run)):
         yield HostileFile(
-            name=f"{side}'s manifest", path=folder / "manifest.json", command=mm2_compare, words=judged, leniency=leniency
+            name=f"{side}'s manifest",
+            path=folder / "manifest.json",
+            command=mm2_compare,
+            words=judged,
+            leniency=leniency,
         )
     yield HostileFile(
         name="manifest shown",
@@ -203,8 +208,11 @@ def _checkpoints(world: HostileWorld) -> Iterator[HostileFile]:
         return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
     yield HostileFile(
-        name="config", path=world.model / "config.json", command=mm2_split, words=planned,
-        leniency=Leniency(unread=_UNPLANNED, optional=("*",), nullable=("*",))
+        name="config",
+        path=world.model / "config.json",
+        command=mm2_split,
+        words=planned,
+        leniency=Leniency(unread=_UNPLANNED, optional=("*",), nullable=("*",)),
     )
     yield HostileFile(
         name="index", path=index, command=mm2_split, words=planned,
@@ -219,26 +227,44 @@ def _checkpoints(world: HostileWorld) -> Iterator[HostileFile]:
 def _plans(world: HostileWorld, scratch: Path) -> Iterator[HostileFile]:
     verified = ("verify", "--plan", world.plan, "--slices", world.slices, "--quiet")
     extracted = ("extract", "--plan", world.plan, "--node", "a", "--output", scratch / "slice", "--quiet")
-    leniency = Leniency(
-        optional=("slices.*.tflops",), nullable=("slices.*.tflops", "slices.*.chosen_layers")
-    )
-    yield HostileFile(name="plan verified", path=world.plan, command=mm2_split, words=verified, leniency=leniency)
-    yield HostileFile(name="plan extracted", path=world.plan, command=mm2_split, words=extracted, leniency=replace(leniency, unread=_others_files(world)))
+    leniency = Leniency(optional=("slices.*.tflops",), nullable=("slices.*.tflops", "slices.*.chosen_layers"))
     yield HostileFile(
-        name="slice", path=world.slices / "a" / "slice.json", command=mm2_split, words=verified, refused=(1, 2, 3),
+        name="plan verified", path=world.plan, command=mm2_split, words=verified, leniency=leniency
+    )
+    yield HostileFile(
+        name="plan extracted",
+        path=world.plan,
+        command=mm2_split,
+        words=extracted,
+        leniency=replace(leniency, unread=_others_files(world)),
+    )
+    yield HostileFile(
+        name="slice",
+        path=world.slices / "a" / "slice.json",
+        command=mm2_split,
+        words=verified,
+        refused=(1, 2, 3),
         leniency=Leniency(nullable=("layers", "has_embedding", "has_head", "tensors.*")),
     )
-    nodes = _write(scratch / "nodes.json", [{"name": "a", "memory": "1GB", "tflops": 3.5}, {"name": "b", "memory": 10**9}])
+    nodes = _write(
+        scratch / "nodes.json",
+        [{"name": "a", "memory": "1GB", "tflops": 3.5}, {"name": "b", "memory": 10**9}],
+    )
     yield HostileFile(
         name="nodes", path=nodes, command=mm2_split,
         words=("plan", "--model", world.model, "--nodes-file", nodes, "--quiet"),
-        leniency=Leniency(optional=("*.tflops",), nullable=("*.tflops",), also=(("*.memory", "int"), ("*.memory", "str"))),
+        leniency=Leniency(
+            optional=("*.tflops",), nullable=("*.tflops",), also=(("*.memory", "int"), ("*.memory", "str"))
+        ),
     )  # fmt: skip
     weight_map = json.loads((world.model / "model.safetensors.index.json").read_text())["weight_map"]
     names = _write(scratch / "names.json", {"n1": {"layer_names": sorted(weight_map), "node_id": "n1"}})
     yield HostileFile(
         name="names", path=names, command=mm2_split,
-        words=("extract", "--model", world.model, "--plan-of-names", names, "--all-nodes", "--output", scratch / "named", "--quiet"),
+        words=(
+            "extract", "--model", world.model, "--plan-of-names", names, "--all-nodes", "--output", scratch / "named",
+            "--quiet",
+        ),
         leniency=Leniency(optional=("n1.node_id", "n1"), also=(("n1", "list"),)),
     )  # fmt: skip
 
@@ -250,12 +276,16 @@ def _others_files(world: HostileWorld) -> tuple[str, ...]:
 
 
 def _inputs(world: HostileWorld, scratch: Path) -> Iterator[HostileFile]:
-    swept = ("single-layer", "--layer", 0, "--model", world.model, "--backend", "cpu", "--quiet", "--overwrite")
-    swept += ("--random-input", "--max-length", 16, "--output-dir", scratch / "swept")
+    swept = (
+        *("single-layer", "--layer", 0, "--model", world.model, "--backend", "cpu", "--quiet", "--overwrite"),
+        *("--random-input", "--max-length", 16, "--output-dir", scratch / "swept"),
+    )
     ids = _write(scratch / "ids.json", [[1, 2, 3], [4, 5]])
     yield HostileFile(name="token ids", path=ids, command=mm2_test, words=(*swept, "--input-ids", ids))
     prompts = _write(scratch / "prompts.json", ["one", "two"])
-    yield HostileFile(name="prompts", path=prompts, command=mm2_test, words=(*swept, "--prompts-file", prompts))
+    yield HostileFile(
+        name="prompts", path=prompts, command=mm2_test, words=(*swept, "--prompts-file", prompts)
+    )
 
 
 def _dumps(world: HostileWorld, scratch: Path) -> Iterator[HostileFile]:
@@ -271,7 +301,9 @@ def _dumps(world: HostileWorld, scratch: Path) -> Iterator[HostileFile]:
         name="vllm metadata", path=meta, command=mm2_test, words=("show", vllm, "--quiet"),
         leniency=Leniency(unread=("dp_rank",), also=(("req_ids.*", "int"),)),
     )  # fmt: skip
-    template = '{"sites": {"input_norm": {"from": "layers.{layer}.input_layernorm", "transpose": [0, 1, 2]}}, '
+    template = (
+        '{"sites": {"input_norm": {"from": "layers.{layer}.input_layernorm", "transpose": [0, 1, 2]}}, '
+    )
     template += '"lengths": [9, 5], "padding": "right", "usual_names": true, "ranks": 1, "steps": ["1"]}'
     mapped = _write(scratch / "map.yaml", json.loads(template))
     yield HostileFile(
@@ -285,7 +317,11 @@ def _dumps(world: HostileWorld, scratch: Path) -> Iterator[HostileFile]:
 
 def _settings(world: HostileWorld, scratch: Path) -> Iterator[HostileFile]:
     judged = ("--golden", world.golden, "--run", world.run, "--model", world.model, "--quiet")
-    limits = {"isolated": {"all": {"whole": 1.5}, "moe_delta": {"token_worst": 4.0}}, "level": 0.05, "slack": 1.5}
+    limits = {
+        "isolated": {"all": {"whole": 1.5}, "moe_delta": {"token_worst": 4.0}},
+        "level": 0.05,
+        "slack": 1.5,
+    }
     criteria = _write(scratch / "criteria.yaml", limits)
     yield HostileFile(
         name="criteria", path=criteria, command=mm2_compare, words=(*judged, "--criteria", criteria),
@@ -296,7 +332,13 @@ def _settings(world: HostileWorld, scratch: Path) -> Iterator[HostileFile]:
     settings = project / "mm2.toml"
     settings.write_text('layer_timeout = 60\ndtype = "bfloat16"\ncriteria = "noise"\n')
     yield HostileFile(
-        name="mm2.toml", path=settings, command=mm2_compare, words=judged, is_json=False, is_remade=True, folder=project
+        name="mm2.toml",
+        path=settings,
+        command=mm2_compare,
+        words=judged,
+        is_json=False,
+        is_remade=True,
+        folder=project,
     )
 
 

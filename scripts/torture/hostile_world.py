@@ -14,7 +14,7 @@ import click
 import click.testing
 import torch
 
-from compare.cli import main as mm2_compare
+from compare.diagnosis.cli import main as mm2_diagnose
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.cli import mm2_split
 from minimax_tools.synthetic.checkpoint import synthesize
@@ -114,7 +114,7 @@ class HostileWorld:
         _make(mm2_gpu, "certify", *model, "--golden", world.golden)
         port = ("--backend", "cpu", "--golden", world.golden)
         _make(mm2_test, "sweep", *model, *port, "--output-dir", world.run)
-        _make(mm2_compare, "--golden", world.golden, "--run", world.run, *model)
+        _make(mm2_diagnose, "--golden", world.golden, "--run", world.run, *model)
         _make(mm2_split, "plan", *model, *nodes, "--output", world.plan)
         _make(mm2_split, "extract", "--plan", world.plan, "--all-nodes", "--quiet", "--output", world.slices)
         _make_dumps(world)

@@ -75,35 +75,40 @@ class Leniency:
 
 
 def mutate_systematically(value: Any, leniency: Leniency) -> Iterator[Mutation]:
-    """Yield every key with every wrong value, missing and twice, and the whole file as no JSON."""
-    for keys in _places(value):
-        found = _at(value, keys)
-        dotted = ".".join(map(str, keys)) or "the file"
-        for name, text in _WRONG_TEXTS.items():
-            wrong = _kind_of_text(name, text)
-            kinds = (*_SAME_KIND[_kind(found)], *(kind for key, kind in leniency.also if _fits(keys, (key,))))
-            is_other = wrong not in kinds and found is not None
-            if wrong == "null" and _fits(keys, leniency.nullable):
-                is_other = False
-            # No file of mm2's may hold these, whoever reads the key.
-            is_refused = name in _NEVER[2:] or ((name in _NEVER or is_other) and not leniency.spares(keys))
-            yield Mutation(
-                description=f"{dotted} is {name}",
-                content=_with_text(value, keys, text),
-                must_be_refused=is_refused,
-            )
-        if keys and isinstance(keys[-1], str):
-            is_needed = not _fits(keys, leniency.optional) and not leniency.spares(keys)
-            yield Mutation(
-                description=f"{dotted} is missing",
-                content=json.dumps(_without(value, keys)).encode(),
-                must_be_refused=is_needed and _at(value, keys) is not None,
-            )
-            yield Mutation(
-                description=f"{dotted} is there twice",
-                content=_with_text(value, keys, f"null, {json.dumps(keys[-1])}: {json.dumps(found)}"),
-                must_be_refused=True,
-            )
+    """Yield every key with every wrong value, missing and twice; of many keys alike, the first ones."""
+    for keys in find_places(value):
+        yield from mutate_place(value, keys, leniency)
+
+
+def mutate_place(value: Any, keys: Keys, leniency: Leniency) -> Iterator[Mutation]:
+    """Yield one key with every wrong value, missing and twice."""
+    found = _at(value, keys)
+    dotted = ".".join(map(str, keys)) or "the file"
+    for name, text in _WRONG_TEXTS.items():
+        wrong = _kind_of_text(name, text)
+        kinds = (*_SAME_KIND[_kind(found)], *(kind for key, kind in leniency.also if _fits(keys, (key,))))
+        is_other = wrong not in kinds and found is not None
+        if wrong == "null" and _fits(keys, leniency.nullable):
+            is_other = False
+        # No file of mm2's may hold these, whoever reads the key.
+        is_refused = name in _NEVER[2:] or ((name in _NEVER or is_other) and not leniency.spares(keys))
+        yield Mutation(
+            description=f"{dotted} is {name}",
+            content=_with_text(value, keys, text),
+            must_be_refused=is_refused,
+        )
+    if keys and isinstance(keys[-1], str):
+        is_needed = not _fits(keys, leniency.optional) and not leniency.spares(keys)
+        yield Mutation(
+            description=f"{dotted} is missing",
+            content=json.dumps(_without(value, keys)).encode(),
+            must_be_refused=is_needed and _at(value, keys) is not None,
+        )
+        yield Mutation(
+            description=f"{dotted} is there twice",
+            content=_with_text(value, keys, f"null, {json.dumps(keys[-1])}: {json.dumps(found)}"),
+            must_be_refused=True,
+        )
 
 
 def mutate_whole(content: bytes) -> Iterator[Mutation]:
@@ -120,9 +125,7 @@ def mutate_whole(content: bytes) -> Iterator[Mutation]:
         "twice": content + content,
     }.items():
         yield Mutation(description=f"the file is {name}", content=damaged, must_be_refused=True)
-    yield Mutation(
-        description="a byte-order mark", content=b"\xef\xbb\xbf" + content, must_be_refused=False
-    )
+    yield Mutation(description="a byte-order mark", content=b"\xef\xbb\xbf" + content, must_be_refused=False)
 
 
 def mutate_randomly(content: bytes, count: int, draw: random.Random) -> Iterator[Mutation]:
@@ -138,7 +141,19 @@ def _damage(content: bytearray, draw: random.Random) -> None:
     start = draw.randrange(len(content) + 1)
     stop = min(start + draw.randint(1, 40), len(content))
     piece = bytes(content[start:stop])
-    tokens = (b"null", b"-1", b"1e400", b'"', b"{", b"]", b",", b"\0", b"\xf0", b"[[[[", b"99999999999999999999")
+    tokens = (
+        b"null",
+        b"-1",
+        b"1e400",
+        b'"',
+        b"{",
+        b"]",
+        b",",
+        b"\0",
+        b"\xf0",
+        b"[[[[",
+        b"99999999999999999999",
+    )
     match draw.randrange(4):
         case 0 if stop > start:
             content[start] ^= 1 << draw.randrange(8)
@@ -150,7 +165,7 @@ def _damage(content: bytearray, draw: random.Random) -> None:
             content[start:stop] = draw.choice(tokens)
 
 
-def _places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
+def find_places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
     """Yield the keys of all values; of many alike within an object or list, the first ones."""
     yield keys
     items: Sequence[tuple[str | int, Any]] = ()
@@ -165,7 +180,7 @@ def _places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
             alike = str(key)  # fields of a record
         counts[alike] = counts.get(alike, 0) + 1
         if counts[alike] <= _MOST_ALIKE:
-            yield from _places(item, (*keys, key))
+            yield from find_places(item, (*keys, key))
 
 
 def _at(value: Any, keys: Keys) -> Any:
