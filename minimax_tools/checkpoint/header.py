@@ -167,7 +167,7 @@ def _parse_entries(path: Path, header_json: bytes, data_start: int) -> tuple[Ten
         raise _damaged(path, f"a header that is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "a header that is no JSON object")
-    if not isinstance(header.get(_METADATA, {}), dict):
+    if not isinstance(header.get(_METADATA), dict | None):  # some tools write null
         raise _damaged(path, f"{_METADATA} that is no JSON object")
     entries = [
         _parse_entry(path, name, description, data_start)

@@ -10,39 +10,29 @@ from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.machine.json_file import read_json
 
 CONFIG_FILE = "config.json"
-
-
-# Sizes under the names of the architectures that mm2 knows; a large size is beyond any model.
+# Sizes under the names of the architectures that mm2 knows; a size beyond these limits is no model's.
 _SIZES = (
     "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads",
     "head_dim", "intermediate_size", "n_inner", "vocab_size", "num_local_experts", "num_experts",
     "num_experts_per_tok", "max_position_embeddings", "rotary_dim",
 )  # fmt: skip
-# Keys without which a model has no shape, each under one of its names.
-_NEEDED = (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"))
-_MAX_SIZE = 1 << 40
+MAX_SIZE = 1 << 48
 _MAX_LAYERS = 1 << 20
-
-
-def find_size_faults(config: Mapping[str, Any]) -> list[str]:
-    """Return one text for each size of a config.json that is no size; empty if all are, or are left out or null."""
-    faults = []
-    for key in _SIZES:
-        size, most = config.get(key), _MAX_LAYERS if key in _NEEDED[1] else _MAX_SIZE
-        # A bool is an int in Python.
-        if size is not None and not (type(size) is int and 0 < size <= most):
-            faults.append(f"{key} is {shorten(repr(size))}")
-    return faults
+_LAYERS = ("num_hidden_layers", "n_layer")
 
 
 def require_sizes(config: Mapping[str, Any], path: Path) -> None:
-    """Check the sizes of a config.json of any model.
+    """Check the sizes of a config.json of any model; those that it leaves out, or that are null, are not judged.
 
     Raises:
-        CheckpointError: A size is no size, or one is missing without which the model has no shape.
+        CheckpointError: A size is no size.
     """
-    faults = find_size_faults(config)
-    faults += [f"no {keys[0]}" for keys in _NEEDED if all(config.get(key) is None for key in keys)]
+    faults = []
+    for key in _SIZES:
+        size, most = config.get(key), _MAX_LAYERS if key in _LAYERS else MAX_SIZE
+        # A bool is an int in Python.
+        if size is not None and not (type(size) is int and 0 < size <= most):
+            faults.append(f"{key} is {shorten(repr(size))}")
     if faults:
         raise CheckpointError(
             f"{path} describes no model",

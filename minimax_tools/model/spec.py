@@ -12,13 +12,11 @@ from typing import Any
 
 from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.model.config_fault import refuse_faults
-from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
+from minimax_tools.model.config_file import CONFIG_FILE, MAX_SIZE, read_config_file
 from minimax_tools.model.family import MODEL_TYPE, ORIGINALS, find_graph_faults
 from minimax_tools.model.quantisation import find_quantisation_faults
 from minimax_tools.model.rope import find_rope_faults, read_rope_theta, read_rotary_dim
 
-# Beyond any model: a damaged file may give any number.
-_MAX_SIZE = 1 << 40
 # Positive integers that are copied from config.json; the other fields are derived.
 _COPIED_FIELDS = (
     "hidden_size",
@@ -64,7 +62,7 @@ class ModelSpec:
         faults = [
             f"{name} is {shorten(repr(size))}"
             for name, size in sizes.items()
-            if type(size) is not int or not 0 < size <= _MAX_SIZE
+            if type(size) is not int or not 0 < size <= MAX_SIZE
         ]
         # Only valid sizes can be divided and compared.
         faults = faults or self._contradictions()
