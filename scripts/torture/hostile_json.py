@@ -118,7 +118,7 @@ def find_fault(file: HostileFile, mutation: Mutation, outcome: Outcome) -> str |
 
 def _mutations(file: HostileFile, draw: random.Random) -> Iterator[Mutation]:
     content = file.read_text()
-    if file.is_json:
+    if file.is_json and not file.is_remade:  # each mutation of these makes the file anew, which takes long
         yield from mutate_systematically(json.loads(content), file.leniency)
     yield from mutate_whole(content)
     yield from mutate_randomly(content, _NUM_RANDOM, draw)
