@@ -1,4 +1,4 @@
-"""What cannot be read of another tool's dump is named, and no comparison passes over it.
+"""Unreadable parts of another tool's dump are named, and no comparison passes over them.
 
 A file of a dump is cut off, replaced by text, by a pickle without a tensor, by a folder, or by a link that leads
 nowhere; its folder too; and read by a user who may not. Each is compared with the golden.
