@@ -21,11 +21,15 @@ A message has three parts: what and where, expected against found, the next step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from types import MappingProxyType
 
 _NUM_FAULTS_SHOWN = 12
+# Longest text of a file's value that a message shows.
+_LONGEST_VALUE = 200
 # As in pyproject.toml. Packages, not extras of mm2, because mm2 is not on the package index.
 EXTRA_REQUIREMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -140,6 +144,27 @@ def install_command(extra: str) -> str:
     return "pip install " + " ".join(f"'{requirement}'" for requirement in EXTRA_REQUIREMENTS[extra])
 
 
+@contextmanager
+def naming(path: Path | None) -> Iterator[None]:
+    """Put the name of a file before the usage errors of a block that judges what the file holds; None changes nothing.
+
+    Raises:
+        UsageError: The block raised one.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if path is None:
+            raise
+        raise UsageError(
+            f"{path}: {error.what}",
+            expected=error.expected,
+            found=error.found,
+            next_step=error.next_step,
+            commands=error.commands,
+        ) from error
+
+
 def list_names(names: list[str], *, most: int) -> str:
     """Join names into one text: the first `most`, and the number of the others."""
     more = len(names) - most
@@ -152,6 +177,13 @@ def list_faults(faults: list[str]) -> str:
     if len(faults) > len(shown):
         shown.append(f"and {len(faults) - len(shown)} more")
     return "; ".join(shown)
+
+
+def shorten(text: str) -> str:
+    """Return a text that a message quotes, cut to 200 characters: a damaged file may hold a value of any length."""
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[:_LONGEST_VALUE]}… ({len(text):,} characters)"
 
 
 def format_count(number: int, noun: str) -> str:

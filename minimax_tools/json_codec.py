@@ -13,21 +13,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import reprlib
+import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import cattrs
 import torch
+from cattrs.errors import IterableValidationError, IterableValidationNote
 from cattrs.strategies import use_class_methods
 
 T = TypeVar("T")
 
 # JSON types in words, for messages.
 _FORM = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+# Faults of one list that a message names.
+_MOST_FAULTS = 12
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 
 
 class DecodeError(ValueError):
@@ -87,7 +96,7 @@ def _field_writer(kind: Any, **keys: str) -> Any:
 
 @functools.cache
 def _field_reader(kind: Any, **keys: str) -> Any:
-    return cattrs.gen.make_dict_structure_fn(kind, _CONVERTER, **_renamed(keys))
+    return _read_dataclass(kind, _CONVERTER, **_renamed(keys))
 
 
 def _renamed(keys: dict[str, str]) -> dict[str, Any]:
@@ -105,27 +114,99 @@ def _exactly(kind: type) -> Any:
         if wanted is not kind:
             # cattrs calls this for subclasses too, such as an enum of text.
             return wanted(record)
-        if kind is float and type(record) is int:
-            return float(record)
+        value = _as_float(record) if kind is float else record
         # A bool is an int in Python, but not in JSON.
-        if type(record) is not kind:
-            raise TypeError(f"expected {_FORM[kind]}, found {record!r}")
+        if type(value) is not kind:
+            raise TypeError(f"expected {_FORM[kind]}, found {_quote(record)}")
+        return value
+
+    return structure
+
+
+def _as_float(record: Any) -> Any:
+    """Return a number as a float; all else as None, and a whole number beyond the largest float."""
+    if type(record) not in (int, float):
+        return None
+    try:
+        return float(record)
+    except OverflowError:
+        return None
+
+
+def _quote(record: Any) -> str:
+    """Return a value as a message shows it: a damaged file may hold any."""
+    return _SHORT.repr(record)
+
+
+def _one_of_kinds(union: Any) -> Any:
+    """Return a hook for a union of plain kinds, which cattrs tells apart by fields alone."""
+    kinds = typing.get_args(union)
+
+    def structure(record: Any, _: Any) -> Any:
+        if type(record) not in kinds:
+            expected = " or ".join(_FORM[kind] for kind in kinds)
+            raise TypeError(f"expected {expected}, found {_quote(record)}")
         return record
 
     return structure
 
 
-def _number_or_text(record: Any, _: Any) -> int | float | str:
-    if type(record) not in (int, float, str):
-        raise TypeError(f"expected a number or text, found {record!r}")
-    value: int | float | str = record
-    return value
+def _read_dataclass(kind: Any, converter: cattrs.Converter, **overrides: Any) -> Any:
+    """Return a hook that reads objects: cattrs looks for fields in text too, and takes the defaults of all."""
+    inner = cattrs.gen.make_dict_structure_fn(kind, converter, **overrides)
+
+    def structure(record: Any, _: Any) -> Any:
+        if not isinstance(record, Mapping):
+            raise TypeError(f"expected an object, found {_quote(record)}")
+        return inner(record, kind)
+
+    return structure
+
+
+def _is_plain_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType) and set(typing.get_args(kind)) <= set(
+        _FORM
+    )
+
+
+def _is_sequence(kind: Any) -> bool:
+    return typing.get_origin(kind) in (tuple, list, Sequence)
+
+
+def _read_list(kind: Any, converter: cattrs.Converter) -> Any:
+    """Return a hook that reads lists: cattrs also takes text and objects for lists, and describes every fault."""
+    hints = typing.get_args(kind)
+    is_open = typing.get_origin(kind) is not tuple or hints[-1] is ...
+
+    def structure(record: Any, _: Any) -> Any:
+        if not isinstance(record, list | tuple):
+            raise TypeError(f"expected a list, found {_quote(record)}")
+        item_hints = hints[:1] * len(record) if is_open else hints
+        if len(record) != len(item_hints):
+            raise ValueError(f"expected {len(item_hints)} values, found {len(record)}")
+        values: list[Any] = []
+        errors: list[Exception] = []
+        for index, (item, hint) in enumerate(zip(record, item_hints, strict=True)):
+            try:
+                values.append(converter.structure(item, hint))
+            except Exception as error:
+                note = IterableValidationNote(f"in {kind}, at index {index}", index, hint)
+                # Not by `add_note`, which Python 3.10 lacks.
+                setattr(error, "__notes__", [*getattr(error, "__notes__", ()), note])  # noqa: B010
+                errors.append(error)
+            if len(errors) == _MOST_FAULTS:
+                break
+        if errors:
+            raise IterableValidationError(f"faults in {kind}", errors, kind)
+        return values if typing.get_origin(kind) is list else tuple(values)
+
+    return structure
 
 
 def _dtype(name: Any, _: type) -> torch.dtype:
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"expected a dtype, found {name!r}")
+        raise TypeError(f"expected a dtype, found {_quote(name)}")
     return dtype
 
 
@@ -147,8 +228,9 @@ def _build_converter() -> cattrs.Converter:
     converter = cattrs.Converter()
     for kind in _FORM:
         converter.register_structure_hook(kind, _exactly(kind))
-    # cattrs tells the kinds of a union apart by their fields alone.
-    converter.register_structure_hook_func(lambda kind: kind == int | float | str, _number_or_text)
+    converter.register_structure_hook_factory(_is_plain_union, _one_of_kinds)
+    converter.register_structure_hook_factory(_is_sequence, _read_list)
+    converter.register_structure_hook_factory(dataclasses.is_dataclass, _read_dataclass)
     converter.register_structure_hook(torch.dtype, _dtype)
     converter.register_unstructure_hook(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."))
     converter.register_structure_hook(

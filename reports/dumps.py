@@ -14,6 +14,7 @@ from minimax_tools.dumps.usual_names import INPUT_IDS
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
+from minimax_tools.printable import printable, printable_values
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_shape
@@ -131,10 +132,10 @@ def map_template_of(source: CaptureSource) -> str:
 
 def _template_lines(source: CaptureSource, listing: DumpListing) -> Iterator[str]:
     yield _MAP_HEAD.format(
-        directory=source.directory,
+        directory=printable(str(source.directory), keep=""),
         format=listing.format,
         num_ranks=listing.num_ranks,
-        steps=[list(group) for group in listing.passes],
+        steps=printable_values([list(group) for group in listing.passes]),
     )
     mapped_sites = {site for tensor in listing.tensors for site in tensor.sites}
     for site, width in _WIDTHS.items():
@@ -145,7 +146,7 @@ def _template_lines(source: CaptureSource, listing: DumpListing) -> Iterator[str
     yield "# What the dump holds:"
     for tensor in sorted(listing.tensors, key=lambda tensor: bool(tensor.sites)):
         mapped = f"  ({', '.join(tensor.sites)})" if tensor.sites else ""
-        yield f'#   "{tensor.name}"  {word_shape(tensor.shapes[0])} {tensor.dtypes[0]}{mapped}'
+        yield f'#   "{printable(tensor.name, keep="")}"  {word_shape(tensor.shapes[0])} {tensor.dtypes[0]}{mapped}'
 
 
 def _cells(tensor: ListedTensor) -> tuple[str, ...]:

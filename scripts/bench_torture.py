@@ -14,6 +14,9 @@ from pathlib import Path
 from figures import Figure, benchmark_parser, print_figures
 from torture.deaths import run_deaths
 from torture.dying_ranks import run_dying_ranks
+from torture.hostile_json import run_hostile_json
+from torture.hostile_pickles import run_hostile_pickles
+from torture.hostile_text import run_hostile_text
 from torture.memory import run_memory
 from torture.power_loss import run_power_loss
 from torture.soak import run_soak
@@ -21,17 +24,22 @@ from torture.stops import run_stops
 from torture.streams import run_streams
 from torture.tally import Tally
 from torture.transfers import run_transfers
+from torture.unreadable_dumps import run_unreadable_dumps
 
 # A part takes an empty folder and a seed.
 PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
-    "memory": run_memory,
-    "soak": run_soak,
-    "stops": run_stops,
-    "streams": run_streams,
+    "json": run_hostile_json,
+    "pickles": run_hostile_pickles,
+    "dumps": run_unreadable_dumps,
+    "text": run_hostile_text,
     "transfers": run_transfers,
+    "streams": run_streams,
+    "stops": run_stops,
     "deaths": run_deaths,
     "ranks": run_dying_ranks,
     "power_loss": run_power_loss,
+    "memory": run_memory,
+    "soak": run_soak,
 }
 
 

@@ -29,7 +29,7 @@ from compare.limits.limits import (
     NoiseLimits,
     SiteLimits,
 )
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, shorten
 from minimax_tools.machine.yaml_file import compose_yaml
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -169,9 +169,9 @@ class _File:
 
     def _number(self, node: yaml.Node, where: str) -> float:
         try:
-            # Parsed here, since YAML takes 1e-3 for text: only 1.0e-3 is a number to it. Callers refuse the NaN of a
-            # mapping or a list.
-            return float(node.value) if isinstance(node, yaml.ScalarNode) else float("nan")
+            # Parsed here, since YAML takes 1e-3 for text: only 1.0e-3 is a number to it. Callers refuse the NaN of
+            # a mapping, a list, or text in quotes.
+            return float(node.value) if isinstance(node, yaml.ScalarNode) and not node.style else float("nan")
         except ValueError:
             raise self._wrong(node, where, expected="a number", found=_word_node(node)) from None
 
@@ -205,5 +205,5 @@ class _File:
 
 def _word_node(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return repr(node.value)
+        return shorten(repr(node.value))
     return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"

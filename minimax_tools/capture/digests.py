@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from minimax_tools.errors import shorten
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.machine.plain_name import is_plain_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +97,8 @@ def require_plain_name(name: str) -> None:
     Raises:
         ValueError: It leads elsewhere, or is hidden.
     """
-    if not name or name.startswith(".") or "/" in name or "\\" in name:
-        raise ValueError(f"{name!r} is no file of a capture's folder")
+    if not is_plain_name(name) or name.startswith(".") or "\\" in name:
+        raise ValueError(f"{shorten(name)!r} is no file of a capture's folder")
 
 
 def describe_tensor(tensor: torch.Tensor) -> TensorDigest:

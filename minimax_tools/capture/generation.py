@@ -10,7 +10,7 @@ from typing import Any
 
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, omit_default
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 
@@ -101,7 +101,7 @@ class Generation:
         """
         path = directory / GENERATION_NAME
         try:
-            return decode(cls, read_json(path))
+            return decode(cls, read_own_json(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

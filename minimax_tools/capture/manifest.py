@@ -24,9 +24,9 @@ from minimax_tools.capture.digests import (
     describe_tensor,
     require_plain_name,
 )
-from minimax_tools.errors import CaptureError, Mm2Error
+from minimax_tools.errors import CaptureError, Mm2Error, shorten
 from minimax_tools.json_codec import decode, encode, omit_default
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
@@ -211,7 +211,7 @@ class Manifest:
         """
         path = Path(directory) / name
         try:
-            record = read_json(path)
+            record = read_own_json(path)
         except FileNotFoundError:
             raise CaptureError(
                 f"no capture at {directory}",
@@ -222,11 +222,12 @@ class Manifest:
             raise _damaged(path, str(error)) from error
         if not _is_manifest(record):
             raise _damaged(path, "JSON that is no manifest of mm2's")
-        if record["schema_version"] not in (_SCHEMA_WITHOUT_DIGESTS, SCHEMA_VERSION):
+        version = record["schema_version"]
+        if type(version) is not int or version not in (_SCHEMA_WITHOUT_DIGESTS, SCHEMA_VERSION):
             raise CaptureError(
                 f"{path} has another schema",
                 expected=f"version {SCHEMA_VERSION} or {_SCHEMA_WITHOUT_DIGESTS}",
-                found=str(record["schema_version"]),
+                found=shorten(repr(version)),
                 next_step="Read it with the mm2 that wrote it, or run the capture again.",
             )
         try:
@@ -256,7 +257,7 @@ class Manifest:
     def is_in(directory: Path) -> bool:
         """Decide whether a directory holds a capture of mm2, with a manifest that is whole or damaged."""
         try:
-            return _is_manifest(read_json(directory / MANIFEST_NAME))
+            return _is_manifest(read_own_json(directory / MANIFEST_NAME))
         except FileNotFoundError:
             return False
         except ValueError:

@@ -14,7 +14,7 @@ import torch
 
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.text_enum import TextEnum
 
 PASSES_NAME = "passes.json"
@@ -111,7 +111,7 @@ class ModelPasses:
         """
         path = directory / PASSES_NAME
         try:
-            return decode(cls, read_json(path))
+            return decode(cls, read_own_json(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from minimax_tools.errors import CannotRunError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.whole_file import whole_file
 
 RECORDS_FOLDER = "read_records"
@@ -104,7 +104,7 @@ class ReadRecord:
             CannotRunError: The file is no such record.
         """
         try:
-            return decode(cls, read_json(path))
+            return decode(cls, read_own_json(path))
         except (OSError, ValueError) as error:
             raise CannotRunError(
                 f"{path} is no read record", found=str(error), next_step="Write it anew: run the rank again."

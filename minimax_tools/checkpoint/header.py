@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, shorten
+from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.json_file import parse_json
 
 _LENGTH = struct.Struct("<Q")
@@ -82,6 +83,15 @@ class TensorEntry:
             offset=self.offset + start * row_bytes,
             size_bytes=num_rows * row_bytes,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredTensor:
+    """The description of a tensor in a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
@@ -157,6 +167,8 @@ def _parse_entries(path: Path, header_json: bytes, data_start: int) -> tuple[Ten
         raise _damaged(path, f"a header that is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "a header that is no JSON object")
+    if not isinstance(header.get(_METADATA), dict | None):  # some tools write null
+        raise _damaged(path, f"{_METADATA} that is no JSON object")
     entries = [
         _parse_entry(path, name, description, data_start)
         for name, description in header.items()
@@ -168,13 +180,12 @@ def _parse_entries(path: Path, header_json: bytes, data_start: int) -> tuple[Ten
 
 def _parse_entry(path: Path, name: str, description: Any, data_start: int) -> TensorEntry:
     try:
-        begin, end = (int(offset) for offset in description["data_offsets"])
-        shape = tuple(int(size) for size in description["shape"])
-        dtype_name = str(description["dtype"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"no dtype, shape and data_offsets for {name}") from error
+        stored = decode(_StoredTensor, description)
+    except DecodeError as error:
+        raise _damaged(path, f"no dtype, shape and data_offsets for {shorten(name)} ({error})") from error
+    (begin, end), shape, dtype_name = stored.data_offsets, stored.shape, stored.dtype
     if dtype_name not in DTYPES:
-        raise _damaged(path, f"dtype {dtype_name} for {name}")
+        raise _damaged(path, f"dtype {shorten(dtype_name)} for {shorten(name)}")
     dtype = DTYPES[dtype_name]
     size_bytes = math.prod(shape) * dtype.itemsize
     if begin < 0 or end - begin != size_bytes or any(size < 0 for size in shape):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.errors import CheckpointError, format_count, list_faults
+from minimax_tools.errors import CheckpointError, format_count, list_faults, shorten
 from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.plain_name import is_plain_name
 
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -88,11 +89,11 @@ def read_index_json(path: Path) -> dict[str, Any]:
     """
     index_json = _read_index(path)
     files_elsewhere = sorted(
-        {repr(file) for file in index_json["weight_map"].values() if not _is_plain_name(file)}
+        {repr(shorten(file)) for file in index_json["weight_map"].values() if not is_plain_name(file)}
     )
     if files_elsewhere:
         raise CheckpointError(
-            f"{path} names files that do not lie beside it",
+            f"{path} names files that do not lie beside it, or that no folder can hold",
             found=", ".join(files_elsewhere[:_NUM_NAMES_SHOWN]),
             next_step="Fetch the file again from a source that you trust.",
         )
@@ -165,14 +166,12 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read",
             expected="JSON with a weight_map",
-            found=repr(error),
+            found=shorten(repr(error)),
             next_step="Fetch the file again, or remove it: the shards' headers suffice.",
         ) from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path} has a weight_map that does not map tensors to files")
+    if not isinstance(index_json.get("metadata"), dict | None):
+        found = shorten(repr(index_json["metadata"]))
+        raise CheckpointError(f"{path} is damaged", expected="metadata that are an object", found=found)
     return index_json
-
-
-def _is_plain_name(file: str) -> bool:
-    # A downloaded index must not lead out of the checkpoint.
-    return file not in ("", ".", "..") and file == PurePosixPath(file).name

@@ -11,6 +11,7 @@
 - `streams`: standard output and standard error
 - `given_line`: the command line as it was given
 - `console`: exit codes, errors, JSON and log messages
+- `foreign_messages`: warnings and log messages of a port and its libraries
 - `afterwards`: work for a command's end
 - `help_groups`: the groups in which a command's help shows its options
 - `completion`: shell completion of captures

@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from minimax_tools.command_line.afterwards import take_afterwards
+from minimax_tools.command_line.foreign_messages import printable_messages
 from minimax_tools.command_line.given_line import given_words, keep_arguments
 from minimax_tools.command_line.help_groups import write_options
 from minimax_tools.command_line.late_value import find_late_values
@@ -135,7 +136,8 @@ class Mm2Command(click.Command):
             _tell_defaults(ctx)
             find_late_values(ctx)
             try:
-                result = super().invoke(ctx)
+                with printable_messages():
+                    result = super().invoke(ctx)
             except CommandEnd:
                 _end_work(ctx)
                 raise

@@ -10,6 +10,7 @@ one token of a tensor, and a map is a user's YAML about a dump.
 - `msprobe`: dumps of Ascend's msprobe
 - `sglang`: dumps of SGLang's dumper
 - `model_debugger`: traces of transformers' model debugger
+- `readable`: dumps refused that cannot be read whole
 - `tensor_file`: `.pt` and safetensors files, listed and read
 - `piece`: the tensor that one rank wrote of one module in one pass, and a dump, which is all pieces
 - `name_map`: a map, read

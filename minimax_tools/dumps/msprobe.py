@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces, order_steps
+from minimax_tools.errors import CaptureError
 
 NAME = "msprobe"
 LAYOUT = "step<N>/rank<R>/dump_tensor_data/Module.<path>.<Class>.forward.0.output.0.pt"
@@ -79,4 +80,9 @@ def _data_folders(directory: Path) -> list[tuple[int, int, Path]]:
             match = _RANK.fullmatch(path.name)
             if match is not None and (path / _DATA).is_dir():
                 found.append((step, int(match[1] or 0), path / _DATA))
+            elif match is not None and (not path.is_dir() or (path / _DATA).exists()):
+                raise CaptureError(
+                    f"{path if not path.is_dir() else path / _DATA} is no folder",
+                    next_step="Copy it again from the host that wrote it, or run the capture again.",
+                )
     return found

@@ -19,7 +19,6 @@ sites:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +27,14 @@ from typing import Any
 from minimax_tools.dumps.formats import FORMATS
 from minimax_tools.dumps.place import SitePlace
 from minimax_tools.dumps.usual_names import INPUT_IDS
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, shorten
 from minimax_tools.machine.yaml_file import read_yaml
 from minimax_tools.model.sites import ModelSite, Site
 
 _ROW_KEYS = ("requests", "lengths", "padding", "rows", "attention_mask")
 _KEYS = ("format", "ranks", "steps", *_ROW_KEYS, "usual_names", "sites")
+# More tokens, or ranks, than any dump has.
+_MAX_COUNT = (1 << 31) - 1
 _SIDES = ("right", "left")
 _ROWS = ("padded", "packed")
 _LIST_OF_KEYS = "The keys are: " + ", ".join(_KEYS) + "."
@@ -160,7 +161,9 @@ class _Reader:
         return None if name is None else self._path.parent / name
 
     def sites(self) -> dict[Site | ModelSite | str, MappedSite]:
-        sites = self._record.get("sites") or {}
+        sites = self._record.get("sites")
+        if sites is None:
+            return {}
         if not isinstance(sites, Mapping):
             raise self._wrong("sites", expected="sites and where they lie")
         return {self._site(name): self._mapped_site(str(name), value) for name, value in sites.items()}
@@ -172,7 +175,7 @@ class _Reader:
         if name == INPUT_IDS:
             return INPUT_IDS
         raise UsageError(
-            f"{self._path}: {name!r} is no site",
+            f"{self._path}: {shorten(str(name))!r} is no site",
             expected="one of " + ", ".join((*map(str, Site), *map(str, ModelSite), INPUT_IDS)),
         )
 
@@ -186,8 +189,7 @@ class _Reader:
                 raise self._wrong_site(name, value)
             terms = value.get("from", value.get("sum"))
             order = [] if value.get("transpose") is None else value["transpose"]
-            # Each dim must come once.
-            if not isinstance(order, list) or not all(dim in order for dim in range(len(order))):
+            if not isinstance(order, list) or not _is_order_of_dims(order):
                 raise self._wrong_site(name, value)
             transpose = tuple(order)
         terms = _as_list(terms)
@@ -199,13 +201,15 @@ class _Reader:
             raise UsageError(f"{self._path}: sites.{name}: {error.what}", expected=error.expected) from error
 
     def _wrong(self, key: str, *, expected: str) -> UsageError:
-        return UsageError(f"{self._path}: {key} is wrong", expected=expected, found=repr(self._record[key]))
+        return UsageError(
+            f"{self._path}: {key} is wrong", expected=expected, found=shorten(repr(self._record[key]))
+        )
 
     def _wrong_site(self, name: str, value: Any) -> UsageError:
         return UsageError(
             f"{self._path}: sites.{name} is wrong",
             expected="a place, or {from: PLACE} or {sum: [PLACE, …]}, these with or without transpose: [0, 2, 1, 3]",
-            found=repr(value),
+            found=shorten(repr(value)),
         )
 
 
@@ -217,8 +221,10 @@ def _are_labels(values: list[Any]) -> bool:
     return all(isinstance(value, (str, int)) and not isinstance(value, bool) for value in values)
 
 
+def _is_order_of_dims(order: list[Any]) -> bool:
+    """Decide whether each dim comes once; true is no dim, although it equals 1."""
+    return all(type(dim) is int for dim in order) and sorted(order) == list(range(len(order)))
+
+
 def _is_count(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and operator.index(value) >= 1
-    except TypeError:
-        return False
+    return type(value) is int and 1 <= value <= _MAX_COUNT

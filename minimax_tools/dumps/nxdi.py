@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
+from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import read_json
 
 NAME = "nxdi"
@@ -41,6 +42,19 @@ _ENDINGS = tuple(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileMetadata:
+    """The metadata of one file, as far as they are used; the file's name tells what they lack."""
+
+    module_name: str | None = None
+    tensor_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Metadata:
+    tensors: Mapping[str, _FileMetadata]
+
+
 def recognises(directory: Path) -> bool:
     """Decide whether the folder holds files of this layout."""
     return any(_FILE.fullmatch(path.name) for path in directory.glob("captured_tensors_*.pt"))
@@ -61,7 +75,7 @@ def read_dump(directory: Path) -> Dump:
     pieces = tuple(
         piece
         for name, match in matches.items()
-        for piece in _pieces(directory, match, metadata.get(name, {}))
+        for piece in _pieces(directory, match, metadata.get(name, _FileMetadata()))
     )
     steps = sorted({int(match["step"]) for match in matches.values()})
     return Dump(
@@ -74,8 +88,8 @@ def read_dump(directory: Path) -> Dump:
     )
 
 
-def _pieces(directory: Path, match: re.Match[str], metadata: Mapping[str, Any]) -> Iterator[DumpPiece]:
-    """Yield the pieces of one file, given the match of its name and its metadata, {} without any."""
+def _pieces(directory: Path, match: re.Match[str], metadata: _FileMetadata) -> Iterator[DumpPiece]:
+    """Yield the pieces of one file, given the match of its name and its metadata."""
     module, point, element = _parse_name(match, metadata)
     return list_pieces(
         directory / match.string,
@@ -87,12 +101,12 @@ def _pieces(directory: Path, match: re.Match[str], metadata: Mapping[str, Any]) 
     )
 
 
-def _parse_name(match: re.Match[str], metadata: Mapping[str, Any]) -> tuple[str, str, str]:
+def _parse_name(match: re.Match[str], metadata: _FileMetadata) -> tuple[str, str, str]:
     """Return module, point and element as the file's metadata says, else as its name does."""
     if match["manual"] is not None:
         return f"manual_tensor_{match['manual']}", "output", ""
-    module, kind = metadata.get("module_name"), metadata.get("tensor_type")
-    if isinstance(module, str) and kind in ("input", "output"):
+    module, kind = metadata.module_name, metadata.tensor_type
+    if module is not None and kind in ("input", "output"):
         is_of_record = kind == "output" and _ATTENTION.fullmatch(module) is not None
         return module, kind, _FIRST_BY_NAME if is_of_record else ""
     for ending in _ENDINGS:
@@ -102,14 +116,13 @@ def _parse_name(match: re.Match[str], metadata: Mapping[str, Any]) -> tuple[str,
     return match["module"], "output", ""
 
 
-def _read_metadata(path: Path) -> Mapping[str, Mapping[str, Any]]:
+def _read_metadata(path: Path) -> Mapping[str, _FileMetadata]:
     """Read the metadata of each file, by the file's name; empty if there is none."""
     if not path.exists():
         return {}
     try:
-        tensors = read_json(path)["tensors"]
-        return {name: entry for name, entry in tensors.items() if isinstance(entry, dict)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return decode(_Metadata, read_json(path)).tensors
+    except (OSError, ValueError) as error:
         raise CaptureError(
             f"{path} is damaged",
             expected="a JSON object with what each file holds under 'tensors'",

@@ -15,6 +15,7 @@ from minimax_tools.dumps.joined_capture import MODULES_FOLDER, JoinedCapture
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, is_legacy
 from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.readable import refuse_unreadable
 from minimax_tools.errors import CaptureError, UsageError, list_names
 
 _MAX_NAMED = 5
@@ -57,6 +58,7 @@ def open_source(directory: Path | str, reading: DumpReading | None = None) -> Ca
                 next_step="Give them to the side that another tool wrote.",
             )
         return Capture.open(directory)
+    refuse_unreadable(directory)
     if _holds_both(directory):
         return JoinedCapture(
             directory, open_source(directory / MODULES_FOLDER, reading), CacheCapture.open(directory)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.errors import CaptureError
 
 # The first number is the layer's, whatever the list of layers is called; numbers of experts follow.
 _FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
@@ -71,9 +72,15 @@ def list_pieces(
     The keys of a tensor within a `.pt` file follow `element`: with the keys (0, "k"), `out` becomes `out.0.k`.
 
     Raises:
-        CaptureError: The file is damaged.
+        CaptureError: The file is damaged, or holds no tensor.
     """
-    for tensor in list_tensors(path):
+    tensors = list_tensors(path)
+    if not tensors:
+        raise CaptureError(
+            f"{path} holds no tensor",
+            next_step="Copy it again from the host that wrote it; or remove it, and its site is not exposed.",
+        )
+    for tensor in tensors:
         element_keys = map(str, tensor.keys) if path.suffix == ".pt" else ()
         yield DumpPiece(
             file=path.relative_to(directory).as_posix(),

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from minimax_tools.dumps.piece import Dump, DumpPiece, find_layer, list_pieces
 from minimax_tools.dumps.schedule import PassRecord
-from minimax_tools.errors import CaptureError
+from minimax_tools.errors import CaptureError, list_faults
+from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import read_json
 
 NAME = "vllm-neuron"
@@ -32,9 +33,28 @@ LAYOUT = "dp0/prefill_s<S>_<n>/<module>/rank0.pt"
 _TARGET, _DRAFT = "target", "draft"
 _REPLICA = re.compile(r"dp(\d+)")
 _PASS = re.compile(r"(?P<phase>prefill_s|decode_b)(?P<size>\d+)_(?P<number>\d+)")
+_MAX_POSITION = 1 << 31
 _FILE = re.compile(r"rank(\d+)\.pt")
 # A name that was captured before in the same pass gets the number of the times.
 _MANUAL = re.compile(r"manual\.(?P<name>[^.]+?)(_(?P<number>\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PassMetadata:
+    """The record of one pass beside its tensors.
+
+    Raises:
+        ValueError: It names no request, or a position below 0.
+    """
+
+    req_ids: tuple[int | str, ...]
+    positions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.req_ids:
+            raise ValueError("req_ids names no request")
+        if not all(0 <= position < _MAX_POSITION for position in self.positions):
+            raise ValueError(f"positions are not all from 0 to {_MAX_POSITION - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +74,25 @@ class _Pass:
         """True if no tensor was written."""
         return next(self.folder.glob("*/rank*.pt"), None) is None
 
+    def refuse_lost_modules(self) -> None:
+        """Check that each module's folder holds the tensor of a rank.
+
+        Raises:
+            CaptureError: One does not, or a file is there in its place.
+        """
+        lost = [
+            str(path)
+            for path in sorted(self.folder.iterdir())
+            if path.suffix != ".json" and next(path.glob("rank*.pt"), None) is None
+        ]
+        if lost:
+            raise CaptureError(
+                f"pass {self.label} lost the tensors of modules",
+                expected="a folder for each module, with rank0.pt",
+                found=list_faults(lost),
+                next_step="Copy it again from the host that wrote it, or run the capture again.",
+            )
+
 
 def recognises(directory: Path) -> bool:
     """Decide whether the folder holds replicas with passes in them, or is one, or holds the target model's."""
@@ -69,6 +108,8 @@ def read_dump(directory: Path) -> Dump:
     root = _root(directory)
     all_passes = _passes(root)
     passes = [one for one in all_passes if not one.is_empty]
+    for one in passes:
+        one.refuse_lost_modules()
     pieces = [
         piece
         for one in passes
@@ -156,15 +197,15 @@ def _name_by_replica(records: tuple[PassRecord, ...]) -> tuple[PassRecord, ...]:
 def _read_record(one: _Pass) -> PassRecord:
     path = one.metadata_path
     try:
-        meta = read_json(path)
+        metadata = decode(_PassMetadata, read_json(path))
         return PassRecord(
             step=one.label,
-            requests=tuple(str(request) for request in meta["req_ids"]),
-            positions=tuple(int(position) for position in meta["positions"]),
+            requests=tuple(map(str, metadata.req_ids)),
+            positions=metadata.positions,
             is_decode=path.parent.name.startswith("decode_b"),
             replica=one.replica,
         )
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise CaptureError(
             f"{path} is damaged",
             expected="a JSON object with req_ids and positions",

@@ -19,7 +19,7 @@ from minimax_tools.checkpoint.weight_files import (
     SAFETENSORS_SUFFIX,
     read_weight_map,
 )
-from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.errors import CheckpointError, UsageError, shorten
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
 from minimax_tools.model.config_file import CONFIG_FILE
@@ -210,8 +210,15 @@ def _describe_remote(checkpoint: RemoteCheckpoint) -> Path:
 def _find_folder(model: str) -> Path | None:
     """Return the local folder that `model` names; None if there is none."""
     folder = Path(model).expanduser()
-    # An empty text would mean the working directory.
-    return folder if model and folder.is_dir() else None
+    try:
+        # An empty text would mean the working directory.
+        return folder if model and folder.is_dir() else None
+    except OSError as error:  # a text that is too long for a path, or a folder that may not be entered
+        raise CheckpointError(
+            f"{shorten(model)!r} cannot be opened",
+            found=error.strerror,
+            next_step="Give --model a folder or a hub id.",
+        ) from error
 
 
 def _on_snapshot(model: str, access: HubAccess | None, work: Callable[[HubSnapshot], Result]) -> Result:

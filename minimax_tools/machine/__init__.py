@@ -10,6 +10,7 @@
 - `compiled_cache`: their machine code in files, proved before it is used
 - `finding`: findings about a machine, and their levels
 - `file_digest`: the sha256 of a file
+- `plain_name`: names of files that a hostile file gives
 - `whole_file`: files that are written whole or not at all
 - `new_folder`: folders that are written whole or not at all
 - `temporary`: hidden folders that hold what is being written

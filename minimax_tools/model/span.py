@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, shorten
+
+# More layers than any model has: a damaged file may give any number.
+MAX_LAYERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -14,17 +17,17 @@ class Span:
     """Layers `start` to `stop - 1`, at least one.
 
     Raises:
-        UsageError: The range is empty, or starts below 0.
+        UsageError: The range is empty, starts below 0, or ends behind `MAX_LAYERS`.
     """
 
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        if self.start < 0 or self.stop <= self.start:
+        if not 0 <= self.start < self.stop <= MAX_LAYERS:
             raise UsageError(
-                f"layers {self.start}:{self.stop} are no span",
-                expected="0 <= start < stop",
+                f"layers {shorten(str(self.start))}:{shorten(str(self.stop))} are no span",
+                expected=f"0 <= start < stop <= {MAX_LAYERS}",
                 next_step="Write --layers A:B with B after the last layer, or --start-layer A --end-layer B.",
             )
 

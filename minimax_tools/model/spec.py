@@ -10,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.model.config_fault import refuse_faults
-from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
+from minimax_tools.model.config_file import CONFIG_FILE, MAX_SIZE, read_config_file
 from minimax_tools.model.family import MODEL_TYPE, ORIGINALS, find_graph_faults
 from minimax_tools.model.quantisation import find_quantisation_faults
 from minimax_tools.model.rope import find_rope_faults, read_rope_theta, read_rotary_dim
@@ -60,7 +60,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in (*_COPIED_FIELDS, "head_dim", "rotary_dim")}
         faults = [
-            f"{name} is {size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1
+            f"{name} is {shorten(repr(size))}"
+            for name, size in sizes.items()
+            if type(size) is not int or not 0 < size <= MAX_SIZE
         ]
         # Only valid sizes can be divided and compared.
         faults = faults or self._contradictions()

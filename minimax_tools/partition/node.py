@@ -7,14 +7,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from minimax_tools.errors import UsageError, list_faults
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.errors import UsageError, list_faults, naming, shorten
+from minimax_tools.machine.json_file import read_own_json
+from minimax_tools.machine.plain_name import is_plain_name
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.span import Span
 
 MAX_NODES = 64
+
+# More memory than any machine has: a damaged file may give any number.
+_MAX_BYTES = 1 << 60
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NODE_FORM = "NAME:memory=40GB,tflops=312 (tflops and layers=A:B where the planner needs them)"
@@ -36,13 +41,15 @@ class Node:
     def __post_init__(self) -> None:
         faults: list[str] = []
         if not is_node_name(self.name):
-            faults.append(f"the name is {self.name!r}")
-        if type(self.memory_bytes) is not int or self.memory_bytes < 1:
-            faults.append(f"memory is {self.memory_bytes} bytes")
-        if self.tflops is not None and not (math.isfinite(self.tflops) and self.tflops > 0):
+            faults.append(f"the name is {shorten(repr(self.name))}")
+        if type(self.memory_bytes) is not int or not 1 <= self.memory_bytes <= _MAX_BYTES:
+            faults.append(f"memory is {shorten(str(self.memory_bytes))} bytes")
+        if self.tflops is not None and not 0 < self.tflops < math.inf:
             faults.append(f"tflops is {self.tflops}")
         if faults:
-            raise UsageError(f"{self.name!r} is no node", expected=_NODE_FORM, found="; ".join(faults))
+            raise UsageError(
+                f"{shorten(repr(self.name))} is no node", expected=_NODE_FORM, found="; ".join(faults)
+            )
 
     @property
     def flops_per_second(self) -> float:
@@ -86,15 +93,17 @@ class Node:
                 tflops=None if tflops is None else float(tflops),
                 layers=None if layers is None else Span.parse(str(layers)),
             )
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise UsageError(
-                f"node {values['name']!r} cannot be understood", expected=_NODE_FORM, found=str(error)
+                f"node {values['name']!r} cannot be understood",
+                expected=_NODE_FORM,
+                found=shorten(str(error)),
             ) from error
 
 
 def is_node_name(name: str) -> bool:
     """Decide whether a node may have this name, which its files and folders bear too."""
-    return _NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(name) is not None and is_plain_name(name)
 
 
 def check_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
@@ -121,9 +130,26 @@ def read_nodes(path: Path) -> tuple[Node, ...]:
         UsageError: The file is not such a list.
     """
     try:
-        records = read_json(path)
+        records = read_own_json(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UsageError(f"{path} holds no list of nodes", expected='[{"name": "a", "memory": "40GB"}, …]')
-    return tuple(Node.from_values(record) for record in records)
+    if not isinstance(records, list) or not records or not all(map(_is_record, records)):
+        raise UsageError(
+            f"{path} holds no list of nodes",
+            expected='[{"name": "a", "memory": "40GB"}, …], perhaps with "tflops": 312 and "layers": "0:31"',
+        )
+    with naming(path):
+        return tuple(Node.from_values(record) for record in records)
+
+
+def _is_record(record: Any) -> bool:
+    """Decide whether a node's values are of the right kinds; `Node.from_values` judges its keys."""
+    kinds = {
+        "name": (str,),
+        "memory": (int, str),
+        "tflops": (int, float, NoneType),
+        "layers": (str, NoneType),
+    }
+    return isinstance(record, dict) and all(
+        type(value) in kinds[key] for key, value in record.items() if key in kinds
+    )

@@ -15,9 +15,16 @@ from typing import Any
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, format_count, list_faults
+from minimax_tools.errors import (
+    CannotRunError,
+    CheckpointError,
+    UsageError,
+    format_count,
+    list_faults,
+    shorten,
+)
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.param_mapper import PART_EMBEDDING, ParamMapper, part_of
@@ -33,6 +40,8 @@ __all__ = ["PartitionPlan", "PlannedTensor", "Slice", "make_plan"]
 
 SCHEMA_VERSION = 1
 
+# More tokens or layers than any model has: a damaged plan may give any number.
+_MAX_COUNT = 1 << 40
 # `json` writes each item of a list on a line of its own. `write` joins the lines of two kinds of short lists: two
 # bounds, and a tensor's name with its byte range.
 _NUMBER = r"\n\s*(\d+|null)"
@@ -64,9 +73,13 @@ class PartitionPlan:
             "context_length": self.workload.context_length,
             "batch_size": self.workload.batch_size,
         }
-        faults = [f"{name} is {count}" for name, count in counts.items() if count < 1]
+        faults = [
+            f"{name} is {shorten(str(count))}"
+            for name, count in counts.items()
+            if not 1 <= count <= _MAX_COUNT
+        ]
         if faults:
-            raise UsageError("the plan is invalid", expected="1 or more", found=list_faults(faults))
+            raise UsageError("the plan is invalid", expected=f"1 to {_MAX_COUNT}", found=list_faults(faults))
 
     def slice_of(self, node: str) -> Slice:
         """Return the slice of the node of that name.
@@ -204,20 +217,20 @@ class PartitionPlan:
             return values
 
         try:
-            values = read_json(path, object_hook=None if tensors_of is None else drop_others)
-            version = values["schema_version"]
+            values = read_own_json(path, object_hook=None if tensors_of is None else drop_others)
+            version = decode(int, values["schema_version"])
             plan = decode(cls, values) if version == SCHEMA_VERSION else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(
                 f"{path} is no plan",
-                found=f"{type(error).__name__}: {error}",
+                found=shorten(f"{type(error).__name__}: {error}"),
                 next_step="Make one: mm2-split plan --output PLAN.json.",
             ) from error
         if plan is None:
             raise UsageError(
                 f"{path} is a plan of another version",
                 expected=str(SCHEMA_VERSION),
-                found=str(version),
+                found=shorten(str(version)),
                 next_step="Make a new plan: mm2-split plan --output PLAN.json.",
             )
         if tensors_of is not None:

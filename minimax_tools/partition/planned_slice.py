@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.errors import UsageError, list_faults
+from minimax_tools.errors import UsageError, list_faults, shorten
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.model.span import Span
+from minimax_tools.machine.plain_name import is_plain_name
+from minimax_tools.model.span import MAX_LAYERS, Span
 from minimax_tools.partition.cost import PartCost
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.stage import Stage
@@ -40,8 +41,8 @@ class PlannedTensor:
             is_range = self.file is not None and 0 <= self.start <= self.stop
         if not (is_name and is_file and is_range):
             raise UsageError(
-                f"{self.name} has no valid place in a checkpoint",
-                found=f"bytes {self.start} to {self.stop} of {self.file!r}",
+                f"{shorten(str(self.name))} has no valid place in a checkpoint",
+                found=shorten(f"bytes {self.start} to {self.stop} of {self.file!r}"),
             )
 
     @classmethod
@@ -117,27 +118,64 @@ class Slice:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Slice:
         """Return the slice of a plan."""
-        chosen = record["chosen_layers"]
+        stored = decode(_StoredSlice, record)
+        chosen = stored.chosen_layers
         stage = Stage(
             node=Node(
-                name=record["node"],
-                memory_bytes=record["memory_bytes"],
-                tflops=record["tflops"],
+                name=stored.node,
+                memory_bytes=stored.memory_bytes,
+                tflops=stored.tflops,
                 layers=None if chosen is None else Span(*chosen),
             ),
-            layers=decode(range, record["layers"]),
-            has_embedding=decode(bool, record["has_embedding"]),
-            has_head=decode(bool, record["has_head"]),
+            layers=range(*stored.layers),
+            has_embedding=stored.has_embedding,
+            has_head=stored.has_head,
         )
         tensors = tuple(
-            PlannedTensor(name=name, file=file["file"], start=start, stop=stop)
-            for file in record["files"]
-            for name, start, stop in file["tensors"]
+            PlannedTensor(name=name, file=file.file, start=start, stop=stop)
+            for file in stored.files
+            for name, start, stop in file.tensors
         )
-        return cls(stage=stage, cost=PartCost(**record["cost"]), tensors=tensors)
+        return cls(stage=stage, cost=PartCost(**stored.cost), tensors=tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredFile:
+    """Names and byte ranges of a file's tensors, as a plan holds them."""
+
+    file: str | None
+    tensors: tuple[tuple[str, int | None, int | None], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredSlice:
+    """A slice as a plan holds it.
+
+    Raises:
+        ValueError: The layers are no range of layers, or the cost is not whole.
+    """
+
+    node: str
+    memory_bytes: int
+    tflops: float | None
+    chosen_layers: tuple[int, int] | None
+    layers: tuple[int, int]  # equal ends if the node holds none
+    has_embedding: bool
+    has_head: bool
+    cost: Mapping[str, int]
+    files: tuple[_StoredFile, ...]
+
+    def __post_init__(self) -> None:
+        start, stop = self.layers
+        if not 0 <= start <= stop <= MAX_LAYERS:
+            raise ValueError(f"layers are {shorten(str([start, stop]))}")
+        wrong = self.cost.keys() ^ {entry.name for entry in fields(PartCost)}
+        if wrong:
+            raise ValueError(f"cost lacks or should not have {shorten(', '.join(sorted(wrong)))}")
 
 
 def _is_inside(file: str) -> bool:
     """Decide whether a relative path stays inside the folder that it is relative to."""
     path = PurePosixPath(file)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in file
+    is_relative = bool(path.parts) and not path.is_absolute() and "\\" not in file
+    return is_relative and all(map(is_plain_name, path.parts))

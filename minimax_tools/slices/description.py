@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minimax_tools.errors import CheckpointError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.whole_file import whole_file
 
 SLICE_FILE = "slice.json"
@@ -46,8 +46,8 @@ class SliceDescription:
         """
         path = folder / SLICE_FILE
         try:
-            record = read_json(path)
-            version = record["schema_version"]
+            record = read_own_json(path)
+            version = decode(int, record["schema_version"])
             # Another version may have other fields. `decode` ignores the key of the version.
             description = decode(cls, record) if version == SCHEMA_VERSION else None
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -19,7 +19,7 @@ from minimax_tools.hub.headers import read_bucket_headers, read_hub_headers
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
-from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
+from minimax_tools.model.config_file import CONFIG_FILE, read_config_file, require_sizes
 from minimax_tools.model.family import MODEL_TYPE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import Workload
@@ -157,6 +157,8 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         raise CheckpointError(
             f"{folder / CONFIG_FILE} names no model_type", next_step="Fetch the file again."
         )
+    if config["model_type"] in ARCHITECTURES:
+        require_sizes(config, folder / CONFIG_FILE)
     index = read_index(folder)
     return SliceSource(
         model=model,

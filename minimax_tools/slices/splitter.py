@@ -17,7 +17,7 @@ from pathlib import Path
 
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import UsageError, format_count, list_faults
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.partition.node import is_node_name
 from minimax_tools.partition.plan import PartitionPlan
@@ -213,7 +213,7 @@ def read_split_plans(path: Path) -> dict[str, SplitPlan]:
         UsageError: The file is of another form, or a plan in it is invalid.
     """
     try:
-        nodes = read_json(path)
+        nodes = read_own_json(path)
         return {node: _parse_split_plan(node, value) for node, value in nodes.items()}
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise UsageError(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.errors import UsageError, format_count
-from minimax_tools.machine.json_file import parse_json, read_json
+from minimax_tools.errors import UsageError, format_count, naming, shorten
+from minimax_tools.machine.json_file import parse_json, read_own_json
 from minimax_tools.model.inputs import Inputs, pad_rows, random_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.tokenizer import encode_texts
@@ -105,6 +105,7 @@ class _Rows:
     ids: list[list[int]]
     starts: tuple[int, ...]
     source: str
+    file: Path | None = None  # the only file that they come from; None without one
 
 
 def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inputs:
@@ -117,7 +118,8 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
     """
     rows = _build_rows(request, folder=folder, spec=spec)
     ids = rows.ids if request.max_length is None else [row[: request.max_length] for row in rows.ids]
-    _refuse_unusable_rows(ids, rows.starts, spec)
+    with naming(rows.file):
+        _refuse_unusable_rows(ids, rows.starts, spec)
     return pad_rows(
         ids,
         padding_side=request.padding_side,
@@ -171,7 +173,16 @@ def _build_rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> _Row
     else:
         ids = _random_ids(request, request.seq_lens, spec=spec)
         source = f"random ids of seed {request.seed}"
-    return _Rows(ids=ids, starts=_row_starts(request.start_positions, num_rows=len(ids)), source=source)
+    starts = _row_starts(request.start_positions, num_rows=len(ids))
+    return _Rows(ids=ids, starts=starts, source=source, file=_only_file(request))
+
+
+def _only_file(request: InputRequest) -> Path | None:
+    """Return the file that all rows come from; None if there is none, or if some come from elsewhere."""
+    if request.prompts_file is not None and not request.prompts:
+        return request.prompts_file
+    is_file = len(request.input_ids) == 1 and Path(request.input_ids[0]).suffix == ".json"
+    return Path(request.input_ids[0]) if is_file else None
 
 
 def _default_rows(request: InputRequest, *, spec: ModelSpec) -> _Rows:
@@ -202,7 +213,7 @@ def _row_starts(start_positions: tuple[int, ...], *, num_rows: int) -> tuple[int
 def _parse_ids(text: str) -> list[list[int]]:
     try:
         if Path(text).suffix == ".json":
-            return _as_rows(read_json(Path(text)))
+            return _as_rows(read_own_json(Path(text)))
         return [[int(part) for part in text.split(",")]]
     except (OSError, ValueError) as error:
         raise UsageError(
@@ -228,10 +239,13 @@ def _filled_lines(text: str) -> list[str]:
 def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: ModelSpec) -> None:
     num_positions = spec.max_position_embeddings
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if not row:
+            raise UsageError(f"row {index} has no token")
         for token in row:
             if not 0 <= token < spec.vocab_size:
                 raise UsageError(
-                    f"row {index} holds the id {token}", expected=f"ids from 0 to {spec.vocab_size - 1}"
+                    f"row {index} holds the id {shorten(str(token))}",
+                    expected=f"ids from 0 to {spec.vocab_size - 1}",
                 )
         if len(row) > num_positions:
             raise UsageError(

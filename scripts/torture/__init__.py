@@ -1,5 +1,11 @@
 """Hostile files, dying processes and strange machines, for `bench_torture.py`; each part keeps one promise.
 
+- `hostile_world`: a small model with captures, plan, slices and dumps, whose files are damaged
+- `mutations`: mutations of a JSON value, and of a file's bytes
+- `hostile_json`: files of any shape give a typed error that names them
+- `hostile_pickles`: no code of a pickle runs, and reading one is bounded
+- `hostile_text`: no control characters reach a terminal or a report
+- `unreadable_dumps`: what cannot be read of a dump is named, and nothing passes over it
 - `deaths`: commands killed while they write, and run again
 - `dying_ranks`: ranks that die or stand still, and a folder that goes away under them
 - `power_loss`: commands whose power is cut, in a model of the disk

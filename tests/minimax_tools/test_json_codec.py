@@ -148,3 +148,44 @@ def test_field_has_the_key_that_it_is_given() -> None:
     assert encode_fields(Point(x=1, y=2.0), y="height") == {"x": 1, "height": 2.0}
     assert decode_fields(Point, {"x": 1, "height": 2.0}, y="height") == Point(x=1, y=2.0)
     assert encode_fields(Point(x=1, y=2.0)) == {"x": 1, "y": 2.0}
+
+
+@pytest.mark.parametrize("record", ["xy", {"a": 1}, 5, None])
+def test_only_a_list_is_read_as_a_list(record: Any) -> None:
+    with pytest.raises(DecodeError, match="expected a list"):
+        decode(tuple[str, ...], record)
+
+
+def test_fault_in_a_list_has_its_place() -> None:
+    with pytest.raises(DecodeError, match=r"expected a whole number, found 'x' @ \$\[1\]\[0\]"):
+        decode(tuple[tuple[int, ...], ...], [[1], ["x"]])
+    with pytest.raises(DecodeError, match="expected 2 values, found 3"):
+        decode(tuple[int, float], [1, 2, 3])
+
+
+def test_list_of_many_faults_is_described_by_a_few() -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode(tuple[int, ...], [None] * 100_000)
+    assert str(caught.value).count("expected") == 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optional:
+    x: int = 0
+
+
+@pytest.mark.parametrize("record", ["", "x", [], ["x"], 5, None])
+def test_record_without_needed_fields_is_still_an_object(record: Any) -> None:
+    with pytest.raises(DecodeError, match="expected an object"):
+        decode(Optional, record)
+
+
+def test_number_beyond_the_largest_float_is_refused() -> None:
+    with pytest.raises(DecodeError, match="expected a number"):
+        decode(float, 10**400)
+
+
+def test_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode(int, "x" * 100_000)
+    assert len(str(caught.value)) < 500

@@ -311,9 +311,7 @@ class TestOutput:
             pytest.skip("no small disk: unshare with a mount of its own is not allowed here")
         import sys
 
-        command = (
-            f"{sys.executable} -m neuron single-layer --layer 0 --model {toy} --output-dir {disk}/run"
-        )
+        command = f"{sys.executable} -m neuron single-layer --layer 0 --model {toy} --output-dir {disk}/run"
         done = _as_own_root(f"{mount} && {command}")
         refused(
             done, f"no space left to write {disk}/run/layer_0.safetensors", "Free some space", exit_code=3

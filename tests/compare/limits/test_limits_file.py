@@ -74,6 +74,7 @@ class TestOwnFile:
             ("isolated:\n  all:\n    hole: 2", "line 3, isolated.all.hole", "'hole'"),
             ("level: 0.1\nisolted: {}", "line 2, isolted", "'isolted'"),
             ("isolated:\n  all: {whole: two}", "line 2, isolated.all.whole", "'two'"),
+            ('isolated:\n  all: {whole: "2"}', "line 2, isolated.all.whole", "'2'"),
             ("isolated:\n  all: {whole: -1}", "line 2, isolated.all.whole", "'-1'"),
             ("isolated:\n  all: {whole: {spread: 1}}", "line 2, isolated.all.whole", "spread"),
             ("isolated:\n  all: {whole: {usual: 1, spread: -1}}", "line 2, isolated.all.whole", "-1"),

@@ -278,14 +278,14 @@ class TestMalicious:
         assert capture.read(0, Site.MOE_DELTA).shape == (2, 3)
         assert not made.exists()
 
-    def test_file_that_is_a_call_alone_holds_no_tensor(self, tmp_path: Path) -> None:
+    def test_file_that_is_a_call_alone_is_named_as_one_without_a_tensor(self, tmp_path: Path) -> None:
         made = tmp_path / "made"
         save(
             Call(os.mkdir, str(made)),
             tmp_path / "dump" / "captured_tensors_cte_step_1_module_layers.0.mlp_output.pt",
         )
-        dump = read_dump(tmp_path / "dump", FORMATS["nxdi"])
-        assert dump.pieces == ()
+        with pytest.raises(CaptureError, match=r"mlp_output\.pt holds no tensor"):
+            read_dump(tmp_path / "dump", FORMATS["nxdi"])
         assert not made.exists()
 
 

@@ -81,3 +81,16 @@ def test_what_is_wrong_is_named(text: str, said: str, tmp_path: Path) -> None:
 def test_map_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"map\.yaml cannot be read: found No such file"):
         NameMap.read(tmp_path / "map.yaml")
+
+
+@pytest.mark.parametrize(
+    "order", ["[0, 2, 1, '1']", "[0, true, 2]", "[0, 1.0, 2]", "[0, 2]", "[[0], 1]", "[-1, 0]"]
+)
+def test_transpose_that_is_no_order_of_dims_is_refused(order: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"map\.yaml: sites\.q_rope is wrong"):
+        read(tmp_path, f"sites: {{q_rope: {{from: a, transpose: {order}}}}}")
+
+
+def test_sites_that_are_a_list_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"map\.yaml: sites is wrong"):
+        read(tmp_path, "sites: []")

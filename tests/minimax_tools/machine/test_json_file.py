@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minimax_tools.machine.json_file import MAX_DEPTH, JsonError, parse_json, read_json
+from minimax_tools.machine.json_file import MAX_DEPTH, JsonError, parse_json, read_json, read_own_json
 
 
 def nested(depth: int) -> str:
@@ -50,3 +50,27 @@ def test_what_is_no_json_has_one_error(content: bytes, tmp_path: Path) -> None:
 def test_file_without_end_is_refused() -> None:
     with pytest.raises(JsonError, match="more than 536,870,912 bytes"):
         read_json(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '[{"b": {"a": 1, "c": 2, "a": 3}}]'])
+def test_key_that_is_there_twice_is_named(text: str) -> None:
+    with pytest.raises(JsonError, match="the key 'a' twice in one object"):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("text", ['"\\ud800"', '{"\\uDC00": 1}', '["\\udc00\\ud800"]'])
+def test_half_of_a_pair_of_surrogates_is_no_text(text: str) -> None:
+    with pytest.raises(JsonError, match="not Unicode"):
+        parse_json(text)
+    assert parse_json('"\\ud83d\\ude00"') == "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize("text", ["NaN", "[-Infinity]", "1e999"])
+def test_file_of_mm2s_own_holds_finite_numbers(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(text)
+    read_json(path)
+    with pytest.raises(JsonError, match="not finite"):
+        read_own_json(path)
+    path.write_text("[1.5e300, -2]")
+    assert read_own_json(path) == [1.5e300, -2]
