@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from compare.blame.sentences import Bounds, describe_regions
@@ -154,6 +155,13 @@ def test_heads_that_changed_places_are_named() -> None:
     )
 
 
+def test_values_of_the_other_sign_are_a_multiple_too() -> None:
+    rows = right_rows()
+    target = rows.target.clone()
+    target[:, 20:30] *= -1.0
+    assert "the port's values there are -1 times the golden's" in describe(replace(rows, target=target))
+
+
 def test_tokens_of_nan_are_named() -> None:
     rows = right_rows()
     target = rows.target.clone()
@@ -181,6 +189,44 @@ def test_positions_are_told_where_rows_begin_elsewhere() -> None:
     positions[LENGTH:] += 1000
     (sentence, *_) = describe(spoilt(positions >= 16), positions=positions)
     assert "at positions from 16 on; the 16 others are right" in sentence
+
+
+def scattered(first: int, number: int, step: int) -> torch.Tensor:
+    """Numbers of which the first and the last are as far apart as `number` of 40 or 16 can be."""
+    return first + torch.tensor([*range(number - 1), step - 1])
+
+
+class TestChance:
+    """So many wrong items are told, one less might be there by chance: among all regions, with less than 1e-6."""
+
+    @pytest.mark.parametrize(("number", "is_told"), [(12, False), (13, True)])
+    def test_a_row_of_three(self, number: int, is_told: bool) -> None:
+        tokens = ~everywhere()
+        tokens[scattered(LENGTH, number, LENGTH)] = True
+        told = describe(spoilt(tokens))
+        assert told == ((f"wrong tokens: {number} of the 40 in row 1; the 80 others are right",) if is_told else ())
+
+    @pytest.mark.parametrize(("start", "words"), [(38, "tokens from 38 on"), (10, "tokens 10 to 11")])
+    def test_a_range_of_two_places_in_three_rows(self, start: int, words: str) -> None:
+        tokens = (right_rows().places[:, 1] - start).clamp(min=-1) // 2 == 0
+        assert describe(spoilt(tokens)) == (f"wrong tokens: all 6 at {words}; the 114 others are right",)
+        tokens[int(tokens.nonzero()[2])] = False
+        assert describe(spoilt(tokens)) == ()
+
+    @pytest.mark.parametrize(("number", "is_told"), [(9, False), (10, True)])
+    def test_a_head_of_four(self, number: int, is_told: bool) -> None:
+        channels = torch.zeros(HEADS * HEAD_DIM, dtype=torch.bool)
+        channels[scattered(2 * HEAD_DIM, number, HEAD_DIM)] = True
+        told = describe(spoilt(everywhere(), channels), head_dim=HEAD_DIM)
+        sentence = f"wrong channels: {number} of the 16 of head 2; the 48 others are right"
+        assert told == ((sentence,) if is_told else ())
+
+    def test_a_region_of_all_but_seven_tokens_says_nothing(self) -> None:
+        rows = right_rows()
+        rows = replace(rows, places=torch.stack([torch.zeros(120), torch.arange(120)], dim=1).long())
+        for right, told in ((8, ("wrong tokens: all 112 at tokens from 8 on; the 8 others are right",)), (7, ())):
+            target = torch.where(rows.places[:, 1:] >= right, spoilt(everywhere()).target, rows.target)
+            assert describe(replace(rows, target=target)) == told
 
 
 class TestRegions:

@@ -99,6 +99,17 @@ class TestNoise:
         strict = judge(CLEAN, metrics, context=replace(TERMS, share=1e-2))[2]
         assert strict.limit < judge(CLEAN, metrics)[2].limit
 
+    @pytest.mark.parametrize(("figure", "among"), [("token_worst", 200), ("channel_worst", 256), ("whole", 1)])
+    def test_worst_of_many_is_allowed_its_part_of_the_false_alarms(
+        self, figure: str, among: int, metrics: PairMetrics
+    ) -> None:
+        table = LIMITS.of_ratios(is_chained=False, is_estimated=False, is_widened=True)
+        limit = table.find("moe_delta", figure)
+        assert limit is not None
+        assert limit_of(figure, metrics) == limit.at(num_tokens=200, share=TERMS.share / among)
+        if among > 1:
+            assert limit_of(figure, metrics) > limit.at(num_tokens=200, share=TERMS.share)
+
     def test_four_times_the_noise_fails_in_a_decode_step_of_three_rows(self, metrics: PairMetrics) -> None:
         assert judge(replace(CLEAN, whole=4.0), metrics, num_tokens=3)[0] is SiteStatus.FAIL
 
