@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
 # Threads do not outlive a fork, so there must be none; this holds for libraries that are imported later.
-os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")})
-sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["NUMBA_NUM_THREADS"] = "1"
 
 import pytest
 from mutants.changes import changed_lines
@@ -30,6 +30,7 @@ from mutants.mutant import Mutant, find_mutants
 from mutants.rooms import SOURCES, find_sources, find_tests
 from mutants.trial import Outcome, Trial, Trials
 
+ROOT = Path(__file__).parents[1]
 # Share of the faults that the tests must notice, in percent.
 _GOAL = 90.0
 
@@ -39,11 +40,12 @@ def main() -> int:
     arguments = _parse()
     mutants = _choose(arguments)
     if not mutants:
-        print(f"No fault to plant: nothing in question differs from {arguments.base}. All: make mutants ALL=1")
+        print(
+            f"No fault to plant: nothing in question differs from {arguments.base}. All: make mutants ALL=1"
+        )
         return 0
     tests = arguments.tests or [*find_tests(ROOT, sorted({mutant.file for mutant in mutants}))]
     with tempfile.TemporaryDirectory(prefix="mm2-mutants-") as folder, os.fdopen(os.dup(2), "w") as progress:
-
         start = time.monotonic()
 
         def tell(line: str) -> None:
@@ -53,7 +55,15 @@ def main() -> int:
         scratch = Path(folder) / "tests"
         scratch.mkdir()
         trials = Trials(ROOT, mutants, scratch=scratch, tell=tell)
-        options = ["-q", "-m", arguments.marks, f"--basetemp={scratch}", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+        options = [
+            "-q",
+            "-m",
+            arguments.marks,
+            f"--basetemp={scratch}",
+            "-p",
+            "no:cacheprovider",
+            f"--rootdir={ROOT}",
+        ]
         code = pytest.main([*options, *map(str, tests)], plugins=[trials])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return 1
@@ -63,13 +73,19 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", default="main", help="branch to compare with (default: main)")
-    parser.add_argument("--all", action="store_true", help="plant faults in all lines of the files in question")
+    parser.add_argument(
+        "--all", action="store_true", help="plant faults in all lines of the files in question"
+    )
     parser.add_argument("--modules", nargs="+", metavar="PATH", help="plant faults in these files or folders")
     parser.add_argument("--sample", type=int, metavar="NUMBER", help="draw so many of the faults")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", help="run these tests (default: those that mirror)")
+    parser.add_argument(
+        "--tests", nargs="+", metavar="PATH", help="run these tests (default: those that mirror)"
+    )
     parser.add_argument("--marks", default="not slow", help="pytest's -m (default: 'not slow')")
     return parser.parse_args()
 
@@ -92,7 +108,9 @@ def _changed(base: str) -> dict[Path, frozenset[int]]:
     try:
         return dict(changed_lines(ROOT, base))
     except subprocess.CalledProcessError as error:
-        sys.exit(f"git cannot compare with {base}: {error.stderr.strip()}. Name another branch: --base BRANCH")
+        sys.exit(
+            f"git cannot compare with {base}: {error.stderr.strip()}. Name another branch: --base BRANCH"
+        )
 
 
 def _report(trials: Sequence[Trial]) -> int:

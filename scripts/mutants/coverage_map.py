@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import coverage
+
 from mutants.mutant import Mutant
 
 

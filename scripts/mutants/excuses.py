@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
+
 from mutants.mutant import Mutant
 
 FILE = Path(__file__).with_suffix(".yaml")
@@ -20,15 +21,13 @@ def read_excuses(file: Path = FILE) -> Mapping[tuple[str, str, str], str]:
     excuses = {}
     for entry in yaml.safe_load(file.read_text(encoding="utf-8")) or []:
         if entry.keys() != {"file", "before", "after", "reason"} or not entry["reason"]:
-            raise ValueError(f"{file}: expected file, before, after and reason, found {entry}. Write all four.")
+            raise ValueError(
+                f"{file}: expected file, before, after and reason, found {entry}. Write all four."
+            )
         excuses[entry["file"], entry["before"], entry["after"]] = entry["reason"]
     return excuses
 
 
 def is_excused(mutant: Mutant, excuses: Mapping[tuple[str, str, str], str]) -> bool:
     """Decide whether a change is excused, wherever in its file it stands."""
-    return (str(mutant.file), _one_line(mutant.before), _one_line(mutant.after)) in excuses
-
-
-def _one_line(code: str) -> str:
-    return " ".join(code.split())
+    return (str(mutant.file), mutant.before, mutant.after) in excuses

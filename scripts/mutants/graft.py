@@ -1,8 +1,8 @@
 """Graft: put a mutant into the running process, where its module has been imported long ago.
 
 The changed file is executed once more beside its module. What its one changed statement defines then takes the old
-one's place: functions get other code and defaults, so whoever holds them runs the mutant. A constant is replaced in each
-module that holds it under its name.
+one's place: functions get other code and defaults, so whoever holds them runs the mutant. A constant is replaced in
+each module that holds it under its name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import gc
 import inspect
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,6 @@ from typing import Any
 
 import click
 import numba
-
-PACKAGES = ("compare", "minimax_tools", "reports", "neuron", "gpu_reference", "mm2")
 
 
 class NotGraftedError(Exception):
@@ -160,7 +159,13 @@ def _compile_anew(function: object) -> None:
 
 
 def _forget_results() -> None:
-    """Forget what functions remember of earlier calls."""
+    """Forget what functions, but those of libraries, remember of earlier calls."""
+    # The tests freeze what they have imported, and so hide it.
+    gc.unfreeze()
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     for value in gc.get_objects():
-        if isinstance(value, functools._lru_cache_wrapper) and value.__module__.partition(".")[0] in PACKAGES:
+        if not isinstance(value, functools._lru_cache_wrapper):
+            continue
+        inner = inspect.unwrap(value)
+        if isinstance(inner, FunctionType) and not inner.__code__.co_filename.startswith(libraries):
             value.cache_clear()

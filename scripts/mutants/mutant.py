@@ -56,18 +56,19 @@ class Mutant:
 
     file: Path  # relative to the repository
     lines: range  # of the statement; of a compound one, its head
-    top_name: str  # name of the class, function or constant of the module that it is part of; empty for other statements
-    is_in_function: bool  # whether the change takes effect when a function runs, not when its module is imported
+    top_name: (
+        str  # the class, function or constant of the module that it is part of; empty for other statements
+    )
+    is_in_function: bool  # whether it takes effect when a function runs, not when its module is imported
     is_compiled: bool  # whether the function is compiled, so that nobody sees which lines run
-    before: str  # code of the node
+    before: str  # code of the node, on one line
     after: str
     source: SourceFile
     node: libcst.CSTNode
     replacement: libcst.CSTNode
 
     def __str__(self) -> str:
-        before, after = (" ".join(text.split()) for text in (self.before, self.after))
-        return f"{self.file}:{self.lines.start}: {before} -> {after}"
+        return f"{self.file}:{self.lines.start}: {self.before} -> {self.after}"
 
     def code(self) -> str:
         """Return the file with the change."""
@@ -128,7 +129,8 @@ class _Finder(libcst.CSTVisitor):
         if type(replacement.operator) is type(_OPPOSITES.get(type(node.operator))):
             return False
         return type(node.operator) in _OPPOSITES and any(
-            isinstance(part, libcst.Float) or (isinstance(part, libcst.Name) and part.value in self._fractions)
+            isinstance(part, libcst.Float)
+            or (isinstance(part, libcst.Name) and part.value in self._fractions)
             for side in (comparison.left, node.comparator)
             for part in matchers.findall(side, matchers.Float() | matchers.Name())
         )
@@ -152,8 +154,8 @@ class _Finder(libcst.CSTVisitor):
                 if isinstance(function, libcst.FunctionDef)
                 for decorator in function.decorators
             ),
-            before=module.code_for_node(node),
-            after=module.code_for_node(replacement),
+            before=" ".join(module.code_for_node(node).split()),
+            after=" ".join(module.code_for_node(replacement).split()),
             source=self._source,
             node=node,
             replacement=replacement,
@@ -194,7 +196,11 @@ def _constants_with_fraction(module: libcst.Module) -> Iterator[str]:
     for line in module.body:
         for statement in line.body if isinstance(line, libcst.SimpleStatementLine) else ():
             if isinstance(statement, libcst.Assign) and isinstance(statement.value, libcst.Float):
-                yield from (target.target.value for target in statement.targets if isinstance(target.target, libcst.Name))
+                yield from (
+                    target.target.value
+                    for target in statement.targets
+                    if isinstance(target.target, libcst.Name)
+                )
 
 
 def _replacements(node: libcst.CSTNode, parent: libcst.CSTNode | None) -> Iterator[libcst.CSTNode]:
@@ -208,7 +214,11 @@ def _replacements(node: libcst.CSTNode, parent: libcst.CSTNode | None) -> Iterat
         yield _negate(node)
     if isinstance(node, libcst.ComparisonTarget) and type(node.operator) in _OPPOSITES:
         yield node.with_changes(operator=_OPPOSITES[type(node.operator)])
-    if isinstance(node, libcst.Expr) and isinstance(node.value, libcst.Call) and not _is_unchanged(node.value):
+    if (
+        isinstance(node, libcst.Expr)
+        and isinstance(node.value, libcst.Call)
+        and not _is_unchanged(node.value)
+    ):
         yield libcst.Pass(semicolon=node.semicolon)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.runner import runtestprotocol
+
 from mutants.coverage_map import CoverageMap
 from mutants.graft import NotGraftedError, graft
 from mutants.mutant import Mutant
@@ -66,12 +67,19 @@ class Trials:
     """The plugin; `trials` holds the results when pytest has ended."""
 
     def __init__(
-        self, root: Path, mutants: Sequence[Mutant], *, scratch: Path, tell: Callable[[str], None]
+        self,
+        root: Path,
+        mutants: Sequence[Mutant],
+        *,
+        scratch: Path,
+        tell: Callable[[str], None],
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         """Try `mutants`; tests write below `scratch`, pytest's `basetemp`. Progress goes to `tell`."""
         self.trials: list[Trial] = []
         self.failing: list[str] = []  # tests that fail without any mutant
         self._root, self._mutants, self._scratch, self._tell = root, mutants, scratch, tell
+        self._patience_s = patience_s
         self._map = CoverageMap(root, {mutant.file for mutant in mutants})
         self._items: dict[str, pytest.Item] = {}
         self._seconds: dict[str, float] = {}
@@ -119,9 +127,11 @@ class Trials:
         return Trial(mutant=mutant, outcome=outcome, says=last if outcome is not Outcome.SURVIVED else "")
 
     def _choose(self, mutant: Mutant) -> list[str]:
-        """Return the tests that may notice it: first those that noticed others of its file, then its own, then quick ones."""
+        """Return the tests that may notice it: those that noticed others of its file, its own, and then quick ones."""
         own = f"test_{mutant.file.stem}.py"
-        tests = [test for test in self._map.tests_of(mutant) if test in self._seconds and self._fit.get(test, True)]
+        tests = [
+            test for test in self._map.tests_of(mutant) if test in self._seconds and self._fit.get(test, True)
+        ]
         tests.sort(
             key=lambda test: (-self._killers[mutant.file, test], own not in test, self._seconds[test], test)
         )
@@ -149,11 +159,13 @@ class Trials:
             os.close(reader)
             _run_in_child([self._items[test] for test in tests], mutant, root=self._root, writer=writer)
         os.close(writer)
-        patience = _PATIENCE_S + _PATIENCE * sum(self._seconds.get(test, 0.0) for test in tests)
+        patience = self._patience_s + _PATIENCE * sum(self._seconds.get(test, 0.0) for test in tests)
         said, has_ended = _listen(reader, time.monotonic() + patience)
         _end_group(child)
         for path in set(self._scratch.iterdir()) - before:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()
+            shutil.rmtree(
+                path, ignore_errors=True
+            ) if path.is_dir() and not path.is_symlink() else path.unlink()
         *started, verdict = said.split("\n") if said else [""]
         if not has_ended:
             return Outcome.ENDLESS, started[-1] if started else tests[0]
@@ -165,9 +177,7 @@ class Trials:
         return Outcome.KILLED, started[-1] if started else tests[0]
 
 
-def _run_in_child(
-    items: Sequence[pytest.Item], mutant: Mutant | None, *, root: Path, writer: int
-) -> None:
+def _run_in_child(items: Sequence[pytest.Item], mutant: Mutant | None, *, root: Path, writer: int) -> None:
     """Run the tests until one fails; write the name of each that begins, and the verdict. Never returns."""
     verdict = "killed"
     try:

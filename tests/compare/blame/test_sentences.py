@@ -204,7 +204,9 @@ class TestChance:
         tokens = ~everywhere()
         tokens[scattered(LENGTH, number, LENGTH)] = True
         told = describe(spoilt(tokens))
-        assert told == ((f"wrong tokens: {number} of the 40 in row 1; the 80 others are right",) if is_told else ())
+        assert told == (
+            (f"wrong tokens: {number} of the 40 in row 1; the 80 others are right",) if is_told else ()
+        )
 
     @pytest.mark.parametrize(("start", "words"), [(38, "tokens from 38 on"), (10, "tokens 10 to 11")])
     def test_a_range_of_two_places_in_three_rows(self, start: int, words: str) -> None:
@@ -224,7 +226,10 @@ class TestChance:
     def test_a_region_of_all_but_seven_tokens_says_nothing(self) -> None:
         rows = right_rows()
         rows = replace(rows, places=torch.stack([torch.zeros(120), torch.arange(120)], dim=1).long())
-        for right, told in ((8, ("wrong tokens: all 112 at tokens from 8 on; the 8 others are right",)), (7, ())):
+        for right, told in (
+            (8, ("wrong tokens: all 112 at tokens from 8 on; the 8 others are right",)),
+            (7, ()),
+        ):
             target = torch.where(rows.places[:, 1:] >= right, spoilt(everywhere()).target, rows.target)
             assert describe(replace(rows, target=target)) == told
 

@@ -99,7 +99,9 @@ class TestNoise:
         strict = judge(CLEAN, metrics, context=replace(TERMS, share=1e-2))[2]
         assert strict.limit < judge(CLEAN, metrics)[2].limit
 
-    @pytest.mark.parametrize(("figure", "among"), [("token_worst", 200), ("channel_worst", 256), ("whole", 1)])
+    @pytest.mark.parametrize(
+        ("figure", "among"), [("token_worst", 200), ("channel_worst", 256), ("whole", 1)]
+    )
     def test_worst_of_many_is_allowed_its_part_of_the_false_alarms(
         self, figure: str, among: int, metrics: PairMetrics
     ) -> None:
