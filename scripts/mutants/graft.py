@@ -164,7 +164,8 @@ def _forget_results() -> None:
     gc.unfreeze()
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     for value in gc.get_objects():
-        if not isinstance(value, functools._lru_cache_wrapper):
+        # Not isinstance: it asks the object for its class, and lazy ones do something then.
+        if type(value) is not functools._lru_cache_wrapper:
             continue
         inner = inspect.unwrap(value)
         if isinstance(inner, FunctionType) and not inner.__code__.co_filename.startswith(libraries):
