@@ -40,7 +40,6 @@ def graft(path: Path, before: str, after: str) -> None:
         _replace(module, name, _execute(module, path, after))
     if not modules:
         raise NotGraftedError("no test imports it")
-    _forget_results()
 
 
 def _file_of(module: ModuleType) -> Path | None:
@@ -158,15 +157,16 @@ def _compile_anew(function: object) -> None:
         wrapper = getattr(wrapper, "__wrapped__", None)
 
 
-def _forget_results() -> None:
-    """Forget what functions, but those of libraries, remember of earlier calls."""
+def find_caches() -> list[functools._lru_cache_wrapper[Any]]:
+    """Return the caches of all functions but those of libraries: they remember what the unchanged program gave."""
     # The tests freeze what they have imported, and so hide it.
     gc.unfreeze()
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    caches = []
     for value in gc.get_objects():
         # Not isinstance: it asks the object for its class, and lazy ones do something then.
-        if type(value) is not functools._lru_cache_wrapper:
-            continue
-        inner = inspect.unwrap(value)
-        if isinstance(inner, FunctionType) and not inner.__code__.co_filename.startswith(libraries):
-            value.cache_clear()
+        if type(value) is functools._lru_cache_wrapper:
+            inner = inspect.unwrap(value)
+            if isinstance(inner, FunctionType) and not inner.__code__.co_filename.startswith(libraries):
+                caches.append(value)
+    return caches

@@ -8,7 +8,7 @@ whose result is not used, and arguments left out that have a default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,8 @@ class Mutant:
         """Return the file with the change."""
         changed = self.source.module.deep_replace(self.node, self.replacement)
         assert isinstance(changed, libcst.Module)
-        return changed.code
+        code: str = changed.code
+        return code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,35 +92,29 @@ def find_mutants(root: Path, file: Path) -> list[Mutant]:
     text = (root / file).read_text(encoding="utf-8")
     wrapper = MetadataWrapper(libcst.parse_module(text))
     source = SourceFile(path=file, text=text, module=wrapper.module)
-    finder = _Finder(source, wrapper.resolve(PositionProvider))
-    wrapper.module.visit(finder)
-    return finder.mutants
+    return list(_Finder(source, wrapper.resolve(PositionProvider)).visit(wrapper.module))
 
 
-class _Finder(libcst.CSTVisitor):
-    """Collects the mutants of one file."""
+class _Finder:
+    """Finds the mutants of one file."""
 
-    def __init__(self, source: SourceFile, positions: object) -> None:
-        super().__init__()
-        self.mutants: list[Mutant] = []
+    def __init__(self, source: SourceFile, positions: Mapping[libcst.CSTNode, CodeRange]) -> None:
         self._source = source
         self._fractions = {*_constants_with_fraction(source.module)}
         self._positions = positions
         self._path: list[libcst.CSTNode] = []
 
-    def on_visit(self, node: libcst.CSTNode) -> bool:
+    def visit(self, node: libcst.CSTNode) -> Iterator[Mutant]:
+        """Yield the mutants of a node and of all in it."""
         if _is_unchanged(node):
-            return False
+            return
         self._path.append(node)
         for replacement in _replacements(node, self._path[-2] if len(self._path) > 1 else None):
-            if isinstance(replacement, libcst.ComparisonTarget) and self._is_same(node, replacement):
-                continue
-            self.mutants.append(self._mutant(node, replacement))
-        return True
-
-    def on_leave(self, original_node: libcst.CSTNode) -> None:
-        if self._path and self._path[-1] is original_node:
-            self._path.pop()
+            if not (isinstance(replacement, libcst.ComparisonTarget) and self._is_same(node, replacement)):
+                yield self._mutant(node, replacement)
+        for child in node.children:
+            yield from self.visit(child)
+        self._path.pop()
 
     def _is_same(self, node: libcst.CSTNode, replacement: libcst.ComparisonTarget) -> bool:
         """Decide whether a comparison only differs where two numbers with a fraction are equal."""
@@ -175,9 +170,7 @@ class _Finder(libcst.CSTVisitor):
         return range(span.start.line, span.end.line + 1)
 
     def _span(self, node: libcst.CSTNode) -> CodeRange:
-        span = self._positions[node]  # type: ignore[index]
-        assert isinstance(span, CodeRange)
-        return span
+        return self._positions[node]
 
 
 def _is_unchanged(node: libcst.CSTNode) -> bool:
@@ -188,7 +181,11 @@ def _is_unchanged(node: libcst.CSTNode) -> bool:
     if isinstance(node, libcst.Call):
         called = node.func.value if isinstance(node.func, libcst.Attribute) else node.func
         return isinstance(called, libcst.Name) and called.value in _UNCHANGED_CALLS
-    return isinstance(node, libcst.If) and "TYPE_CHECKING" in libcst.Module([]).code_for_node(node.test)
+    return isinstance(node, libcst.If) and _names_type_checking(node.test)
+
+
+def _names_type_checking(test: libcst.BaseExpression) -> bool:
+    return isinstance(test, libcst.Name) and test.value == "TYPE_CHECKING"
 
 
 def _constants_with_fraction(module: libcst.Module) -> Iterator[str]:

@@ -6,6 +6,8 @@ each mutant, which runs the tests that may notice it until one fails.
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import random
 import resource
@@ -18,16 +20,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
 
 from mutants.coverage_map import CoverageMap
-from mutants.graft import NotGraftedError, graft
+from mutants.graft import NotGraftedError, find_caches, graft
 from mutants.mutant import Mutant
 
 # Tests are left out behind so many seconds: those before them, of the mutant's own test file first, say enough.
-_MOST_SECONDS = 30.0
+_MOST_SECONDS = 20.0
 # A mutant that takes longer than its tests took, by these, runs forever.
 _PATIENCE_S, _PATIENCE = 10.0, 5.0
 # A mutant may ask for memory without end.
@@ -85,6 +88,7 @@ class Trials:
         self._seconds: dict[str, float] = {}
         self._killers: Counter[tuple[Path, str]] = Counter()
         self._fit: dict[str, bool] = {}
+        self._caches: list[functools._lru_cache_wrapper[Any]] = []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -94,6 +98,9 @@ class Trials:
         self._items = {item.nodeid: item for item in session.items}
         with self._map.recording():
             self._run_once(session.items)
+        self._caches = find_caches()
+        # Else each child would walk through all objects, and so copy them.
+        gc.freeze()
         for number, mutant in enumerate(self._mutants, start=1):
             trial = self._try(mutant)
             self.trials.append(trial)
@@ -157,6 +164,8 @@ class Trials:
         child = os.fork()
         if child == 0:
             os.close(reader)
+            for cache in self._caches:
+                cache.cache_clear()
             _run_in_child([self._items[test] for test in tests], mutant, root=self._root, writer=writer)
         os.close(writer)
         patience = self._patience_s + _PATIENCE * sum(self._seconds.get(test, 0.0) for test in tests)

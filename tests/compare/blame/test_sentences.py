@@ -268,6 +268,11 @@ class TestRegions:
         (region,) = self.find(spoilt(everywhere(), channels), channel_word="expert")
         assert (region.channels, region.experts) == ((), tuple(range(20, 30)))
 
+    def test_at_most_one_expert_in_four(self) -> None:
+        experts = torch.arange(ROWS * LENGTH)[:, None] % 7
+        assert self.find(spoilt(experts[:, 0] == 3), experts=experts)[0].experts == (3,)
+        assert self.find(spoilt((experts[:, 0] == 3) | (experts[:, 0] == 5)), experts=experts) == ()
+
     def test_decoded_tokens(self) -> None:
         decoded = (right_rows().places[:, 1] % 7) == 3
         (region,) = self.find(spoilt(decoded), decoded=decoded)
