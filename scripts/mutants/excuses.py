@@ -12,22 +12,22 @@ from mutants.mutant import Mutant
 FILE = Path(__file__).with_suffix(".yaml")
 
 
-def read_excuses(file: Path = FILE) -> Mapping[tuple[str, str, str], str]:
-    """Return the reason of each excused change: file, code before, code after.
+def read_excuses(file: Path = FILE) -> Mapping[tuple[str, str, str, str], str]:
+    """Return the reason of each excused change: file, function or class, code before, code after.
 
     Raises:
         ValueError: An excuse lacks a reason, or has another key.
     """
     excuses = {}
     for entry in yaml.safe_load(file.read_text(encoding="utf-8")) or []:
-        if entry.keys() != {"file", "before", "after", "reason"} or not entry["reason"]:
+        if entry.keys() != {"file", "within", "before", "after", "reason"} or not entry["reason"]:
             raise ValueError(
-                f"{file}: expected file, before, after and reason, found {entry}. Write all four."
+                f"{file}: expected file, within, before, after and reason, found {entry}. Write all five."
             )
-        excuses[entry["file"], entry["before"], entry["after"]] = entry["reason"]
+        excuses[entry["file"], entry["within"], entry["before"], entry["after"]] = entry["reason"]
     return excuses
 
 
-def is_excused(mutant: Mutant, excuses: Mapping[tuple[str, str, str], str]) -> bool:
-    """Decide whether a change is excused, wherever in its file it stands."""
-    return (str(mutant.file), mutant.before, mutant.after) in excuses
+def is_excused(mutant: Mutant, excuses: Mapping[tuple[str, str, str, str], str]) -> bool:
+    """Decide whether a change is excused, wherever in its function or class it stands."""
+    return (str(mutant.file), mutant.top_name, mutant.before, mutant.after) in excuses

@@ -29,7 +29,8 @@ from mutants.coverage_map import CoverageMap
 from mutants.graft import NotGraftedError, find_caches, graft
 from mutants.mutant import Mutant
 
-# Tests are left out behind so many seconds: those before them, of the mutant's own test file first, say enough.
+# Tests are left out behind so many seconds of processor time: those before them, of the mutant's own test file first,
+# say enough.
 _MOST_SECONDS = 20.0
 # A mutant that takes longer than its tests took, by these, runs forever.
 _PATIENCE_S, _PATIENCE = 10.0, 5.0
@@ -85,7 +86,8 @@ class Trials:
         self._patience_s = patience_s
         self._map = CoverageMap(root, {mutant.file for mutant in mutants})
         self._items: dict[str, pytest.Item] = {}
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}  # processor time of each test
+        self._wall_s: dict[str, float] = {}
         self._killers: Counter[tuple[Path, str]] = Counter()
         self._fit: dict[str, bool] = {}
         self._caches: list[functools._lru_cache_wrapper[Any]] = []
@@ -110,13 +112,14 @@ class Trials:
     def _run_once(self, items: Sequence[pytest.Item]) -> None:
         for number, item in enumerate(items):
             self._map.enter(item.nodeid)
-            start = time.perf_counter()
+            start, start_wall = time.process_time(), time.monotonic()
             # After the last comes the first, so that what all tests share is kept.
             reports = runtestprotocol(item, log=False, nextitem=items[(number + 1) % len(items)])
             if any(report.failed for report in reports):
                 self.failing.append(item.nodeid)
             elif not any(report.skipped for report in reports):
-                self._seconds[item.nodeid] = time.perf_counter() - start
+                self._seconds[item.nodeid] = time.process_time() - start
+                self._wall_s[item.nodeid] = time.monotonic() - start_wall
             if number % 100 == 99:
                 self._tell(f"{number + 1} of {len(items)} tests have run once.")
         self._map.enter("")
@@ -168,7 +171,7 @@ class Trials:
                 cache.cache_clear()
             _run_in_child([self._items[test] for test in tests], mutant, root=self._root, writer=writer)
         os.close(writer)
-        patience = self._patience_s + _PATIENCE * sum(self._seconds.get(test, 0.0) for test in tests)
+        patience = self._patience_s + _PATIENCE * sum(self._wall_s.get(test, 0.0) for test in tests)
         said, has_ended = _listen(reader, time.monotonic() + patience)
         _end_group(child)
         for path in set(self._scratch.iterdir()) - before:

@@ -261,13 +261,13 @@ class TestExcuses:
         root = SCRIPTS.parent
         excuses = read_excuses()
         mutants = [
-            mutant for file in {file for file, _, _ in excuses} for mutant in find_mutants(root, Path(file))
+            mutant for file in {file for file, *_ in excuses} for mutant in find_mutants(root, Path(file))
         ]
-        planted = {(str(mutant.file), mutant.before, mutant.after) for mutant in mutants}
+        planted = {(str(mutant.file), mutant.top_name, mutant.before, mutant.after) for mutant in mutants}
         assert set(excuses) <= planted
 
     def test_an_excuse_without_a_reason_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / FILE.name
-        file.write_text("- {file: a.py, before: 1, after: 2, reason: ''}\n")
-        with pytest.raises(ValueError, match="Write all four"):
+        file.write_text("- {file: a.py, within: f, before: 1, after: 2, reason: ''}\n")
+        with pytest.raises(ValueError, match="Write all five"):
             read_excuses(file)
