@@ -25,12 +25,15 @@ os.environ["NUMBA_NUM_THREADS"] = "1"
 
 import pytest
 from mutants.changes import changed_lines
+from mutants.coverage_map import CoverageMap
 from mutants.excuses import is_excused, read_excuses
 from mutants.mutant import Mutant, find_mutants
 from mutants.rooms import SOURCES, find_sources, find_tests
 from mutants.trial import Outcome, Trial, Trials
 
 ROOT = Path(__file__).parents[1]
+# What each test ran is kept here: the tests take minutes.
+_KEPT = ROOT / ".mutants_cache" / "coverage.json"
 # Share of the faults that the tests must notice, in percent.
 _GOAL = 90.0
 
@@ -51,10 +54,11 @@ def main() -> int:
         def tell(line: str) -> None:
             print(f"{time.monotonic() - start:5.0f} s  {line}", file=progress, flush=True)
 
-        tell(f"{len(mutants)} faults. First the tests run once: {' '.join(map(str, tests))}")
+        tell(f"{len(mutants)} faults. Tests: {' '.join(map(str, tests))}")
         scratch = Path(folder) / "tests"
         scratch.mkdir()
-        trials = Trials(ROOT, mutants, scratch=scratch, tell=tell)
+        coverage_map = CoverageMap(ROOT, find_sources(ROOT), kept=_KEPT)
+        trials = Trials(ROOT, mutants, coverage_map=coverage_map, scratch=scratch, tell=tell)
         options = [
             "-q",
             "-m",

@@ -75,6 +75,7 @@ class Trials:
         root: Path,
         mutants: Sequence[Mutant],
         *,
+        coverage_map: CoverageMap,
         scratch: Path,
         tell: Callable[[str], None],
         patience_s: float = _PATIENCE_S,
@@ -84,12 +85,11 @@ class Trials:
         self.failing: list[str] = []  # tests that fail without any mutant
         self._root, self._mutants, self._scratch, self._tell = root, mutants, scratch, tell
         self._patience_s = patience_s
-        self._map = CoverageMap(root, {mutant.file for mutant in mutants})
+        self._map = coverage_map
         self._items: dict[str, pytest.Item] = {}
-        self._seconds: dict[str, float] = {}  # processor time of each test
-        self._wall_s: dict[str, float] = {}
         self._killers: Counter[tuple[Path, str]] = Counter()
         self._fit: dict[str, bool] = {}
+        self._shared: set[str] = set()  # names of the fixtures that all tests share
         self._caches: list[functools._lru_cache_wrapper[Any]] = []
 
     @pytest.hookimpl(tryfirst=True)
@@ -98,8 +98,9 @@ class Trials:
         if session.testsfailed:
             raise session.Interrupted(f"{session.testsfailed} errors while tests were collected")
         self._items = {item.nodeid: item for item in session.items}
+        self._map.read_kept()
         with self._map.recording():
-            self._run_once(session.items)
+            self._run_once([item for item in session.items if self._must_run(item)])
         self._caches = find_caches()
         # Else each child would walk through all objects, and so copy them.
         gc.freeze()
@@ -109,19 +110,34 @@ class Trials:
             self._tell(f"[{number}/{len(self._mutants)}] {trial.outcome.value:8} {mutant}  {trial.says}")
         return True
 
+    def _must_run(self, item: pytest.Item) -> bool:
+        """Decide whether nobody knows what a test runs, or it is the first to need what all tests share."""
+        shared = {
+            name
+            for name, fixtures in getattr(item, "_fixtureinfo").name2fixturedefs.items()  # noqa: B009
+            if fixtures[-1].scope == "session" and name not in self._shared
+        }
+        self._shared |= shared
+        return bool(shared) or item.nodeid not in self._map.runs
+
     def _run_once(self, items: Sequence[pytest.Item]) -> None:
-        for number, item in enumerate(items):
+        every = list(self._items.values())
+        self._tell(f"{len(items)} tests run once.")
+        for number, item in enumerate(items, start=1):
             self._map.enter(item.nodeid)
-            start, start_wall = time.process_time(), time.monotonic()
-            # After the last comes the first, so that what all tests share is kept.
-            reports = runtestprotocol(item, log=False, nextitem=items[(number + 1) % len(items)])
+            seconds, wall_s = time.process_time(), time.monotonic()
+            # Behind the last test stands another, so that what all tests share is kept.
+            reports = runtestprotocol(
+                item, log=False, nextitem=items[number] if number < len(items) else last
+            )
             if any(report.failed for report in reports):
                 self.failing.append(item.nodeid)
+                self._map.runs.pop(item.nodeid, None)
             elif not any(report.skipped for report in reports):
-                self._seconds[item.nodeid] = time.process_time() - start
-                self._wall_s[item.nodeid] = time.monotonic() - start_wall
-            if number % 100 == 99:
-                self._tell(f"{number + 1} of {len(items)} tests have run once.")
+                took_s = time.process_time() - seconds
+                self._map.leave(item.nodeid, seconds=took_s, wall_s=time.monotonic() - wall_s)
+            if number % 100 == 0:
+                self._tell(f"{number} of {len(items)} tests have run once.")
         self._map.enter("")
 
     def _try(self, mutant: Mutant) -> Trial:
@@ -140,15 +156,20 @@ class Trials:
         """Return the tests that may notice it: those that noticed others of its file, its own, and then quick ones."""
         own = f"test_{mutant.file.stem}.py"
         tests = [
-            test for test in self._map.tests_of(mutant) if test in self._seconds and self._fit.get(test, True)
+            test for test in self._map.tests_of(mutant) if test in self._items and self._fit.get(test, True)
         ]
         tests.sort(
-            key=lambda test: (-self._killers[mutant.file, test], own not in test, self._seconds[test], test)
+            key=lambda test: (
+                -self._killers[mutant.file, test],
+                own not in test,
+                self._map.runs[test].seconds,
+                test,
+            )
         )
         chosen: list[str] = []
         seconds = 0.0
         for test in tests:
-            seconds += self._seconds[test]
+            seconds += self._map.runs[test].seconds
             if chosen and seconds > _MOST_SECONDS:
                 break
             chosen.append(test)
@@ -171,7 +192,7 @@ class Trials:
                 cache.cache_clear()
             _run_in_child([self._items[test] for test in tests], mutant, root=self._root, writer=writer)
         os.close(writer)
-        patience = self._patience_s + _PATIENCE * sum(self._wall_s.get(test, 0.0) for test in tests)
+        patience = self._patience_s + _PATIENCE * sum(self._map.runs[test].wall_s for test in tests)
         said, has_ended = _listen(reader, time.monotonic() + patience)
         _end_group(child)
         for path in set(self._scratch.iterdir()) - before:

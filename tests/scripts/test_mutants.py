@@ -89,12 +89,14 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{scripts!r}, "."]
 import pytest
+from mutants.coverage_map import CoverageMap
 from mutants.mutant import find_mutants
 from mutants.trial import Trials
 root = Path.cwd()
-(root / "scratch").mkdir()
+(root / "scratch").mkdir(exist_ok=True)
 mutants = find_mutants(root, Path("sums_under_test.py"))
-trials = Trials(root, mutants, scratch=root / "scratch", tell=print, patience_s=1.0)
+coverage_map = CoverageMap(root, [Path("sums_under_test.py")], kept=root / "kept" / "coverage.json")
+trials = Trials(root, mutants, coverage_map=coverage_map, scratch=root / "scratch", tell=print, patience_s=1.0)
 options = ["-q", "-p", "no:cacheprovider", "--basetemp=scratch", "--rootdir=.", "-c", "pytest.ini"]
 pytest.main([*options, "test_sums.py"], plugins=[trials])
 for trial in trials.trials:
@@ -214,6 +216,29 @@ def test_each_fault_is_tried_against_the_tests_that_run_it(file: Path) -> None:
     assert outcomes["0.5 -> 1.5"] == "killed"
     assert outcomes["done += 1 -> done -= 1"] == "endless"
     assert outcomes["True -> False"] == "untested"
+    assert "5 tests run once." in run.stdout
+
+
+def test_what_tests_ran_is_kept_until_they_or_their_lines_change(file: Path) -> None:
+    (file.parent / "test_sums.py").write_text(TESTS)
+    (file.parent / "test_other.py").write_text("def test_nothing(): pass\n")
+    (file.parent / "pytest.ini").write_text("[pytest]\n")
+    script = RUN.replace('"test_sums.py"]', '"test_sums.py", "test_other.py"]').replace(
+        "mutants = find", "mutants = []\nignored = find"
+    )
+
+    def count() -> str:
+        command = [sys.executable, "-c", script.format(scripts=str(SCRIPTS))]
+        run = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        return next(line for line in run.stdout.splitlines() if line.endswith("tests run once."))
+
+    assert count() == "6 tests run once."
+    assert count() == "0 tests run once."
+    file.write_text(SOURCE + "\n")
+    assert count() == "5 tests run once."
+    (file.parent / "test_other.py").write_text("def test_nothing(): assert True\n")
+    assert count() == "1 tests run once."
 
 
 def test_changed_lines_are_those_since_the_branches_parted(tmp_path: Path) -> None:
