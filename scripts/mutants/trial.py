@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +122,14 @@ class Trials:
         return bool(shared) or item.nodeid not in self._map.runs
 
     def _run_once(self, items: Sequence[pytest.Item]) -> None:
-        every = list(self._items.values())
+        ends = [*self._items.values()][:: max(1, len(self._items) - 1)]
         self._tell(f"{len(items)} tests run once.")
         for number, item in enumerate(items, start=1):
             self._map.enter(item.nodeid)
             seconds, wall_s = time.process_time(), time.monotonic()
-            # Behind the last test stands another, so that what all tests share is kept.
-            reports = runtestprotocol(
-                item, log=False, nextitem=items[number] if number < len(items) else last
-            )
+            # Behind the last test stands a far one, so that what all tests share is kept, and nothing else.
+            follower = items[number] if number < len(items) else min(ends, key=partial(_count_shared, item))
+            reports = runtestprotocol(item, log=False, nextitem=follower)
             if any(report.failed for report in reports):
                 self.failing.append(item.nodeid)
                 self._map.runs.pop(item.nodeid, None)
@@ -208,6 +208,11 @@ class Trials:
             return Outcome.SURVIVED, ""
         # It told of a failure, or died without a word.
         return Outcome.KILLED, started[-1] if started else tests[0]
+
+
+def _count_shared(item: pytest.Item, other: pytest.Item) -> int:
+    """Return the number of folders, files and classes that hold both tests."""
+    return len({*item.listchain()} & {*other.listchain()})
 
 
 def _run_in_child(items: Sequence[pytest.Item], mutant: Mutant | None, *, root: Path, writer: int) -> None:
