@@ -58,7 +58,14 @@ def main() -> int:
         scratch = Path(folder) / "tests"
         scratch.mkdir()
         coverage_map = CoverageMap(ROOT, find_sources(ROOT), kept=_KEPT)
-        trials = Trials(ROOT, mutants, coverage_map=coverage_map, scratch=scratch, tell=tell)
+        trials = Trials(
+            ROOT,
+            mutants,
+            coverage_map=coverage_map,
+            scratch=scratch,
+            tell=tell,
+            most_seconds=arguments.seconds,
+        )
         options = [
             "-q",
             "-m",
@@ -90,6 +97,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--tests", nargs="+", metavar="PATH", help="run these tests (default: those that mirror)"
     )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="of tests for each fault, on one core (default: %(default)s)",
+    )
     parser.add_argument("--marks", default="not slow", help="pytest's -m (default: 'not slow')")
     return parser.parse_args()
 
@@ -104,7 +117,8 @@ def _choose(arguments: argparse.Namespace) -> list[Mutant]:
     mutants = [mutant for mutant in mutants if not is_excused(mutant, excuses)]
     if arguments.sample is not None and arguments.sample < len(mutants):
         drawn = random.Random(arguments.seed).sample(range(len(mutants)), arguments.sample)
-        mutants = [mutants[index] for index in sorted(drawn)]
+        # In the order in which they were drawn: a run that is cut short has tried a sample, too.
+        mutants = [mutants[index] for index in drawn]
     return mutants
 
 

@@ -30,9 +30,6 @@ from mutants.coverage_map import CoverageMap
 from mutants.graft import NotGraftedError, find_caches, graft
 from mutants.mutant import Mutant
 
-# Tests are left out behind so many seconds of processor time: those before them, of the mutant's own test file first,
-# say enough.
-_MOST_SECONDS = 20.0
 # A mutant that takes longer than its tests took, by these, runs forever.
 _PATIENCE_S, _PATIENCE = 10.0, 5.0
 # A mutant may ask for memory without end.
@@ -79,13 +76,17 @@ class Trials:
         coverage_map: CoverageMap,
         scratch: Path,
         tell: Callable[[str], None],
+        most_seconds: float,
         patience_s: float = _PATIENCE_S,
     ) -> None:
-        """Try `mutants`; tests write below `scratch`, pytest's `basetemp`. Progress goes to `tell`."""
+        """Try `mutants`; tests write below `scratch`, pytest's `basetemp`. Progress goes to `tell`.
+
+        Of the tests that run a mutant, those are left out that begin after `most_seconds` of processor time.
+        """
         self.trials: list[Trial] = []
         self.failing: list[str] = []  # tests that fail without any mutant
         self._root, self._mutants, self._scratch, self._tell = root, mutants, scratch, tell
-        self._patience_s = patience_s
+        self._most_seconds, self._patience_s = most_seconds, patience_s
         self._map = coverage_map
         self._items: dict[str, pytest.Item] = {}
         self._killers: Counter[tuple[Path, str]] = Counter()
@@ -170,7 +171,7 @@ class Trials:
         seconds = 0.0
         for test in tests:
             seconds += self._map.runs[test].seconds
-            if chosen and seconds > _MOST_SECONDS:
+            if chosen and seconds > self._most_seconds:
                 break
             chosen.append(test)
         return chosen

@@ -96,7 +96,8 @@ root = Path.cwd()
 (root / "scratch").mkdir(exist_ok=True)
 mutants = find_mutants(root, Path("sums_under_test.py"))
 coverage_map = CoverageMap(root, [Path("sums_under_test.py")], kept=root / "kept" / "coverage.json")
-trials = Trials(root, mutants, coverage_map=coverage_map, scratch=root / "scratch", tell=print, patience_s=1.0)
+limits = {"most_seconds": 9.0, "patience_s": 1.0}
+trials = Trials(root, mutants, coverage_map=coverage_map, scratch=root / "scratch", tell=print, **limits)
 options = ["-q", "-p", "no:cacheprovider", "--basetemp=scratch", "--rootdir=.", "-c", "pytest.ini"]
 pytest.main([*options, "test_sums.py"], plugins=[trials])
 for trial in trials.trials:

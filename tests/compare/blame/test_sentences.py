@@ -277,6 +277,8 @@ class TestRegions:
         decoded = (right_rows().places[:, 1] % 7) == 3
         (region,) = self.find(spoilt(decoded), decoded=decoded)
         assert region.is_decoded is True
+        (region,) = self.find(spoilt(~decoded), decoded=decoded)
+        assert region.is_decoded is False
 
     def test_error_everywhere_has_no_region(self) -> None:
         assert self.find(spoilt(everywhere()), head_dim=HEAD_DIM) == ()
