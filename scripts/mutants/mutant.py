@@ -37,8 +37,8 @@ _UNCHANGED = (
     libcst.Raise,
 )
 _UNCHANGED_CALLS = {"logger", "TypeVar", "ParamSpec"}
-# `zip(strict=True)` refuses what never happens.
-_UNCHANGED_ARGUMENTS = {"strict"}
+# `zip(strict=True)` refuses what never happens; the others say what a dataclass does with a field.
+_UNCHANGED_ARGUMENTS = {"compare", "init", "kw_only", "repr", "strict"}
 # Without these, a call of a library still runs.
 _ARGUMENTS_WITH_DEFAULT = {"default", "dim", "key", "keepdim", "reverse", "start"}
 _OPPOSITES: dict[type[libcst.BaseCompOp], libcst.BaseCompOp] = {

@@ -30,7 +30,7 @@ SOURCE = '''
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MOST = 3
 SHARE = 0.5
@@ -40,6 +40,7 @@ SHARE = 0.5
 class Pair:
     first: int
     second: int = 2
+    third: int = field(default=6, repr=False)
 
     @property
     def total(self) -> int | None:
@@ -96,7 +97,7 @@ root = Path.cwd()
 (root / "scratch").mkdir(exist_ok=True)
 mutants = find_mutants(root, Path("sums_under_test.py"))
 coverage_map = CoverageMap(root, [Path("sums_under_test.py")], kept=root / "kept" / "coverage.json")
-limits = {"most_seconds": 9.0, "patience_s": 1.0}
+limits = dict(most_seconds=9.0, patience_s=1.0)
 trials = Trials(root, mutants, coverage_map=coverage_map, scratch=root / "scratch", tell=print, **limits)
 options = ["-q", "-p", "no:cacheprovider", "--basetemp=scratch", "--rootdir=.", "-c", "pytest.ini"]
 pytest.main([*options, "test_sums.py"], plugins=[trials])

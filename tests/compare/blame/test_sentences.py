@@ -121,6 +121,12 @@ def test_a_head_is_named() -> None:
     )
 
 
+def test_channels_without_a_limit_are_not_looked_for() -> None:
+    rows = spoilt(everywhere(), torch.arange(HEADS * HEAD_DIM) < HEAD_DIM)
+    bounds = replace(BOUNDS, channel=None)
+    assert describe_regions(rows, bounds=bounds, decoded=None, experts=None, head_dim=HEAD_DIM) == ((), ())
+
+
 def test_dims_of_every_head_are_named() -> None:
     channels = torch.arange(HEADS * HEAD_DIM) % HEAD_DIM >= 8
     assert describe(spoilt(everywhere(), channels), head_dim=HEAD_DIM) == (
