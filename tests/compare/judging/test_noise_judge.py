@@ -252,6 +252,12 @@ class TestRouting:
         assert status is SiteStatus.FAIL
         assert "limit" in reason
 
+    def test_as_many_flips_as_chance_explains_pass_and_one_more_fails(self) -> None:
+        reason = self.judge(self.routing(500), has_floor=False)[1]
+        most = int(reason.rpartition("limit ")[2])
+        assert self.judge(self.routing(most), has_floor=False)[0] is SiteStatus.PASS
+        assert self.judge(self.routing(most + 1), has_floor=False)[0] is SiteStatus.FAIL
+
     def test_one_flip_of_a_few_tokens_is_nobodys_fault(self) -> None:
         assert self.judge(self.routing(1, tokens=7), has_floor=False)[0] is SiteStatus.PASS
         assert self.judge(self.routing(7, tokens=7), has_floor=False)[0] is SiteStatus.FAIL
