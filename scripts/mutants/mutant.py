@@ -233,15 +233,13 @@ def _negate(test: libcst.CSTNode) -> libcst.BaseExpression:
 
 
 def _top_name(statement: libcst.CSTNode) -> str:
+    name: libcst.CSTNode | None = None
     if isinstance(statement, (libcst.FunctionDef, libcst.ClassDef)):
-        return statement.name.value
-    if isinstance(statement, libcst.SimpleStatementLine):
+        name = statement.name
+    elif isinstance(statement, libcst.SimpleStatementLine):
         first = statement.body[0]
         if isinstance(first, libcst.Assign):
-            target: libcst.CSTNode = first.targets[0].target
+            name = first.targets[0].target
         elif isinstance(first, libcst.AnnAssign):
-            target = first.target
-        else:
-            return ""
-        return target.value if isinstance(target, libcst.Name) else ""
-    return ""
+            name = first.target
+    return str(name.value) if isinstance(name, libcst.Name) else ""
