@@ -110,10 +110,12 @@ def _parse() -> argparse.Namespace:
 def _choose(arguments: argparse.Namespace) -> list[Mutant]:
     excuses = read_excuses()
     sources = find_sources(ROOT, arguments.modules or SOURCES)
-    mutants = [mutant for file in sources for mutant in find_mutants(ROOT, file)]
-    if not arguments.all and not arguments.modules:
+    if arguments.all or arguments.modules:
+        mutants = [mutant for file in sources for mutant in find_mutants(ROOT, file)]
+    else:
         changed = _changed(arguments.base)
-        mutants = [mutant for mutant in mutants if changed.get(mutant.file, frozenset()) & set(mutant.lines)]
+        found = [mutant for file in sources if file in changed for mutant in find_mutants(ROOT, file)]
+        mutants = [mutant for mutant in found if changed[mutant.file] & set(mutant.lines)]
     mutants = [mutant for mutant in mutants if not is_excused(mutant, excuses)]
     if arguments.sample is not None and arguments.sample < len(mutants):
         drawn = random.Random(arguments.seed).sample(range(len(mutants)), arguments.sample)

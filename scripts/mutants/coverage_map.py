@@ -21,7 +21,7 @@ from mutants.mutant import Mutant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRun:
-    """What one test ran when it passed."""
+    """Lines and time of a test that passed."""
 
     seconds: float  # of processor time
     wall_s: float
@@ -42,6 +42,8 @@ class CoverageMap:
         self._coverage = coverage.Coverage(
             data_file=None, config_file=False, include=[str(root / file) for file in self._files]
         )
+        # Tests may run no line of these files.
+        self._coverage.set_option("run:disable_warnings", ["no-data-collected"])
         self._tests: dict[str, dict[int, list[str]]] = {}
         self._uses: dict[str, dict[Path, set[int]]] = {}
 
