@@ -8,7 +8,7 @@ EXTRAS := golden,xla,remote,report,pytest,dev
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-lowest test-wheel slow torture models check fix clean
+.PHONY: help venv demo test test-lowest test-wheel slow torture mutants models check fix clean
 
 help: ## List the targets
 	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
@@ -56,6 +56,10 @@ slow: $(STAMP) ## Run the slow tests
 
 torture: $(STAMP) ## Hostile files, killed processes, odd streams: count what breaks
 	$(BIN)/python scripts/bench_torture.py
+
+mutants: $(STAMP) ## Plant small faults in changed lines (ALL=1: in all, MODULES=PATHS) and count those that tests notice
+	nice -n 19 $(BIN)/python scripts/run_mutants.py $(if $(ALL),--all) $(if $(MODULES),--modules $(MODULES)) \
+	  $(if $(BASE),--base $(BASE)) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(TESTS),--tests $(TESTS))
 
 models: $(STAMP) ## Train the learned models again (output: mm2-models)
 	@echo "Running scripts/train_models.py: ten small models, 5-20 minutes of one core each, into mm2-models."

@@ -19,13 +19,11 @@ from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.results.results import Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
 
 # Sites that show every fault of a site, since they are plain products of it. Other operations may hide a fault: a norm
-# hides a wrong scale, attention a shift, a residual add an error that is small beside the stream.
+# hides a wrong scale, attention a shift, a residual add an error that is small beside the stream. Only sites that
+# several others are computed from are listed: behind a single one that passes, no failure leads back.
 _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     {
         Site.INPUT_NORM: (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ),
-        Site.Q_NORM: (Site.Q_ROPE,),
-        Site.K_NORM: (Site.K_ROPE,),
-        Site.ATTN_CONTEXT: (Site.ATTN_DELTA,),
         Site.POST_NORM: (Site.ROUTER_LOGITS,),
     }
 )

@@ -50,12 +50,12 @@ class Region:
         return int(self.items.sum())
 
     def __and__(self, other: Region) -> Region:
-        """Return the intersection of two regions."""
+        """Return the intersection of two regions of different kinds."""
         return Region(
             words=f"{self.words}, {other.words}",
             items=self.items & other.items,
             num_choices=self.num_choices * other.num_choices,
-            numbers=_intersect(self.numbers, other.numbers),
+            numbers={**self.numbers, **other.numbers},
         )
 
     def as_result(self, wrong: torch.Tensor) -> WrongRegion:
@@ -156,16 +156,6 @@ def channel_regions(wrong: torch.Tensor, head_dim: int | None, word: str) -> Ite
 def _name_range(kind: str, low: int, high: int) -> dict[str, Any]:
     """Return the numbers from low to high as a field of `WrongRegion`, `kind`."""
     return {kind: tuple(range(low, high + 1)) if kind in _LISTED else ((low, high),)}
-
-
-def _intersect(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an intersection; of two ranges of one kind, what both hold."""
-    both = {**first, **second}
-    for kind in (first.keys() & second.keys()) - _LISTED:
-        if isinstance(both[kind], tuple):
-            ((low, high),), ((other_low, other_high),) = first[kind], second[kind]
-            both[kind] = ((max(low, other_low), min(high, other_high)),)
-    return both
 
 
 def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) -> float:

@@ -101,6 +101,15 @@ class TestHiddenSites:
         assert one.sites == ("q_proj",)
         assert one.reason == "error 9×; input_norm is right"
 
+    def test_hidden_norm_is_right_where_the_router_passes(self) -> None:
+        (one,) = blame(Site.MOE_DELTA, Site.OUTPUT, hidden=(Site.POST_NORM,))
+        assert one.sites == ("moe_delta",)
+        assert one.reason == "error 9×; post_norm, router_experts, router_weights are right"
+
+    def test_hidden_norm_is_suspected_where_the_router_fails(self) -> None:
+        found = names(blame(Site.ROUTER_LOGITS, Site.MOE_DELTA, hidden=(Site.POST_NORM,)))
+        assert found == [("post_norm", "router_logits"), ("post_norm", "moe_delta")]
+
     def test_hidden_site_is_suspected_where_all_its_products_fail(self) -> None:
         found = names(blame(*past(Site.Q_PROJ), hidden=(Site.INPUT_NORM,)))
         assert found == [("input_norm", "q_proj"), ("input_norm", "k_proj"), ("input_norm", "v_proj")]

@@ -55,7 +55,9 @@ class TestAccount:
         assert is_inherited(off(1.3), [off(1.4, limit=1.5)])
 
     def test_error_beyond_what_they_carry_is_its_own(self) -> None:
-        assert not is_inherited(off(1.8), [off(1.4, limit=1.5)])
+        # Of 1.4 times the noise, all but the noise is carried: 1.2² + 1.4² - 1 is 1.55².
+        assert is_inherited(off(1.54), [off(1.4, limit=1.5)])
+        assert not is_inherited(off(1.56), [off(1.4, limit=1.5)])
 
     def test_inputs_as_good_as_the_golden_hand_nothing_on(self) -> None:
         assert not is_inherited(off(1.21), [off(1.0), off(0.9)])
@@ -81,6 +83,12 @@ class TestAccount:
     def test_inputs_without_figures_hand_nothing_on(self) -> None:
         chosen = SiteResult(layer=LAYER, site="router_experts", status=SiteStatus.PASS)
         assert not is_inherited(off(1.3), [chosen])
+        judged = replace(chosen, nearest=NearestLimit(figure="unexplained", value=3.0, limit=1.0))
+        assert not is_inherited(off(1.3), [judged])
+
+    def test_inputs_without_the_broken_figure_hand_nothing_on(self) -> None:
+        broken = replace(off(1.3), nearest=NearestLimit(figure="massive", value=1.3, limit=1.2))
+        assert not is_inherited(broken, [off(1.4, limit=1.5)])
 
 
 def test_reason_says_that_a_trace_does_not_account_for_the_culprit_behind_it() -> None:

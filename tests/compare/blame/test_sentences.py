@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from compare.blame.sentences import Bounds, describe_regions
@@ -120,6 +121,12 @@ def test_a_head_is_named() -> None:
     )
 
 
+def test_channels_without_a_limit_are_not_looked_for() -> None:
+    rows = spoilt(everywhere(), torch.arange(HEADS * HEAD_DIM) < HEAD_DIM)
+    bounds = replace(BOUNDS, channel=None)
+    assert describe_regions(rows, bounds=bounds, decoded=None, experts=None, head_dim=HEAD_DIM) == ((), ())
+
+
 def test_dims_of_every_head_are_named() -> None:
     channels = torch.arange(HEADS * HEAD_DIM) % HEAD_DIM >= 8
     assert describe(spoilt(everywhere(), channels), head_dim=HEAD_DIM) == (
@@ -154,6 +161,13 @@ def test_heads_that_changed_places_are_named() -> None:
     )
 
 
+def test_values_of_the_other_sign_are_a_multiple_too() -> None:
+    rows = right_rows()
+    target = rows.target.clone()
+    target[:, 20:30] *= -1.0
+    assert "the port's values there are -1 times the golden's" in describe(replace(rows, target=target))
+
+
 def test_tokens_of_nan_are_named() -> None:
     rows = right_rows()
     target = rows.target.clone()
@@ -181,6 +195,49 @@ def test_positions_are_told_where_rows_begin_elsewhere() -> None:
     positions[LENGTH:] += 1000
     (sentence, *_) = describe(spoilt(positions >= 16), positions=positions)
     assert "at positions from 16 on; the 16 others are right" in sentence
+
+
+def scattered(first: int, number: int, step: int) -> torch.Tensor:
+    """Numbers of which the first and the last are as far apart as `number` of 40 or 16 can be."""
+    return first + torch.tensor([*range(number - 1), step - 1])
+
+
+class TestChance:
+    """So many wrong items are told, one less might be there by chance: among all regions, with less than 1e-6."""
+
+    @pytest.mark.parametrize(("number", "is_told"), [(12, False), (13, True)])
+    def test_a_row_of_three(self, number: int, is_told: bool) -> None:
+        tokens = ~everywhere()
+        tokens[scattered(LENGTH, number, LENGTH)] = True
+        told = describe(spoilt(tokens))
+        assert told == (
+            (f"wrong tokens: {number} of the 40 in row 1; the 80 others are right",) if is_told else ()
+        )
+
+    @pytest.mark.parametrize(("start", "words"), [(38, "tokens from 38 on"), (10, "tokens 10 to 11")])
+    def test_a_range_of_two_places_in_three_rows(self, start: int, words: str) -> None:
+        tokens = (right_rows().places[:, 1] - start).clamp(min=-1) // 2 == 0
+        assert describe(spoilt(tokens)) == (f"wrong tokens: all 6 at {words}; the 114 others are right",)
+        tokens[int(tokens.nonzero()[2])] = False
+        assert describe(spoilt(tokens)) == ()
+
+    @pytest.mark.parametrize(("number", "is_told"), [(9, False), (10, True)])
+    def test_a_head_of_four(self, number: int, is_told: bool) -> None:
+        channels = torch.zeros(HEADS * HEAD_DIM, dtype=torch.bool)
+        channels[scattered(2 * HEAD_DIM, number, HEAD_DIM)] = True
+        told = describe(spoilt(everywhere(), channels), head_dim=HEAD_DIM)
+        sentence = f"wrong channels: {number} of the 16 of head 2; the 48 others are right"
+        assert told == ((sentence,) if is_told else ())
+
+    def test_a_region_of_all_but_seven_tokens_says_nothing(self) -> None:
+        rows = right_rows()
+        rows = replace(rows, places=torch.stack([torch.zeros(120), torch.arange(120)], dim=1).long())
+        for right, told in (
+            (8, ("wrong tokens: all 112 at tokens from 8 on; the 8 others are right",)),
+            (7, ()),
+        ):
+            target = torch.where(rows.places[:, 1:] >= right, spoilt(everywhere()).target, rows.target)
+            assert describe(replace(rows, target=target)) == told
 
 
 class TestRegions:
@@ -217,10 +274,17 @@ class TestRegions:
         (region,) = self.find(spoilt(everywhere(), channels), channel_word="expert")
         assert (region.channels, region.experts) == ((), tuple(range(20, 30)))
 
+    def test_at_most_one_expert_in_four(self) -> None:
+        experts = torch.arange(ROWS * LENGTH)[:, None] % 7
+        assert self.find(spoilt(experts[:, 0] == 3), experts=experts)[0].experts == (3,)
+        assert self.find(spoilt((experts[:, 0] == 3) | (experts[:, 0] == 5)), experts=experts) == ()
+
     def test_decoded_tokens(self) -> None:
         decoded = (right_rows().places[:, 1] % 7) == 3
         (region,) = self.find(spoilt(decoded), decoded=decoded)
         assert region.is_decoded is True
+        (region,) = self.find(spoilt(~decoded), decoded=decoded)
+        assert region.is_decoded is False
 
     def test_error_everywhere_has_no_region(self) -> None:
         assert self.find(spoilt(everywhere()), head_dim=HEAD_DIM) == ()

@@ -99,6 +99,19 @@ class TestNoise:
         strict = judge(CLEAN, metrics, context=replace(TERMS, share=1e-2))[2]
         assert strict.limit < judge(CLEAN, metrics)[2].limit
 
+    @pytest.mark.parametrize(
+        ("figure", "among"), [("token_worst", 200), ("channel_worst", 256), ("whole", 1)]
+    )
+    def test_worst_of_many_is_allowed_its_part_of_the_false_alarms(
+        self, figure: str, among: int, metrics: PairMetrics
+    ) -> None:
+        table = LIMITS.of_ratios(is_chained=False, is_estimated=False, is_widened=True)
+        limit = table.find("moe_delta", figure)
+        assert limit is not None
+        assert limit_of(figure, metrics) == limit.at(num_tokens=200, share=TERMS.share / among)
+        if among > 1:
+            assert limit_of(figure, metrics) > limit.at(num_tokens=200, share=TERMS.share)
+
     def test_four_times_the_noise_fails_in_a_decode_step_of_three_rows(self, metrics: PairMetrics) -> None:
         assert judge(replace(CLEAN, whole=4.0), metrics, num_tokens=3)[0] is SiteStatus.FAIL
 
@@ -238,6 +251,12 @@ class TestRouting:
         status, reason = self.judge(self.routing(500), has_floor=False)
         assert status is SiteStatus.FAIL
         assert "limit" in reason
+
+    def test_as_many_flips_as_chance_explains_pass_and_one_more_fails(self) -> None:
+        reason = self.judge(self.routing(500), has_floor=False)[1]
+        most = int(reason.rpartition("limit ")[2])
+        assert self.judge(self.routing(most), has_floor=False)[0] is SiteStatus.PASS
+        assert self.judge(self.routing(most + 1), has_floor=False)[0] is SiteStatus.FAIL
 
     def test_one_flip_of_a_few_tokens_is_nobodys_fault(self) -> None:
         assert self.judge(self.routing(1, tokens=7), has_floor=False)[0] is SiteStatus.PASS

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from compare.limits.criteria import ClassicLimits, judge_classic
+from compare.limits.criteria import ClassicLimits, judge_classic, layers_without_output
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.results import SiteResult, SiteStatus
 
@@ -94,3 +94,28 @@ class TestClassic:
         target = reference.clone()
         target[7] = math.nan
         assert ClassicLimits().failures(metrics_of(target, reference)) == ("1 elements are not finite",)
+
+
+def test_layers_without_a_compared_output_are_told() -> None:
+    def result(layer: int | None, site: str, status: SiteStatus) -> SiteResult:
+        return SiteResult(layer=layer, site=site, status=status)
+
+    assert layers_without_output(
+        [
+            result(4, "moe_delta", SiteStatus.PASS),
+            result(3, "output", SiteStatus.NOT_EXPOSED),
+            result(2, "output", SiteStatus.FAIL),
+            result(2, "moe_delta", SiteStatus.NOT_EXPOSED),
+            result(None, "logits", SiteStatus.PASS),
+        ]
+    ) == (3, 4)
+
+
+def test_a_figure_at_its_limit_passes(reference: torch.Tensor) -> None:
+    metrics = metrics_of(reference + 0.005, reference)
+    exact = ClassicLimits(
+        max_abs_diff=metrics.max_abs_diff,
+        mean_abs_diff=metrics.mean_abs_diff,
+        close_fraction=metrics.close_fraction,
+    )
+    assert exact.failures(metrics) == ()

@@ -15,6 +15,8 @@ def test_number_alone_is_the_limit_of_all_cases() -> None:
 def test_limit_grows_with_fewer_tokens_and_smaller_shares() -> None:
     limit = Limit(usual=1.1, spread=0.02, token_spread=0.1)
     assert limit.at(num_tokens=100, share=1e-3) == pytest.approx(1.1 * math.exp(3.0902 * 0.03), rel=1e-4)
+    assert limit.at(num_tokens=1, share=1e-3) == pytest.approx(1.1 * math.exp(3.0902 * 0.12), rel=1e-4)
+    assert limit.at(num_tokens=0, share=1e-3) == limit.at(num_tokens=1, share=1e-3)
     assert limit.at(num_tokens=4, share=1e-3) > limit.at(num_tokens=100, share=1e-3)
     assert limit.at(num_tokens=100, share=1e-7) > limit.at(num_tokens=100, share=1e-3)
 

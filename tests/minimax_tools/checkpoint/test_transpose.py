@@ -50,3 +50,12 @@ def test_what_is_not_transposed_is_copied_as_ever() -> None:
 def test_other_shape_is_refused() -> None:
     with pytest.raises(RuntimeError):
         copy_matrix(torch.randn(4, 5), torch.empty(5, 3).T)
+
+
+def test_a_view_with_contiguous_columns_is_transposed() -> None:
+    matrix = torch.zeros(3, 4)
+    assert is_transposed(matrix.T)
+    assert not is_transposed(matrix)
+    # One row or one column has no order of its own.
+    assert not is_transposed(torch.zeros(4, 1))
+    assert not is_transposed(torch.zeros(4, 1).T)
