@@ -98,7 +98,7 @@ def run_dying_ranks(scratch: Path, _: int) -> Tally:
     plan = scratch / "plan.json"
     nodes = ("--node", "a:memory=1GB,layers=0:6", "--node", "b:memory=1GB,layers=6:12")
     planned = ("plan", "--planner", "manual", *nodes, "--model", str(scratch / "model"))
-    code = "from minimax_tools.cli import main; main()"
+    code = "from minimax_tools.__main__ import main; main()"
     _require([sys.executable, "-c", code, *planned, "--output", str(plan)])
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     slowest = 0.0

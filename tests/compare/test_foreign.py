@@ -311,6 +311,8 @@ class TestPieces:
                 torch.save(fused, folder / f"{attention}.qkv_proj" / rank)
                 for part in parts:
                     part.unlink()
+            for site in ("q_proj", "k_proj", "v_proj"):
+                (folder / f"{attention}.{site}").rmdir()
         text = """
             sites:
               q_proj: "self_attn.qkv_proj:output[0][0:256]"

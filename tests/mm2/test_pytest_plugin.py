@@ -165,10 +165,10 @@ def test_workflow_does_what_it_says(is_wrong: bool, project: Path, installed: Pa
     programs = project / "bin"
     programs.mkdir()
     modules = {
-        "mm2-split": "from minimax_tools.cli import main",
-        "mm2-gpu": "from gpu_reference.cli import main",
+        "mm2-split": "from minimax_tools.__main__ import main",
+        "mm2-gpu": "from gpu_reference.__main__ import main",
         "mm2-test": "from neuron.__main__ import main",
-        "mm2-compare": "from compare.cli import main",
+        "mm2-compare": "from compare.__main__ import main",
     }
     for name, line in modules.items():
         (programs / name).write_text(f"#!{sys.executable}\nimport sys\n{line}\nsys.exit(main())\n")

@@ -53,8 +53,8 @@ def begin(folder: Path, *, loads_slowly: bool) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Tests that a shell runs in the background are left with interrupts ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # Tests in the background of a shell, or under nohup, are left with some ignored.
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in STOPS],
     )
     mark, deadline = folder / ("loading" if loads_slowly else "running"), time.monotonic() + DEADLINE_S
     while not mark.exists():

@@ -83,7 +83,7 @@ def test_the_command_fetches_by_ranges_and_says_what_came(toy: Path, hub: Any, t
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [sys.executable, "-c", "from minimax_tools.cli import main; main()", *arguments],
+            [sys.executable, "-c", "from minimax_tools.__main__ import main; main()", *arguments],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

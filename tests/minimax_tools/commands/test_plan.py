@@ -130,7 +130,7 @@ def test_model_on_the_hub_is_planned_before_its_weights_are_here(toy: Path, hub:
     commit = hub.add("owner/toy", toy).commit
     # huggingface_hub reads its environment once, when it is imported.
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
-    program = "from minimax_tools.cli import main; main()"
+    program = "from minimax_tools.__main__ import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "plan", "--model", "owner/toy", *TWO_NODES],
         env=environment,

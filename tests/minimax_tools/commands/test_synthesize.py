@@ -137,7 +137,7 @@ def test_help_starts_with_a_verb_and_ends_with_an_example() -> None:
 
 
 def test_the_command_runs_as_a_program(tmp_path: Path) -> None:
-    program = "from minimax_tools.cli import main; main()"
+    program = "from minimax_tools.__main__ import main; main()"
     arguments = ["synthesize", "--output", str(tmp_path / "toy"), *SMALL]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False

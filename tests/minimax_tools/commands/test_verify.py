@@ -58,6 +58,7 @@ def slices(whole_slices: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def records(plan: PartitionPlan, tmp_path: Path) -> Path:
     """Write the records of a run into its capture directory."""
+    (tmp_path / "capture").mkdir()
     for slice_ in plan.slices:
         record_of(plan, slice_.node.name).write(tmp_path / "capture" / RECORDS_FOLDER)
     return tmp_path / "capture"

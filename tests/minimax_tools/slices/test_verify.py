@@ -84,6 +84,7 @@ def slices(whole_slices: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def records(plan: PartitionPlan, tmp_path: Path) -> Path:
     """Write the records of a run into its capture directory."""
+    (tmp_path / "capture").mkdir()
     for slice_ in plan.slices:
         sizes = {tensor.name: tensor.size_bytes for tensor in slice_.tensors}
         record = ReadRecord.of(slice_.node.name, sizes, bytes_read=sum(sizes.values()))
