@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class CommandLine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_as_from_a_terminal,
         )
 
     def run(self, folder: Path, redirection: str = "") -> subprocess.CompletedProcess[str]:
@@ -83,6 +85,12 @@ def make_commands(folder: Path) -> tuple[CommandLine, ...]:
         _command("mm2-diagnose", "compare.diagnosis", *sides),
         _split("memory", "--model", "toy"),
     )
+
+
+def _as_from_a_terminal() -> None:
+    # Under nohup, or in the background of a shell, some signals are ignored, and would be in the command too.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _command(program: str, module: str, *words: str, output: Path | None = None) -> CommandLine:
