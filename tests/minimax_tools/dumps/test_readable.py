@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,9 +32,24 @@ def test_everything_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert words in str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is denied to root")
-def test_folder_and_file_without_access_are_named(tmp_path: Path) -> None:
-    (tmp_path / "denied").mkdir(mode=0)
-    (tmp_path / "x.pt").touch(mode=0)
+@pytest.fixture
+def dump_of_another_user() -> Iterator[Path]:
+    """A folder in which this process may not read everything; as root it goes on as nobody."""
+    nobody, was_root = 65534, os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "denied").mkdir(mode=0)
+        (Path(folder) / "x.pt").touch(mode=0)
+        if was_root:
+            os.seteuid(nobody)
+        try:
+            yield Path(folder)
+        finally:
+            if was_root:
+                os.seteuid(0)
+            (Path(folder) / "denied").chmod(0o700)
+
+
+def test_folder_and_file_without_access_are_named(dump_of_another_user: Path) -> None:
     with pytest.raises(CaptureError, match=r"denied: Permission denied.*x\.pt: Permission denied"):
-        refuse_unreadable(tmp_path)
+        refuse_unreadable(dump_of_another_user)
