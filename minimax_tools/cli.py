@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import click
 
-from minimax_tools.command_line.console import Mm2Group
-from minimax_tools.commands.cache import cache_command
-from minimax_tools.commands.extract import extract_command
-from minimax_tools.commands.fetch import fetch_command
-from minimax_tools.commands.memory import memory_command
-from minimax_tools.commands.plan import plan_command
-from minimax_tools.commands.synthesize import synthesize_command
-from minimax_tools.commands.train import train_command
-from minimax_tools.commands.verify import verify_command
+from minimax_tools.command_line.group import CommandPlace, Mm2Group
 
 
 @click.group(cls=Mm2Group)
@@ -20,6 +12,61 @@ def mm2_split() -> None:
     """Make checkpoints, and take them apart."""
 
 
-mm2_split.add_section("Make a checkpoint", synthesize_command, train_command)
-mm2_split.add_section("Divide a model", plan_command, fetch_command, extract_command, verify_command)
-mm2_split.add_section("Look", memory_command, cache_command)
+mm2_split.add_section(
+    "Make a checkpoint",
+    CommandPlace(
+        "synthesize",
+        "minimax_tools.commands.synthesize",
+        "synthesize_command",
+        "Write a checkpoint in the hub's layout whose random numbers behave like a trained model's.",
+    ),
+    CommandPlace(
+        "train",
+        "minimax_tools.commands.train",
+        "train_command",
+        "Train a small MiniMax-M2 on text, and write a checkpoint with held-out prompts.",
+    ),
+)
+mm2_split.add_section(
+    "Divide a model",
+    CommandPlace(
+        "plan",
+        "minimax_tools.commands.plan",
+        "plan_command",
+        "Divide a model among machines, and print layers, bytes, memory and time of each.",
+    ),
+    CommandPlace(
+        "fetch",
+        "minimax_tools.commands.fetch",
+        "fetch_command",
+        "Fetch the files that hold a node's tensors into the hub's cache, or only the tensors' bytes.",
+    ),
+    CommandPlace(
+        "extract",
+        "minimax_tools.commands.extract",
+        "extract_command",
+        "Cut nodes' slices out of a checkpoint, byte for byte, each into its own folder.",
+    ),
+    CommandPlace(
+        "verify",
+        "minimax_tools.commands.verify",
+        "verify_command",
+        "Prove that each node loads its own slice, that the slices make up the model, and that no byte is wrong.",
+    ),
+)
+mm2_split.add_section(
+    "Look",
+    CommandPlace(
+        "memory",
+        "minimax_tools.commands.memory",
+        "memory_command",
+        "Print what a checkpoint takes: bytes by dtype, each layer and all of it in BF16 and in float32.",
+    ),
+    CommandPlace(
+        "cache",
+        "minimax_tools.commands.cache",
+        "cache_command",
+        "List the goldens, runs and checkpoints that commands fetched from s3:// and hf:// addresses, with "
+        "their sizes.",
+    ),
+)

@@ -13,6 +13,7 @@
 - `console`: exit codes, errors, JSON and log messages
 - `foreign_messages`: warnings and log messages of a port and its libraries
 - `afterwards`: work for a command's end
+- `group`: groups of commands, each loaded when it is called
 - `help_groups`: the groups in which a command's help shows its options
 - `completion`: shell completion of captures
 - `near_names`: a choice among names whose error suggests near ones

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,7 +23,7 @@ from minimax_tools.command_line.near_names import NearChoice
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
 from minimax_tools.command_line.stops import stopped_error
 from minimax_tools.command_line.streams import OutputError, drop_output, write
-from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
+from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError
 from minimax_tools.printable import printable, printable_json
 
 # Level of the environment variable DEBUG from which every section is shown.
@@ -38,10 +39,6 @@ _SPEAKER = "minimax_tools.speaker"  # name of this process, if several share the
 _DEFAULTS = "minimax_tools.defaults"  # the project's defaults
 # Packages whose log messages are shown.
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
-# Title of the commands of a group that belong to no section.
-_OTHER_COMMANDS = "Other"
-# Longest first sentence of a command that a group's help shows whole.
-_LONGEST_SENTENCE = 200
 # Placeholders of numbers in the help, in place of click's `INTEGER RANGE`.
 _PLACEHOLDERS: Mapping[str, str] = {"integer range": "N", "integer": "N", "float range": "X", "float": "X"}
 
@@ -153,73 +150,19 @@ class Mm2Command(click.Command):
             _fail(ctx, error)
 
 
-class Mm2Group(click.Group):
-    """A group of `Mm2Command`s in titled sections, with the option --version."""
-
-    command_class = Mm2Command
-
-    def __init__(self, *args: Any, **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
-        self._sections: dict[str, tuple[str, ...]] = {}
-        version_option(self)
-
-    def add_section(self, title: str, *commands: click.Command) -> None:
-        """Add commands, which the help lists under a title."""
-        for command in commands:
-            self.add_command(command)
-        names = tuple(command.name for command in commands if command.name is not None)
-        self._sections[title] = (*self._sections.get(title, ()), *names)
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """Return the context. Keep the arguments in it: a command may start itself again as several ranks."""
-        arguments = tuple(args)  # click empties the list.
-        context = super().make_context(info_name, args, parent, **extra)
-        keep_arguments(context, arguments)
-        return context
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names.
-
-        Raises:
-            click.UsageError: There is none; the message suggests near names.
-        """
-        name = args[0]
-        if not ctx.resilient_parsing and not name.startswith("-") and self.get_command(ctx, name) is None:
-            near = did_you_mean(name, self.commands)
-            ctx.fail(f"No such command {name!r}. {near}".rstrip())
-        return super().resolve_command(ctx, args)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the options. Help that cannot be written is an error of standard output."""
-        try:
-            return super().parse_args(ctx, args)
-        except OSError as error:
-            _fail(ctx, OutputError.of_help(error) or error)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands by section."""
-        titled = {name for names in self._sections.values() for name in names}
-        others = tuple(name for name in self.list_commands(ctx) if name not in titled)
-        sections = {**self._sections, _OTHER_COMMANDS: others}
-        width = max((len(name) for name in self.commands), default=0)
-        for title, names in sections.items():
-            rows = [
-                (name.ljust(width), self.commands[name].get_short_help_str(limit=_LONGEST_SENTENCE))
-                for name in names
-            ]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
-
-
 def version_option(command: Command) -> Command:
     """Add --version to a command."""
     # Made anew for each: click's decorator keeps the name of the first program that it showed.
     return click.version_option(package_name="mm2", message="%(prog)s %(version)s")(command)
+
+
+@contextmanager
+def failing_on_lost_help(ctx: click.Context) -> Iterator[None]:
+    """End the command in words if its help cannot be written in the block."""
+    try:
+        yield
+    except OSError as error:
+        _fail(ctx, OutputError.of_help(error) or error)
 
 
 def speak_as(speaker: str) -> None:

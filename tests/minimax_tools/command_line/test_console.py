@@ -15,12 +15,12 @@ import pytest
 from minimax_tools.command_line.console import (
     CommandEnd,
     Mm2Command,
-    Mm2Group,
     print_json,
     print_text,
     speak_as,
 )
 from minimax_tools.command_line.given_line import given_arguments, same_command
+from minimax_tools.command_line.group import Mm2Group
 from minimax_tools.command_line.options import output_options
 from minimax_tools.errors import CaptureError, UsageError
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import click.testing
@@ -104,6 +107,32 @@ def test_groups_list_each_command_in_one_section(name: str) -> None:
     listed = [command for commands in found.values() for command in commands]
     # A long description goes on in lines that are indented further.
     assert sorted(listed) == sorted(root.commands)
+
+
+@pytest.mark.parametrize(("words", "command"), [(words, one) for words, one in leaves() if len(words) == 2])
+def test_a_group_names_a_command_and_tells_its_first_sentence_without_loading_it(
+    words: tuple[str, str], command: click.Command
+) -> None:
+    assert command.name == words[1]
+    listed = f"{' '.join(show(words[:1]).split())} "
+    assert f" {words[1]} {command.get_short_help_str(limit=200)} " in listed
+
+
+@pytest.mark.parametrize("package", ["gpu_reference", "minimax_tools", "neuron"])
+def test_help_of_a_group_loads_no_command_and_no_torch(package: str, tmp_path: Path) -> None:
+    program = (
+        f"import sys; from {package}.cli import {'mm2_split' if package == 'minimax_tools' else 'main'} as main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules and not [name for name in sys.modules if '.commands.' in name]"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", list(ROOTS))

@@ -4,7 +4,8 @@ import click
 import click.testing
 import pytest
 
-from minimax_tools.command_line.console import Mm2Command, Mm2Group
+from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.group import Mm2Group
 from minimax_tools.errors import did_you_mean
 
 

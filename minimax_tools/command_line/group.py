@@ -1,0 +1,130 @@
+"""Groups of commands. A command's module is imported when the command is called: each imports much."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from minimax_tools.command_line.console import Mm2Command, failing_on_lost_help, version_option
+from minimax_tools.command_line.given_line import keep_arguments
+from minimax_tools.errors import did_you_mean
+
+# Title of the commands of a group that belong to no section.
+_OTHER_COMMANDS = "Other"
+# Longest first sentence of a command that a group's help shows whole.
+_LONGEST_SENTENCE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class CommandPlace:
+    """The place of a command that is not loaded yet."""
+
+    name: str  # as users type it
+    module: str  # name of its module
+    attribute: str  # its name in the module
+    summary: str  # the first sentence of its help, which the group's help shows
+
+    def load(self) -> click.Command:
+        """Import the module and return the command."""
+        command: click.Command = getattr(importlib.import_module(self.module), self.attribute)
+        return command
+
+
+class Mm2Group(click.Group):
+    """A group of `Mm2Command`s in titled sections, with the option --version."""
+
+    command_class = Mm2Command
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self._places = _Commands(self.commands)
+        self.commands = self._places
+        self._sections: dict[str, tuple[str, ...]] = {}
+        version_option(self)
+
+    def add_section(self, title: str, *places: CommandPlace) -> None:
+        """Add commands, which the help lists under a title."""
+        for place in places:
+            self._places.add(place)
+        names = tuple(place.name for place in places)
+        self._sections[title] = (*self._sections.get(title, ()), *names)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Return the context. Keep the arguments in it: a command may start itself again as several ranks."""
+        arguments = tuple(args)  # click empties the list.
+        context = super().make_context(info_name, args, parent, **extra)
+        keep_arguments(context, arguments)
+        return context
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options. Help that cannot be written is an error of standard output."""
+        with failing_on_lost_help(ctx):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first argument names.
+
+        Raises:
+            click.UsageError: There is none; the message suggests near names.
+        """
+        name = args[0]
+        if not ctx.resilient_parsing and not name.startswith("-") and name not in self.commands:
+            near = did_you_mean(name, self.commands)
+            ctx.fail(f"No such command {name!r}. {near}".rstrip())
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by section."""
+        titled = {name for names in self._sections.values() for name in names}
+        others = tuple(name for name in self.list_commands(ctx) if name not in titled)
+        sections = {**self._sections, _OTHER_COMMANDS: others}
+        width = max((len(name) for name in self.commands), default=0)
+        for title, names in sections.items():
+            rows = [(name.ljust(width), self._places.summary_of(name)) for name in names]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+class _Commands(MutableMapping[str, click.Command]):
+    """The commands of a group by name, each loaded when it is asked for."""
+
+    def __init__(self, loaded: MutableMapping[str, click.Command]) -> None:
+        self._loaded = dict(loaded)
+        self._places: dict[str, CommandPlace] = {}
+
+    def add(self, place: CommandPlace) -> None:
+        self._places[place.name] = place
+
+    def summary_of(self, name: str) -> str:
+        if name in self._places:
+            return self._places[name].summary
+        return self._loaded[name].get_short_help_str(limit=_LONGEST_SENTENCE)
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self._loaded:
+            self._loaded[name] = self._places[name].load()
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded or name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._places, **self._loaded})
+
+    def __len__(self) -> int:
+        return len({**self._places, **self._loaded})
