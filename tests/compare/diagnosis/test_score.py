@@ -67,9 +67,11 @@ def test_worst_site_is_left_and_the_mean_is_the_misfit() -> None:
     assert found.likeness == pytest.approx(2.0**2 / (1.0 * 13.0))
 
 
-def test_z_is_the_amplitude_over_its_spread_between_tokens() -> None:
-    found = score({Site.OUTPUT: ([1.0, 3.0] * 4, 1.0)})
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_z_is_the_amplitude_over_its_spread_between_tokens(size: float) -> None:
+    found = score({Site.OUTPUT: ([size, 3.0 * size] * 4, size)})
     assert found.amplitude == pytest.approx(2.0)
+    assert found.likeness == pytest.approx(2.0**2 / 5.0)
     # Per token, e·p is 4 or 12 and p² is 4: they are off twice 4 by 4.
     assert found.z == pytest.approx(2.0 * (8 * 4) / math.sqrt(8 * 4**2))
 

@@ -100,12 +100,10 @@ def search(
     port: Port,
     *mistakes: Mistake,
     suspects: frozenset[Site] = frozenset(),
-    expected: Sequence[Mistake] = (),
+    expected: Sequence[Hypothesis] = (),
 ) -> SearchOutcome:
     trial: Any = port
-    return search_layer(
-        trial, mistakes, suspects=suspects, expected=[known.with_parameters({}) for known in expected]
-    )
+    return search_layer(trial, mistakes, suspects=suspects, expected=expected)
 
 
 def named(outcome: SearchOutcome) -> list[str]:
@@ -135,11 +133,12 @@ class TestTurns:
         assert named(search(Port({"a": CAUSE}, num_usable=1), mistake("a"))) == ["a"]
 
     def test_mistakes_at_blamed_sites_are_tried_first(self) -> None:
-        port = Port({"at": CAUSE})
+        cause = {**CAUSE, "leaves": 1.4}
+        port = Port({"at": cause})
         others = mistake("other"), mistake("at", Site.K_PROJ)
         outcome = search(port, *others, suspects=frozenset({Site.K_PROJ}))
         assert (named(outcome), outcome.num_tried, singles(port)) == (["at"], 1, [["at"]])
-        port = Port({"other": CAUSE})
+        port = Port({"other": cause})
         outcome = search(port, *others, suspects=frozenset({Site.K_PROJ}))
         assert (named(outcome), outcome.num_tried, singles(port)) == (["other"], 2, [["at"], ["other"]])
 
@@ -147,13 +146,13 @@ class TestTurns:
         one, other = mistake("one"), mistake("other")
         for leaves, turns in ((1.3, [["one", "one"]]), (1.4, [["one", "one"], ["other"]])):
             port = Port({"one": {**CAUSE, "leaves": leaves}})
-            assert named(search(port, other, one, expected=[one])) == ["one"]
+            assert named(search(port, other, one, expected=[one.with_parameters({})])) == ["one"]
             assert singles(port) == turns
 
     def test_expected_mistakes_need_no_proof_if_nothing_else_is_tried(self) -> None:
         one = mistake("one")
         port = Port({"one": {**CAUSE, "leaves": 1.4}})
-        outcome = search(port, one, expected=[one])
+        outcome = search(port, one, expected=[one.with_parameters({})])
         assert (named(outcome), outcome.num_tried, port.tried_faint) == (["one"], 2, [])
 
     def test_refuted_hypotheses_are_not_tried(self) -> None:
@@ -327,6 +326,13 @@ class TestPairs:
         expected |= {f"a{index} + e0" for index in range(12)} | {f"a0 + e{index}" for index in range(12)}
         assert set(self.pairs(port)) == expected
         assert outcome.num_tried == 24 + len(expected)
+
+    def test_pairs_of_other_layers_are_not_paired_again(self) -> None:
+        first, second = mistake("a"), mistake("e", Site.MOE_DELTA)
+        pair = first.with_parameters({}).and_also(second.with_parameters({}))
+        port = Port({"a + e": {"leaves": 9.0, "misfit": 90.0}})
+        search(port, first, second, expected=[pair])
+        assert set(self.pairs(port)) == {"a + e"}
 
     def test_scores_of_decoded_tokens_are_not_paired(self) -> None:
         # Only as a mistake of decoded tokens, a1 is the best of its side.

@@ -62,6 +62,14 @@ def test_a_tenth_may_contradict(num_wrong_of_first: int, num_wrong_elsewhere: in
     assert tokens.exchanged_experts() == (((1, 2),) if is_found else ())
 
 
+def test_two_experts_that_all_tokens_choose_tell_nothing() -> None:
+    is_wrong = torch.arange(20) < 19
+    experts = one_expert_each(*[1] * 10, *[2] * 10)
+    for wrong, pairs in ((is_wrong, ((1, 2),)), (torch.ones(20, dtype=torch.bool), ())):
+        tokens = WrongTokens(is_wrong=wrong, experts=experts, positions=torch.arange(20), num_experts=3)
+        assert tokens.exchanged_experts() == pairs
+
+
 def test_expert_of_one_token_tells_nothing() -> None:
     for num_takers, pairs in ((1, ()), (2, ((1, 2),))):
         experts = one_expert_each(*[1] * 10, *[2] * num_takers, *[3] * 20)

@@ -67,6 +67,17 @@ class TestNoise:
         torch.testing.assert_close(self.measure(nowhere), self.measure(~nowhere))
         assert not torch.allclose(self.measure(nowhere), self.measure(self.SETTLED))
 
+    def test_noise_is_never_zero_though_most_channels_or_tokens_are_exact(self) -> None:
+        for golden in (self.EXACT.clone(), self.EXACT.T.clone()):
+            golden[:, 0] += 1.0
+            for side in (golden, golden.T):
+                exact = torch.full_like(side, 7.0)
+                settled = torch.ones(len(side), dtype=torch.bool)
+                noise = Yardstick.of(
+                    port=side, golden=side, exact=exact, settled=settled, dtype=torch.bfloat16
+                ).variance
+                assert bool((noise > 0.0).all() and noise.isfinite().all())
+
 
 class TestDistances:
     PORT = torch.tensor([[5.0, 5.0], [2.0, 0.0]])
