@@ -171,7 +171,7 @@ class TestMeasuring:
 
 
 class TestRouter:
-    """Of 12 experts, 2 are chosen; the scores of 6 places compete, the largest error of some six of all is the noise."""
+    """Of 12 experts, 2 are chosen, and 6 scores compete: the noise is the largest error of these."""
 
     NUM_EXPERTS = 12
     LOGITS = torch.zeros(1, 3, NUM_EXPERTS)
