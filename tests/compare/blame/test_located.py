@@ -1,4 +1,4 @@
-"""What locates the error of a blamed site: experts, decoded tokens, positions and heads, of either side."""
+"""Location of the error of a blamed site: by experts, decoded tokens, positions and heads, of either side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both sides hold of a layer: rows that may be compared, the golden's stream, and words for what may not."""
+"""Both sides of a layer: rows that may be compared, the stream of the golden, and words for the rest."""
 
 from __future__ import annotations
 
