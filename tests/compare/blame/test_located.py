@@ -31,7 +31,7 @@ NAMED = f"wrong tokens: all {int(OF_11.sum())} of expert 11; the {int((~OF_11).s
 
 @dataclass
 class Side:
-    """One side of one layer."""
+    """Side of one layer."""
 
     values: Mapping[Site, torch.Tensor] = field(default_factory=dict)
     num_decoded: int = 0

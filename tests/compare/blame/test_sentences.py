@@ -367,7 +367,7 @@ class TestLimits:
 
 
 class TestCommonGround:
-    """What wrong tokens may have in common: each alone, and with another."""
+    """Facts that wrong tokens may have in common: each alone, and with another."""
 
     def test_tokens_of_one_pass_are_named(self) -> None:
         decoded = torch.arange(ROWS * LENGTH) % 7 == 3

@@ -21,7 +21,7 @@ DOUBLING = NUM_CHANNELS / 6e-3**2
 
 
 def rows(values: float | list[float]) -> torch.Tensor:
-    """One value for all tokens, or one for each, in all channels."""
+    """Spread one value for all tokens, or one for each, over all channels."""
     of_token = torch.tensor([values] * NUM_TOKENS if isinstance(values, float) else values)
     return of_token[:, None].expand(-1, NUM_CHANNELS).contiguous()
 

@@ -29,7 +29,7 @@ LOGITS, EMBEDDING = ModelSite.LOGITS, ModelSite.EMBEDDING
 
 @dataclass
 class Side:
-    """One side of a run of a whole port."""
+    """Side of a run of a whole port."""
 
     model_values: Mapping[ModelSite, torch.Tensor] = field(default_factory=dict)
     values: Mapping[tuple[int, Site], torch.Tensor] = field(default_factory=dict)

@@ -171,7 +171,7 @@ class TestMeasuring:
 
 
 class TestRouter:
-    """Of 12 experts, 2 are chosen, and 6 scores compete: the noise is the largest error of these."""
+    """Router of 12 experts, of which 2 are chosen: 6 scores compete, and their largest error is the noise."""
 
     NUM_EXPERTS = 12
     LOGITS = torch.zeros(1, 3, NUM_EXPERTS)

@@ -1,4 +1,4 @@
-"""Both sides of a layer: rows that may be compared, the stream of the golden, and words for the rest."""
+"""Rows of both sides that may be compared, the stream of the golden, and words for what may not be compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def filled(value: float, *, width: int = 2) -> torch.Tensor:
 
 @dataclass
 class Side:
-    """One side of one layer, 5."""
+    """Side of one layer, 5."""
 
     values: Mapping[Site, torch.Tensor] = field(default_factory=dict)
     twins: Mapping[Site, torch.Tensor] = field(default_factory=dict)
