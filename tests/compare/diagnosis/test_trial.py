@@ -228,6 +228,13 @@ class TestRefuting:
 
     def test_sites_behind_attention_refute_nothing(self) -> None:
         assert not trial(99.0, site=Site.ATTN_DELTA).refutes(self.whole(99.0, self.SITES))
+        base = layer()
+        base.set_value(Site.ATTN_CONTEXT, filled(1.0))
+        context = trial(99.0, site=Site.ATTN_CONTEXT, base=base)
+        changed = change_of(
+            Change(stages={site: (lambda _: filled(1.0)) for site in (*self.SITES, Site.ATTN_CONTEXT)})
+        )
+        assert not context.refutes(changed)
 
     def test_tokens_that_are_not_usable_refute_nothing(self) -> None:
         port = filled(1.0)
