@@ -102,6 +102,11 @@ class TestMadeUpResults:
         found = causes(failing(0, "q_norm", 90.0), failing(0, "k_norm", 80.0), failing(1, "k_norm", 80.0))
         assert found == [((0,), ("q_norm", "k_norm"), "norm of queries and keys"), ((1,), ("k_norm",), "")]
 
+    def test_site_that_fails_without_blame_is_joined_to_none(self) -> None:
+        results = [failing(0, site, 90.0) for site in ("q_norm", "k_norm", "k_proj")]
+        blamed = blame_of(results[0], results[2])
+        assert [one.operation for one in join_alike(blamed, results)] == ["", ""]
+
     def test_sites_blamed_in_other_layers_stay_two_causes(self) -> None:
         assert len(causes(failing(0, "q_norm", 90.0), failing(1, "k_norm", 90.0))) == 2
 
