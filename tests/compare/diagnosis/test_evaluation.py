@@ -174,6 +174,14 @@ class TestRecipe:
 
 
 class TestChange:
+    def test_scaled_site_is_its_own_stage_times_a_factor(self) -> None:
+        layer = Layer()
+        layer.stages[Site.ATTN_RESIDUAL] = lambda _: torch.full((5, 2), 3.0)
+        layer.stages[Site.MOE_DELTA] = lambda _: torch.full((5, 2), 1.0)
+        layer.stages[Site.OUTPUT] = lambda _: torch.zeros(5, 2)
+        changed = layer.base().changed(scaled(Site.OUTPUT, 0.5))
+        assert changed[Site.OUTPUT].tolist() == [[2.0, 2.0]] * 5
+
     def test_later_stage_counts_of_two_changes(self) -> None:
         first, second = replace_stage(Q_PROJ, lambda _: torch.zeros(1)), scaled(Q_PROJ, 2.0)
         assert first.and_also(second).stages[Q_PROJ] is second.stages[Q_PROJ]

@@ -15,7 +15,7 @@ from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.model_runs.choices import judge_choices
 from compare.model_runs.layer_order import judge_layer_order
 from compare.model_runs.next_tokens import compare_passes
-from compare.model_runs.passes import PassSplit, find_pass_fault, is_black_box, split_passes
+from compare.model_runs.passes import PassSplit, find_pass_fault, is_black_box, real_tokens, split_passes
 from compare.sides.batch import Batch
 from compare.sides.sides import Sides
 from minimax_tools.capture.passes import Choice, MisplacedLogits, ModelPasses, Repetition
@@ -105,6 +105,13 @@ class TestSplit:
     def test_other_runs_have_no_passes(self) -> None:
         assert split_passes(sides(Side())) is None
         assert split_passes(sides(Side(passes=PASSES), Side(mask=None))) is None
+
+
+def test_real_tokens_are_those_of_the_goldens_mask() -> None:
+    found = real_tokens(sides(Side()))
+    assert found is not None
+    assert torch.equal(found, MASK.bool())
+    assert real_tokens(sides(Side(), Side(mask=None))) is None
 
 
 class TestFault:
@@ -201,7 +208,10 @@ class TestStream:
         values |= {(layer, Site.OUTPUT): self.stream(layer + 1.0) for layer in range(len(given))}
         model = {} if embedding is None else {EMBEDDING: self.stream(embedding)}
         found = judge_layer_order(sides(Side(model, values, passes=PASSES)), len(given))
-        return (found[0].layer, found[0].mistake, found[0].reason) if found else None
+        if not found:
+            return None
+        assert bool(found[0].what) is (found[0].mistake is not None)
+        return found[0].layer, found[0].mistake, found[0].reason
 
     def test_input_is_the_output_before_it(self) -> None:
         assert self.judge(0.0, 1.0, 2.0) is None
@@ -234,7 +244,9 @@ class TestStream:
     def test_every_real_token_counts_and_shapes_must_agree(self) -> None:
         other = self.stream(1.0)
         other[1, 2, 3] = 1.5
-        for given in (other, self.stream(1.0)[:, :4]):
+        lost = self.stream(1.0)
+        lost[1, 2, 3] = torch.nan
+        for given in (other, lost, self.stream(1.0)[:, :4]):
             values = {(0, Site.OUTPUT): self.stream(1.0), (1, Site.INPUT): given}
             assert len(judge_layer_order(sides(Side({}, values, passes=PASSES)), 2)) == 1
 
@@ -280,7 +292,9 @@ class TestChoices:
         assert (found.number, found.mistake, dict(found.parameters)) == (1, mistake, {"column": 3})
         assert found.reason.endswith("Prompt 1's is the likeliest at column 3 of the pass")
 
-    @pytest.mark.parametrize(("num_more", "words"), [(0, ""), (2, ", and of 2 more prompts")])
+    @pytest.mark.parametrize(
+        ("num_more", "words"), [(0, ""), (1, ", and of 1 more prompts"), (2, ", and of 2 more prompts")]
+    )
     def test_logits_of_another_column(self, num_more: int, words: str) -> None:
         places = tuple(MisplacedLogits(row=row, column=4, is_padding=True) for row in range(1 + num_more))
         (found,) = self.judge(misplaced=places)
