@@ -131,6 +131,12 @@ class TestMadeUpResults:
         found = causes(failing(0, "q_rope", 90.0, DIMS), failing(0, "k_rope", 90.0, *other))
         assert len(found) == num_causes
 
+    @pytest.mark.parametrize(("rows", "num_causes"), [((0,), 1), ((1,), 2)])
+    def test_errors_must_lie_in_the_same_rows(self, rows: tuple[int, ...], num_causes: int) -> None:
+        first, second = (replace(DIMS, dims=(), rows=named) for named in ((0,), rows))
+        found = causes(failing(0, "q_rope", 90.0, first), failing(0, "k_rope", 90.0, second))
+        assert len(found) == num_causes
+
     def test_keys_have_fewer_heads(self) -> None:
         of_queries, of_keys = (replace(DIMS, dims=(), heads=heads) for heads in ((4, 5, 6, 7), (1,)))
         found = causes(failing(0, "q_rope", 90.0, of_queries), failing(0, "k_rope", 90.0, of_keys))

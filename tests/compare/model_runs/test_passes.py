@@ -230,6 +230,7 @@ class TestStream:
                 "layers_out_of_order",
                 "what the embedding gave: it is the output of layer 2",
             ),
+            ((0.0, 3.0, 2.0), 1, "layers_out_of_order", "not what layer 0 gave: it is the output of layer 2"),
             ((9.0, 1.0, 2.0), 0, None, "not what the embedding gave: something in between changed it"),
             ((0.0, 9.0, 9.0), 1, None, "not what layer 0 gave: something in between changed it"),
         ],
