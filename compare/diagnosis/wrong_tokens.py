@@ -35,7 +35,7 @@ class WrongTokens:
     def exchanged_experts(self) -> tuple[tuple[int, int], ...]:
         """Return pairs of experts whose tokens are wrong while others are right; the best pair comes first."""
         num_wrong = int(self.is_wrong.sum())
-        if not 0 < num_wrong < len(self.is_wrong):
+        if num_wrong == len(self.is_wrong):
             return ()
         takes = torch.zeros(len(self.experts), self.num_experts, dtype=torch.bool)
         takes.scatter_(1, self.experts, True)

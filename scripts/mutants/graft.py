@@ -56,6 +56,13 @@ def _changed_name(before: str, after: str) -> str:
         if isinstance(new, (ast.FunctionDef, ast.ClassDef)):
             return new.name
         target = new.targets[0] if isinstance(new, ast.Assign) else getattr(new, "target", None)
+        if isinstance(target, ast.Tuple):
+            values = (getattr(statement.value, "elts", ()) for statement in (old, new))
+            target = next(
+                name
+                for name, *pair in zip(target.elts, *values, strict=True)
+                if len({*map(ast.dump, pair)}) > 1
+            )
         if isinstance(target, ast.Name):
             return target.id
         raise NotGraftedError("a statement that defines no name")

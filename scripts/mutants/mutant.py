@@ -8,7 +8,7 @@ whose result is not used, and arguments left out that have a default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,7 +141,7 @@ class _Finder:
         return Mutant(
             file=self._source.path,
             lines=self._lines(),
-            top_name=_top_name(top),
+            top_name=_top_name(top, self._path),
             is_in_function=bool(functions),
             is_compiled=any(
                 "compiled" in module.code_for_node(decorator)
@@ -232,7 +232,8 @@ def _negate(test: libcst.CSTNode) -> libcst.BaseExpression:
     return libcst.UnaryOperation(operator=libcst.Not(), expression=inner)
 
 
-def _top_name(statement: libcst.CSTNode) -> str:
+def _top_name(statement: libcst.CSTNode, path: Sequence[libcst.CSTNode]) -> str:
+    """Return the name that a statement of the module defines; of several, the one whose value is on the path."""
     name: libcst.CSTNode | None = None
     if isinstance(statement, (libcst.FunctionDef, libcst.ClassDef)):
         name = statement.name
@@ -240,6 +241,9 @@ def _top_name(statement: libcst.CSTNode) -> str:
         first = statement.body[0]
         if isinstance(first, libcst.Assign):
             name = first.targets[0].target
+            if isinstance(name, libcst.Tuple) and isinstance(first.value, libcst.Tuple):
+                pairs = zip(name.elements, first.value.elements, strict=True)
+                name = next((target.value for target, value in pairs if value in path), None)
         elif isinstance(first, libcst.AnnAssign):
             name = first.target
     return str(name.value) if isinstance(name, libcst.Name) else ""

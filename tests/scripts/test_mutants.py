@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 
 MOST = 3
 SHARE = 0.5
+FEW, MANY = 4, 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class TestMutants:
         assert (len(condition.lines), condition.top_name, condition.is_in_function) == (1, "clip", True)
         constant = next(mutant for mutant in mutants if mutant.before == "3")
         assert (constant.top_name, constant.is_in_function) == ("MOST", False)
+        assert [mutant.top_name for mutant in mutants if mutant.before in ("4", "7")] == ["FEW", "MANY"]
 
 
 class TestGraft:
@@ -190,6 +192,10 @@ class TestGraft:
         sys.modules["other_sums"] = other
         self.plant(sums, "MOST = 3", "MOST = 4")
         assert (sums.clip(9), sys.modules.pop("other_sums").MOST) == (4, 4)
+
+    def test_one_of_two_constants_in_a_line(self, sums: ModuleType) -> None:
+        self.plant(sums, "4, 7", "4, 8")
+        assert (sums.FEW, sums.MANY) == (4, 8)
 
     @pytest.mark.parametrize(
         ("old", "new", "reason"),

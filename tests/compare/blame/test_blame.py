@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from compare.blame.blame import blame_layer
@@ -80,6 +82,31 @@ class TestIndependentCulprits:
         assert names(blame(Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)) == [
             ("router_experts",)
         ]
+
+    @pytest.mark.parametrize(
+        ("was_judged_with_choice", "status", "blamed"),
+        [
+            (True, SiteStatus.FAIL, [("router_experts",), ("moe_delta",)]),
+            (False, SiteStatus.FAIL, [("router_experts",)]),
+            (True, SiteStatus.PASS, [("moe_delta",)]),
+        ],
+    )
+    def test_wrong_choice_does_not_excuse_experts_that_were_judged_with_it(
+        self, was_judged_with_choice: bool, status: SiteStatus, blamed: list[tuple[str, ...]]
+    ) -> None:
+        routing: Any = "routing" if was_judged_with_choice else None
+        failing = {Site.MOE_DELTA: SiteStatus.FAIL, Site.ROUTER_EXPERTS: status}
+        results = {
+            site: SiteResult(
+                layer=5,
+                site=str(site),
+                status=failing.get(site, SiteStatus.PASS),
+                reason="",
+                routing=routing if site is Site.ROUTER_EXPERTS else None,
+            )
+            for site in COMPUTED
+        }
+        assert names(blame_layer(results, layer=5, given=(Site.INPUT,), is_chained=False)) == blamed
 
 
 class TestHiddenSites:

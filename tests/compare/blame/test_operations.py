@@ -102,6 +102,11 @@ class TestMadeUpResults:
         found = causes(failing(0, "q_norm", 90.0), failing(0, "k_norm", 80.0), failing(1, "k_norm", 80.0))
         assert found == [((0,), ("q_norm", "k_norm"), "norm of queries and keys"), ((1,), ("k_norm",), "")]
 
+    def test_site_that_fails_without_blame_is_joined_to_none(self) -> None:
+        results = [failing(0, site, 90.0) for site in ("q_norm", "k_norm", "k_proj")]
+        blamed = blame_of(results[0], results[2])
+        assert [one.operation for one in join_alike(blamed, results)] == ["", ""]
+
     def test_sites_blamed_in_other_layers_stay_two_causes(self) -> None:
         assert len(causes(failing(0, "q_norm", 90.0), failing(1, "k_norm", 90.0))) == 2
 
@@ -124,6 +129,12 @@ class TestMadeUpResults:
     ) -> None:
         other = [replace(DIMS, dims=(), **regions)] if "dims" not in regions else [replace(DIMS, **regions)]
         found = causes(failing(0, "q_rope", 90.0, DIMS), failing(0, "k_rope", 90.0, *other))
+        assert len(found) == num_causes
+
+    @pytest.mark.parametrize(("rows", "num_causes"), [((0,), 1), ((1,), 2)])
+    def test_errors_must_lie_in_the_same_rows(self, rows: tuple[int, ...], num_causes: int) -> None:
+        first, second = (replace(DIMS, dims=(), rows=named) for named in ((0,), rows))
+        found = causes(failing(0, "q_rope", 90.0, first), failing(0, "k_rope", 90.0, second))
         assert len(found) == num_causes
 
     def test_keys_have_fewer_heads(self) -> None:

@@ -288,3 +288,117 @@ class TestRegions:
 
     def test_error_everywhere_has_no_region(self) -> None:
         assert self.find(spoilt(everywhere()), head_dim=HEAD_DIM) == ()
+
+
+class TestLimits:
+    """Tokens and channels a little above and below their limits, by errors of as many noise floors."""
+
+    @staticmethod
+    def rows_off(token: torch.Tensor | float = 1.0, channel: torch.Tensor | float = 1.0) -> Rows:
+        """Rows whose golden is off by 1 in each channel, and the port by so many times that."""
+        twin = torch.full((ROWS * LENGTH, HEADS * HEAD_DIM), 100.0)
+        by_token = torch.as_tensor(token).expand(ROWS * LENGTH)[:, None]
+        by_channel = torch.as_tensor(channel).expand(HEADS * HEAD_DIM)
+        sign = torch.ones_like(twin)
+        sign[::2] = -1.0
+        return replace(
+            right_rows(), reference=twin + 1.0, target=twin + sign * by_token * by_channel, twin=twin
+        )
+
+    def test_clearly_wrong_tokens_bring_those_half_way_to_the_limit(self) -> None:
+        tokens = torch.arange(ROWS * LENGTH) % LENGTH
+        # The limit is 3, and half way to it, as factors go, 1.73.
+        for off, told in ((1.75, "all 45"), (1.7, "all 21")):
+            ratios = torch.ones(ROWS * LENGTH)
+            ratios[tokens >= 25], ratios[tokens >= 33] = off, 3.1
+            (sentence, *_) = describe(self.rows_off(ratios))
+            assert sentence.startswith(f"wrong tokens: {told} at tokens from {25 if off > 1.73 else 33} on")
+
+    def test_tokens_half_way_alone_are_right(self) -> None:
+        ratios = torch.where(torch.arange(ROWS * LENGTH) % LENGTH >= 25, 2.9, 1.0)
+        assert describe(self.rows_off(ratios)) == ()
+
+    def test_limit_below_one_is_not_raised(self) -> None:
+        ratios = torch.where(torch.arange(ROWS * LENGTH) % LENGTH >= 25, 0.3, 0.1)
+        arguments = {"decoded": None, "experts": None, "head_dim": None}
+        bounds = Bounds(token=0.25, channel=None)
+        sentences, _ = describe_regions(self.rows_off(ratios), bounds=bounds, **arguments)  # type: ignore[arg-type]
+        assert sentences[0].startswith("wrong tokens: all 45 at tokens from 25 on")
+
+    @pytest.mark.parametrize(("off", "is_told"), [(1.99, False), (2.01, True)])
+    def test_channel_above_its_limit_is_wrong(self, off: float, is_told: bool) -> None:
+        channels = torch.ones(HEADS * HEAD_DIM)
+        channels[20:30] = off
+        told = describe(self.rows_off(channel=channels))
+        assert told == (
+            ("wrong channels: all 10 from channels 20 to 29; the 54 others are right",) if is_told else ()
+        )
+
+    def test_channel_of_less_noise_than_the_median_is_judged_by_the_median(self) -> None:
+        rows = self.rows_off()
+        reference, target = rows.reference.clone(), rows.target.clone()
+        reference[:, 20:30] = 100.0
+        assert describe(replace(rows, reference=reference)) == ()
+        target[:, 20:30] = 102.1
+        assert any("channels 20 to 29" in told for told in describe(replace(rows, target=target)))
+        # A channel of more noise is judged by its own.
+        assert describe(replace(rows, reference=reference * 0 + 102.1, target=target)) == ()
+
+    def test_values_where_the_golden_is_zero_have_no_factor(self) -> None:
+        rows = right_rows()
+        sides = [side.clone() for side in (rows.reference, rows.target, rows.twin) if side is not None]
+        for side, value in zip(sides, (0.0, 1.0, 0.0), strict=True):
+            side[:, 20:30] = value
+        told = describe(replace(rows, reference=sides[0], target=sides[1], twin=sides[2]))
+        assert told == ("wrong channels: all 10 from channels 20 to 29; the 54 others are right",)
+
+    @pytest.mark.parametrize(("rest", "is_told"), [(0.19, True), (0.21, False)])
+    def test_multiple_may_leave_a_fifth_of_the_error(self, rest: float, is_told: bool) -> None:
+        rows = right_rows()
+        reference, target = rows.reference.float(), rows.reference.float()
+        golden = reference[:, 20:30]
+        noise = torch.randn(golden.shape, generator=torch.Generator().manual_seed(7))
+        noise -= golden * (noise * golden).sum() / golden.square().sum()
+        # Of an error of √(1 + r²) times the golden's size, r is left.
+        share = rest / (1 - rest**2) ** 0.5
+        target[:, 20:30] = 2.0 * golden + share * noise * golden.norm() / noise.norm()
+        told = describe(replace(rows, reference=reference, target=target))
+        assert ("the port's values there are 2 times the golden's" in told) is is_told
+
+
+class TestCommonGround:
+    """Facts that wrong tokens may have in common: each alone, and with another."""
+
+    def test_tokens_of_one_pass_are_named(self) -> None:
+        decoded = torch.arange(ROWS * LENGTH) % 7 == 3
+        assert describe(spoilt(~decoded), decoded=decoded)[0].startswith(
+            "wrong tokens: all 103 computed in one pass;"
+        )
+
+    def test_decoded_tokens_of_a_row_are_named_with_it(self) -> None:
+        decoded = torch.arange(LENGTH).repeat(ROWS) % 2 == 1
+        tokens = decoded & (right_rows().places[:, 0] == 1)
+        told = describe(spoilt(tokens), decoded=decoded)[0]
+        assert told.startswith("wrong tokens: all 20 ")
+        assert "in row 1" in told
+        assert "decoded one at a time" in told
+
+    def test_positions_are_looked_at_beside_the_places(self) -> None:
+        positions = torch.arange(ROWS * LENGTH).flip(0)
+        told = describe(spoilt(positions >= 100), positions=positions)
+        assert told[0].startswith("wrong tokens: all 20 ")
+        assert "positions from 100 on" in told[0] or "in row 0" in told[0]
+
+    @pytest.mark.parametrize(("likeness", "is_told"), [(0.985, True), (0.975, False)])
+    def test_head_that_resembles_another_is_named(self, likeness: float, is_told: bool) -> None:
+        rows = right_rows()
+        twin = rows.reference.float()
+        target = twin.clone()
+        heads = twin.unflatten(1, (HEADS, HEAD_DIM))
+        other = torch.randn(heads[:, 0].shape, generator=torch.Generator().manual_seed(9))
+        origin = heads[:, 3]
+        other -= origin * (other * origin).sum() / origin.square().sum()
+        other *= origin.norm() / other.norm()
+        target.unflatten(1, (HEADS, HEAD_DIM))[:, 1] = likeness * origin + (1 - likeness**2) ** 0.5 * other
+        told = describe(replace(rows, reference=twin, target=target), head_dim=HEAD_DIM)
+        assert ("the port holds in head 1 the golden's head 3" in told) is is_told

@@ -70,27 +70,33 @@ def test_proof_is_of_a_clear_error_of_which_the_noise_is_left() -> None:
 
 
 def test_a_later_parameter_must_be_clearly_better() -> None:
-    first, close, better = (score(misfit=misfit) for misfit in (1.0, 0.99, 0.97))
+    first, close, better = (score(misfit=misfit) for misfit in (2.0, 1.97, 1.95))
     assert best_first([first, close]) == [first]
     assert best_first([first, better]) == [better]
-    other = score("b", misfit=0.5)
+    other = score("b", misfit=1.0)
     assert best_first([first, other]) == [other, first]
 
 
 class TestNames:
     def test_what_resembles_the_best_is_named_too(self) -> None:
-        best, like, unlike = score(misfit=1.0), score("b", misfit=1.1), score("c", misfit=1.11)
+        best, like, unlike = score(misfit=2.0), score("b", misfit=2.2), score("c", misfit=2.21)
         assert name_mistakes([unlike, like, best]) == (best, like)
 
     def test_another_hypothesis_must_not_be_much_likelier(self) -> None:
         alike, unlike = score(likeness=0.8), score("b", likeness=0.79)
         better = score("c", likeness=1.0, leaves=50.0)
         assert name_mistakes([alike, unlike, better]) == (alike,)
+        by_chance = score("c", likeness=1.0, leaves=50.0, z=0.0)
+        assert name_mistakes([alike, unlike, by_chance]) == (alike,)
 
     def test_a_rounding_is_held_against_likenesses_that_are_proved(self) -> None:
         rounding = score(is_rounding=True, unexplained=3.0, likeness=0.3)
         for z, named in ((7.9, (rounding,)), (8.0, ())):
             assert name_mistakes([rounding, score("b", likeness=1.0, leaves=50.0, z=z)]) == named
+
+    def test_a_large_rounding_needs_no_likeness_if_none_is_proved(self) -> None:
+        rounding = score(is_rounding=True, likeness=0.3, z=0.0)
+        assert name_mistakes([rounding]) == (rounding,)
 
     def test_nothing_is_named_without_an_explanation(self) -> None:
         assert name_mistakes([]) == ()

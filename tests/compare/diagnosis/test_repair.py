@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from compare.diagnosis.repair import lines_for_layers
+from typing import Any
+
+import torch
+
+from compare.diagnosis.repair import WeightRepair, lines_for_layers
 
 LINES = ("for name in names:", "    tensors[name] = -tensors[name]")
 
@@ -22,3 +26,26 @@ def test_port_without_a_conversion_gets_a_whole_one() -> None:
     assert lines[0] == "def convert_state_dict(self, tensors, config, layer_idx):"
     assert lines[1] == "    for name in names:"
     assert lines[-1] == "    return tensors"
+
+
+def negate(tensors: Any, config: Any, *, name: str, scale: float) -> None:
+    """Turn the sign of a tensor."""
+    for _ in range(1):
+        tensors[name] = -scale * tensors[name]
+    # The last statement ends here.
+    assert config is None
+
+
+def test_lines_are_the_parameters_and_what_was_run() -> None:
+    lines = WeightRepair(edit=negate).lines({"name": "a", "scale": 2.0})
+    assert lines == (
+        "name = 'a'",
+        "scale = 2.0",
+        "for _ in range(1):",
+        "    tensors[name] = -scale * tensors[name]",
+        "# The last statement ends here.",
+        "assert config is None",
+    )
+    tensors = {"a": torch.ones(1)}
+    exec("\n".join(lines), {"tensors": tensors, "config": None})
+    assert float(tensors["a"]) == -2.0

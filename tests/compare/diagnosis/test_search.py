@@ -1,0 +1,350 @@
+"""The search's turns: which hypotheses are tried, on which tokens, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compare.diagnosis.evaluation import replace_stage
+from compare.diagnosis.mistake import Hypothesis, Mistake
+from compare.diagnosis.score import Score
+from compare.diagnosis.search import SearchOutcome, search_layer
+from minimax_tools.model.sites import Site
+
+# Far from an explanation, but no worse than no mistake.
+USUAL = {
+    "leaves": 20.0,
+    "unexplained": 20.0,
+    "misfit": 400.0,
+    "explains": 0.0,
+    "amplitude": 1.0,
+    "z": 0.0,
+    "likeness": 0.1,
+}
+CAUSE = {"leaves": 1.0, "misfit": 1.0, "explains": 0.99, "z": 50.0, "likeness": 0.99}
+WORSE = {"misfit": 401.0}
+# Of one prompt, the last token is among those that are evenly spread; so there is one less than 24, and than 64.
+FIRST, SCREEN = 23, 63
+
+
+def mistake(name: str, site: Site = Site.Q_PROJ, **options: Any) -> Mistake:
+    return Mistake(
+        name=name,
+        what="",
+        look_at="",
+        build=lambda **_: replace_stage(site, lambda _: torch.zeros(1)),
+        **options,
+    )
+
+
+@dataclass
+class Port:
+    """A trial that gives each hypothesis the figures of its name, and notes what was tried on how many tokens."""
+
+    figures: Mapping[str, Mapping[str, float]]
+    null_figures: Mapping[str, float] = field(default_factory=dict)
+    faint: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    num_tokens: int = 20
+    num_usable: int = 20
+    refuted: frozenset[str] = frozenset()
+    has_decoded: bool = False
+    tried: list[tuple[int, list[str]]] = field(default_factory=list)
+    tried_faint: list[tuple[int, list[str]]] = field(default_factory=list)
+
+    @property
+    def base(self) -> Any:
+        mask = torch.ones(1, self.num_tokens, dtype=torch.int64)
+        return SimpleNamespace(tokens=torch.arange(self.num_tokens), attention_mask=mask, inputs=None)
+
+    @property
+    def is_usable(self) -> torch.Tensor:
+        return torch.arange(self.num_tokens) < self.num_usable
+
+    def select_tokens(self, indices: torch.Tensor) -> Port:
+        return replace(self, num_tokens=len(indices))
+
+    def null(self) -> Score:
+        return self.score(SimpleNamespace(name=""), self.null_figures)
+
+    def wrong_tokens(self) -> Any:
+        return "wrong tokens"
+
+    def refutes(self, hypothesis: Hypothesis) -> bool:
+        return hypothesis.name in self.refuted
+
+    def score(self, hypothesis: Any, figures: Mapping[str, float], *, is_decode_only: bool = False) -> Score:
+        return Score(hypothesis=hypothesis, is_decode_only=is_decode_only, **{**USUAL, **figures})
+
+    def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+        self.tried.append((self.num_tokens, [hypothesis.name for hypothesis in hypotheses]))
+        scores = []
+        for hypothesis in hypotheses:
+            scores.append(self.score(hypothesis, self.figures.get(hypothesis.name, {})))
+            if self.has_decoded:
+                decoded = self.figures.get(f"decoded {hypothesis.name}", {})
+                scores.append(self.score(hypothesis, decoded, is_decode_only=True))
+        return scores
+
+    def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+        self.tried_faint.append((self.num_tokens, [hypothesis.name for hypothesis in hypotheses]))
+        return [self.score(hypothesis, self.faint.get(hypothesis.name, {})) for hypothesis in hypotheses]
+
+
+def search(
+    port: Port,
+    *mistakes: Mistake,
+    suspects: frozenset[Site] = frozenset(),
+    expected: Sequence[Hypothesis] = (),
+) -> SearchOutcome:
+    trial: Any = port
+    return search_layer(trial, mistakes, suspects=suspects, expected=expected)
+
+
+def named(outcome: SearchOutcome) -> list[str]:
+    return [score.hypothesis.name for score in outcome.named]
+
+
+def nearest(outcome: SearchOutcome) -> list[str]:
+    return [score.hypothesis.name for score in outcome.nearest]
+
+
+def singles(port: Port) -> list[list[str]]:
+    """Names of the turns' hypotheses; without empty turns and pairs."""
+    return [names for _, names in port.tried if names and not any("+" in name for name in names)]
+
+
+def many(number: int, **options: Any) -> list[Mistake]:
+    return [mistake(f"m{index}", **options) for index in range(number)]
+
+
+class TestTurns:
+    def test_nothing_is_tried_if_no_token_is_usable(self) -> None:
+        port = Port({"a": CAUSE}, num_usable=0)
+        outcome = search(port, mistake("a"))
+        assert (port.tried, outcome.named, outcome.nearest, outcome.num_tried) == ([], (), (), 0)
+
+    def test_one_usable_token_is_enough(self) -> None:
+        assert named(search(Port({"a": CAUSE}, num_usable=1), mistake("a"))) == ["a"]
+
+    def test_mistakes_at_blamed_sites_are_tried_first(self) -> None:
+        cause = {**CAUSE, "leaves": 1.4}
+        port = Port({"at": cause})
+        others = mistake("other"), mistake("at", Site.K_PROJ)
+        outcome = search(port, *others, suspects=frozenset({Site.K_PROJ}))
+        assert (named(outcome), outcome.num_tried, singles(port)) == (["at"], 1, [["at"]])
+        port = Port({"other": cause})
+        outcome = search(port, *others, suspects=frozenset({Site.K_PROJ}))
+        assert (named(outcome), outcome.num_tried, singles(port)) == (["other"], 2, [["at"], ["other"]])
+
+    def test_expected_mistakes_come_before_all_and_must_be_proved(self) -> None:
+        one, other = mistake("one"), mistake("other")
+        for leaves, turns in ((1.3, [["one", "one"]]), (1.4, [["one", "one"], ["other"]])):
+            port = Port({"one": {**CAUSE, "leaves": leaves}})
+            assert named(search(port, other, one, expected=[one.with_parameters({})])) == ["one"]
+            assert singles(port) == turns
+
+    def test_expected_mistakes_need_no_proof_if_nothing_else_is_tried(self) -> None:
+        one = mistake("one")
+        port = Port({"one": {**CAUSE, "leaves": 1.4}})
+        outcome = search(port, one, expected=[one.with_parameters({})])
+        assert (named(outcome), outcome.num_tried, port.tried_faint) == (["one"], 2, [])
+
+    def test_refuted_hypotheses_are_not_tried(self) -> None:
+        port = Port({"a": CAUSE}, refuted=frozenset({"a"}))
+        assert named(search(port, mistake("a"), mistake("b"))) == []
+        assert singles(port) == [["b"]]
+
+    def test_hypotheses_found_by_wrong_tokens_are_tried_too(self) -> None:
+        def find(tokens: Any) -> tuple[Mapping[str, int], ...]:
+            assert tokens == "wrong tokens"
+            return ({},)
+
+        options: dict[str, Any] = {"candidates": lambda _: (), "find": find}
+        port = Port({"of experts": CAUSE}, num_tokens=200)
+        found = mistake("of attention", **options), mistake("of experts", Site.MOE_DELTA, **options)
+        assert named(search(port, *found)) == ["of experts"]
+        # Few tokens need not hold those of two experts.
+        assert port.tried[0] == (200, ["of experts"])
+        assert port.tried[1] == (FIRST, ["of attention", "of experts"])
+
+
+class TestTokens:
+    @pytest.mark.parametrize(
+        ("num_tokens", "counts"),
+        [(36, {36}), (37, {FIRST, 37}), (96, {FIRST, 96}), (97, {FIRST, SCREEN, 97})],
+    )
+    def test_few_tokens_screen_many_hypotheses(self, num_tokens: int, counts: set[int]) -> None:
+        port = Port({"a": CAUSE}, num_tokens=num_tokens)
+        assert named(search(port, mistake("a"))) == ["a"]
+        assert {count for count, names in port.tried if names} == counts
+
+    def test_thirty_go_on_and_ten_of_them_are_judged_on_all_tokens(self) -> None:
+        figures = {f"m{index}": {"misfit": 401.0 + index, "z": 0.0} for index in range(50)}
+        port = Port(figures, num_tokens=200)
+        search(port, *many(50))
+        tried = {count: names for count, names in reversed(port.tried) if names and "+" not in names[0]}
+        assert tried[FIRST] == [f"m{index}" for index in range(50)]
+        assert tried[SCREEN] == [f"m{index}" for index in range(30)]
+        assert tried[200] == [f"m{index}" for index in range(10)]
+
+    def test_all_that_are_no_worse_than_no_mistake_go_on(self) -> None:
+        figures = {f"m{index}": {"misfit": 400.0} for index in range(40)} | {"m40": WORSE}
+        port = Port(figures, num_tokens=200)
+        search(port, *many(41))
+        assert next(len(names) for count, names in port.tried if count == SCREEN) == 40
+
+    def test_those_with_a_fitted_parameter_go_on_by_likeness(self) -> None:
+        figures: dict[str, Mapping[str, float]] = {f"m{index}": WORSE for index in range(30)}
+        figures |= {f"f{index}": {"misfit": 500.0, "likeness": 0.5 + index / 100} for index in range(5)}
+        fitted = [
+            mistake(f"f{index}", fitted="factor", candidates=lambda _: ({"factor": 2.0},))
+            for index in range(5)
+        ]
+        port = Port(figures, num_tokens=200)
+        search(port, *many(30), *fitted)
+        screened = next(names for count, names in port.tried if count == SCREEN)
+        assert screened[:30] == [f"m{index}" for index in range(30)]
+        assert set(screened[30:]) == {"f2", "f3", "f4"}
+
+    def test_five_go_on_by_z_of_either_sign(self) -> None:
+        figures = {f"m{index}": {"misfit": 401.0 + index, "z": 0.0} for index in range(30)}
+        for index in range(20, 26):
+            figures[f"m{index}"]["z"] = (-1) ** index * float(index)
+        port = Port(figures, num_tokens=200)
+        search(port, *many(30))
+        judged = next(names for count, names in port.tried if count == 200 and names)
+        assert judged[:10] == [f"m{index}" for index in range(10)]
+        assert judged[10:] == ["m25", "m24", "m23", "m22", "m21"]
+
+    def test_decoded_tokens_are_judged_where_they_alone_come_near(self) -> None:
+        figures = {"a": WORSE, "decoded a": CAUSE, "b": {"misfit": 900.0}, "decoded b": {"misfit": 900.0}}
+        port = Port(figures, num_tokens=200, has_decoded=True)
+        outcome = search(port, mistake("a"), mistake("b"))
+        assert [(score.hypothesis.name, score.is_decode_only) for score in outcome.named] == [("a", True)]
+
+
+class TestFitting:
+    @staticmethod
+    def fitted(name: str) -> Mistake:
+        return mistake(name, fitted="factor", candidates=lambda _: ({"factor": 2.0},))
+
+    def rounds(self, port: Port, *mistakes: Mistake) -> list[list[str]]:
+        """Names tried in each round of the fit."""
+        search(port, *mistakes)
+        return [names for _, names in port.tried if names and len(names) > len(set(names))]
+
+    def test_proved_mistakes_are_not_fitted(self) -> None:
+        assert self.rounds(Port({"a": {**CAUSE, "leaves": 1.3}}), self.fitted("a")) == []
+        assert len(self.rounds(Port({"a": {**CAUSE, "leaves": 1.4}}), self.fitted("a"))) == 4
+
+    def test_best_six_and_the_three_most_alike_are_fitted(self) -> None:
+        figures = {f"m{index}": {"misfit": 401.0 + index, "likeness": 0.1} for index in range(12)}
+        for index, likeness in ((11, 0.9), (10, 0.8), (9, 0.7), (8, 0.6)):
+            figures[f"m{index}"]["likeness"] = likeness
+        port = Port(figures)
+        first, *_ = self.rounds(port, *(self.fitted(f"m{index}") for index in range(12)))
+        assert list(dict.fromkeys(first)) == [*(f"m{index}" for index in range(6)), "m11", "m10", "m9"]
+
+
+class TestFaint:
+    FAINT: Mapping[str, float] = {**CAUSE, "unexplained": 1.4, "misfit": 0.9}
+
+    def port(self, leaves: float, **options: Any) -> Port:
+        return Port({}, null_figures={"leaves": leaves}, faint={"a": self.FAINT}, **options)
+
+    def test_mistakes_that_the_noise_covers_are_tried_last(self) -> None:
+        port = self.port(6.0)
+        assert named(search(port, mistake("a"), mistake("b"))) == ["a"]
+        assert port.tried_faint == [(20, ["a", "b"])]
+
+    def test_none_is_tried_if_the_error_is_far_above_the_noise(self) -> None:
+        port = self.port(6.1)
+        assert named(search(port, mistake("a"))) == []
+        assert port.tried_faint == []
+
+    def test_best_ten_by_z_and_three_by_likeness_are_judged_on_all_tokens(self) -> None:
+        figures = {f"m{index}": {"z": float(index), "likeness": 0.1} for index in range(20)}
+        for index in range(4):
+            figures[f"m{index}"]["likeness"] = 0.9 - index / 10
+        port = Port({}, null_figures={"leaves": 6.0}, faint=figures, num_tokens=200)
+        search(port, *many(20))
+        (screened, all_names), (whole, chosen) = port.tried_faint
+        assert (screened, whole, len(all_names)) == (SCREEN, 200, 20)
+        assert chosen == [*(f"m{index}" for index in range(19, 9, -1)), "m0", "m1", "m2"]
+
+
+class TestPairs:
+    @staticmethod
+    def pairs(port: Port) -> list[str]:
+        return [name for names in (names for _, names in port.tried) for name in names if "+" in name]
+
+    def test_mistakes_of_attention_go_with_those_of_the_experts(self) -> None:
+        port = Port({"a + e": CAUSE})
+        outcome = search(port, mistake("a"), mistake("e", Site.MOE_DELTA))
+        assert (named(outcome), outcome.num_tried, outcome.nearest) == (["a + e"], 3, ())
+        assert set(self.pairs(port)) == {"a + e"}
+
+    @pytest.mark.parametrize(("leaves", "is_tried"), [(1.49, False), (1.5, True)])
+    def test_pairs_are_tried_if_the_error_is_clear(self, leaves: float, is_tried: bool) -> None:
+        port = Port({}, null_figures={"leaves": leaves})
+        search(port, mistake("a"), mistake("e", Site.MOE_DELTA))
+        assert bool(self.pairs(port)) is is_tried
+
+    def test_pairs_are_not_tried_if_one_mistake_explains_the_layer(self) -> None:
+        port = Port({"a": CAUSE})
+        search(port, mistake("a"), mistake("e", Site.MOE_DELTA))
+        assert self.pairs(port) == []
+
+    def test_one_side_alone_pairs_where_its_mistakes_begin_at_different_sites(self) -> None:
+        port = Port({})
+        search(port, mistake("a"), mistake("b"), mistake("c", Site.K_PROJ))
+        assert set(self.pairs(port)) == {"a + c", "b + c"}
+        reading = mistake("c", Site.K_PROJ, reads_right_layer=True)
+        port = Port({})
+        search(port, mistake("a"), reading)
+        assert self.pairs(port) == []
+
+    def test_best_few_of_both_sides_are_paired_and_the_best_with_all(self) -> None:
+        attention = [mistake(f"a{index}") for index in range(12)]
+        experts = [mistake(f"e{index}", Site.MOE_DELTA) for index in range(12)]
+        figures = {
+            f"{side}{index}": {"misfit": 401.0 + 20 * index, "likeness": index / 100}
+            for side in "ae"
+            for index in range(12)
+        }
+        port = Port(figures)
+        outcome = search(port, *attention, *experts)
+        # The best five by misfit and the best five by likeness; a0 and e0 are the best.
+        few = [0, 1, 2, 3, 4, 7, 8, 9, 10, 11]
+        expected = {f"a{first} + e{second}" for first in few for second in few}
+        expected |= {f"a{index} + e0" for index in range(12)} | {f"a0 + e{index}" for index in range(12)}
+        assert set(self.pairs(port)) == expected
+        assert outcome.num_tried == 24 + len(expected)
+
+    def test_pairs_of_other_layers_are_not_paired_again(self) -> None:
+        first, second = mistake("a"), mistake("e", Site.MOE_DELTA)
+        pair = first.with_parameters({}).and_also(second.with_parameters({}))
+        port = Port({"a + e": {"leaves": 9.0, "misfit": 90.0}})
+        search(port, first, second, expected=[pair])
+        assert set(self.pairs(port)) == {"a + e"}
+
+    def test_scores_of_decoded_tokens_are_not_paired(self) -> None:
+        # Only as a mistake of decoded tokens, a1 is the best of its side.
+        figures = {"decoded a1": {"misfit": 1.0}, "a0": {"misfit": 300.0}, "a1": {"misfit": 500.0}}
+        port = Port(figures, has_decoded=True)
+        search(port, mistake("a0"), mistake("a1"), mistake("e", Site.MOE_DELTA))
+        assert set(self.pairs(port)) == {"a0 + e", "a1 + e"}
+
+
+def test_three_nearest_are_told_if_nothing_explains_the_layer() -> None:
+    port = Port(
+        {f"m{index}": {"explains": index / 10, "misfit": 401.0 + math.cos(index)} for index in range(5)}
+    )
+    assert nearest(search(port, *many(5))) == ["m4", "m3", "m2"]
+    assert nearest(search(Port({"m0": CAUSE}), *many(5))) == []

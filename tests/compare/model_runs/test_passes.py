@@ -1,0 +1,423 @@
+"""A whole port's passes: their tokens, the first that is wrong, the order of layers, and what it chose itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.model_runs.choices import judge_choices
+from compare.model_runs.layer_order import judge_layer_order
+from compare.model_runs.next_tokens import compare_passes
+from compare.model_runs.passes import PassSplit, find_pass_fault, is_black_box, real_tokens, split_passes
+from compare.sides.batch import Batch
+from compare.sides.sides import Sides
+from minimax_tools.capture.passes import Choice, MisplacedLogits, ModelPasses, Repetition
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.results import Blame
+
+MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+LOGITS, EMBEDDING = ModelSite.LOGITS, ModelSite.EMBEDDING
+
+
+@dataclass
+class Side:
+    """Side of a run of a whole port."""
+
+    model_values: Mapping[ModelSite, torch.Tensor] = field(default_factory=dict)
+    values: Mapping[tuple[int, Site], torch.Tensor] = field(default_factory=dict)
+    passes: ModelPasses | None = None
+    num_decoded: int = 2
+    held: torch.Tensor | None = None
+    mask: torch.Tensor | None = field(default_factory=lambda: MASK)
+    directory: Path = Path("side")
+
+    @property
+    def known_description(self) -> Any:
+        return SimpleNamespace(run=SimpleNamespace(num_decoded=self.num_decoded))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for layer, _ in self.values}))
+
+    def read_passes(self) -> ModelPasses | None:
+        return self.passes
+
+    def read_attention_mask(self) -> torch.Tensor | None:
+        return self.mask
+
+    def model_sites(self) -> tuple[ModelSite, ...]:
+        return tuple(self.model_values)
+
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        return self.model_values[site]
+
+    def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
+        return self.held
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        return tuple(site for number, site in self.values if number == layer)
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        return self.values[layer, site]
+
+
+def sides(target: Side, reference: Side | None = None) -> Sides:
+    golden: Any = reference or Side()
+    port: Any = target
+    return Sides(
+        reference=golden,
+        target=port,
+        batch=Batch(golden.read_attention_mask()),
+        criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+    )
+
+
+PASSES = ModelPasses(num_passes=3)
+ALL = torch.arange(10).reshape(2, 5)
+
+
+def numbers(batch: Batch | None) -> list[int]:
+    assert batch is not None
+    found: list[int] = batch.tokens(ALL).tolist()
+    return found
+
+
+class TestSplit:
+    def test_tokens_of_prefill_and_steps(self) -> None:
+        split = split_passes(sides(Side(passes=PASSES)))
+        assert split is not None
+        assert (numbers(split.prefill), numbers(split.decoded)) == ([0, 1, 5], [2, 3, 6, 7])
+        assert [numbers(step) for step in split.steps] == [[2, 6], [3, 7]]
+
+    def test_prefill_alone(self) -> None:
+        split = split_passes(sides(Side(passes=PASSES, num_decoded=0)))
+        assert split is not None
+        assert (numbers(split.prefill), split.decoded, split.steps) == ([0, 1, 2, 3, 5, 6, 7], None, ())
+
+    def test_other_runs_have_no_passes(self) -> None:
+        assert split_passes(sides(Side())) is None
+        assert split_passes(sides(Side(passes=PASSES), Side(mask=None))) is None
+
+
+def test_real_tokens_are_those_of_the_goldens_mask() -> None:
+    found = real_tokens(sides(Side()))
+    assert found is not None
+    assert torch.equal(found, MASK.bool())
+    assert real_tokens(sides(Side(), Side(mask=None))) is None
+
+
+class TestFault:
+    SPLIT = PassSplit(
+        prefill=Batch(MASK == 1), decoded=Batch(MASK == 1), steps=tuple(Batch(MASK == 1) for _ in range(3))
+    )
+
+    def find(self, *wrong: Batch | None, split: PassSplit = SPLIT) -> tuple[int, str] | None:
+        def judge(batch: Batch) -> tuple[Blame, ...]:
+            names = {id(split.prefill): "prefill", id(split.decoded): "decoded"}
+            name = names.get(id(batch), "step")
+            return (Blame(layer=0, sites=("output",), reason=name),) if batch in wrong else ()
+
+        fault = find_pass_fault(split, judge)
+        return None if fault is None else (fault.number, fault.blame[0].reason)
+
+    def test_first_wrong_pass(self) -> None:
+        split = self.SPLIT
+        assert self.find() is None
+        assert self.find(split.prefill, split.decoded, *split.steps) == (0, "prefill")
+        assert self.find(split.decoded, *split.steps[1:]) == (2, "step")
+        # Steps show fainter errors together than alone.
+        assert self.find(split.decoded) == (1, "decoded")
+        assert self.find(*split.steps) is None
+        without = PassSplit(prefill=split.prefill, decoded=None, steps=())
+        assert self.find(split=without) is None
+
+
+def test_black_box_shows_logits_and_no_layer() -> None:
+    logits, output = {LOGITS: torch.zeros(2, 5, 3)}, {(0, Site.OUTPUT): torch.zeros(2, 5, 4)}
+    norm = {(0, Site.POST_NORM): torch.zeros(2, 5, 4)}
+    for side, is_box in (
+        (Side(logits, passes=PASSES), True),
+        (Side(logits, norm, passes=PASSES), True),
+        (Side(logits, output, passes=PASSES), False),
+        (Side(logits), False),
+        (Side(passes=PASSES), False),
+    ):
+        target: Any = side
+        assert is_black_box(target) is is_box
+
+
+class TestCalls:
+    @staticmethod
+    def judge(*calls: tuple[int, ...], num_layers: int = 3) -> ModelFinding | None:
+        passes = ModelPasses(num_passes=len(calls), layer_calls=calls)
+        found = judge_layer_order(sides(Side(passes=passes)), num_layers)
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def test_layers_in_their_order_and_calls_that_cannot_be_seen_are_right(self) -> None:
+        assert self.judge((0, 1, 2), (0, 1, 2)) is None
+        assert self.judge((), ()) is None
+        assert judge_layer_order(sides(Side()), 3) == ()
+
+    @pytest.mark.parametrize(
+        ("calls", "layer", "mistake", "reason"),
+        [
+            ((0, 2), 1, "layer_skipped", "layer 1 never ran in the decode step 1"),
+            ((1,), 0, "layer_skipped", "layers 0, 2 never ran in the decode step 1"),
+            ((0, 1, 1, 2, 2, 2), 1, "layer_twice", "layers 1, 2 ran 2 times in the decode step 1"),
+            ((0, 2, 1), 1, "layers_out_of_order", "the layers ran in the order 0, 2, 1 in the decode step 1"),
+            ((0, 0, 1), 2, "layer_skipped", "layer 2 never ran in the decode step 1"),
+        ],
+    )
+    def test_first_wrong_pass_is_told(
+        self, calls: tuple[int, ...], layer: int, mistake: str, reason: str
+    ) -> None:
+        found = self.judge((0, 1, 2), calls)
+        assert found is not None
+        assert (found.number, found.layer, found.mistake, found.reason) == (1, layer, mistake, reason)
+
+    @pytest.mark.parametrize(
+        ("num_layers", "words"), [(5, "layers 1, 2, 3, 4"), (6, "layers 1, 2, 3, 4 and 1 more")]
+    )
+    def test_four_layers_are_named(self, num_layers: int, words: str) -> None:
+        found = self.judge((0,), num_layers=num_layers)
+        assert found is not None
+        assert found.reason == f"{words} never ran in the prefill"
+
+
+class TestStream:
+    @staticmethod
+    def stream(number: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Values of a stream; `number` tells it from others. Padding is arbitrary."""
+        values = torch.full((2, 5, 4), number, dtype=dtype)
+        values[0, 1] = torch.nan
+        values[MASK == 0] = torch.rand(3, 4).to(dtype)
+        return values
+
+    def judge(self, *given: float, embedding: float | None = 0.0, dtype: torch.dtype = torch.float32) -> Any:
+        """Judge layers whose outputs are 1, 2, … and whose inputs are `given`."""
+        values = {(layer, Site.INPUT): self.stream(number, dtype) for layer, number in enumerate(given)}
+        values |= {(layer, Site.OUTPUT): self.stream(layer + 1.0) for layer in range(len(given))}
+        model = {} if embedding is None else {EMBEDDING: self.stream(embedding)}
+        found = judge_layer_order(sides(Side(model, values, passes=PASSES)), len(given))
+        if not found:
+            return None
+        assert bool(found[0].what) is (found[0].mistake is not None)
+        return found[0].layer, found[0].mistake, found[0].reason
+
+    def test_input_is_the_output_before_it(self) -> None:
+        assert self.judge(0.0, 1.0, 2.0) is None
+        assert self.judge(0.0, 1.0, 2.0, dtype=torch.bfloat16) is None
+        # Without the embedding, nothing tells the first input.
+        assert self.judge(5.0, 1.0, embedding=None) is None
+
+    @pytest.mark.parametrize(
+        ("given", "layer", "mistake", "reason"),
+        [
+            ((0.0, 1.0, 1.0), 2, "layers_out_of_order", "not what layer 1 gave: it is the output of layer 0"),
+            ((0.0, 0.0, 2.0), 1, "layers_out_of_order", "not what layer 0 gave: it is the embedding"),
+            (
+                (3.0, 1.0, 2.0),
+                0,
+                "layers_out_of_order",
+                "what the embedding gave: it is the output of layer 2",
+            ),
+            ((0.0, 3.0, 2.0), 1, "layers_out_of_order", "not what layer 0 gave: it is the output of layer 2"),
+            ((9.0, 1.0, 2.0), 0, None, "not what the embedding gave: something in between changed it"),
+            ((0.0, 9.0, 9.0), 1, None, "not what layer 0 gave: something in between changed it"),
+        ],
+    )
+    def test_first_other_input_is_told(
+        self, given: tuple[float, ...], layer: int, mistake: str | None, reason: str
+    ) -> None:
+        found = self.judge(*given)
+        assert found[:2] == (layer, mistake)
+        assert reason in found[2]
+
+    def test_every_real_token_counts_and_shapes_must_agree(self) -> None:
+        other = self.stream(1.0)
+        other[1, 2, 3] = 1.5
+        lost = self.stream(1.0)
+        lost[1, 2, 3] = torch.nan
+        for given in (other, lost, self.stream(1.0)[:, :4]):
+            values = {(0, Site.OUTPUT): self.stream(1.0), (1, Site.INPUT): given}
+            assert len(judge_layer_order(sides(Side({}, values, passes=PASSES)), 2)) == 1
+
+
+class TestChoices:
+    @staticmethod
+    def judge(
+        reference: Side | None = None, target: Side | None = None, **parts: Any
+    ) -> tuple[ModelFinding, ...]:
+        port = target or Side()
+        port.passes = ModelPasses(num_passes=3, **parts)
+        return judge_choices(sides(port, reference))
+
+    @staticmethod
+    def choice(**parts: Any) -> Choice:
+        return Choice(**{"number": 1, "row": 0, "chosen": 5, "likeliest": 5, "behind": 0.0, **parts})
+
+    def test_nothing_is_wrong(self) -> None:
+        assert judge_choices(sides(Side())) == ()
+        assert self.judge() == ()
+        # Of equal logits any may be chosen.
+        assert self.judge(choices=(self.choice(), self.choice(chosen=7))) == ()
+        assert self.judge(choices=(self.choice(behind=None),)) == ()
+
+    def test_first_token_that_is_not_the_likeliest(self) -> None:
+        right, wrong = self.choice(), self.choice(number=2, row=1, chosen=7, behind=0.25)
+        (found,) = self.judge(choices=(right, wrong, self.choice(chosen=8, behind=1.0)))
+        assert (found.number, found.sites, found.mistake) == (2, ("chosen_token",), None)
+        assert found.reason.startswith(
+            "after the decode step 2 the port chose token 7 for prompt 1; by its own logits of that prompt's last "
+            "token 5 is the likeliest, 0.25 below it; a port that draws"
+        )
+        (found,) = self.judge(choices=(self.choice(chosen=7, behind=None),))
+        assert "5 is the likeliest; a port" in found.reason
+
+    @pytest.mark.parametrize(
+        ("is_padding", "mistake"), [(True, "padding_sampled"), (False, "earlier_row_sampled")]
+    )
+    def test_token_that_another_column_tells(self, is_padding: bool, mistake: str) -> None:
+        plain = self.choice(chosen=7, behind=1.0)
+        other = self.choice(row=1, chosen=8, behind=2.0, column=3, is_padding=is_padding)
+        (found,) = self.judge(choices=(plain, other))
+        assert (found.number, found.mistake, dict(found.parameters)) == (1, mistake, {"column": 3})
+        assert found.reason.endswith("Prompt 1's is the likeliest at column 3 of the pass")
+
+    @pytest.mark.parametrize(
+        ("num_more", "words"), [(0, ""), (1, ", and of 1 more prompts"), (2, ", and of 2 more prompts")]
+    )
+    def test_logits_of_another_column(self, num_more: int, words: str) -> None:
+        places = tuple(MisplacedLogits(row=row, column=4, is_padding=True) for row in range(1 + num_more))
+        (found,) = self.judge(misplaced=places)
+        assert (found.number, found.sites, found.mistake) == (0, ("logits",), "padding_sampled")
+        assert found.reason == (
+            f"the logits of prompt 0 are those of column 4 of the prefill, and not of its last token{words}"
+        )
+
+    @pytest.mark.parametrize(
+        ("number", "above", "words"),
+        [
+            (56, 2.5, "the largest is 2.5 above"),
+            (56, -3.0, "the largest is only 3 below"),
+            (56, -999.0, "only 999 below"),
+            (56, -1000.0, None),
+            (56, -torch.inf, None),
+            (0, None, None),
+            (56, None, None),
+        ],
+    )
+    def test_padding_of_the_vocabulary_must_be_masked(
+        self, number: int, above: float | None, words: str | None
+    ) -> None:
+        found = self.judge(num_padded_logits=number, padded_logits_above=above)
+        if words is None:
+            assert found == ()
+            return
+        assert (found[0].number, found[0].mistake) == (0, "padded_logits_live")
+        assert "have 56 columns" in found[0].reason
+        assert words in found[0].reason
+
+    @pytest.mark.parametrize(
+        ("difference", "error", "is_wrong"),
+        [(0.099, 0.0, False), (0.101, 0.0, True), (0.39, 0.1, False), (0.41, 0.1, True), (0.101, 0.02, True)],
+    )
+    def test_second_run_may_differ_by_noise(self, difference: float, error: float, is_wrong: bool) -> None:
+        golden = torch.ones(2, 5, 4)
+        port = golden * (1.0 + error)
+        # One token of seven is off by far more, and tokens that are not held do not count.
+        port[0, 0] = 9.0
+        held = torch.ones(2, 5, dtype=torch.bool)
+        found = self.judge(
+            Side({LOGITS: golden}),
+            Side({LOGITS: port}, held=held),
+            repetitions=(Repetition(number=2, row=1, difference=difference),),
+        )
+        assert bool(found) is is_wrong
+        if is_wrong:
+            assert (found[0].number, found[0].mistake) == (2, "cache_stale")
+            assert f"prompt 1 differ by {difference:.3g} of their norm" in found[0].reason
+
+    def test_tokens_that_are_not_held_tell_no_noise(self) -> None:
+        golden, port = torch.ones(2, 5, 4), torch.zeros(2, 5, 4)
+        held = torch.zeros(2, 5, dtype=torch.bool)
+        held[1, 2] = True
+        port[1, 2] = 1.0
+        repeated = (Repetition(number=0, row=0, difference=0.2),)
+        for holds, is_wrong in ((held, True), (None, False)):
+            target = Side({LOGITS: port}, held=holds)
+            assert bool(self.judge(Side({LOGITS: golden}), target, repetitions=repeated)) is is_wrong
+
+    @pytest.mark.parametrize("port", [None, torch.zeros(2, 5, 3), torch.full((2, 5, 4), torch.nan)])
+    def test_logits_that_cannot_be_compared_allow_no_noise(self, port: torch.Tensor | None) -> None:
+        target = Side({} if port is None else {LOGITS: port})
+        repeated = (Repetition(number=0, row=0, difference=0.2),)
+        (found,) = self.judge(Side({LOGITS: torch.ones(2, 5, 4)}), target, repetitions=repeated)
+        assert "limit 0.1" in found.reason
+
+    def test_second_run_must_be_finite(self) -> None:
+        lost = Repetition(number=1, row=3, difference=0.0, is_finite=False)
+        (found,) = self.judge(repetitions=(Repetition(number=0, row=0, difference=0.0), lost))
+        assert (found.number, "NaN or Inf for prompt 3" in found.reason) == (1, True)
+
+    def test_all_faults_are_told_in_turn(self) -> None:
+        found = self.judge(
+            choices=(self.choice(chosen=7, behind=1.0),),
+            misplaced=(MisplacedLogits(row=0, column=0, is_padding=False),),
+            num_padded_logits=1,
+            padded_logits_above=0.0,
+        )
+        assert [finding.sites[0] for finding in found] == ["logits", "chosen_token", "padded_logits"]
+        assert "only -0 below" in found[2].reason or "only 0 below" in found[2].reason
+
+
+class TestNextTokens:
+    GOLDEN = torch.zeros(2, 5, 3)
+
+    def port(self) -> torch.Tensor:
+        values = self.GOLDEN.clone()
+        values[..., 0] = 1e-3
+        values[0, 3, 1] = 9.0  # decoded in the second step
+        return values
+
+    def test_each_pass_is_compared_alone(self) -> None:
+        golden = self.GOLDEN.clone()
+        golden[..., 0] = 1e-3
+        both = sides(Side({LOGITS: self.port()}, passes=PASSES), Side({LOGITS: golden}))
+        found = compare_passes(both, split_passes(both))
+        assert [(one.number, one.num_tokens, one.num_agreeing) for one in found] == [
+            (0, 3, 3),
+            (1, 2, 2),
+            (2, 2, 1),
+        ]
+        assert (found[0].kl_worst, found[2].worst_token) == (0.0, (0, 3))
+        assert found[2].kl_mean == pytest.approx(found[2].kl_worst / 2)
+        (whole,) = compare_passes(both, None)
+        assert (whole.number, whole.num_tokens, whole.num_agreeing, whole.worst_token) == (None, 7, 6, (0, 3))
+
+    def test_tokens_that_are_lost_or_not_held_are_left_out(self) -> None:
+        port = self.port()
+        port[0, 0] = torch.nan
+        held = torch.ones(2, 5, dtype=torch.bool)
+        held[0, 1] = False
+        (found,) = compare_passes(sides(Side({LOGITS: port}, held=held), Side({LOGITS: self.GOLDEN})), None)
+        assert (found.num_tokens, found.worst_token) == (5, (0, 3))
+
+    def test_nothing_is_told_where_nothing_can_be_compared(self) -> None:
+        golden = Side({LOGITS: self.GOLDEN})
+        for port in (
+            Side(),
+            Side({LOGITS: torch.zeros(2, 5, 4)}),
+            Side({LOGITS: torch.full((2, 5, 3), torch.nan)}),
+        ):
+            assert compare_passes(sides(port, golden), None) == ()
+        assert compare_passes(sides(golden, Side()), None) == ()
