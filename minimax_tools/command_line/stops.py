@@ -48,6 +48,11 @@ def die_when_stopped() -> None:
     _handle(signal.SIG_DFL)
 
 
+def ignore_stops() -> None:
+    """Let a stop do nothing: the process is at its end."""
+    _handle(signal.SIG_IGN)
+
+
 def stopped_error(arguments: Sequence[str], *, resumes: bool) -> CannotRunError:
     """Return the error of a stopped command; `arguments` is its command line, empty if another program started it."""
     command = shlex.join(arguments)

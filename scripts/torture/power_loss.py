@@ -14,6 +14,7 @@ From some of the losses the same command is run again: it must end well, with an
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
@@ -81,7 +82,9 @@ def _build(state: LostPower, folder: Path) -> None:
 
 
 def _run_again(victim: Victim, place: Path, expected: Content, tally: Tally, what: str) -> None:
-    done = subprocess.run(_command(victim), capture_output=True, text=True, check=False)
+    # As it was traced: captures tell of this variable.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(_command(victim), env=environment, capture_output=True, text=True, check=False)
     found = read_content(place)
     # What was whole already may be refused to be made again.
     tally.check(done.returncode in (0, 1, 2), f"{what}: then exit code {done.returncode}: {done.stderr}")

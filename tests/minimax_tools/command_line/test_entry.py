@@ -107,6 +107,29 @@ def test_a_hangup_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
     assert done.stdout == "survived\n", done.stderr
 
 
+@pytest.mark.parametrize("sent", STOPS)
+def test_a_stop_at_the_very_end_does_not_replace_the_exit_code(tmp_path: Path, sent: int) -> None:
+    (tmp_path / "quick.py").write_text(
+        "import os, click\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, me=os.getpid()):\n"
+        f"        kill(me, {int(sent)})\n"
+        "last = Last()\n"
+        "@click.command()\ndef main():\n    raise SystemExit(1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("slow_command", "quick")],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in STOPS],
+    )
+    assert done.returncode == 1, done.stderr
+
+
 def shell(folder: Path, words: Sequence[str], redirection: str) -> subprocess.CompletedProcess[str]:
     line = f"{sys.executable} -m {' '.join(words)} {redirection}"
     return subprocess.run(
