@@ -390,6 +390,7 @@ class TestForeseen:
             # The floor over the values is 1/9, 1/4 and 2/25, the median 1/9.
             (3.0, 0.0, [9.0, 16.0, 25.0]),
             # The token's own floor is larger: 4 for the second token, in proportion to the values.
+            (1.2, 0.0, [1.44, 4.0, 4.0]),
             (1.0, 0.0, [1.0, 4.0, 25.0 / 9.0]),
             (0.5, 0.0, [0.25, 1.0, 25.0 / 36.0]),
         ],
