@@ -183,8 +183,8 @@ class TestWithoutFloor:
         assert found.relative is not None
         assert found.relative.value < 0.01
         assert judge(wrong).num_judged == TOKENS
-        # One token more that is far off shows.
-        port[TOKENS - kept] = -reference[TOKENS - kept]
+        # One token more that is off shows.
+        port[TOKENS - kept] = 0.1 * reference[TOKENS - kept]
         assert judge(rows(port, reference=reference, twin=None), context=hides).status is SiteStatus.FAIL
 
     def test_inherited_errors_hide_more(self) -> None:
