@@ -39,15 +39,15 @@ class Layer:
     """A golden with its router and its experts, and what a port's experts would give."""
 
     def __init__(self, scores: torch.Tensor, *, bias: float = 0.0, lacking: tuple[str, ...] = ()) -> None:
-        """`scores` [T,E] are biased; all experts have the same `bias`."""
+        """`scores` [T,E] are biased; the experts' biases run from `-bias` to `bias`."""
         num_tokens = len(scores)
         self.lacking = lacking
-        self.logits = (scores - bias).logit()
+        self._bias = torch.linspace(-bias, bias, EXPERTS)
+        self.logits = (scores - self._bias).logit()
         self.states = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
         self.stream = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(2))
         self.experts = scores.topk(CHOSEN, dim=-1).indices
         self.margin = choice_margin(scores, CHOSEN)
-        self._bias = torch.full((EXPERTS,), bias)
         self.weights, self.reference = (None if "weights" in lacking else self), None
 
     def read_golden(self, layer: int, site: Site) -> torch.Tensor | None:
@@ -69,19 +69,29 @@ class Layer:
         return upcast_experts(WEIGHTS, self.states, experts, expert_shares(self.logits.sigmoid(), experts))
 
     def find(
-        self, port_experts: torch.Tensor, *, reach: float, site: Site = Site.MOE_DELTA
+        self,
+        port_experts: torch.Tensor,
+        *,
+        reach: float,
+        site: Site = Site.MOE_DELTA,
+        ratio: float | None = None,
     ) -> tuple[list[list[int]], list[bool]] | None:
         """Find the choice of a port with these experts, whose output is as exact as the golden's."""
         added, golden = self.added(port_experts), self.added(self.experts)
         if site is Site.OUTPUT:
             added, golden = added + self.stream, golden + self.stream
         num_tokens = len(self.experts)
-        floor = Squares(
-            ordinary=torch.full((num_tokens,), 1e-8).double(), massive=torch.zeros(num_tokens).double()
+        port = added + 1e-5
+        # Of each token, its error over the ratio; else a floor that only the golden's experts reach.
+        squares = (
+            (port - golden).double().square().sum(dim=1) / (1.0 + ratio**2)
+            if ratio
+            else torch.full((num_tokens,), 1e-8)
         )
+        floor = Squares(ordinary=squares.double(), massive=torch.zeros(num_tokens).double())
         rows = Rows(
             reference=golden,
-            target=added + 1e-5,
+            target=port,
             massive=torch.zeros(HIDDEN, dtype=torch.bool),
             places=torch.zeros(num_tokens, 2, dtype=torch.int64),
             floor=floor,
@@ -172,3 +182,16 @@ def test_tokens_beyond_a_number_of_them_stay_open() -> None:
 def test_a_token_plainly_like_the_golden_is_settled() -> None:
     layer = Layer(SCORES[None].repeat(2, 1))
     assert layer.find(layer.experts, reach=0.035) == ([[0, 1], [0, 1]], [True, True])
+
+
+@pytest.mark.parametrize(("ratio", "is_open"), [(1.1, False), (1.3, True)])
+def test_a_token_is_plainly_alike_up_to_a_fifth_beyond_the_floor(ratio: float, is_open: bool) -> None:
+    layer = Layer(SCORES[None])
+    expected = [[0, 2]] if is_open else [[0, 1]]
+    assert layer.find(torch.tensor([[0, 2]]), reach=0.035, ratio=ratio) == (expected, [True])
+
+
+def test_any_number_of_tokens_that_noise_does_not_reach_is_settled() -> None:
+    layer = Layer(SCORES[None].repeat(300, 1))
+    found = layer.find(torch.tensor([[4, 5]]).repeat(300, 1), reach=0.005)
+    assert found == ([[0, 1]] * 300, [True] * 300)

@@ -31,8 +31,8 @@ PASS, FAIL, HIDDEN = SiteStatus.PASS, SiteStatus.FAIL, SiteStatus.NOT_EXPOSED
         (((Site.Q_PROJ, PASS), (Site.MOE_DELTA, HIDDEN), (Site.OUTPUT, HIDDEN)), False),
         (((Site.Q_PROJ, PASS), (Site.MOE_DELTA, HIDDEN)), False),
         # A component's last site is its end.
-        (((Site.Q_PROJ, HIDDEN), (Site.ATTN_DELTA, PASS)), True),
-        (((Site.Q_PROJ, PASS), (Site.ATTN_DELTA, HIDDEN)), False),
+        (((Site.Q_PROJ, HIDDEN), (Site.ATTN_CONTEXT, HIDDEN), (Site.ATTN_DELTA, PASS)), True),
+        (((Site.Q_PROJ, PASS), (Site.ATTN_CONTEXT, PASS), (Site.ATTN_DELTA, HIDDEN)), False),
     ],
 )
 def test_a_layer_is_proved_by_its_end(results: Any, expected: bool) -> None:

@@ -127,8 +127,9 @@ def test_contradictions_are_told_token_by_token() -> None:
 def test_a_choice_is_sure_beyond_twice_the_error_of_the_scores(
     shift: float, times: float, is_sure: bool
 ) -> None:
-    """Token 0 is the one under test; token 1 has a wide margin."""
-    logits = torch.tensor([[8.0 + shift, 3.0, 1.0, -3.0], [4.0, 4.0, -4.0, -4.0]])
+    """Token 0 is the one under test; token 1 has smaller logits, a smaller error, and so a smaller margin is sure."""
+    step = 2e-5 if shift else 2.0**-8
+    logits = torch.tensor([[8.0 + shift, 3.0, 2.0, -3.0], [0.0390625 + step, 0.0390625, 0.0390625, 0.0]])
     scores = logits[0].sigmoid()
     # The error is one of the logit in BF16, of the token's largest logit in float32.
     errors = 2.0**-8 * logits[0].abs() if shift == 0.0 else 1e-5 * logits[0].abs().max()

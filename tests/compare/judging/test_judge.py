@@ -160,6 +160,12 @@ class TestWithoutFloor:
         assert (found.nearest.figure, found.nearest.limit) == ("relative_l2", limit)
         assert judge(rows(twin=None)).relative == RelativeError(value=0.0, incoming=0.0)
 
+    def test_error_is_that_of_the_judged_tokens(self) -> None:
+        wrong = GOLDEN.clone()
+        wrong[:5] = 9.0
+        found = judge(rows(wrong, twin=None), set_aside=first(5))
+        assert (found.status, found.relative) == (SiteStatus.PASS, RelativeError(value=0.0, incoming=0.0))
+
     def test_inherited_error_widens_its_limit(self) -> None:
         handed_on = InputError(overall=0.25, tokens=torch.full((TOKENS,), 0.25))
         found = judge(rows(1.2 * GOLDEN, twin=None, input_error=handed_on))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from compare.judging.logits import (
-    REACH,
     TokenLimits,
     compare_logits,
     divergences,
@@ -286,18 +285,20 @@ class TestSmallVocabulary:
 
     def test_margin_that_noise_just_reaches_is_explained(self) -> None:
         golden, port = torch.zeros(20, 4), torch.zeros(20, 4)
-        golden[:, 0], port[:, 1] = 1.0, 1.0
-        size = 4.0 * (1.0 / REACH) ** 2  # of four logits
+        golden[:, 0], port[3:, 0], port[:3, 1] = 1.0, 1.0, 1.0
+        size = 4.0 * (1.0 / 8.0) ** 2  # of four logits
         floor = Squares(ordinary=torch.full((20,), size).double(), massive=torch.zeros(20).double())
         rows = small_rows(port, golden, floor=floor)
-        assert compare_logits(rows, usual_error=0.0).num_explained == 20
+        assert compare_logits(rows, usual_error=0.0).num_explained == 3
         smaller = replace(rows, floor=floor.times(0.99))
-        assert compare_logits(smaller, usual_error=0.0).num_explained == 0
+        found = compare_logits(smaller, usual_error=0.0)
+        assert (found.num_disagreeing, found.num_explained) == (3, 0)
+        assert [choice.position for choice in found.worst_choices] == [100, 101, 102]
 
 
 class TestLimits:
     CHOICE = TokenChoice(row=1, position=9, reference=3, target=4, margin=2.0, reach=0.5)
-    LIMITS = replace(calibrated_limits(), slack=2.0, backends=frozenset({"cpu"}))
+    LIMITS = replace(calibrated_limits(), slack=3.0, backends=frozenset({"cpu"}))
 
     @pytest.mark.parametrize(("num_tokens", "limit"), [(0, 16.0), (1, 16.0), (4, 8.0), (16, 4.0), (99, 4.0)])
     def test_fewer_tokens_may_diverge_more(self, num_tokens: int, limit: float) -> None:
@@ -327,8 +328,8 @@ class TestLimits:
         for value, status, elsewhere in (
             (limit, SiteStatus.PASS, SiteStatus.PASS),
             (1.01 * limit, SiteStatus.FAIL, SiteStatus.WARN),
-            (4.0 * limit, SiteStatus.FAIL, SiteStatus.WARN),
-            (4.04 * limit, SiteStatus.FAIL, SiteStatus.FAIL),
+            (9.0 * limit, SiteStatus.FAIL, SiteStatus.WARN),
+            (9.09 * limit, SiteStatus.FAIL, SiteStatus.FAIL),
             (math.nan, SiteStatus.FAIL, SiteStatus.FAIL),
         ):
             assert self.judge(**{figure: value})[0] is status, value
