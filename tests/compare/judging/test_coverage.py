@@ -1,4 +1,4 @@
-"""Whether a layer's results prove anything, and failures that a missing input leaves open."""
+"""Verdict that a layer is proved, and failures that a missing input leaves open."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ FLOOR = {name: norms for site in TWIN for name, norms in statistics(site, GOLDEN
 
 
 class ModelCapture(CaptureSource):
-    """What a capture holds outside the layers, and the output of its last layer."""
+    """A capture of the sites outside the layers, and of the output of its last layer, in memory."""
 
     def __init__(
         self,

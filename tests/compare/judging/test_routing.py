@@ -147,7 +147,7 @@ class TestReach:
 
 
 class TestFlipMargin:
-    """Each token has its own margin: the largest distance between an expert dropped and a new one."""
+    """Margin of a token: the largest distance between an expert dropped and a new one."""
 
     SCORES = torch.tensor([[0.9, 0.8, 0.7, 0.2, 0.1]] * 4)
 

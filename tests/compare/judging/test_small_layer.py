@@ -1,4 +1,4 @@
-"""One layer and its judgement, on a golden and a port that are a few tensors in memory."""
+"""Judgement of a layer, of a golden and a port that are a few tensors in memory."""
 
 from __future__ import annotations
 
