@@ -248,6 +248,9 @@ class TestStatuses:
         flip = judge_of(flipped(0), criteria="classic", has_weights=True)
         assert flip.judge(Site.OUTPUT).num_set_aside == 0
         assert flip.judge(Site.OUTPUT).num_replayed == 0
+        # Experts that the port's own logits do not give are no output either.
+        assert flip.has_contradictions
+        assert status_of(flip, Site.ROUTER_EXPERTS) is SiteStatus.NOT_JUDGED
 
 
 class TestRows:
