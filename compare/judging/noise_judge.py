@@ -106,7 +106,7 @@ def floorless_limit(
         return limits.floorless(site, figure).at(num_tokens=num_tokens, share=context.share)
 
     layer_error = limits.float32 if context.is_float32 else limit("relative_l2")
-    return math.hypot(layer_error, limit("amplification") * input_error if input_error else 0.0)
+    return math.hypot(layer_error, limit("amplification") * input_error)
 
 
 def _limited_figures(

@@ -11,8 +11,6 @@ import math
 import torch
 from scipy.special import stdtrit
 
-from compare.noise.squared_errors import TINY
-
 # The interval leaves out 2.5 % at either end.
 _UPPER_QUANTILE = 0.975
 # With fewer groups, there is no interval.
@@ -36,9 +34,7 @@ def rho_interval(
     errors = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, groups, error.double())
     floors = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, groups, floor.double())
     without_error, without_floor = errors.sum() - errors, floors.sum() - floors
-    if bool((without_error <= TINY).any()) or bool((without_floor <= TINY).any()):
-        return None
-    # ρ is a square root, so its logarithm is half that of the ratio of squares.
+    # ρ is a square root, so its logarithm is half that of the ratio of squares. It is not finite if a sum is 0.
     logarithms = 0.5 * (without_error / without_floor).log()
     if not bool(logarithms.isfinite().all()):
         return None

@@ -175,7 +175,7 @@ def _structure(rows: Rows, floor: Squares) -> Structure | None:
     twin, and if the port's error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds
     in float32 and the port rounded.
     """
-    if rows.num_tokens == 0 or rows.twin is None or rows.input_error is not None or _is_rounded(rows):
+    if rows.twin is None or rows.input_error is not None or _is_rounded(rows):
         return None
     structure = measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
     if structure is None or rows.widened_floor is None:

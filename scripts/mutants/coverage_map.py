@@ -84,12 +84,14 @@ class CoverageMap:
     def tests_of(self, mutant: Mutant) -> set[str]:
         """Return the tests that run the mutant's statement.
 
-        A constant, a default and a compiled loop show no lines: then those count that run a line with its name.
+        A constant, a default and a compiled loop show no lines: then those count that run a line with its name, or
+        whose own file reads the name.
         """
         if mutant.is_in_function and not mutant.is_compiled:
             return self._tests_at(mutant.file, mutant.lines)
         uses = self._uses.get(mutant.top_name, {})
-        return set().union(*(self._tests_at(file, lines) for file, lines in uses.items()))
+        naming = {test for test in self.runs if mutant.top_name in self._names_in(test.partition("::")[0])}
+        return naming.union(*(self._tests_at(file, lines) for file, lines in uses.items()))
 
     def _tests_at(self, file: Path, lines: Iterable[int]) -> set[str]:
         tests = self._tests.get(str(file), {})
@@ -111,6 +113,10 @@ class CoverageMap:
             self.runs[test] = TestRun(seconds=seconds, wall_s=wall_s, digests=digests, lines=lines[test])
 
     @functools.cache  # noqa: B019 - one map lives as long as the process
+    def _names_in(self, file: str) -> frozenset[str]:
+        return frozenset(_find_uses(self._root, [Path(file)]))
+
+    @functools.cache  # noqa: B019 - as above
     def _digest(self, name: str) -> str:
         path = self._root / name
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else ""

@@ -2,8 +2,9 @@
 
 Most operators are mutmut's. Left out are changes that no behaviour depends on, or that any run notices at once: texts,
 annotations, decorators, raised errors, log lines, assigned or passed None, other methods of strings. Where a number
-with a fraction is compared, `<` and `<=` are the same. Added are negated conditions and comparisons, calls left out
-whose result is not used, and arguments left out that have a default.
+with a fraction is compared, `<` and `<=` are the same. Of a matrix, dimensions -1 and 1 are the same: as an argument,
+and in `shape[-1]`, -1 becomes -2 alone. `sort`, `argsort` and `topk` take the last dimension by default. Added are
+negated conditions and comparisons, calls left out whose result is not used, and arguments left out that have a default.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _UNCHANGED_CALLS = {"logger", "TypeVar", "ParamSpec"}
 _UNCHANGED_ARGUMENTS = {"compare", "init", "kw_only", "repr", "strict"}
 # Without these, a call of a library still runs.
 _ARGUMENTS_WITH_DEFAULT = {"default", "dim", "key", "keepdim", "reverse", "start"}
+# These take the last dimension if none is given.
+_LAST_BY_DEFAULT = {"argsort", "sort", "topk"}
 _OPPOSITES: dict[type[libcst.BaseCompOp], libcst.BaseCompOp] = {
     libcst.LessThan: libcst.GreaterThanEqual(),
     libcst.LessThanEqual: libcst.GreaterThan(),
@@ -92,15 +95,18 @@ def find_mutants(root: Path, file: Path) -> list[Mutant]:
     text = (root / file).read_text(encoding="utf-8")
     wrapper = MetadataWrapper(libcst.parse_module(text))
     source = SourceFile(path=file, text=text, module=wrapper.module)
-    return list(_Finder(source, wrapper.resolve(PositionProvider)).visit(wrapper.module))
+    return list(_Finder(root, source, wrapper.resolve(PositionProvider)).visit(wrapper.module))
 
 
 class _Finder:
     """Finds the mutants of one file."""
 
-    def __init__(self, source: SourceFile, positions: Mapping[libcst.CSTNode, CodeRange]) -> None:
+    def __init__(self, root: Path, source: SourceFile, positions: Mapping[libcst.CSTNode, CodeRange]) -> None:
         self._source = source
-        self._fractions = {*_constants_with_fraction(source.module)}
+        self._fractions = {
+            *_constants_with_fraction(source.module),
+            *_imported_fractions(root, source.module),
+        }
         self._positions = positions
         self._path: list[libcst.CSTNode] = []
 
@@ -109,7 +115,7 @@ class _Finder:
         if _is_unchanged(node):
             return
         self._path.append(node)
-        for replacement in _replacements(node, self._path[-2] if len(self._path) > 1 else None):
+        for replacement in _replacements(node, self._path):
             if not (isinstance(replacement, libcst.ComparisonTarget) and self._is_same(node, replacement)):
                 yield self._mutant(node, replacement)
         for child in node.children:
@@ -123,9 +129,9 @@ class _Finder:
             return False
         if type(replacement.operator) is type(_OPPOSITES.get(type(node.operator))):
             return False
+        fractions = self._fractions.union(*(_fraction_parameters(part) for part in self._path))
         return type(node.operator) in _OPPOSITES and any(
-            isinstance(part, libcst.Float)
-            or (isinstance(part, libcst.Name) and part.value in self._fractions)
+            isinstance(part, libcst.Float) or (isinstance(part, libcst.Name) and part.value in fractions)
             for side in (comparison.left, node.comparator)
             for part in matchers.findall(side, matchers.Float() | matchers.Name())
         )
@@ -200,9 +206,36 @@ def _constants_with_fraction(module: libcst.Module) -> Iterator[str]:
                 )
 
 
-def _replacements(node: libcst.CSTNode, parent: libcst.CSTNode | None) -> Iterator[libcst.CSTNode]:
+def _imported_fractions(root: Path, module: libcst.Module) -> Iterator[str]:
+    """Yield the imported constants of other files of the repository that are numbers with a fraction."""
+    for statement in matchers.findall(module, matchers.ImportFrom(names=[matchers.AtLeastN(n=1)])):
+        assert isinstance(statement, libcst.ImportFrom)
+        assert not isinstance(statement.names, libcst.ImportStar)
+        dotted = "" if statement.module is None else module.code_for_node(statement.module)
+        path = root / f"{dotted.replace('.', '/')}.py"
+        if path.is_file():
+            fractions = {*_constants_with_fraction(libcst.parse_module(path.read_text(encoding="utf-8")))}
+            yield from fractions & {name.evaluated_name for name in statement.names}
+
+
+def _fraction_parameters(function: libcst.CSTNode) -> set[str]:
+    """Return the parameters of a function that are annotated as numbers with a fraction."""
+    if not isinstance(function, libcst.FunctionDef):
+        return set()
+    parameters = (*function.params.params, *function.params.kwonly_params)
+    is_float = matchers.Annotation(
+        matchers.Name("float") | matchers.BinaryOperation(matchers.Name("float"), matchers.BitOr())
+    )
+    return {
+        one.name.value for one in parameters if matchers.matches(one, matchers.Param(annotation=is_float))
+    }
+
+
+def _replacements(node: libcst.CSTNode, path: Sequence[libcst.CSTNode]) -> Iterator[libcst.CSTNode]:
+    """Yield the changes of a node; `path` leads from the module to it."""
+    parent = path[-2] if len(path) > 1 else None
     for kind, operator in _OPERATORS:
-        if isinstance(node, kind):
+        if isinstance(node, kind) and not _is_last_dimension(node, path):
             yield from operator(node)
     if isinstance(node, libcst.Call):
         yield from _without_argument(node)
@@ -221,9 +254,25 @@ def _replacements(node: libcst.CSTNode, parent: libcst.CSTNode | None) -> Iterat
 
 def _without_argument(call: libcst.Call) -> Iterator[libcst.Call]:
     """Leave out each argument in turn that has a default."""
+    takes_last = isinstance(call.func, libcst.Attribute) and call.func.attr.value in _LAST_BY_DEFAULT
     for index, argument in enumerate(call.args):
-        if argument.keyword is not None and argument.keyword.value in _ARGUMENTS_WITH_DEFAULT:
+        if argument.keyword is None or argument.keyword.value not in _ARGUMENTS_WITH_DEFAULT:
+            continue
+        if not (takes_last and argument.keyword.value == "dim" and _is_last(argument.value)):
             yield call.with_changes(args=[*call.args[:index], *call.args[index + 1 :]])
+
+
+def _is_last_dimension(node: libcst.CSTNode, path: Sequence[libcst.CSTNode]) -> bool:
+    """Decide whether a node is -1 as an argument, or in `shape[-1]`."""
+    is_of_shape = len(path) > 3 and matchers.matches(
+        path[-4], matchers.Subscript(matchers.Attribute(attr=matchers.Name("shape")))
+    )
+    return _is_last(node) and (isinstance(path[-2], libcst.Arg) or is_of_shape)
+
+
+def _is_last(node: libcst.CSTNode) -> bool:
+    """Decide whether a node is -1, the last dimension."""
+    return matchers.matches(node, matchers.UnaryOperation(matchers.Minus(), matchers.Integer("1")))
 
 
 def _negate(test: libcst.CSTNode) -> libcst.BaseExpression:

@@ -154,15 +154,15 @@ class Trials:
         return Trial(mutant=mutant, outcome=outcome, says=last if outcome is not Outcome.SURVIVED else "")
 
     def _choose(self, mutant: Mutant) -> list[str]:
-        """Return the tests that may notice it: those that noticed others of its file, its own, and then quick ones."""
-        own = f"test_{mutant.file.stem}.py"
+        """Return the tests that may notice it: those that noticed others of its file, its folder's, and quick ones."""
+        own = f"tests/{mutant.file.parent}/"
         tests = [
             test for test in self._map.tests_of(mutant) if test in self._items and self._fit.get(test, True)
         ]
         tests.sort(
             key=lambda test: (
                 -self._killers[mutant.file, test],
-                own not in test,
+                not test.startswith(own),
                 self._map.runs[test].seconds,
                 test,
             )

@@ -83,6 +83,7 @@ def test_clip(): assert (clip(5), clip(2)) == (3, 2)
 def test_total(): assert Pair(1).total == 3
 def test_double(): assert double(4) == 8
 def test_large(): assert is_large(0.7)
+def test_default(): assert Pair(1).third == 6
 def test_count(): assert count(3) == 3
 """
 
@@ -151,6 +152,26 @@ class TestMutants:
     def test_a_number_with_a_fraction_is_never_met_exactly(self, file: Path) -> None:
         assert "> SHARE -> <= SHARE" in changes(file)
         assert "> SHARE -> >= SHARE" not in changes(file)
+
+    def test_a_number_may_have_its_fraction_from_an_annotation_or_another_file(self, tmp_path: Path) -> None:
+        (tmp_path / "limits.py").write_text("LIMIT = 0.5\nMOST = 3\n")
+        text = (
+            "from limits import LIMIT, MOST\ndef f(x, y: float | None, z: int): return x > LIMIT, x > MOST, "
+        )
+        (tmp_path / "sums.py").write_text(text + "x > y, x > z\n")
+        found = changes(tmp_path / "sums.py")
+        assert {"> MOST -> >= MOST", "> z -> >= z", "> y -> <= y", "> LIMIT -> <= LIMIT"} <= {*found}
+        assert not {"> LIMIT -> >= LIMIT", "> y -> >= y"} & {*found}
+
+    def test_the_last_dimension_is_never_named_in_another_way(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.py").write_text(
+            "def f(x): return x.sort(dim=-1), x.sum(dim=-1), x.shape[-1], x[-1]\n"
+        )
+        found = changes(tmp_path / "rows.py")
+        assert {"1 -> 2", "x.sum(dim=-1) -> x.sum()", "-1 -> +1"} <= {*found}
+        assert "x.sort(dim=-1) -> x.sort()" not in found
+        # The last of the four is no dimension.
+        assert (found.count("-1 -> +1"), found.count("1 -> 2")) == (1, 4)
 
     def test_lines_are_those_of_the_statement(self, file: Path) -> None:
         mutants = find_mutants(file.parent, Path(file.name))
@@ -222,9 +243,10 @@ def test_each_fault_is_tried_against_the_tests_that_run_it(file: Path) -> None:
     assert outcomes["> MOST -> >= MOST"] == "survived"
     assert outcomes["2 * value -> 2 / value"] == "killed"
     assert outcomes["0.5 -> 1.5"] == "killed"
+    assert outcomes["6 -> 7"] == "killed"
     assert outcomes["done += 1 -> done -= 1"] == "endless"
     assert outcomes["True -> False"] == "untested"
-    assert "5 tests run once." in run.stdout
+    assert "6 tests run once." in run.stdout
 
 
 def test_what_tests_ran_is_kept_until_they_or_their_lines_change(file: Path) -> None:
@@ -241,7 +263,7 @@ def test_what_tests_ran_is_kept_until_they_or_their_lines_change(file: Path) -> 
         assert run.returncode == 0, run.stderr
         return next(line for line in run.stdout.splitlines() if line.endswith("tests run once."))
 
-    assert count() == "6 tests run once."
+    assert count() == "7 tests run once."
     assert count() == "0 tests run once."
     file.write_text(SOURCE + "\n")
     assert count() == "5 tests run once."

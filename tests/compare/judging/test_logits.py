@@ -1,19 +1,30 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from compare.judging.logits import TokenLimits, compare_logits, judge_logits
+from compare.judging.logits import (
+    TokenLimits,
+    compare_logits,
+    divergences,
+    foreseen_divergence,
+    judge_logits,
+    logit_noise,
+)
 from compare.limits.criteria import Judgement
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits_file import calibrated_limits
+from compare.noise.input_error import InputError
 from compare.noise.rows import Rows
+from compare.noise.squared_errors import Squares
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.choices import LogitsResult
+from minimax_tools.results.choices import LogitsResult, TokenChoice
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 Judge = Callable[..., Comparison]
@@ -177,3 +188,172 @@ def test_another_likeliest_token_is_told_with_its_place(copyist: Any, judge: Jud
     assert result.logits is not None
     assert (result.logits.num_unexplained, result.logits.worst_choices[0].position) == (1, position)
     assert "1 of 81 likeliest tokens are others beyond noise" in result.reason
+
+
+# Tokens of a small vocabulary, in more than one block.
+FEW = torch.randn(20, 7, generator=torch.Generator().manual_seed(3))
+PLACES = torch.stack((torch.arange(20) // 8, torch.arange(20) % 8 + 100), dim=1)
+
+
+def small_rows(port: torch.Tensor, golden: torch.Tensor = FEW, **changes: Any) -> Rows:
+    massive = torch.zeros(golden.shape[1], dtype=torch.bool)
+    return replace(Rows(reference=golden, target=port, massive=massive, places=PLACES), **changes)
+
+
+class TestNoise:
+    def test_of_a_floor_it_is_that_of_the_average_logit(self) -> None:
+        floor = Squares(ordinary=torch.full((20,), 28.0).double(), massive=torch.zeros(20).double())
+        assert logit_noise(small_rows(FEW, floor=floor), usual_error=9.0).tolist() == pytest.approx(
+            [2.0] * 20
+        )
+
+    def test_without_a_floor_it_is_the_usual_error_and_the_inherited_one(self) -> None:
+        per_logit = FEW.double().norm(dim=1) / math.sqrt(7.0)
+        found = logit_noise(small_rows(FEW), usual_error=0.3)
+        assert found.tolist() == pytest.approx((0.3 * per_logit).tolist())
+        handed_on = InputError(overall=0.1, tokens=torch.tensor([0.4] + [0.0] * 19))
+        found = logit_noise(small_rows(FEW, input_error=handed_on), usual_error=0.3)
+        factors = torch.tensor([0.5] + [math.hypot(0.3, 0.1)] * 19)
+        assert found.tolist() == pytest.approx((factors * per_logit).tolist())
+
+
+class TestForeseen:
+    NOISE = torch.linspace(0.1, 0.2, 20).double()
+
+    def test_without_a_twin_it_is_the_square_of_the_noise(self) -> None:
+        found = foreseen_divergence(small_rows(FEW), self.NOISE)
+        assert found.tolist() == pytest.approx(self.NOISE.square().tolist())
+
+    @pytest.mark.parametrize("size", [1e-3, 1.0])
+    def test_twice_the_goldens_own_divergence_makes_it_larger(self, size: float) -> None:
+        twin = FEW + size * torch.randn(20, 7, generator=torch.Generator().manual_seed(4))
+        found = foreseen_divergence(small_rows(FEW, twin=twin), self.NOISE)
+        squares = self.NOISE.square()
+        growth = 2.0 * float(divergences(twin, FEW).mean()) / float(squares.mean())
+        assert (growth > 1.0) == (size == 1.0)
+        assert found.tolist() == pytest.approx((squares * max(growth, 1.0)).tolist())
+
+
+class TestSmallVocabulary:
+    PORT = FEW + torch.randn(20, 7, generator=torch.Generator().manual_seed(5))
+
+    def test_divergence_of_each_token_is_that_of_torch(self) -> None:
+        expected = torch.nn.functional.kl_div(
+            self.PORT.double().log_softmax(-1),
+            FEW.double().log_softmax(-1),
+            log_target=True,
+            reduction="none",
+        ).sum(-1)
+        assert divergences(FEW, self.PORT).tolist() == pytest.approx(expected.tolist())
+
+    def test_overlaps_are_shares_of_the_likeliest(self) -> None:
+        overlaps = compare_logits(small_rows(self.PORT), usual_error=0.01).overlaps
+        for k in (1, 5):
+            shared = [
+                len({*one.tolist()} & {*other.tolist()}) / k
+                for one, other in zip(FEW.topk(k).indices, self.PORT.topk(k).indices, strict=True)
+            ]
+            assert overlaps[k] == pytest.approx(sum(shared) / 20)
+        assert (list(overlaps), overlaps[10]) == ([1, 5, 10], 1.0)
+
+    def test_five_unexplained_choices_are_named_the_widest_margin_first(self) -> None:
+        golden = torch.zeros(20, 7)
+        golden[:, 2] = 10.0
+        port = golden.clone()
+        for token in range(12, 19):
+            golden[token, 4] = 10.0 - token / 4.0
+            port[token, 4] = 11.0
+        result = compare_logits(small_rows(port, golden), usual_error=0.0)
+        assert (result.num_disagreeing, result.num_explained, result.num_tokens) == (7, 0, 20)
+        assert result.worst_choices == tuple(
+            TokenChoice(row=2, position=token % 8 + 100, reference=2, target=4, margin=token / 4.0, reach=0.0)
+            for token in (18, 17, 16)
+        ) + tuple(
+            TokenChoice(row=1, position=token % 8 + 100, reference=2, target=4, margin=token / 4.0, reach=0.0)
+            for token in (15, 14)
+        )
+
+    def test_worst_token_and_foreseen_figures_are_told(self) -> None:
+        rows = small_rows(self.PORT)
+        result = compare_logits(rows, usual_error=0.3)
+        each = divergences(FEW, self.PORT)
+        worst = int(each.argmax())
+        assert (result.worst_token, result.kl_worst) == ((worst // 8, worst % 8 + 100), float(each[worst]))
+        foreseen = logit_noise(rows, usual_error=0.3).square()
+        assert result.kl_mean_foreseen == pytest.approx(float(foreseen.mean()))
+        assert result.kl_p95_foreseen == pytest.approx(float(torch.quantile(foreseen, 0.95)))
+
+    def test_margin_that_noise_just_reaches_is_explained(self) -> None:
+        golden, port = torch.zeros(20, 4), torch.zeros(20, 4)
+        golden[:, 0], port[3:, 0], port[:3, 1] = 1.0, 1.0, 1.0
+        size = 4.0 * (1.0 / 8.0) ** 2  # of four logits
+        floor = Squares(ordinary=torch.full((20,), size).double(), massive=torch.zeros(20).double())
+        rows = small_rows(port, golden, floor=floor)
+        assert compare_logits(rows, usual_error=0.0).num_explained == 3
+        smaller = replace(rows, floor=floor.times(0.99))
+        found = compare_logits(smaller, usual_error=0.0)
+        assert (found.num_disagreeing, found.num_explained) == (3, 0)
+        assert [choice.position for choice in found.worst_choices] == [100, 101, 102]
+
+
+class TestLimits:
+    CHOICE = TokenChoice(row=1, position=9, reference=3, target=4, margin=2.0, reach=0.5)
+    LIMITS = replace(calibrated_limits(), slack=3.0, backends=frozenset({"cpu"}))
+
+    @pytest.mark.parametrize(("num_tokens", "limit"), [(0, 16.0), (1, 16.0), (4, 8.0), (16, 4.0), (99, 4.0)])
+    def test_fewer_tokens_may_diverge_more(self, num_tokens: int, limit: float) -> None:
+        assert TokenLimits().kl_of(num_tokens) == limit
+        assert (TokenLimits().fewest, TokenLimits().unexplained) == (16, 0)
+
+    def judge(self, *, backend: str = "cpu", **changes: Any) -> Judgement:
+        figures: dict[str, Any] = {
+            "num_tokens": 16,
+            "kl_mean": 0.0,
+            "kl_p95": 0.0,
+            "kl_worst": 0.0,
+            "worst_token": (0, 0),
+            "kl_mean_foreseen": 1.0,
+            "kl_p95_foreseen": 2.0,
+            "overlaps": {},
+            "num_disagreeing": 0,
+            "num_explained": 0,
+        }
+        context = LimitContext(backend=backend, is_float32=False, share=1e-3)
+        result = LogitsResult(**{**figures, **changes})
+        return judge_logits(result, TokenLimits(), noise=self.LIMITS, context=context)
+
+    @pytest.mark.parametrize(("figure", "limit"), [("kl_mean", 4.0), ("kl_p95", 8.0)])
+    def test_each_figure_is_held_to_its_own_foreseen_one(self, figure: str, limit: float) -> None:
+        # The slack of errors is squared for divergences.
+        for value, status, elsewhere in (
+            (limit, SiteStatus.PASS, SiteStatus.PASS),
+            (1.01 * limit, SiteStatus.FAIL, SiteStatus.WARN),
+            (9.0 * limit, SiteStatus.FAIL, SiteStatus.WARN),
+            (9.09 * limit, SiteStatus.FAIL, SiteStatus.FAIL),
+            (math.nan, SiteStatus.FAIL, SiteStatus.FAIL),
+        ):
+            assert self.judge(**{figure: value})[0] is status, value
+            assert self.judge(**{figure: value}, backend="neuron-xla")[0] is elsewhere, value
+
+    def test_one_figure_far_beyond_fails_everywhere_beside_one_that_is_not(self) -> None:
+        for far, near in (("kl_mean", "kl_p95"), ("kl_p95", "kl_mean")):
+            assert self.judge(**{far: 99.0, near: 9.0}, backend="neuron-xla")[0] is SiteStatus.FAIL
+
+    def test_reason_names_figure_and_limit(self) -> None:
+        reason = self.judge(kl_mean=5.0, kl_p95=9.0)[1]
+        assert reason == (
+            "mean of the divergence is 5 nats, noise comes to 1, limit 4×; "
+            "95th percentile of the divergence is 9 nats, noise comes to 2, limit 4×"
+        )
+
+    @pytest.mark.parametrize("backend", ["cpu", "neuron-xla"])
+    def test_likeliest_token_beyond_noise_fails_everywhere(self, backend: str) -> None:
+        status, reason = self.judge(
+            num_disagreeing=3, num_explained=2, worst_choices=(self.CHOICE,), backend=backend
+        )
+        assert (status, reason) == (
+            SiteStatus.FAIL,
+            "1 of 16 likeliest tokens are others beyond noise, the worst at row 1, token 9: 4 for 3, 2 below it "
+            "where noise reaches 0.5",
+        )
+        assert self.judge(num_disagreeing=3, num_explained=3, backend=backend)[0] is SiteStatus.PASS

@@ -8,12 +8,14 @@ import torch
 
 from compare.judging.noise_judge import (
     floorless_limit,
+    judge_broken,
     judge_noise,
     judge_without_floor,
 )
 from compare.judging.routing import count_unflipped, judge_routing
+from compare.limits.limit import Limit
 from compare.limits.limit_context import LimitContext
-from compare.limits.limits import NOISE_FIGURES, STRUCTURE_FIGURES
+from compare.limits.limits import NOISE_FIGURES, RATIO_FIGURES, STRUCTURE_FIGURES, NoiseLimits, SiteLimits
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.choices import RoutingResult
@@ -266,3 +268,107 @@ class TestRouting:
         many = self.routing(300)
         assert self.judge(many, has_floor=False)[0] is SiteStatus.FAIL
         assert self.judge(many, has_floor=False, input_error=0.1)[0] is SiteStatus.PASS
+
+
+class TestOwnLimits:
+    """Limits of one on all sites, and a slack of two on other backends."""
+
+    @staticmethod
+    def limits(*figures: str) -> NoiseLimits:
+        table = SiteLimits.of({"all": {figure: Limit(usual=1.0) for figure in figures}})
+        return replace(LIMITS, isolated=table, isolated_variants=None, slack=2.0, float32=0.5)
+
+    def judge(
+        self,
+        noise: NoiseRatio,
+        metrics: PairMetrics,
+        *figures: str,
+        context: LimitContext = TERMS,
+        num_tokens: int = 200,
+    ) -> tuple[tuple[SiteStatus, str], NearestLimit | None]:
+        limits = self.limits(*figures)
+        return judge_noise(
+            noise, metrics, limits, site="output", num_tokens=num_tokens, num_channels=256, context=context
+        )
+
+    def test_without_a_limited_figure_nothing_fails(self, metrics: PairMetrics) -> None:
+        assert self.judge(replace(CLEAN, whole=99.0), metrics, "massive")[1] is not None
+        assert self.judge(replace(CLEAN, whole=99.0), metrics) == ((SiteStatus.PASS, ""), None)
+
+    def test_figure_at_its_limit_passes(self, metrics: PairMetrics) -> None:
+        assert self.judge(CLEAN, metrics, "whole")[0] == (SiteStatus.PASS, "")
+
+    def test_the_whole_error_is_named_before_a_part_further_off(self, metrics: PairMetrics) -> None:
+        noise = replace(CLEAN, whole=1.1, ordinary=9.0)
+        (_, reason), nearest = self.judge(noise, metrics, "whole", "ordinary", "token_median")
+        assert reason == "error 1.1× the noise floor, limit 1"
+        assert nearest is not None
+        assert (nearest.figure, nearest.value) == ("ordinary", 9.0)
+
+    @pytest.mark.parametrize("figures", [("whole", "ordinary", "token_median"), ("ordinary", "token_median")])
+    def test_the_part_furthest_off_is_named_where_the_whole_is_within(
+        self, figures: tuple[str, ...], metrics: PairMetrics
+    ) -> None:
+        noise = replace(CLEAN, whole=0.9, ordinary=1.1, token_median=9.0)
+        reason = self.judge(noise, metrics, *figures)[0][1]
+        assert reason == "error 9× the noise floor at the median token, limit 1"
+
+    def test_norm_is_told_beyond_two_in_a_hundred(self, reference: torch.Tensor) -> None:
+        for factor, is_told in ((1.019, False), (1.021, True), (0.981, False), (0.979, True)):
+            metrics = compare_tensors(reference, factor * reference, rtol=1e-2, atol=1e-3)
+            reason = self.judge(replace(CLEAN, whole=9.0), metrics, "whole")[0][1]
+            assert ("norm ×" in reason) == is_told, factor
+
+    @pytest.mark.parametrize("num_tokens", [15, 16])
+    def test_averages_are_judged_from_sixteen_tokens_on(self, num_tokens: int, metrics: PairMetrics) -> None:
+        noise = replace(CLEAN, channel_gain=9.0, token_gain=5.0)
+        status = self.judge(noise, metrics, "channel_gain", "whole", num_tokens=num_tokens)[0][0]
+        assert status is (SiteStatus.FAIL if num_tokens == 16 else SiteStatus.PASS)
+
+    @pytest.mark.parametrize("figure", RATIO_FIGURES)
+    @pytest.mark.parametrize(("value", "status"), [(2.0, SiteStatus.WARN), (2.01, SiteStatus.FAIL)])
+    def test_slack_itself_still_warns(
+        self, figure: str, value: float, status: SiteStatus, metrics: PairMetrics
+    ) -> None:
+        noise = replace(CLEAN, **{figure: value})
+        assert self.judge(noise, metrics, figure, context=ELSEWHERE)[0][0] is status
+
+    @pytest.mark.parametrize(
+        ("value", "status"),
+        [(0.5, SiteStatus.PASS), (0.51, SiteStatus.WARN), (1.0, SiteStatus.WARN), (1.01, SiteStatus.FAIL)],
+    )
+    def test_error_without_a_floor_is_held_to_limit_and_slack(self, value: float, status: SiteStatus) -> None:
+        judgement, nearest = judge_without_floor(
+            RelativeError(value=value, incoming=0.0),
+            self.limits(),
+            site="output",
+            num_tokens=9,
+            context=replace(ELSEWHERE, is_float32=True),
+        )
+        assert judgement[0] is status
+        assert (nearest.figure, nearest.value, nearest.limit) == ("relative_l2", value, 0.5)
+
+    def test_inherited_and_own_error_add_as_squares(self) -> None:
+        table = {"all": {"relative_l2": Limit(usual=0.3), "amplification": Limit(usual=2.0)}}
+        limits = replace(LIMITS, without_floor=SiteLimits.of(table), float32=0.4)
+        for is_float32, expected in ((False, math.hypot(0.3, 1.0)), (True, math.hypot(0.4, 1.0))):
+            context = replace(TERMS, is_float32=is_float32)
+            found = floorless_limit(0.5, limits, site="output", num_tokens=9, context=context)
+            assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_anywhere", "expected"),
+    [
+        ("cpu", False, (SiteStatus.FAIL, "broken")),
+        ("neuron-xla", False, (SiteStatus.WARN, "broken (not measured on neuron-xla)")),
+        (None, False, (SiteStatus.WARN, "broken (its backend is not known)")),
+        ("neuron-xla", True, (SiteStatus.FAIL, "broken")),
+        (None, True, (SiteStatus.FAIL, "broken")),
+    ],
+)
+def test_broken_limit_warns_where_it_was_not_measured(
+    backend: str | None, is_anywhere: bool, expected: tuple[SiteStatus, str]
+) -> None:
+    context = replace(TERMS, backend=backend)
+    assert judge_broken("broken", LIMITS, context=context, is_anywhere=is_anywhere) == expected

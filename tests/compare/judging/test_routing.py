@@ -11,8 +11,14 @@ from compare.judging.routing import (
     align_by_expert,
     align_by_size,
     compare_routing,
+    count_unflipped,
+    flip_chance,
     flipped_tokens,
 )
+from compare.limits.limit_context import LimitContext
+from compare.limits.limits import NoiseLimits
+from compare.limits.limits_file import calibrated_limits
+from minimax_tools.model.sites import Site
 from minimax_tools.results.choices import Flip, RoutingResult
 
 EXPERTS = torch.tensor([[3, 1, 7], [0, 2, 4], [5, 6, 7], [1, 2, 3]])
@@ -131,3 +137,98 @@ class TestWeights:
         weights = torch.rand(4, 3)
         assert torch.equal(align_by_size(weights), align_by_size(weights[:, [2, 0, 1]]))
         assert not torch.equal(align_by_size(weights), align_by_size(2 * weights))
+
+
+class TestReach:
+    def test_it_is_four_times_the_noise_of_nearly_all_tokens(self) -> None:
+        noise = RouterNoise(margin=torch.tensor([396.0, 396.5]).repeat(51)[:101], noise=torch.arange(101.0))
+        assert noise.reach.tolist() == [4.0 * 99.0] * 101
+        assert noise.is_fragile().tolist() == ([True, False] * 51)[:101]
+
+
+class TestFlipMargin:
+    """Margin of a token: the largest distance between an expert dropped and a new one."""
+
+    SCORES = torch.tensor([[0.9, 0.8, 0.7, 0.2, 0.1]] * 4)
+
+    def margins(self, golden: list[list[int]], port: list[list[int]], own: tuple[float, ...]) -> list[float]:
+        noise = replace(router_noise(*own), scores=self.SCORES)
+        return noise.flip_margin(torch.tensor(golden), torch.tensor(port)).tolist()
+
+    def test_it_is_that_of_dropped_and_new_experts(self) -> None:
+        golden = [[0, 1], [0, 1], [1, 2], [0, 1]]
+        port = [[1, 2], [3, 4], [2, 0], [1, 0]]
+        found = self.margins(golden, port, (0.01, 0.02, 0.03, 0.04))
+        # The third token's new expert has the higher score; the fourth did not flip.
+        assert found == pytest.approx([0.9 - 0.7, 0.9 - 0.1, 0.03, 0.04])
+
+    def test_numbers_that_are_no_expert_s_drop_and_add_none(self) -> None:
+        found = self.margins([[0, 1]] * 4, [[1, -1], [1, 5], [1, 4], [0, 4]], (0.01,) * 4)
+        assert found == pytest.approx([0.01, 0.01, 0.9 - 0.1, 0.8 - 0.1])
+
+
+class TestImpossible:
+    @pytest.mark.parametrize("repeated", [[1, 1, 2, 3], [1, 2, 2, 3], [1, 2, 3, 3]])
+    def test_an_expert_named_twice_is_found_wherever_it_stands(self, repeated: list[int]) -> None:
+        golden, port = torch.tensor([[1, 2, 3, 4]] * 4), torch.tensor([[1, 2, 3, 5]] * 4)
+        port[2] = torch.tensor(repeated)
+        # The other three tokens flip too, within noise.
+        routing = compare(golden, port, router_noise(0.0, 0.0, 0.0, 0.0))
+        assert (routing.num_flipped, routing.num_explained) == (4, 3)
+        assert [(flip.row, flip.position) for flip in routing.worst_flips] == [(1, 0)]
+
+    @pytest.mark.parametrize("expert", [-1, 10])
+    def test_the_last_expert_is_one_and_the_next_number_is_none(self, expert: int) -> None:
+        golden, port = (
+            torch.tensor([[1, 2, 3]] * 4),
+            torch.tensor([[1, 2, 9], [1, 2, 0], [1, 2, 7], [1, 2, 8]]),
+        )
+        noise = replace(router_noise(0.0, 0.0, 0.0, 0.0), scores=torch.zeros(4, 10))
+        assert compare(golden, port, noise).num_explained == 4
+        port[3, 0] = expert
+        assert compare(golden, port, noise).num_explained == 3
+
+    def test_without_scores_no_number_is_too_large(self) -> None:
+        golden, port = torch.tensor([[1, 2, 3]] * 4), torch.tensor([[1, 2, 4_000]] * 4)
+        assert compare(golden, port, router_noise(0.0, 0.0, 0.0, 0.0)).num_explained == 4
+
+
+def test_five_flips_are_named() -> None:
+    golden, port = torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1, dtype=torch.int64)
+    places = torch.stack((torch.zeros(9), torch.arange(9)), dim=1).long()
+    routing = compare_routing(golden, port, None, places=places)
+    assert [flip.position for flip in routing.worst_flips] == [0, 1, 2, 3, 4]
+    assert routing.worst_flips[0] == Flip(row=0, position=0, dropped=(0,), chosen=(1,), margin=None)
+
+
+class TestChance:
+    LIMITS = calibrated_limits()
+    CONTEXT = LimitContext(backend="cpu", is_float32=False, share=1e-6)
+
+    def usual(self, site: Site, figure: str) -> float:
+        return self.LIMITS.floorless(site, figure).usual
+
+    @pytest.mark.parametrize(("num_tokens", "fewest"), [(15, 0), (16, 4), (17, 4), (100, 25)])
+    def test_a_quarter_of_many_tokens_counts_though_all_may_have_flipped(
+        self, num_tokens: int, fewest: int
+    ) -> None:
+        found = count_unflipped(num_tokens, self.LIMITS, input_error=100.0, context=self.CONTEXT)
+        assert found == fewest
+
+    def test_it_grows_with_the_error_of_the_routers_logits(self) -> None:
+        share, error = (
+            self.usual(Site.ROUTER_EXPERTS, "flipped_share"),
+            self.usual(Site.ROUTER_LOGITS, "relative_l2"),
+        )
+
+        def chance(
+            input_error: float, *, limits: NoiseLimits = self.LIMITS, is_float32: bool = False
+        ) -> float:
+            return flip_chance(input_error, limits, context=replace(self.CONTEXT, is_float32=is_float32))
+
+        assert chance(0.0) == pytest.approx(share)
+        assert chance(error) == pytest.approx(math.sqrt(2.0) * share)
+        assert chance(1e6) == 1.0
+        own = replace(self.LIMITS, float32=3.0 * error)
+        assert chance(4.0 * error, limits=own, is_float32=True) == pytest.approx(5.0 * share)
+        assert chance(4.0 * error, limits=own) == pytest.approx(math.sqrt(17.0) * share)

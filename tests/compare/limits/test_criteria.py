@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from compare.limits.criteria import ClassicLimits, judge_classic, layers_without_output
+from compare.limits.criteria import (
+    DEFAULT_ATOL,
+    DEFAULT_RTOL,
+    ClassicLimits,
+    Criteria,
+    judge_classic,
+    layers_without_output,
+)
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.results import SiteResult, SiteStatus
 
@@ -119,3 +126,16 @@ def test_a_figure_at_its_limit_passes(reference: torch.Tensor) -> None:
         close_fraction=metrics.close_fraction,
     )
     assert exact.failures(metrics) == ()
+
+
+def test_criteria_judge_one_figure_unless_told_otherwise() -> None:
+    criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
+    assert (criteria.rtol, criteria.atol, criteria.classic) == (0.01, 0.001, ClassicLimits())
+    assert criteria.share == criteria.noise.level
+
+
+def test_limits_in_words_are_those_that_hold() -> None:
+    assert str(ClassicLimits()) == (
+        "max_abs_diff <= 0.01, mean_abs_diff <= 0.001, close_fraction >= 0.95, cosine_similarity >= 0.99, "
+        "pearson_correlation >= 0.99"
+    )

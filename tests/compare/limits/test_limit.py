@@ -51,3 +51,13 @@ def test_hits_that_are_sure_or_impossible() -> None:
     assert most_hits(9, chance=1.0, share=0.1) == 9
     assert most_hits(9, chance=0.0, share=0.1) == 0
     assert most_hits(0, chance=0.3, share=0.1) == 0
+
+
+def test_spreads_are_none_unless_given() -> None:
+    assert (Limit(usual=2.0).spread, Limit(usual=2.0).token_spread) == (0.0, 0.0)
+
+
+def test_limit_times_a_factor_keeps_its_spreads() -> None:
+    assert Limit(usual=2.0, spread=0.5, token_spread=0.1).scaled(3.0) == Limit(
+        usual=6.0, spread=0.5, token_spread=0.1
+    )

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from compare.judging.noise_judge import judge_noise
-from compare.limits.limit_context import LimitContext
-from compare.limits.limits import FLOORLESS_FIGURES, NOISE_FIGURES
+from compare.limits.limit import Limit
+from compare.limits.limit_context import LimitContext, backend_of, computes_in_float32
+from compare.limits.limits import FLOORLESS_FIGURES, NOISE_FIGURES, STRUCTURE_FIGURES, NoiseLimits, SiteLimits
 from compare.limits.limits_file import calibrated_limits
+from minimax_tools.errors import UsageError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import NearestLimit, NoiseRatio, SiteStatus
@@ -85,3 +91,93 @@ class TestScaled:
     def test_factor_that_leaves_no_limit_is_refused(self) -> None:
         with pytest.raises(ValueError, match="found 0"):
             calibrated_limits().scaled(0.0)
+
+
+def table(usual: float, *figures: str) -> SiteLimits:
+    return SiteLimits.of({"all": {figure: Limit(usual=usual) for figure in (*figures, "whole")}})
+
+
+OWN = NoiseLimits(
+    level=0.01,
+    isolated=table(1.0, "token_gain"),
+    chained=table(2.0),
+    isolated_estimated=table(3.0),
+    chained_estimated=table(4.0),
+    without_floor=table(7.0),
+    float32=1e-5,
+    backends=frozenset({"cpu"}),
+    slack=1.5,
+    isolated_variants=table(5.0, "channel_worst"),
+    isolated_variants_estimated=table(6.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("is_chained", "is_estimated", "is_widened", "expected"),
+    [
+        (False, False, False, 1.0),
+        (True, False, False, 2.0),
+        (True, False, True, 2.0),
+        (False, True, False, 3.0),
+        (True, True, False, 4.0),
+        (True, True, True, 4.0),
+        (False, False, True, 5.0),
+        (False, True, True, 6.0),
+    ],
+)
+def test_each_kind_of_run_and_golden_has_its_table(
+    is_chained: bool, is_estimated: bool, is_widened: bool, expected: float
+) -> None:
+    found = OWN.of_ratios(is_chained=is_chained, is_estimated=is_estimated, is_widened=is_widened)
+    assert found.find("output", "whole") == Limit(usual=expected)
+
+
+def test_goldens_without_variants_are_the_default() -> None:
+    assert OWN.of_ratios(is_chained=False, is_estimated=False) is OWN.isolated
+
+
+@pytest.mark.parametrize("is_estimated", [False, True])
+def test_without_tables_of_their_own_variants_have_those_of_others(is_estimated: bool) -> None:
+    bare = replace(OWN, isolated_variants=None, isolated_variants_estimated=None)
+    found = bare.of_ratios(is_chained=False, is_estimated=is_estimated, is_widened=True)
+    assert found is (bare.isolated_estimated if is_estimated else bare.isolated)
+
+
+def test_share_is_the_level_divided_among_the_figures() -> None:
+    assert [OWN.share(number) for number in (0, 1, 2, 100)] == [0.01, 0.01, 0.005, 0.0001]
+
+
+def test_limits_are_measured_on_the_backends_that_they_name() -> None:
+    assert [OWN.is_measured_on(backend) for backend in ("cpu", "neuron-xla", None)] == [True, False, False]
+    assert replace(OWN, backends=None).is_measured_on(None)
+
+
+def test_limits_of_noise_alone_have_no_averages_and_hold_everywhere() -> None:
+    alone = OWN.of_noise_alone()
+    assert alone.backends is None
+    for limits in (alone.isolated, alone.isolated_variants):
+        assert limits is not None
+        assert all(limits.find("output", figure) is None for figure in STRUCTURE_FIGURES)
+        assert limits.find("output", "whole") is not None
+    assert replace(OWN, isolated_variants=None).of_noise_alone().isolated_variants is None
+
+
+def test_limit_that_a_file_left_out_is_named() -> None:
+    with pytest.raises(UsageError, match=r"no limit on flipped_share of output .*without_floor\.all"):
+        OWN.floorless("output", "flipped_share")
+
+
+def description(**changes: Any) -> Any:
+    provenance = SimpleNamespace(dtypes=changes.pop("dtypes", {}), backend=changes.pop("backend", "cpu"))
+    return SimpleNamespace(known_description=SimpleNamespace(provenance=provenance))
+
+
+def test_context_is_what_a_capture_says() -> None:
+    silent: Any = SimpleNamespace(known_description=None)
+    assert not computes_in_float32(silent)
+    assert backend_of(silent) is None
+    assert computes_in_float32(description(dtypes={"weights": "float32"}))
+    assert not computes_in_float32(description(dtypes={"weights": "bfloat16"}))
+    assert not computes_in_float32(description())
+    assert backend_of(description(backend="neuron-xla")) == "neuron-xla"
+    assert not LimitContext(backend=None, is_float32=False, share=0.1).hides_flips

@@ -83,6 +83,12 @@ class TestOwnFile:
             ("chained:\n  all: {token_gain: 3}", "line 2, chained.all.token_gain", "'token_gain'"),
             ("level: 1", "line 1, level", "'1'"),
             ("backends: cpu", "line 1, backends", "'cpu'"),
+            ("backends: [[cpu]]", "line 1, backends", "a list"),
+            ("backends: {cpu: 1}", "line 1, backends", "a mapping"),
+            ("level: {cpu: 1}", "line 1, level", "a mapping"),
+            ("slack: 0", "line 1, slack", "'0'"),
+            ("float32: .inf", "line 1, float32", "'.inf'"),
+            ("slack: inf", "line 1, slack", "'inf'"),
             ("[1, 2]", "line 1, the file", "a list"),
         ],
     )
@@ -147,3 +153,9 @@ class TestGoldensWithVariants:
         limits = replace(calibrated_limits(), isolated_variants=None)
         table = limits.of_ratios(is_chained=False, is_estimated=False, is_widened=True)
         assert table is limits.isolated
+
+
+def test_own_slack_and_float32_limit_hold(limits_file: Path) -> None:
+    limits_file.write_text("slack: 2.5\nfloat32: 1e-4\nmeasured: {made_by: me}")
+    limits = read_limits(limits_file)
+    assert (limits.slack, limits.float32, limits.level) == (2.5, 1e-4, calibrated_limits().level)

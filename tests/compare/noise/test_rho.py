@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from compare.noise.input_error import InputError, measure_input_error
-from compare.noise.rho import noise_ratio
+from compare.noise.rho import foreseen_error, foreseen_error_at, noise_ratio, token_ratios
 from compare.noise.rows import Rows
-from compare.noise.squared_errors import square_difference
+from compare.noise.squared_errors import Squares, square_difference, square_rows
+from minimax_tools.metrics.error_structure import measure_structure
 from minimax_tools.metrics.noise_floor import massive_channels
 
 TOKENS, CHANNELS, MASSIVE = 40, 512, 7
@@ -273,3 +275,185 @@ def test_averages_of_few_channels_are_told_by_token_alone() -> None:
     assert (noise.channel_gain, noise.channel_offset) == (None, None)
     assert noise.token_gain is not None
     assert noise.channel_worst is not None
+
+
+class TestStructure:
+    @pytest.fixture
+    def rows(self) -> Rows:
+        exact = random(TOKENS, CHANNELS, seed=0)
+        golden, port = (exact + 0.01 * random(TOKENS, CHANNELS, seed=seed) for seed in (1, 2))
+        return rows_with(port, reference=golden, twin=exact)
+
+    @staticmethod
+    def figures(rows: Rows) -> tuple[float | None, ...]:
+        noise = noise_ratio(rows)
+        return noise.token_gain, noise.channel_gain, noise.channel_offset, noise.channel_worst
+
+    def test_averages_are_those_of_the_three_sides(self, rows: Rows) -> None:
+        assert rows.twin is not None
+        expected = measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
+        assert expected is not None
+        noise = noise_ratio(rows)
+        assert self.figures(rows) == expected.figures
+        assert (noise.worst_channel, noise.is_widened) == (expected.worst_channel, False)
+
+    def test_averages_of_variants_divide_them(self, rows: Rows) -> None:
+        before = self.figures(rows)
+        floor = square_difference(rows.twin, rows.reference, massive=rows.massive)  # type: ignore[arg-type]
+        wide = replace(rows, widened_floor=floor.times(9.0))
+        assert noise_ratio(wide).is_widened
+        # Averages that were not measured count as larger by as much as the errors are.
+        assert self.figures(wide) == pytest.approx([figure / 3.0 for figure in before if figure is not None])
+        measured = self.figures(replace(wide, variant_averages=(2.0, 4.0, 5.0, 8.0)))
+        divisors = dict(zip(before, (2.0, 4.0, 5.0, 8.0), strict=True))
+        assert measured == pytest.approx(
+            [figure / by for figure, by in divisors.items() if figure is not None]
+        )
+
+    def test_an_error_that_is_not_bfloat16_noise_alone_has_none(self, rows: Rows) -> None:
+        none = (None, None, None, None)
+        handed_on = InputError(overall=0.1, tokens=torch.full((TOKENS,), 0.1))
+        assert self.figures(replace(rows, input_error=handed_on)) == none
+        assert self.figures(replace(rows, target=rows.target.bfloat16().float())) == none
+        floor = square_difference(rows.twin, rows.reference, massive=rows.massive)  # type: ignore[arg-type]
+        assert self.figures(replace(rows, twin=None, floor=floor)) == none
+        assert noise_ratio(replace(rows, twin=None, floor=floor)).worst_channel is None
+        assert None not in self.figures(rows)
+
+    @pytest.mark.parametrize(("channels", "is_told"), [(15, False), (16, True)])
+    def test_sixteen_channels_have_averages_of_their_own(self, channels: int, is_told: bool) -> None:
+        exact = random(TOKENS, channels, seed=0)
+        golden, port = (exact + 0.01 * random(TOKENS, channels, seed=seed) for seed in (1, 2))
+        noise = noise_ratio(rows_with(port, reference=golden, twin=exact))
+        assert (noise.channel_gain is not None, noise.channel_offset is not None) == (is_told, is_told)
+
+
+class TestForeseen:
+    """Squares of [3] tokens of two channels, the second of them massive."""
+
+    REFERENCE = torch.tensor([[3.0, 100.0], [4.0, 100.0], [5.0, 100.0]])
+    FLOOR = Squares(ordinary=torch.tensor([1.0, 4.0, 2.0]).double(), massive=torch.full((3,), 9.0).double())
+    ROUNDING = 1.7e-3**2
+
+    def rows(self, **changes: object) -> Rows:
+        rows = Rows(
+            reference=self.REFERENCE,
+            target=self.REFERENCE + 0.001,
+            massive=torch.tensor([False, True]),
+            places=places(4)[:3],
+            floor=self.FLOOR,
+        )
+        return replace(rows, **changes)  # type: ignore[arg-type]
+
+    @staticmethod
+    def parts(squares: Squares) -> list[list[float]]:
+        return [squares.ordinary.tolist(), squares.massive.tolist()]
+
+    def test_it_is_the_floor(self) -> None:
+        assert self.parts(foreseen_error(self.rows())) == [[1.0, 4.0, 2.0], [9.0, 9.0, 9.0]]
+
+    def test_roundings_of_a_float32_value_add_to_it(self) -> None:
+        rounded = self.rows(target=self.REFERENCE)
+        squares = square_rows(self.REFERENCE, massive=rounded.massive)
+        for number in (1, 2):
+            found = foreseen_error(rounded if number == 1 else replace(rounded, num_roundings=number))
+            expected = self.FLOOR.plus(squares, factor=number * self.ROUNDING)
+            assert self.parts(found) == [pytest.approx(part) for part in self.parts(expected)]
+        in_bfloat16 = replace(rounded, stored_dtype=torch.bfloat16)
+        assert self.parts(foreseen_error(in_bfloat16)) == self.parts(self.FLOOR)
+
+    def test_variants_and_inherited_errors_widen_it(self) -> None:
+        wider = Squares(ordinary=torch.tensor([2.0, 1.0, 1.0]), massive=torch.tensor([0.0, 10.0, 0.0]))
+        widened = self.rows(widened_floor=wider)
+        assert self.parts(foreseen_error(widened)) == [[2.0, 4.0, 2.0], [9.0, 10.0, 9.0]]
+        handed_on = InputError(overall=0.1, tokens=torch.tensor([0.0, 0.2, 1.0]).double())
+        found = self.parts(foreseen_error(self.rows(input_error=handed_on)))
+        assert found[0] == pytest.approx([1.0 + 0.01 * 9.0, 4.0 + 0.04 * 16.0, 2.0 + 25.0])
+        assert found[1] == pytest.approx([9.0 + 100.0, 9.0 + 400.0, 9.0 + 10_000.0])
+
+    def test_ratio_of_a_token_is_held_against_the_median_floor(self) -> None:
+        floor = Squares(ordinary=torch.tensor([1.0, 4.0, 9.0]).double(), massive=torch.zeros(3).double())
+        error = torch.tensor([[4.0, 0.0], [4.0, 0.0], [6.0, 0.0]])
+        rows = self.rows(twin=self.REFERENCE, target=self.REFERENCE + error + 0.0, floor=floor)
+        rows = replace(rows, stored_dtype=torch.bfloat16)
+        assert token_ratios(rows).tolist() == pytest.approx([2.0, 2.0, 2.0])
+
+    def test_floor_is_told_relative_to_the_values(self) -> None:
+        noise = noise_ratio(self.rows())
+        assert noise.floor == pytest.approx(math.sqrt((7.0 + 27.0) / (50.0 + 30_000.0)))
+        nothing = torch.zeros(3, 2)
+        assert noise_ratio(self.rows(reference=nothing, target=nothing + 0.001)).floor is None
+
+    @pytest.mark.parametrize(
+        ("factor", "rounding", "expected"),
+        [
+            # The floor over the values is 1/9, 1/4 and 2/25, the median 1/9.
+            (3.0, 0.0, [9.0, 16.0, 25.0]),
+            # The token's own floor is larger: 4 for the second token, in proportion to the values.
+            (1.2, 0.0, [1.44, 4.0, 4.0]),
+            (1.0, 0.0, [1.0, 4.0, 25.0 / 9.0]),
+            (0.5, 0.0, [0.25, 1.0, 25.0 / 36.0]),
+        ],
+    )
+    def test_at_other_values_it_is_scaled(
+        self, factor: float, rounding: float, expected: list[float]
+    ) -> None:
+        found = foreseen_error_at(self.rows(), factor * self.REFERENCE)
+        assert found.ordinary.tolist() == pytest.approx(expected)
+        assert found.massive.tolist() == pytest.approx([9.0 * max(factor, min(factor, 1.0)) ** 2] * 3)
+
+    @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-9), (torch.bfloat16, 1.7e-3**2)])
+    def test_at_other_values_it_is_at_least_one_rounding_to_bfloat16(
+        self, dtype: torch.dtype, share: float
+    ) -> None:
+        squares = square_rows(self.REFERENCE, massive=torch.tensor([False, True]))
+        rows = self.rows(floor=squares.times(1e-9), stored_dtype=dtype)
+        found = foreseen_error_at(rows, 2.0 * self.REFERENCE)
+        assert found.ordinary.tolist() == pytest.approx([36.0 * share, 64.0 * share, 100.0 * share])
+
+
+class TestRows:
+    def test_selected_tokens_keep_all_that_is_known(self) -> None:
+        values = random(3, 4, seed=0)
+        squares = square_rows(values, massive=torch.zeros(4, dtype=torch.bool))
+        rows = Rows(
+            reference=values,
+            target=values + 1.0,
+            massive=torch.zeros(4, dtype=torch.bool),
+            places=places(4)[:3],
+            twin=values + 2.0,
+            floor=squares,
+            widened_floor=squares.times(2.0),
+            input_error=InputError(overall=0.5, tokens=torch.tensor([0.1, 0.2, 0.3])),
+        )
+        chosen = torch.tensor([True, False, True])
+        found = rows.select(chosen)
+        for name in ("reference", "target", "places", "twin"):
+            assert torch.equal(getattr(found, name), getattr(rows, name)[chosen]), name
+        for name, factor in (("floor", 1.0), ("widened_floor", 2.0)):
+            assert torch.equal(getattr(found, name).whole, factor * squares.whole[chosen]), name
+        assert found.input_error is not None
+        assert found.input_error.tokens.tolist() == pytest.approx([0.1, 0.3])
+        bare = replace(rows, twin=None, floor=None, widened_floor=None, input_error=None).select(chosen)
+        assert (bare.twin, bare.floor, bare.widened_floor, bare.input_error) == (None, None, None, None)
+
+    def test_a_twin_or_a_floor_is_enough(self) -> None:
+        values = random(3, 4, seed=0)
+        massive = torch.zeros(4, dtype=torch.bool)
+        bare = Rows(reference=values, target=values, massive=massive, places=places(4)[:3])
+        floor = square_rows(values, massive=massive)
+        assert [
+            bare.has_floor,
+            replace(bare, twin=values).has_floor,
+            replace(bare, floor=floor).has_floor,
+        ] == [
+            False,
+            True,
+            True,
+        ]
+
+    def test_dtype_is_that_of_the_stored_golden(self) -> None:
+        values = random(3, 4, seed=0)
+        rows = Rows(reference=values, target=values, massive=values[0] > 9.0, places=places(4)[:3])
+        assert rows.dtype is torch.float32
+        assert replace(rows, stored_dtype=torch.bfloat16).dtype is torch.bfloat16

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.digests import digest_tensor, dtype_name
+from minimax_tools.capture.digests import FileDigests, TensorDigest, digest_tensor, dtype_name
 from minimax_tools.capture.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -86,6 +86,8 @@ def test_equal_descriptions_do_not_differ(describe: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
+        ({"options": {"attn_implementation": "sdpa", "proved": {"a": 1}}}, ["options.proved"]),
+        ({"model_config": {"hidden_size": 7}}, []),
         ({"inputs_digest": "x"}, ["inputs_digest"]),
         ({"noise_floor": "full"}, ["noise_floor"]),
         ({"target": "other"}, ["target"]),
@@ -163,3 +165,111 @@ def test_manifest_of_another_program_is_not_taken_for_ones_own(manifest: Manifes
 
 def test_dtypes_are_named_without_their_module() -> None:
     assert dtype_name(torch.float8_e4m3fn) == "float8_e4m3fn"
+
+
+DIGEST = TensorDigest(dtype="float32", shape=(2, 3), sha256="1" * 64)
+
+
+@pytest.fixture
+def digested(manifest: Manifest) -> Manifest:
+    """The manifest with digests of two files of tensors and one of JSON."""
+    files = [
+        FileDigests.of(f"layer_0.{kind}.safetensors", {"b": DIGEST, "a": DIGEST})
+        for kind in ("fp32", "floor")
+    ]
+    assert manifest.digests is not None
+    return replace(
+        manifest, digests=manifest.digests.with_files(files).with_text("generation.json", "2" * 64)
+    )
+
+
+def test_names_in_a_file_are_those_without_entries(digested: Manifest) -> None:
+    assert digested.names_in("layer_0.fp32.safetensors") == ("a", "b")
+    assert digested.names_in("layer_0.safetensors") == ()
+    assert replace(digested, digests=None).names_in("layer_0.fp32.safetensors") == ()
+
+
+def test_files_are_those_of_entries_digests_and_texts(digested: Manifest) -> None:
+    own = {"manifest.json", "layer_0.safetensors", "layer_None.safetensors"}
+    others = {"layer_0.fp32.safetensors", "layer_0.floor.safetensors", "generation.json"}
+    assert digested.file_names() == tuple(sorted(own | others))
+    assert replace(digested, digests=None).file_names() == tuple(sorted(own))
+
+
+def test_manifest_without_digests_stays_one_of_the_older_schema(manifest: Manifest, tmp_path: Path) -> None:
+    assert encode(manifest)["schema_version"] == 3
+    old = replace(manifest, digests=None)
+    old = old.with_layer(1, (entry(1, "output"),), not_exposed=(), observed_dtypes={})
+    old = old.with_model((entry(None, "embedding"),))
+    assert old.digests is None
+    for record in (encode(old), json.loads(old.as_text())):
+        assert record["schema_version"] == 2
+        assert not {"digests", "text_digests"} & record.keys()
+    store(tmp_path, old.as_text())
+    assert Manifest.read(tmp_path) == old
+
+
+def test_layer_that_exposes_all_is_not_listed_among_those_that_do_not(manifest: Manifest) -> None:
+    longer = manifest.with_layer(1, (entry(1, "output"),), not_exposed=(), observed_dtypes={})
+    assert longer.not_exposed == {0: (Site.ROUTER_LOGITS,)}
+
+
+def test_text_and_values_are_the_same_record(digested: Manifest, tmp_path: Path) -> None:
+    described = replace(digested, description=replace(digested.description, input_source="Grüße"))
+    text = described.as_text()
+    assert json.loads(text) == json.loads(json.dumps(encode(described)))
+    assert "Grüße" in text
+    store(tmp_path, text)
+    assert Manifest.read(tmp_path) == described
+
+
+def test_not_a_number_is_no_json(manifest: Manifest) -> None:
+    provenance = replace(manifest.description.provenance, options={"x": float("nan")})
+    described = replace(manifest, description=replace(manifest.description, provenance=provenance))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        described.as_text()
+
+
+def test_manifest_without_variants_does_not_name_them(manifest: Manifest) -> None:
+    assert "floor_variants" not in encode(manifest)
+    varied = replace(manifest.description, floor_variants=("eager",))
+    assert encode(replace(manifest, description=varied))["floor_variants"] == ["eager"]
+
+
+def test_content_digest_covers_all_that_is_stored_in_any_order_of_options(digested: Manifest) -> None:
+    def with_options(options: dict[str, Any]) -> Manifest:
+        provenance = replace(digested.description.provenance, options=options)
+        return replace(digested, description=replace(digested.description, provenance=provenance))
+
+    one, other = with_options({"a": 1, "b": 2}), with_options({"b": 2, "a": 1})
+    assert one.content_digest() == other.content_digest()
+    changed = [
+        with_options({"a": 1}),
+        replace(one, entries=one.entries[1:]),
+        replace(one, digests=one.digests.with_text("x.json", "3")),  # type: ignore[union-attr]
+        replace(one, digests=one.digests.with_files([FileDigests.of("x.y", {})])),  # type: ignore[union-attr]
+        replace(one, digests=None),
+    ]
+    assert len({one.content_digest(), *(manifest.content_digest() for manifest in changed)}) == 6
+    # Layers that are complete, and a certificate, are no content.
+    assert replace(one, is_complete=True).content_digest() == one.content_digest()
+
+
+def test_order_within_a_list_of_options_is_a_difference_and_within_a_record_none(describe: Any) -> None:
+    def described(value: object) -> Any:
+        description = describe()
+        return replace(description, provenance=replace(description.provenance, options={"x": value}))
+
+    assert described([{"a": 1, "b": 2}]).differences(described([{"b": 2, "a": 1}])) == []
+    assert described([1, 2]).differences(described([2, 1])) == ["options.x"]
+    assert described({"a": 1}).differences(described(1)) == ["options.x"]
+    assert described(1).differences(described({"a": 1})) == ["options.x"]
+
+
+def test_three_keys_make_a_manifest(tmp_path: Path) -> None:
+    least = {"schema_version": 3, "side": "neuron", "entries": []}
+    assert Manifest.is_in(store(tmp_path, least))
+    for name in least:
+        assert not Manifest.is_in(
+            store(tmp_path, {key: value for key, value in least.items() if key != name})
+        )

@@ -20,7 +20,7 @@ from minimax_tools.capture.writer import open_capture, store_certificate
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.machine.file_digest import digest_file
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import ModelSite, Site
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -240,3 +240,195 @@ class TestCertified:
             assert writer.complete_layers == (0,)
             writer.write_layer(1, layer_of(1))
         assert Manifest.read(tmp_path).certificate is None
+
+
+class TestStatistics:
+    """Statistics show that a golden's tensor was changed along with its digest, where nothing else does."""
+
+    VALUES = torch.tensor([[[-3.0, 0.5, 1.0, 4.0]]])
+
+    def read(
+        self,
+        describe: Any,
+        inputs: Inputs,
+        directory: Path,
+        *,
+        tensor: torch.Tensor | None = None,
+        side: str = "gpu_reference",
+        noise_floor: str = "stats",
+        site: Site = Site.OUTPUT,
+        is_certified: bool = False,
+        **statistics: float,
+    ) -> torch.Tensor:
+        """Store a tensor of one site, change its statistics in the manifest, and read it."""
+        values = self.VALUES if tensor is None else tensor
+        description = replace(describe(noise_floor=noise_floor), side=side)
+        with open_capture(directory, description, inputs=inputs) as writer:
+            writer.write_layer(0, {site: values})
+        path = directory / MANIFEST_NAME
+        record = json.loads(path.read_text())
+        (entry,) = record["entries"]
+        entry["statistics"] |= statistics
+        path.write_text(json.dumps(record))
+        if is_certified:
+            TestCertified.certify(directory)
+        return Capture.open(directory).read(0, site)
+
+    @pytest.mark.parametrize(
+        "statistics",
+        [{"min": -2.0}, {"max": 5.0}, {"l2": 5.13}, {"num_nan": 1}, {"num_inf": 1}, {"l2": 0.0}],
+    )
+    def test_others_are_refused(
+        self, statistics: dict[str, float], describe: Any, inputs: Inputs, tmp_path: Path
+    ) -> None:
+        with pytest.raises(CaptureError, match="has other statistics than its manifest says"):
+            self.read(describe, inputs, tmp_path, **statistics)
+
+    def test_norm_is_as_exact_as_float32_sums(self, describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+        norm = float(self.VALUES.norm())
+        self.read(describe, inputs, tmp_path / "near", l2=norm * 1.00005, mean=9.0)
+        with pytest.raises(CaptureError, match="has other statistics"):
+            self.read(describe, inputs, tmp_path / "far", l2=norm * 1.0002)
+
+    def test_norm_is_that_of_all_blocks(self, describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+        self.read(describe, inputs, tmp_path, tensor=torch.ones(1, 3, 100_000))
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.zeros(1, 2, 3),
+            torch.zeros(0, 2, 3),
+            torch.full((1, 2, 3), 1e30),
+            torch.tensor([1.0, torch.nan, torch.inf]),
+            torch.tensor([1.0, torch.inf]),
+            torch.tensor([1.0, -torch.inf]),
+            torch.full((3,), torch.nan),
+        ],
+        ids=["zeros", "empty", "large", "NaN and Inf", "Inf", "-Inf", "NaN alone"],
+    )
+    def test_own_are_accepted(
+        self, tensor: torch.Tensor, describe: Any, inputs: Inputs, tmp_path: Path
+    ) -> None:
+        found = self.read(describe, inputs, tmp_path, tensor=tensor)
+        assert torch.equal(found.nan_to_num(), tensor.nan_to_num())
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_numbers_alone_are_not_those_of_a_tensor_with_nan(
+        self, bad: float, describe: Any, inputs: Inputs, tmp_path: Path
+    ) -> None:
+        with pytest.raises(CaptureError, match="has other statistics"):
+            self.read(describe, inputs, tmp_path, tensor=torch.tensor([1.0, bad]), num_nan=0, num_inf=0)
+
+    def test_of_a_single_value_and_of_tiny_ones_count_too(
+        self, describe: Any, inputs: Inputs, tmp_path: Path
+    ) -> None:
+        with pytest.raises(CaptureError, match="has other statistics"):
+            self.read(describe, inputs, tmp_path / "one", tensor=torch.ones(1), min=0.0)
+        with pytest.raises(CaptureError, match="has other statistics"):
+            self.read(describe, inputs, tmp_path / "tiny", tensor=torch.full((4,), 1e-3), l2=0.5)
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            {"side": "neuron"},
+            {"noise_floor": "full"},
+            {"is_certified": True},
+            {"side": "neuron", "noise_floor": "full", "site": Site.INPUT},
+        ],
+        ids=["run", "golden with twins", "certified", "input of a run"],
+    )
+    def test_need_not_fit_where_something_else_shows_the_change(
+        self, kind: dict[str, Any], describe: Any, inputs: Inputs, tmp_path: Path
+    ) -> None:
+        self.read(describe, inputs, tmp_path, max=5.0, **kind)
+
+    def test_must_fit_for_an_input_which_has_no_twin(
+        self, describe: Any, inputs: Inputs, tmp_path: Path
+    ) -> None:
+        with pytest.raises(CaptureError, match="input of layer 0 in .* has other statistics"):
+            self.read(describe, inputs, tmp_path, noise_floor="full", site=Site.INPUT, max=5.0)
+
+
+class TestTwins:
+    @pytest.fixture
+    def write(self, describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> Callable[..., Capture]:
+        """Writes a golden of an older mm2, whose twins have no digests."""
+
+        def write(twin: dict[Site, torch.Tensor], **sites: torch.Tensor) -> Capture:
+            description = replace(describe(noise_floor="full"), side="gpu_reference")
+            tensors = {**layer_of(0), **{Site(name): tensor for name, tensor in sites.items()}}
+            with open_capture(tmp_path, description, inputs=inputs) as writer:
+                writer.write_layer(0, tensors, twin=twin)
+            make_old(tmp_path)
+            return Capture.open(tmp_path)
+
+        return write
+
+    def test_of_a_site_that_was_not_captured_must_be_finite(self, write: Any) -> None:
+        twin = torch.ones(2, 3, 5)
+        found = write({Site.MOE_DELTA: twin}).read_twin(0, Site.MOE_DELTA)
+        assert torch.equal(found, twin)
+
+    def test_of_a_site_that_was_not_captured_is_refused_with_nan(self, write: Any) -> None:
+        capture = write({Site.MOE_DELTA: one_nan(torch.ones(2, 3, 5))})
+        with pytest.raises(CaptureError, match="found 1 NaN or Inf"):
+            capture.read_twin(0, Site.MOE_DELTA)
+
+    @pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
+    def test_infinity_is_refused_on_either_side(self, bad: float, write: Any, layer_of: Any) -> None:
+        twin = layer_of(0)[Site.OUTPUT].float()
+        twin[0, 1, 2] = bad
+        with pytest.raises(CaptureError, match="found 1 NaN or Inf"):
+            write({Site.OUTPUT: twin}).read_twin(0, Site.OUTPUT)
+
+    def test_nan_that_the_golden_has_too_is_accepted(self, write: Any, layer_of: Any) -> None:
+        golden = one_nan(layer_of(0)[Site.OUTPUT])
+        twin = golden.float()
+        found = write({Site.OUTPUT: twin}, output=golden).read_twin(0, Site.OUTPUT)
+        assert torch.equal(found.isnan(), golden.isnan())
+
+    def test_of_the_experts_is_whole_numbers(self, write: Any) -> None:
+        experts = torch.arange(12).reshape(2, 3, 2)
+        capture = write({Site.ROUTER_EXPERTS: experts}, router_experts=experts)
+        assert torch.equal(capture.read_twin(0, Site.ROUTER_EXPERTS), experts)
+
+    def test_of_the_experts_is_refused_with_a_fraction(self, write: Any) -> None:
+        experts = torch.arange(12).reshape(2, 3, 2)
+        capture = write({Site.ROUTER_EXPERTS: experts.float()}, router_experts=experts)
+        with pytest.raises(CaptureError, match=r"expected int64 \[2, 3, 2\], found float32"):
+            capture.read_twin(0, Site.ROUTER_EXPERTS)
+
+    def test_that_is_finite_is_read_without_the_golden(self, write: Any, layer_of: Any) -> None:
+        capture = write({Site.OUTPUT: layer_of(0)[Site.OUTPUT].float()})
+        (capture.directory / "layer_0.safetensors").unlink()
+        assert capture.read_twin(0, Site.OUTPUT) is not None
+
+    def test_of_the_input_is_none(self, write: Any, layer_of: Any) -> None:
+        assert write({Site.OUTPUT: layer_of(0)[Site.OUTPUT].float()}).read_twin(0, Site.INPUT) is None
+
+
+def test_site_outside_the_layers_is_named_without_one(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        writer.write_model({ModelSite.LOGITS: torch.ones(2, 3, 5)})
+    change(tmp_path, "model.safetensors", "logits", lambda logits: logits + 1)
+    with pytest.raises(CaptureError, match=r"written: logits in model\.safetensors does not match"):
+        Capture.open(tmp_path).read_model(ModelSite.LOGITS)
+
+
+@pytest.mark.parametrize("is_void", [False, True])
+def test_files_of_an_older_golden_are_held_against_a_certificate_that_holds(
+    golden: Path, is_void: bool
+) -> None:
+    make_old(golden)
+    TestCertified.certify(golden)
+    change(golden, "layer_0.floor.safetensors", "output.error", lambda one: one + 1)
+    if is_void:
+        path = golden / MANIFEST_NAME
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({**record, "entries": record["entries"][:1]}))
+        assert Capture.open(golden).read_floor(0, "output.error") is not None
+    else:
+        with pytest.raises(
+            CaptureError, match=r"changed after it was certified: layer_0\.floor\.safetensors"
+        ):
+            Capture.open(golden).read_floor(0, "output.error")

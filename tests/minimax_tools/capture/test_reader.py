@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,14 @@ import pytest
 import safetensors.torch
 import torch
 
+from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.passes import PASSES_NAME, LogitsForm, ModelPasses
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.run import sweep_run
+from minimax_tools.model.run import model_run, sweep_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
 
@@ -150,3 +154,98 @@ def test_directory_may_be_a_text(describe: Any, inputs: Inputs, tmp_path: Path) 
     assert Capture.open(str(tmp_path)).directory == tmp_path
     with pytest.raises(CaptureError, match="no capture at"):
         Capture.open(str(tmp_path / "gone"))
+
+
+class TestWholePort:
+    """The run of a whole port: its cache, its passes, and the tokens that its logits are of."""
+
+    KEYS, VALUES = torch.ones(2, 1, 3, 4), torch.zeros(2, 1, 3, 4)
+
+    @pytest.fixture
+    def write(self, describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> Callable[..., Capture]:
+        def write(*, num_decoded: int = 0, passes: ModelPasses | None) -> Capture:
+            run = model_run(2, sites_level="layer", num_decoded=num_decoded)
+            with open_capture(tmp_path, describe(run=run), inputs=inputs) as writer:
+                writer.write_layer(0, layer_of(0), cache=(self.KEYS, self.VALUES))
+                writer.write_layer(1, layer_of(1))
+                if passes is not None:
+                    writer.write_json(PASSES_NAME, encode(passes))
+            return Capture.open(tmp_path)
+
+        return write
+
+    def test_cache_is_read_of_layers_that_have_one(self, write: Any) -> None:
+        capture = write(passes=ModelPasses(num_passes=1, cached_layers=(0,)))
+        keys, values = capture.read_cache(0)
+        assert torch.equal(keys, self.KEYS)
+        assert torch.equal(values, self.VALUES)
+        assert capture.read_cache(1) is None
+
+    def test_without_passes_there_is_no_cache(self, write: Any) -> None:
+        capture = write(passes=None)
+        assert (capture.read_passes(), capture.read_cache(0)) == (None, None)
+        assert not capture.may_omit_inputs
+
+    def test_passes_are_proved(self, write: Any) -> None:
+        passes = ModelPasses(num_passes=3)
+        capture = write(passes=passes)
+        assert capture.read_passes() == passes
+        assert capture.may_omit_inputs
+        path = capture.directory / PASSES_NAME
+        path.write_text(path.read_text().replace("3", "4"))
+        with pytest.raises(
+            CaptureError, match=r"changed after it was written: passes\.json: expected sha256"
+        ):
+            Capture.open(capture.directory).read_passes()
+        path.unlink()
+        with pytest.raises(CaptureError, match=r"passes\.json: expected sha256 .*, found none"):
+            Capture.open(capture.directory).read_passes()
+
+    @pytest.mark.parametrize(
+        ("num_decoded", "held"),
+        [(0, [[0, 0, 1], [0, 1, 0]]), (1, [[0, 1, 1], [1, 1, 0]])],
+    )
+    def test_last_logits_are_of_the_prefills_last_token_and_the_decoded_ones(
+        self, num_decoded: int, held: list[list[int]], write: Any
+    ) -> None:
+        last = ModelPasses(num_passes=1 + num_decoded, logits=LogitsForm.LAST)
+        capture = write(num_decoded=num_decoded, passes=last)
+        found = capture.held_tokens(ModelSite.LOGITS)
+        assert found.long().tolist() == held
+        assert capture.held_tokens(ModelSite.FINAL_NORM) is None
+
+    @pytest.mark.parametrize("passes", [None, ModelPasses(num_passes=1)])
+    def test_other_logits_are_of_all_tokens(self, passes: ModelPasses | None, write: Any) -> None:
+        assert write(passes=passes).held_tokens(ModelSite.LOGITS) is None
+
+
+@pytest.mark.parametrize(
+    ("side", "noise_floor", "parts"),
+    [
+        ("gpu_reference", "full", "twins and floors"),
+        ("gpu_reference", "stats", "twins and floors"),
+        ("gpu_reference", "off", "inputs and generated tokens"),
+        ("neuron", "full", "inputs and generated tokens"),
+        ("neuron", "off", "inputs and generated tokens"),
+    ],
+)
+def test_what_an_older_capture_lacks_is_told(
+    side: str, noise_floor: str, parts: str, describe: Any, inputs: Inputs, tmp_path: Path
+) -> None:
+    with open_capture(tmp_path, replace(describe(noise_floor=noise_floor), side=side), inputs=inputs):
+        pass
+    capture = Capture.open(tmp_path)
+    assert (capture.digest_note, capture.has_floor) == ("", noise_floor != "off")
+    manifest = replace(Manifest.read(tmp_path), digests=None)
+    (tmp_path / MANIFEST_NAME).write_text(manifest.as_text())
+    older = Capture.open(tmp_path)
+    assert older.digest_note == f"digests of {parts}: none, made by an older mm2"
+    assert not older.may_omit_inputs
+
+
+def test_tensor_that_an_input_file_lacks_is_named_without_a_layer(capture: Capture) -> None:
+    safetensors.torch.save_file(
+        {"input_ids": torch.ones(2, 3, dtype=torch.int64)}, capture.directory / "layer_1.safetensors"
+    )
+    with pytest.raises(CaptureError, match=r"holds no tensor 'output'\. "):
+        capture.read(1, Site.OUTPUT)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.filling import Gathered, ReadingPool
 
 
 def test_as_many_run_at_once_as_there_are_threads() -> None:
@@ -77,3 +77,52 @@ def test_failed_filling_writes_nothing_afterwards() -> None:
     assert torch.equal(storage, written)
     assert storage[:3].all()
     assert not storage.all()
+
+
+def test_error_is_raised_after_the_other_jobs_ended() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    ended = []
+
+    def hold() -> None:
+        begun.set()
+        may_end.wait(60)
+        ended.append("second")
+
+    def fail() -> None:
+        begun.wait(60)
+        threading.Timer(0.05, may_end.set).start()
+        raise ValueError("first")
+
+    with ReadingPool(2) as pool:
+        filling = pool.start([fail, hold])
+        with pytest.raises(ValueError, match="first"):
+            filling.finish()
+        assert ended == ["second"]
+
+
+def test_closing_waits_for_what_has_begun_and_drops_the_rest() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    ended = []
+
+    def hold() -> None:
+        begun.set()
+        may_end.wait(60)
+        ended.append("first")
+
+    with ReadingPool(1) as pool:
+        pool.start([hold, lambda: ended.append("second")])
+        begun.wait(60)
+        threading.Timer(0.05, may_end.set).start()
+    assert ended == ["first"]
+
+
+def test_a_weight_is_gathered_from_its_tensors() -> None:
+    def read(name: str, place: torch.Tensor) -> None:
+        place.fill_(float(name))
+
+    storage = torch.zeros(2, 3)
+    halves = Gathered(shape=(2, 3), read=read, places=lambda whole: {"1": whole[0], "2": whole[1]})
+    halves.fill(storage)
+    assert storage.tolist() == [[1.0] * 3, [2.0] * 3]
+    Gathered.whole("7", (2, 3), read).fill(storage)
+    assert storage.tolist() == [[7.0] * 3] * 2

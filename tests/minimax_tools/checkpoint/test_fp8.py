@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+from minimax_tools.checkpoint.fp8 import dequantise, find_ragged_widths, scale_shape
+from minimax_tools.model.spec import ModelSpec
 
 # Every code in every column place of a block, rows rolled against each other.
 ALL_CODES = torch.stack([torch.arange(256).roll(row) for row in range(128)]).to(torch.uint8)
@@ -132,3 +135,27 @@ def test_an_out_of_another_dtype_or_shape_is_refused(out: torch.Tensor) -> None:
     codes = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"out is torch\.\w+ .*expected torch\.bfloat16 \[128, 128\]"):
         dequantise(codes, torch.ones(1, 1), out=out, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("scale", [1.0, float("nan")])
+def test_nan_has_the_bits_that_torch_gives_it(scale: float) -> None:
+    codes = torch.full((128, 128), 0x7F if scale == 1.0 else 0x38, dtype=torch.uint8)
+    found = dequantise(codes.view(torch.float8_e4m3fn), torch.tensor([[scale]]), dtype=torch.bfloat16)
+    assert (_bits(found) == 0x7FC0).all()
+
+
+def test_widths_that_end_within_a_block_are_named(spec: ModelSpec) -> None:
+    even = replace(spec, hidden_size=256, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    even = replace(even, head_dim=64)
+    assert find_ragged_widths(even) == []
+    # A width of one block at most has no other way to be divided.
+    assert find_ragged_widths(replace(even, intermediate_size=100)) == []
+    ragged = replace(
+        even, hidden_size=257, intermediate_size=129, num_attention_heads=15, num_key_value_heads=5
+    )
+    assert find_ragged_widths(ragged) == [
+        "hidden_size is 257",
+        "intermediate_size is 129",
+        "num_attention_heads × head_dim is 960",
+        "num_key_value_heads × head_dim is 320",
+    ]

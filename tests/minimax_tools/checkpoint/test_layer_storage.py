@@ -10,6 +10,8 @@ from minimax_tools.checkpoint.layer_storage import (
     PACKED_DTYPE,
     LayerStorage,
     PackedMatrices,
+    down_places,
+    gate_up_places,
     grouped_storage,
     packed_storage,
 )
@@ -115,3 +117,33 @@ def test_scale_of_another_expert_would_show(spec: ModelSpec, reader: CheckpointR
     assert torch.equal(storage.weights[name], dequantise(codes, scale, dtype=torch.bfloat16))
     tensors = LayerTensors.open(reader, spec, 1, torch.bfloat16)
     assert not torch.equal(storage.weights[name], tensors[name])
+
+
+def test_places_are_parts_of_the_storage_in_the_order_of_the_experts() -> None:
+    storage = torch.arange(2 * 4 * 5).reshape(2, 4, 5).bfloat16()
+    places = gate_up_places(range(6, 8), storage, dtype=torch.bfloat16)
+    assert list(places) == [expert_weight(expert, name) for expert in (6, 7) for name in ("w1", "w3")]
+    assert torch.equal(places[expert_weight(7, "w1")], storage[1, :2])
+    assert torch.equal(places[expert_weight(7, "w3")], storage[1, 2:])
+    places = down_places(range(6, 8), storage, dtype=torch.bfloat16)
+    assert list(places) == [expert_weight(expert, "w2") for expert in (6, 7)]
+    assert torch.equal(places[expert_weight(7, "w2")], storage[1])
+
+
+@pytest.mark.parametrize("places", [gate_up_places, down_places])
+@pytest.mark.parametrize(
+    ("storage", "fault"),
+    [
+        (torch.zeros(2, 4, 5), "the storage is torch.float32, expected torch.bfloat16"),
+        (torch.zeros(2, 4).bfloat16(), r"the storage is \[2, 4\], expected 3 dims, 2 experts first"),
+        (torch.zeros(3, 4, 5).bfloat16(), r"the storage is \[3, 4, 5\], expected 3 dims, 2 experts first"),
+    ],
+)
+def test_storage_of_another_kind_is_refused(places: Any, storage: torch.Tensor, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        places(range(2), storage, dtype=torch.bfloat16)
+
+
+def test_gate_and_up_must_be_of_one_height() -> None:
+    with pytest.raises(ValueError, match=r"storage is \[2, 3, 4\], expected gate and up rows of one height"):
+        gate_up_places(range(2), torch.zeros(2, 3, 4), dtype=torch.float32)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compare.noise.interval import rho_interval
 from minimax_tools.metrics.error_structure import Structure, measure_structure
 
 TOKENS, CHANNELS = 160, 256
@@ -78,38 +77,3 @@ def test_massive_channels_do_not_hide_the_others_scale(twin: torch.Tensor) -> No
 def test_golden_without_an_error_gives_no_structure(twin: torch.Tensor) -> None:
     massive = torch.zeros(CHANNELS, dtype=torch.bool)
     assert measure_structure(twin, twin, rounded(twin, 2), massive=massive) is None
-
-
-class TestInterval:
-    @staticmethod
-    def squares(num_tokens: int, *, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(5)
-        ratios = (spread * torch.randn(num_tokens, generator=generator, dtype=torch.float64)).exp()
-        return 4.0 * ratios, torch.ones(num_tokens, dtype=torch.float64)
-
-    @staticmethod
-    def places(*lengths: int) -> torch.Tensor:
-        return torch.tensor(
-            [(row, position) for row, length in enumerate(lengths) for position in range(length)]
-        )
-
-    def test_it_holds_rho_and_narrows_with_agreement(self) -> None:
-        places = self.places(30, 30, 30, 30)
-        widths = []
-        for spread in (0.1, 1.0):
-            error, floor = self.squares(120, spread=spread)
-            found = rho_interval(error, floor, places)
-            assert found is not None
-            assert found[0] < float((error.sum() / floor.sum()).sqrt()) < found[1]
-            widths.append(found[1] / found[0])
-        assert widths[0] < widths[1]
-
-    def test_one_prompt_is_told_by_its_tokens(self) -> None:
-        error, floor = self.squares(50, spread=0.5)
-        assert rho_interval(error, floor, self.places(50)) is not None
-
-    def test_too_little_to_tell_gives_none(self) -> None:
-        error, floor = self.squares(2, spread=0.5)
-        assert rho_interval(error, floor, self.places(2)) is None
-        error, floor = self.squares(50, spread=0.5)
-        assert rho_interval(error, torch.zeros_like(floor), self.places(50)) is None

@@ -1,0 +1,71 @@
+"""Verdict that a layer is proved, and failures that a missing input leaves open."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compare.judging.coverage import is_proved, leave_undecided
+from minimax_tools.metrics.pair_metrics import compare_tensors
+from minimax_tools.model.sites import Site
+from minimax_tools.results.choices import RoutingResult
+from minimax_tools.results.results import SiteResult, SiteStatus
+
+
+def result(site: Site, status: SiteStatus, **changes: Any) -> SiteResult:
+    return SiteResult(layer=1, site=str(site), status=status, reason="broken", **changes)
+
+
+PASS, FAIL, HIDDEN = SiteStatus.PASS, SiteStatus.FAIL, SiteStatus.NOT_EXPOSED
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ((), True),
+        (((Site.Q_PROJ, PASS), (Site.MOE_DELTA, PASS), (Site.OUTPUT, HIDDEN)), True),
+        (((Site.Q_PROJ, PASS), (Site.MOE_DELTA, HIDDEN), (Site.OUTPUT, FAIL)), True),
+        (((Site.Q_PROJ, PASS), (Site.MOE_DELTA, HIDDEN), (Site.OUTPUT, HIDDEN)), False),
+        (((Site.Q_PROJ, PASS), (Site.MOE_DELTA, HIDDEN)), False),
+        # A component's last site is its end.
+        (((Site.Q_PROJ, HIDDEN), (Site.ATTN_CONTEXT, HIDDEN), (Site.ATTN_DELTA, PASS)), True),
+        (((Site.Q_PROJ, PASS), (Site.ATTN_CONTEXT, PASS), (Site.ATTN_DELTA, HIDDEN)), False),
+    ],
+)
+def test_a_layer_is_proved_by_its_end(results: Any, expected: bool) -> None:
+    assert is_proved([result(site, status) for site, status in results]) is expected
+
+
+def metrics(value: float) -> Any:
+    return compare_tensors(torch.ones(2, 2), torch.tensor([[1.0, value], [1.0, 1.0]]), rtol=1e-2, atol=1e-3)
+
+
+ROUTING = RoutingResult(num_tokens=2, num_flipped=1, num_explained=0, widest_unexplained_margin=0.1)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_open"),
+    [
+        (result(Site.OUTPUT, FAIL, metrics=metrics(2.0)), True),
+        (result(Site.ROUTER_EXPERTS, FAIL, routing=ROUTING), True),
+        (result(Site.OUTPUT, FAIL, metrics=metrics(float("nan"))), False),
+        (result(Site.OUTPUT, FAIL), False),
+        (result(Site.OUTPUT, PASS, metrics=metrics(2.0)), False),
+        (result(Site.OUTPUT, SiteStatus.WARN, metrics=metrics(2.0)), False),
+    ],
+    ids=["values", "experts", "NaN", "no values", "passed", "warned"],
+)
+def test_failures_of_values_are_left_open_where_inputs_may_be_omitted(
+    found: SiteResult, is_open: bool
+) -> None:
+    target: Any = SimpleNamespace(may_omit_inputs=True)
+    left = leave_undecided({Site.OUTPUT: found}, target)[Site.OUTPUT]
+    if is_open:
+        assert (left.status, left.reason) == (SiteStatus.NOT_JUDGED, "broken; its inputs are not held")
+    else:
+        assert left is found
+    whole: Any = SimpleNamespace(may_omit_inputs=False)
+    assert leave_undecided({Site.OUTPUT: found}, whole)[Site.OUTPUT] is found
