@@ -31,11 +31,11 @@ def begin(words: Sequence[str]) -> None:
     stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     from minimax_tools.command_line.console import print_error
+    from minimax_tools.command_line.given_line import asks_for_json
     from minimax_tools.command_line.stops import end_when_stopped, ignore_stops, stopped_error
     from minimax_tools.command_line.streams import OutputError, require_streams
 
-    # A summary is asked for by --json=summary.
-    as_json = any(word.partition("=")[0] == "--json" for word in words)
+    as_json = asks_for_json(words)
     # Registered first, this is called last: what is done is told, and a stop must not replace the exit code.
     atexit.register(ignore_stops)
     # Nothing was done yet: no command would go on from it.

@@ -31,10 +31,17 @@ def given_words(ctx: click.Context) -> tuple[str, ...]:
     return (program, *ctx.meta.get(_ARGUMENTS, ())) if program else ()
 
 
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Decide whether a command line has --json; a summary is asked for by --json=summary."""
+    return any(map(_is_json, words))
+
+
 def same_command(program: str, *further: str, without: Collection[str] = ()) -> str:
     """Return the running command as a shell line with further options, and without some and those of the output."""
     left_out = {*_OUTPUT_OPTIONS, *without}
-    kept = (
-        word for word in given_arguments() if word not in left_out and word.partition("=")[0] != _JSON_OPTION
-    )
+    kept = (word for word in given_arguments() if word not in left_out and not _is_json(word))
     return shlex.join((program, *kept, *further))
+
+
+def _is_json(word: str) -> bool:
+    return word.partition("=")[0] == _JSON_OPTION

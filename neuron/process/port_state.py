@@ -24,7 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from minimax_tools.command_line.stops import STOPS
+
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 # Global, as the state itself is: by name, what the port's code left that differs from mm2's.
 _left_by_port: dict[str, Any] = {}
@@ -78,11 +79,11 @@ def _umask() -> int | None:
 
 
 def _handlers() -> tuple[Any, ...]:
-    return tuple(map(signal.getsignal, _SIGNALS))
+    return tuple(map(signal.getsignal, STOPS))
 
 
 def _set_handlers(handlers: tuple[Any, ...]) -> None:
-    for number, handler in zip(_SIGNALS, handlers, strict=True):
+    for number, handler in zip(STOPS, handlers, strict=True):
         if handler is not None:
             signal.signal(number, handler)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from minimax_tools.command_line.console import print_error
+from minimax_tools.command_line.given_line import asks_for_json
 from minimax_tools.command_line.stops import STOPS, die_when_stopped, stopped_error
 from minimax_tools.command_line.streams import OutputError, drop_output
 from minimax_tools.errors import CannotRunError
@@ -30,7 +31,7 @@ _EXIT_GRACE_S = 30.0
 _STACK_S = 2.0
 # Three stopping signals within five seconds kill a child that does not react.
 _NUM_INTERRUPTS, _INTERRUPTS_S = 3, 5.0
-_JSON, _DEBUG = "--json", "--debug"
+_DEBUG = "--debug"
 
 
 def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
@@ -47,8 +48,7 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
     Returns:
         The exit code. The child never returns.
     """
-    # A summary is asked for by --json=summary.
-    as_json = any(word.partition("=")[0] == _JSON for word in arguments)
+    as_json = asks_for_json(arguments)
     child = _Child(command, held_back=as_json)
     try:
         exit_code = child.wait()

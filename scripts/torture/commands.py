@@ -11,6 +11,8 @@ from pathlib import Path
 
 from port_runs import EXAMPLES
 
+from minimax_tools.command_line.stops import STOPS
+
 # Longest run of one command in seconds: more is a hang.
 DEADLINE_S = 300.0
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -89,7 +91,7 @@ def make_commands(folder: Path) -> tuple[CommandLine, ...]:
 
 def _as_from_a_terminal() -> None:
     # Under nohup, or in the background of a shell, some signals are ignored, and would be in the command too.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -36,6 +36,8 @@ _TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
 _DESCRIPTOR = re.compile(r"^(\d+)<((?:\\x[0-9a-f]{2}|[^<>])*)>")
 # Longest piece of data that strace writes down; a longer write is read from the file that is there at the end.
 _LONGEST = 1 << 22
+# Environment of a traced command: sums of several threads differ in their last bits.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def trace_command(command: Sequence[str], *, below: Path, log: Path) -> tuple[in
     ]
     done = subprocess.run(
         [*words, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=ONE_THREAD,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         check=False,

@@ -14,7 +14,6 @@ From some of the losses the same command is run again: it must end well, with an
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from torture.deaths import Content, Victim, make_victims, read_content
 from torture.disk_model import LostPower, losses
-from torture.disk_trace import find_missing, trace_command
+from torture.disk_trace import ONE_THREAD, find_missing, trace_command
 from torture.tally import Tally
 
 _NUM_RESUMED = 4  # losses of each command after which it is run again
@@ -82,9 +81,8 @@ def _build(state: LostPower, folder: Path) -> None:
 
 
 def _run_again(victim: Victim, place: Path, expected: Content, tally: Tally, what: str) -> None:
-    # As it was traced: captures tell of this variable.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(_command(victim), env=environment, capture_output=True, text=True, check=False)
+    # In the environment that it was traced in, of which captures tell.
+    done = subprocess.run(_command(victim), env=ONE_THREAD, capture_output=True, text=True, check=False)
     found = read_content(place)
     # What was whole already may be refused to be made again.
     tally.check(done.returncode in (0, 1, 2), f"{what}: then exit code {done.returncode}: {done.stderr}")

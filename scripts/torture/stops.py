@@ -10,10 +10,10 @@ import subprocess
 import time
 from pathlib import Path
 
+from minimax_tools.command_line.stops import STOPS
 from torture.commands import DEADLINE_S, CommandLine, make_commands
 from torture.tally import Tally
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NUM_MOMENTS = 4
 # Python itself starts before this; until then a stop has Python's words.
 _FIRST_MOMENT_S = 0.4
@@ -29,7 +29,7 @@ def run_stops(scratch: Path, seed: int) -> Tally:
         began_s = time.monotonic()
         undisturbed = command.run(scratch)
         whole_s = time.monotonic() - began_s
-        for stop in _STOPS:
+        for stop in STOPS:
             for _ in range(_NUM_MOMENTS):
                 _remove(command)
                 moment_s = drawn.uniform(_FIRST_MOMENT_S, max(whole_s, 2 * _FIRST_MOMENT_S))
@@ -63,7 +63,7 @@ def _stop(
     ends_well = process.returncode == 3 and f": {line}\n" in stderr and "Traceback" not in stderr
     what = f"{_name(command)}, {stop.name} at {moment_s:.2f} s"
     tally.check(ends_well, f"{what}: exit code {process.returncode}, {stderr[-300:]!r}")
-    left = [str(path) for path in folder.rglob("*") if path.name.endswith(".tmp") or ".tmp" in path.name]
+    left = [str(path) for path in folder.rglob("*") if ".tmp" in path.name]
     tally.check(not left, f"{what}: left {left}")
     return True
 
