@@ -29,6 +29,7 @@ SUPERVISED = """
 import json, os, sys, tempfile
 from neuron.cli import main
 from neuron.process.supervisor import supervise
+list(main.commands.values())  # loads all commands, and torch with them, before the forks
 kept, done = [os.dup(1), os.dup(2)], {}
 for name, arguments in json.loads(sys.stdin.read()).items():
     files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
