@@ -91,32 +91,23 @@ def _one_row_off(by: int, reads: str) -> Change:
         steps = inputs.steps()[rows, columns]
         all_steps = inputs.steps()[rows]  # [T,S]
         right, is_own_read = right_view(layer), reads == "before it writes"
-        # Entry of each column, counted from the first decoded token's: its step - 1, and shifted if it was decoded.
-        entry = torch.where(all_steps > 0, all_steps - 1 + by, all_steps - 1)
-        # Entries are read up to the token's own, excluded if it comes from the pass itself.
+        # Entries are counted from the first decoded token's. They are read up to the token's own, excluded if it comes
+        # from the pass itself.
         last = steps - 2 if is_own_read else steps - 1
-        hidden = (all_steps > 0) & (entry > last[:, None])
+        hidden = (all_steps > 0) & (all_steps - 1 + by > last[:, None])
+        has_written = steps >= (2 if is_own_read else 1)  # whether any step has, before this one reads
         if by < 0:
-            # The first step writes over the newest key of the prefill, if it has written at all.
-            newest = inputs.prefilled()[rows] - 1
-            ordinal = layer.attention_mask[rows].cumsum(1) - 1
-            has_written = steps >= (2 if is_own_read else 1)
-            hidden |= (ordinal == newest[:, None]) & has_written[:, None]
+            # The first step writes over the newest key of the prefill.
+            is_newest = layer.attention_mask[rows].cumsum(1) == inputs.prefilled()[rows][:, None]
+            hidden |= is_newest & has_written[:, None]
         seen = right.hide(hidden)
         own = ~hidden.gather(1, columns[:, None])[:, 0] | is_own_read
-        # Entries that are read and were never written hold zeros.
-        num_empty = _num_empty(by, steps, is_own_read=is_own_read)
+        # One entry that is read was never written, and holds zeros: late, that of the first decoded token; early, the
+        # newest.
         empty = torch.zeros(seen.keys.shape[1], seen.keys.shape[3])
-        return replace(seen, shows_own=own).with_entry(empty, empty, num_empty)
+        return replace(seen, shows_own=own).with_entry(empty, empty, has_written)
 
     return _reading(view)
-
-
-def _num_empty(by: int, steps: torch.Tensor, *, is_own_read: bool) -> torch.Tensor:
-    """Count the entries that a step reads though no step wrote them, [T]."""
-    # Late: the entry of the first decoded token stays empty. Early: the newest that is read is not yet written.
-    num_read = steps - 1 if is_own_read else steps
-    return (num_read >= 1).long() if abs(by) == 1 else num_read.clamp(max=abs(by))
 
 
 def _newest_hidden(entry: str) -> Change:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from compare.diagnosis.evaluation import Evaluation, with_given
-from compare.diagnosis.layer_weights import LayerWeights
 from compare.model_runs.cached_attention import HIDDEN, DecodedInputs, attend_view, right_view
 from compare.model_runs.decoding_mistakes import DECODING_MISTAKES
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.model.inputs import decoded_tokens
 from minimax_tools.model.sites import Site
-from minimax_tools.model.spec import ModelSpec
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
 
 
 @pytest.fixture(scope="module")
-def layer(toy: object) -> Evaluation:
-    """Layer 1 of the toy on random input, of which the last two tokens of each prompt are decoded."""
-    folder = toy
-    spec = ModelSpec.from_folder(folder)  # type: ignore[arg-type]
-    reader = CheckpointReader(folder)  # type: ignore[arg-type]
-    is_decoded = decoded_tokens(MASK, 2, by_row=True)
-    inputs = DecodedInputs(
-        spec=spec,
-        weights=LayerWeights(LayerTensors.open(reader, spec, 1, torch.bfloat16)),
-        attention_mask=MASK,
-        position_ids=(MASK.cumsum(1) - 1).clamp(min=0),
-        decode_start=MASK.shape[1],
-        is_decoded=is_decoded,
-        caches={},
-        padding={},
-    )
-    states = torch.randn(2, 7, spec.hidden_size, generator=torch.Generator().manual_seed(0))
-    return Evaluation(
-        inputs, with_given({Site.INPUT: states}), tokens=is_decoded.flatten().nonzero().flatten()
-    )
+def layer(open_layer: Callable[..., Evaluation]) -> Evaluation:
+    return open_layer(MASK, num_decoded=2)
 
 
 def test_a_right_cache_gives_the_layers_attention(layer: Evaluation) -> None:

@@ -1,0 +1,313 @@
+"""Each mistake of decoding computes what a port computes that makes it, and steps through its cache entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compare.diagnosis.evaluation import Evaluation, with_given
+from compare.diagnosis.mistake import Parameters
+from compare.model_runs.cached_attention import DecodedInputs, decoded_inputs
+from compare.model_runs.decoding_mistakes import DECODING_MISTAKES, round_to_fp8
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import split_heads
+
+MISTAKES = {mistake.name: mistake for mistake in DECODING_MISTAKES}
+NUM_DECODED = 3
+# A prompt of nine tokens beside one of six, which is padded in front or behind.
+RIGHT = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+LEFT = RIGHT.flip(1)
+# Keys and values of a prompt's tokens, [2,K,n,D], or of all prompts, [2,B,K,S,D].
+Entries = torch.Tensor
+# From the right entries of a prompt, the number of prefilled ones, and the step: the entries that it attends to.
+Read = Callable[[Entries, int, int], Entries]
+
+
+@pytest.fixture(scope="module", params=[RIGHT, LEFT], ids=["right", "left"])
+def layer(request: pytest.FixtureRequest, open_layer: Callable[..., Evaluation]) -> Evaluation:
+    return open_layer(request.param, num_decoded=NUM_DECODED)
+
+
+def changed(layer: Evaluation, name: str, /, **parameters: int | str) -> Evaluation:
+    return layer.changed(MISTAKES[name].build(**parameters))
+
+
+def entries_of(layer: Evaluation) -> Entries:
+    values = split_heads(layer[Site.V_PROJ], layer.spec.head_dim)
+    return torch.stack((layer[Site.K_ROPE], values))
+
+
+def stepped(layer: Evaluation, read: Read, *, past: Entries | None = None) -> torch.Tensor:
+    """Attention of the decoded tokens, prompt by prompt and step by step; `past` are other entries than the right."""
+    right, mask = entries_of(layer), layer.attention_mask.bool()
+    contexts = []
+    for row, is_real in enumerate(mask):
+        own = right[:, row][:, :, is_real]
+        held = own if past is None else past[:, row][:, :, is_real]
+        num_prefilled = int(is_real.sum()) - NUM_DECODED
+        for step in range(1, NUM_DECODED + 1):
+            place = num_prefilled + step - 1
+            seen = torch.cat((held[:, :, :place], own[:, :, place:]), dim=2)
+            keys, values = read(seen, num_prefilled, step).repeat_interleave(4, dim=1)
+            query = layer[Site.Q_ROPE][row][:, is_real][:, place]
+            scores = (keys @ query[..., None])[..., 0] * layer.spec.head_dim**-0.5
+            contexts.append((scores.softmax(-1)[..., None] * values).sum(1).flatten())
+    return torch.stack(contexts)
+
+
+def up_to_own(entries: Entries, num_prefilled: int, step: int) -> Entries:
+    return entries[:, :, : num_prefilled + step]
+
+
+def without(place: Callable[[int, int], int]) -> Read:
+    """Reads all but one entry."""
+
+    def read(entries: Entries, num_prefilled: int, step: int) -> Entries:
+        seen, hidden = up_to_own(entries, num_prefilled, step), place(num_prefilled, step)
+        return torch.cat((seen[:, :, :hidden], seen[:, :, hidden + 1 :]), dim=2)
+
+    return read
+
+
+def writing_beside(by: int, *, reads_own: bool) -> Read:
+    """Writes each step's entry `by` from its own; what was never written holds zeros."""
+
+    def read(entries: Entries, num_prefilled: int, step: int) -> Entries:
+        cache = torch.zeros_like(entries[:, :, :1]).repeat(1, 1, 20, 1)
+        cache[:, :, :num_prefilled] = entries[:, :, :num_prefilled]
+        for written in range(num_prefilled, num_prefilled + step - reads_own):
+            cache[:, :, written + by] = entries[:, :, written]
+        own = entries[:, :, num_prefilled + step - 1, None]
+        if reads_own:
+            return torch.cat((cache[:, :, : num_prefilled + step - 1], own), dim=2)
+        return cache[:, :, : num_prefilled + step]
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "read"),
+    [
+        ("decode_mask_short", {"entry": "the newest"}, without(lambda prefilled, step: prefilled + step - 2)),
+        (
+            "decode_mask_short",
+            {"entry": "the token's own"},
+            without(lambda prefilled, step: prefilled + step - 1),
+        ),
+        ("decode_mask_short", {"entry": "the first"}, without(lambda prefilled, step: 0)),
+        (
+            "decode_past_missing",
+            {"part": "all"},
+            lambda seen, prefilled, step: seen[:, :, [prefilled + step - 1]],
+        ),
+        (
+            "decode_past_missing",
+            {"part": "prefill"},
+            lambda seen, prefilled, step: seen[:, :, prefilled : prefilled + step],
+        ),
+        (
+            "decode_past_missing",
+            {"part": "decoded"},
+            lambda seen, prefilled, step: seen[:, :, [*range(prefilled), prefilled + step - 1]],
+        ),
+        *(
+            ("cache_one_row_off", {"by": by, "reads": reads}, writing_beside(by, reads_own=reads_own))
+            for by in (1, -1)
+            for reads, reads_own in (("before it writes", True), ("after it writes", False))
+        ),
+    ],
+)
+def test_step_reads_other_entries(layer: Evaluation, name: str, parameters: Parameters, read: Read) -> None:
+    found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
+    torch.testing.assert_close(found, stepped(layer, read))
+
+
+def keys_at(layer: Evaluation, positions: torch.Tensor) -> torch.Tensor:
+    return on(layer, position_ids=positions)[Site.K_ROPE]
+
+
+def on(layer: Evaluation, **parts: object) -> Evaluation:
+    """The same layer with other inputs."""
+    return Evaluation(
+        replace(layer.inputs, **parts), with_given({Site.INPUT: layer[Site.INPUT]}), tokens=layer.tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "edit"),
+    [
+        ("cache_of_another_prompt", {"by": 1}, lambda layer, right: right[:, [1, 0]]),
+        (
+            "cache_heads_exchanged",
+            {"order": "reversed", "tokens": "all"},
+            lambda layer, right: right[:, :, [3, 2, 1, 0]],
+        ),
+        (
+            "cache_heads_exchanged",
+            {"order": "rolled", "tokens": "all"},
+            lambda layer, right: right[:, :, [3, 0, 1, 2]],
+        ),
+        (
+            "cache_heads_exchanged",
+            {"order": "rolled", "tokens": "decoded"},
+            lambda layer, right: torch.where(
+                decoded_inputs(layer).is_decoded[:, None, :, None], right[:, :, [3, 0, 1, 2]], right
+            ),
+        ),
+        (
+            "cache_fp8_without_scale",
+            {"dtype": "float8_e5m2"},
+            lambda layer, right: right.to(torch.float8_e5m2).float(),
+        ),
+        (
+            "cache_keys_rotated_wrongly",
+            {"times": -1},
+            lambda layer, right: torch.stack(
+                (keys_at(layer, torch.zeros_like(layer.position_ids)), right[1])
+            ),
+        ),
+        (
+            "cache_keys_rotated_wrongly",
+            {"times": 1},
+            lambda layer, right: torch.stack((keys_at(layer, 2 * layer.position_ids), right[1])),
+        ),
+    ],
+)
+def test_cache_holds_other_entries(
+    layer: Evaluation,
+    name: str,
+    parameters: Parameters,
+    edit: Callable[[Evaluation, Entries], Entries],
+) -> None:
+    found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
+    torch.testing.assert_close(found, stepped(layer, up_to_own, past=edit(layer, entries_of(layer))))
+
+
+def test_cache_of_another_layer_is_read_beside_the_tokens_own_entry(layer: Evaluation) -> None:
+    other = torch.randn(entries_of(layer).shape, generator=torch.Generator().manual_seed(1))
+    given = on(layer, caches={3: tuple(other)})
+    found = changed(given, "cache_of_another_layer", layer=3)[Site.ATTN_CONTEXT]
+    torch.testing.assert_close(found, stepped(layer, up_to_own, past=other))
+
+
+def entry_of(layer: Evaluation, states: torch.Tensor, *, position: int) -> Entries:
+    """The entry [2,K,1,D] of a token whose input of the layer is `states` [H]."""
+    one = torch.ones(1, 1, dtype=torch.int64)
+    alone = Evaluation(
+        replace(layer.inputs, attention_mask=one, position_ids=position * one),
+        with_given({Site.INPUT: states[None, None]}),
+        tokens=torch.tensor([0]),
+    )
+    return entries_of(alone)[:, 0]
+
+
+@pytest.mark.parametrize("part", ["bucket", "batch and bucket"])
+@pytest.mark.parametrize("content", ["zeros", "token 0 at 0", "token 7 at the last"])
+def test_padding_is_read_as_often_as_it_lies_there(layer: Evaluation, part: str, content: str) -> None:
+    states = {
+        name: torch.randn(layer.spec.hidden_size, generator=torch.Generator().manual_seed(seed))
+        for seed, name in enumerate(("token 7", "token 0"))
+    }
+    padded = on(layer, padding=states)
+
+    def padding(content: str, num_prefilled: int, num_times: int) -> Entries:
+        name, _, place = content.partition(" at ")
+        if content == "zeros":
+            entry = torch.zeros_like(entries_of(layer)[:, 0, :, :1])
+        else:
+            entry = entry_of(layer, states[name], position=0 if place == "0" else num_prefilled - 1)
+        return entry.repeat(1, 1, num_times, 1)
+
+    def read(entries: Entries, num_prefilled: int, step: int) -> Entries:
+        # The prefill has six columns, the bucket eight.
+        seen = [up_to_own(entries, num_prefilled, step), padding(content, num_prefilled, 2)]
+        if part != "bucket":
+            # mm2 pads with the first token of `padding`: in front at position 0, behind at the last.
+            place = "the last" if bool(layer.attention_mask[1, 0]) else "0"
+            of_batch = content if content == "zeros" else f"token 7 at {place}"
+            seen.append(padding(of_batch, num_prefilled, 6 - num_prefilled))
+        return torch.cat(seen, dim=2)
+
+    found = changed(padded, "decode_padding_visible", width=8, of=part, content=content)[Site.ATTN_CONTEXT]
+    torch.testing.assert_close(found, stepped(layer, read))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "positions"),
+    [
+        ("decode_positions_restarted", {"start": "0 at every step"}, [0, 0, 0, 0, 0, 0]),
+        ("decode_positions_restarted", {"start": "0, 1, 2 by step"}, [0, 1, 2, 0, 1, 2]),
+        ("decode_positions_off", {"by": 2}, [8, 9, 10, 5, 6, 7]),
+    ],
+)
+@pytest.mark.parametrize("of", ["queries and keys", "queries", "keys"])
+def test_decoded_tokens_are_rotated_by_other_positions(
+    layer: Evaluation, name: str, parameters: Parameters, positions: list[int], of: str
+) -> None:
+    moved, found = with_decoded_at(layer, positions), changed(layer, name, **parameters, of=of)
+    for site, kind in ((Site.Q_ROPE, "queries"), (Site.K_ROPE, "keys")):
+        torch.testing.assert_close(found[site], (moved if kind in of else layer)[site])
+
+
+def test_decoded_tokens_are_rotated_by_their_columns(layer: Evaluation) -> None:
+    moved, found = with_decoded_at(layer, [6, 7, 8, 6, 7, 8]), changed(layer, "decode_positions_of_columns")
+    for site in (Site.Q_ROPE, Site.K_ROPE):
+        torch.testing.assert_close(found[site], moved[site])
+
+
+def with_decoded_at(layer: Evaluation, positions: list[int]) -> Evaluation:
+    position_ids = layer.position_ids.clone()
+    position_ids[decoded_inputs(layer).is_decoded] = torch.tensor(positions)
+    return on(layer, position_ids=position_ids)
+
+
+def parameters_of(name: str, inputs: DecodedInputs) -> list[tuple[int | str | float, ...]]:
+    return [tuple(parameters.values()) for parameters in MISTAKES[name].candidates(inputs)]
+
+
+def test_padding_is_tried_up_to_the_buckets_that_hold_the_prefill(layer: Evaluation) -> None:
+    inputs = decoded_inputs(on(layer, padding={"token 7": torch.zeros(1)}))
+    contents = ("zeros", "token 7 at 0", "token 7 at the last")
+    buckets = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    assert parameters_of("decode_padding_visible", inputs) == [
+        (width, part, content)
+        for part, widths in (("bucket", buckets), ("batch and bucket", [6, *buckets]))
+        for width in widths
+        for content in contents
+    ]
+    # Of a longer prefill, without padding in the batch: multiples of each size.
+    mask = torch.ones(1, 20, dtype=torch.int64)
+    alone = replace(inputs, attention_mask=mask, is_decoded=mask.cumsum(1) > 17, padding={})
+    assert parameters_of("decode_padding_visible", alone) == [
+        (width, "bucket", "zeros") for width in (24, 32, *buckets[3:])
+    ]
+
+
+def test_mistakes_that_cannot_show_are_not_tried(layer: Evaluation) -> None:
+    inputs = decoded_inputs(layer)
+    assert parameters_of("decode_positions_of_columns", inputs) == [()]
+    assert parameters_of("cache_of_another_prompt", inputs) == [(1,), (-1,)]
+    mask = torch.ones(1, 9, dtype=torch.int64)
+    alone = replace(inputs, attention_mask=mask, is_decoded=mask.cumsum(1) > 6, caches={2: None, 5: None})  # type: ignore[dict-item]
+    for name in ("decode_positions_of_columns", "cache_of_another_prompt"):
+        assert parameters_of(name, alone) == []
+    assert parameters_of("cache_of_another_layer", alone) == [(2,), (5,)]
+
+
+@pytest.mark.parametrize(("num_heads", "orders"), [(1, ()), (2, ("reversed",)), (4, ("reversed", "rolled"))])
+def test_heads_are_exchanged_in_each_order_that_differs(
+    layer: Evaluation, num_heads: int, orders: tuple[str, ...]
+) -> None:
+    inputs = decoded_inputs(layer)
+    inputs = replace(inputs, spec=replace(inputs.spec, num_key_value_heads=num_heads))
+    assert parameters_of("cache_heads_exchanged", inputs) == [
+        (order, tokens) for tokens in ("decoded", "all") for order in orders
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])
+def test_fp8_is_clipped_at_its_largest_number(dtype: str, largest: float) -> None:
+    assert round_to_fp8(torch.tensor([1e6, -1e6]), dtype).tolist() == [largest, -largest]
