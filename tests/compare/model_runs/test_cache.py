@@ -1,0 +1,248 @@
+"""The cache of a whole port, judged against the keys and values of its layer: right ones, other forms, and mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.model_runs.cache import CacheJudgement, judge_cache
+from compare.model_runs.passes import split_passes
+from compare.sides.batch import Batch
+from compare.sides.sides import Sides
+from minimax_tools.capture.passes import PASSES_NAME, CacheChange, CachePair, ModelPasses
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.capture.writer import open_capture
+from minimax_tools.json_codec import encode
+from minimax_tools.model.run import model_run
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import split_heads
+from minimax_tools.results.model_findings import ModelFinding
+
+LAYER = 1
+NUM_DECODED = 2
+HEAD_DIM = 64
+# Of prompts of 48 and 33 tokens.
+DECODED = torch.zeros(2, 48, dtype=torch.bool)
+DECODED[0, 46:] = DECODED[1, 31:33] = True
+LAST = torch.zeros(2, 48, dtype=torch.bool)
+LAST[0, 47] = LAST[1, 32] = True
+ALL = torch.ones(2, 48, dtype=torch.bool)
+
+Edit = Callable[[torch.Tensor], torch.Tensor]
+JudgeCache = Callable[..., CacheJudgement]
+
+
+def pair_of(capture: Capture, layer: int) -> CachePair:
+    """Right keys and values, [B,K,S,D] each."""
+    return capture.read(layer, Site.K_ROPE), split_heads(capture.read(layer, Site.V_PROJ), HEAD_DIM)
+
+
+def at(tokens: torch.Tensor, edit: Edit) -> Edit:
+    """Edits the entries of some tokens, bool [B,S], alone."""
+    return lambda part: torch.where(tokens[:, None, :, None], edit(part), part)
+
+
+@pytest.fixture
+def judge_port(golden: Path, tmp_path: Path) -> JudgeCache:
+    """Judges a port whose layers are the golden's, and whose cache of one layer is `keys` and `values` edited."""
+    source = Capture.open(golden)
+
+    def judge(
+        edit: Edit | CachePair | None = None,
+        *,
+        keys: Edit | None = None,
+        is_decoding_wrong: bool = False,
+        shown: tuple[Site, ...] = (Site.K_NORM, Site.K_ROPE, Site.V_PROJ),
+        **passes: Any,
+    ) -> CacheJudgement:
+        inputs = source.read_inputs()
+        run = model_run(4, sites_level="all", num_decoded=NUM_DECODED)
+        description = replace(
+            source.description, side=DEVICE_SIDE, run=run, noise_floor="off", floor_variants=()
+        )
+        right = pair_of(source, LAYER)
+        cache = edit if isinstance(edit, tuple) else tuple((edit or torch.clone)(part) for part in right)
+        if keys is not None:
+            cache = keys(right[0]), cache[1]
+        with open_capture(tmp_path / "run", description, inputs=inputs) as writer:
+            for layer in (0, LAYER, 2):
+                writer.write_layer(
+                    layer,
+                    {site: source.read(layer, site) for site in shown}
+                    | {Site.OUTPUT: source.read(layer, Site.OUTPUT)},
+                    cache=cache if layer == LAYER else pair_of(source, layer),
+                )
+            held = ModelPasses(**{"num_passes": 3, "cached_layers": (0, LAYER, 2), **passes})
+            writer.write_json(PASSES_NAME, encode(held))
+        target = Capture.open(tmp_path / "run")
+        sides = Sides(
+            reference=source,
+            target=target,
+            batch=Batch.of(source, target),
+            criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+        )
+        split = split_passes(sides)
+        assert split is not None
+        return judge_cache(sides, LAYER, split=split, is_decoding_wrong=is_decoding_wrong)
+
+    return judge
+
+
+def only(judgement: CacheJudgement) -> ModelFinding:
+    (finding,) = judgement.findings
+    assert (finding.layer, finding.sites, judgement.note) == (LAYER, ("cache",), "")
+    return finding
+
+
+def noisy(share: float) -> Edit:
+    generator = torch.Generator().manual_seed(0)
+    return lambda part: (part + share * part.float() * torch.randn(part.shape, generator=generator)).to(
+        part.dtype
+    )
+
+
+HIDDEN_PORT = (Site.K_NORM,)
+
+
+def test_right_cache_is_no_finding(judge_port: JudgeCache) -> None:
+    assert judge_port(is_decoding_wrong=True) == CacheJudgement()
+
+
+def test_wider_dtype_and_hidden_sites_are_right_too(judge_port: JudgeCache) -> None:
+    assert judge_port(torch.Tensor.float, shown=HIDDEN_PORT) == CacheJudgement()
+
+
+def test_padding_of_a_right_cache_may_hold_anything(judge_port: JudgeCache) -> None:
+    padding = ALL.clone()
+    padding[0], padding[1, :33] = False, False
+    assert judge_port(at(padding, lambda part: part + 9), is_decoding_wrong=True) == CacheJudgement()
+
+
+def test_cache_that_was_not_read_is_not_judged(judge_port: JudgeCache) -> None:
+    assert judge_port(torch.zeros_like, is_decoding_wrong=True, cached_layers=(0, 2)) == CacheJudgement()
+
+
+def test_other_shape_is_noted(judge_port: JudgeCache) -> None:
+    judgement = judge_port(lambda part: part[:, :, :40])
+    assert judgement.findings == ()
+    assert judgement.note == "its shape [2, 2, 40, 64] is not that of the keys, [2, 2, 48, 64]"
+
+
+def test_entries_that_a_step_did_not_write_are_named_from_that_step_on(judge_port: JudgeCache) -> None:
+    finding = only(judge_port(at(LAST, torch.zeros_like)))
+    assert (finding.number, finding.mistake, dict(finding.parameters)) == (2, "cache_not_written", {})
+    assert finding.reason.startswith(
+        "from decode step 2 on the cached keys and values of kv heads 0, 1 are off by "
+    )
+    assert finding.reason.endswith(
+        " times the noise at 2 tokens, the first at row 0, token 47; the port's own keys and values are other ones: "
+        "the cache is wrong, not the projections"
+    )
+
+
+def test_entries_of_all_steps_are_told_from_the_first_on(judge_port: JudgeCache) -> None:
+    finding = only(judge_port(at(DECODED, torch.zeros_like), shown=HIDDEN_PORT))
+    assert finding.number == 1
+    assert "at 4 tokens, the first at row 0, token 46" in finding.reason
+    # It does not show keys and values of its own.
+    assert "the projections" not in finding.reason
+
+
+def test_keys_of_one_head_are_named_alone(judge_port: JudgeCache) -> None:
+    def second_head(keys: torch.Tensor) -> torch.Tensor:
+        wrong = keys.clone()
+        wrong[:, 1] = noisy(0.5)(keys)[:, 1]
+        return wrong
+
+    finding = only(judge_port(keys=at(DECODED, second_head)))
+    assert (finding.mistake, finding.look_at) == (None, "how the cache is written and read")
+    assert "on the cached keys of kv heads 1 are off" in finding.reason
+
+
+def test_heads_with_a_third_of_the_worst_error_are_named_too(judge_port: JudgeCache) -> None:
+    def both_heads(keys: torch.Tensor) -> torch.Tensor:
+        wrong = noisy(0.8)(keys)
+        wrong[:, 0] = noisy(0.4)(keys)[:, 0]
+        return wrong
+
+    assert "of kv heads 0, 1 are off" in only(judge_port(keys=at(DECODED, both_heads))).reason
+
+
+class TestAllPassesAlike:
+    def test_form_that_decodes_rightly_is_noted(self, judge_port: JudgeCache) -> None:
+        judgement = judge_port(noisy(0.5))
+        assert judgement.findings == ()
+        assert judgement.note == "it is kept in a form that mm2 does not know; decoding from it is right"
+
+    def test_is_a_finding_of_the_prefill_where_decoding_is_wrong(self, judge_port: JudgeCache) -> None:
+        finding = only(judge_port(noisy(0.5), is_decoding_wrong=True))
+        assert (finding.number, finding.mistake) == (0, None)
+        assert finding.reason.startswith("from the prefill on the cached keys and values")
+        assert "at 81 tokens, the first at row 0, token 0" in finding.reason
+
+    def test_content_of_another_layer_is_named(self, judge_port: JudgeCache, golden: Path) -> None:
+        for shown in (HIDDEN_PORT, (Site.K_NORM, Site.K_ROPE, Site.V_PROJ)):
+            finding = only(judge_port(pair_of(Capture.open(golden), 2), is_decoding_wrong=True, shown=shown))
+            assert (finding.mistake, dict(finding.parameters)) == ("cache_of_another_layer", {"layer": 2})
+
+    def test_keys_before_rotary_embedding_are_a_form(self, judge_port: JudgeCache, golden: Path) -> None:
+        unrotated = split_heads(Capture.open(golden).read(LAYER, Site.K_NORM), HEAD_DIM)
+        for shown in (HIDDEN_PORT, (Site.K_NORM, Site.K_ROPE, Site.V_PROJ)):
+            judgement = judge_port(keys=lambda _: unrotated, is_decoding_wrong=True, shown=shown)
+            assert judgement == CacheJudgement(note="it holds keys before rotary embedding")
+
+    def test_fewer_bits_with_scales_are_a_form(self, judge_port: JudgeCache) -> None:
+        def scaled(part: torch.Tensor) -> torch.Tensor:
+            scale = part.float().abs().amax(-1, keepdim=True) / 448
+            return (part / scale).to(torch.float8_e4m3fn).float() * scale
+
+        judgement = judge_port(scaled, is_decoding_wrong=True)
+        assert (judgement.findings, judgement.holds_fewer_bits) == ((), True)
+        assert judgement.note == "it holds keys and values in fewer bits, with scales"
+
+
+def change(number: int, layer: int = LAYER) -> CacheChange:
+    return CacheChange(
+        layer=layer, number=number, kind="values", heads=(0, 1), places=((1, 4), (1, 5)), num_tokens=7
+    )
+
+
+class TestSteps:
+    def test_first_pass_that_changed_earlier_entries_is_told(self, judge_port: JudgeCache) -> None:
+        finding = only(judge_port(cache_changes=(change(1, layer=0), change(2), change(1))))
+        assert (finding.number, finding.mistake) == (1, "cache_overwritten")
+        assert finding.reason == (
+            "decode step 1 changed the cached values of 7 earlier tokens (row 1, token 4, row 1, token 5) in kv heads "
+            "0, 1"
+        )
+        assert judge_port(cache_changes=(change(2, layer=0),)) == CacheJudgement()
+
+    def test_changes_are_told_beside_wrong_content(self, judge_port: JudgeCache) -> None:
+        judgement = judge_port(at(LAST, torch.zeros_like), cache_changes=(change(1),))
+        assert [finding.mistake for finding in judgement.findings] == [
+            "cache_not_written",
+            "cache_overwritten",
+        ]
+
+    @pytest.mark.parametrize(("shift", "side"), [(1, "behind"), (-1, "before")])
+    def test_writing_one_entry_off_is_told_where_decoding_is_wrong(
+        self, judge_port: JudgeCache, shift: int, side: str
+    ) -> None:
+        told = {"cache_shift": shift, "cache_form": "by position"}
+        # A step that writes beside its entry overwrites others: that is no second finding.
+        finding = only(judge_port(is_decoding_wrong=True, cache_changes=(change(1),), **told))
+        assert (finding.number, finding.mistake) == (1, "cache_one_row_off")
+        assert dict(finding.parameters) == {"by": shift}
+        assert f"1 entry {side} their token's own (by position), and what they read" in finding.reason
+        assert judge_port(**told) == CacheJudgement()
+
+    @pytest.mark.parametrize("shift", [0, 2, -2])
+    def test_padding_of_a_bucket_is_no_shift(self, judge_port: JudgeCache, shift: int) -> None:
+        assert judge_port(is_decoding_wrong=True, cache_shift=shift) == CacheJudgement()
