@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.model_runs.cache import CacheJudgement, judge_cache
 from compare.model_runs.passes import split_passes
-from compare.sides.batch import Batch
 from compare.sides.sides import Sides
-from minimax_tools.capture.passes import PASSES_NAME, CacheChange, CachePair, ModelPasses
+from minimax_tools.capture.passes import CacheChange, CachePair
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import DEVICE_SIDE
-from minimax_tools.capture.writer import open_capture
-from minimax_tools.json_codec import encode
-from minimax_tools.model.run import model_run
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
 from minimax_tools.results.model_findings import ModelFinding
 
 LAYER = 1
-NUM_DECODED = 2
 HEAD_DIM = 64
 # Of prompts of 48 and 33 tokens.
 DECODED = torch.zeros(2, 48, dtype=torch.bool)
@@ -50,43 +42,29 @@ def at(tokens: torch.Tensor, edit: Edit) -> Edit:
 
 
 @pytest.fixture
-def judge_port(golden: Path, tmp_path: Path) -> JudgeCache:
+def judge_port(golden: Path, write_port: Callable[..., Sides]) -> JudgeCache:
     """Judges a port whose layers are the golden's, and whose cache of one layer is `keys` and `values` edited."""
     source = Capture.open(golden)
 
     def judge(
-        edit: Edit | CachePair | None = None,
+        edit: Edit | CachePair = torch.clone,
         *,
-        keys: Edit | None = None,
+        keys: Edit = torch.clone,
         is_decoding_wrong: bool = False,
         shown: tuple[Site, ...] = (Site.K_NORM, Site.K_ROPE, Site.V_PROJ),
+        is_cached: bool = True,
         **passes: Any,
     ) -> CacheJudgement:
-        inputs = source.read_inputs()
-        run = model_run(4, sites_level="all", num_decoded=NUM_DECODED)
-        description = replace(
-            source.description, side=DEVICE_SIDE, run=run, noise_floor="off", floor_variants=()
-        )
+        pairs: dict[int, CachePair | None] = {layer: pair_of(source, layer) for layer in (0, LAYER, 2)}
         right = pair_of(source, LAYER)
-        cache = edit if isinstance(edit, tuple) else tuple((edit or torch.clone)(part) for part in right)
-        if keys is not None:
-            cache = keys(right[0]), cache[1]
-        with open_capture(tmp_path / "run", description, inputs=inputs) as writer:
-            for layer in (0, LAYER, 2):
-                writer.write_layer(
-                    layer,
-                    {site: source.read(layer, site) for site in shown}
-                    | {Site.OUTPUT: source.read(layer, Site.OUTPUT)},
-                    cache=cache if layer == LAYER else pair_of(source, layer),
-                )
-            held = ModelPasses(**{"num_passes": 3, "cached_layers": (0, LAYER, 2), **passes})
-            writer.write_json(PASSES_NAME, encode(held))
-        target = Capture.open(tmp_path / "run")
-        sides = Sides(
-            reference=source,
-            target=target,
-            batch=Batch.of(source, target),
-            criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+        edited = edit if isinstance(edit, tuple) else (edit(keys(right[0])), edit(right[1]))
+        pairs[LAYER] = edited if is_cached else None
+        sides = write_port(
+            {
+                layer: ({site: source.read(layer, site) for site in (*shown, Site.OUTPUT)}, pair)
+                for layer, pair in pairs.items()
+            },
+            **passes,
         )
         split = split_passes(sides)
         assert split is not None
@@ -126,7 +104,7 @@ def test_padding_of_a_right_cache_may_hold_anything(judge_port: JudgeCache) -> N
 
 
 def test_cache_that_was_not_read_is_not_judged(judge_port: JudgeCache) -> None:
-    assert judge_port(torch.zeros_like, is_decoding_wrong=True, cached_layers=(0, 2)) == CacheJudgement()
+    assert judge_port(is_decoding_wrong=True, is_cached=False) == CacheJudgement()
 
 
 def test_other_shape_is_noted(judge_port: JudgeCache) -> None:

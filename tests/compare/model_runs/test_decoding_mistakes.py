@@ -40,22 +40,21 @@ def entries_of(layer: Evaluation) -> Entries:
     return torch.stack((layer[Site.K_ROPE], values))
 
 
-def stepped(layer: Evaluation, read: Read, *, past: Entries | None = None) -> torch.Tensor:
-    """Attention of the decoded tokens, prompt by prompt and step by step; `past` are other entries than the right."""
-    right, mask = entries_of(layer), layer.attention_mask.bool()
-    contexts = []
-    for row, is_real in enumerate(mask):
-        own = right[:, row][:, :, is_real]
-        held = own if past is None else past[:, row][:, :, is_real]
-        num_prefilled = int(is_real.sum()) - NUM_DECODED
-        for step in range(1, NUM_DECODED + 1):
-            place = num_prefilled + step - 1
-            seen = torch.cat((held[:, :, :place], own[:, :, place:]), dim=2)
-            keys, values = read(seen, num_prefilled, step).repeat_interleave(4, dim=1)
-            query = layer[Site.Q_ROPE][row][:, is_real][:, place]
-            scores = (keys @ query[..., None])[..., 0] * layer.spec.head_dim**-0.5
-            contexts.append((scores.softmax(-1)[..., None] * values).sum(1).flatten())
-    return torch.stack(contexts)
+@pytest.fixture
+def attend(layer: Evaluation, stepped: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Computes attention of the layer's decoded tokens over what each reads."""
+
+    def attend(read: Read, *, past: Entries | None = None) -> torch.Tensor:
+        return stepped(
+            layer[Site.Q_ROPE],
+            entries_of(layer),
+            layer.attention_mask,
+            read,
+            num_decoded=NUM_DECODED,
+            past=past,
+        )
+
+    return attend
 
 
 def up_to_own(entries: Entries, num_prefilled: int, step: int) -> Entries:
@@ -120,9 +119,15 @@ def writing_beside(by: int, *, reads_own: bool) -> Read:
         ),
     ],
 )
-def test_step_reads_other_entries(layer: Evaluation, name: str, parameters: Parameters, read: Read) -> None:
+def test_step_reads_other_entries(
+    layer: Evaluation,
+    attend: Callable[..., torch.Tensor],
+    name: str,
+    parameters: Parameters,
+    read: Read,
+) -> None:
     found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, stepped(layer, read))
+    torch.testing.assert_close(found, attend(read))
 
 
 def keys_at(layer: Evaluation, positions: torch.Tensor) -> torch.Tensor:
@@ -178,19 +183,22 @@ def on(layer: Evaluation, **parts: object) -> Evaluation:
 )
 def test_cache_holds_other_entries(
     layer: Evaluation,
+    attend: Callable[..., torch.Tensor],
     name: str,
     parameters: Parameters,
     edit: Callable[[Evaluation, Entries], Entries],
 ) -> None:
     found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, stepped(layer, up_to_own, past=edit(layer, entries_of(layer))))
+    torch.testing.assert_close(found, attend(up_to_own, past=edit(layer, entries_of(layer))))
 
 
-def test_cache_of_another_layer_is_read_beside_the_tokens_own_entry(layer: Evaluation) -> None:
+def test_cache_of_another_layer_is_read_beside_the_tokens_own_entry(
+    layer: Evaluation, attend: Callable[..., torch.Tensor]
+) -> None:
     other = torch.randn(entries_of(layer).shape, generator=torch.Generator().manual_seed(1))
     given = on(layer, caches={3: tuple(other)})
     found = changed(given, "cache_of_another_layer", layer=3)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, stepped(layer, up_to_own, past=other))
+    torch.testing.assert_close(found, attend(up_to_own, past=other))
 
 
 def entry_of(layer: Evaluation, states: torch.Tensor, *, position: int) -> Entries:
@@ -206,7 +214,9 @@ def entry_of(layer: Evaluation, states: torch.Tensor, *, position: int) -> Entri
 
 @pytest.mark.parametrize("part", ["bucket", "batch and bucket"])
 @pytest.mark.parametrize("content", ["zeros", "token 0 at 0", "token 7 at the last"])
-def test_padding_is_read_as_often_as_it_lies_there(layer: Evaluation, part: str, content: str) -> None:
+def test_padding_is_read_as_often_as_it_lies_there(
+    layer: Evaluation, attend: Callable[..., torch.Tensor], part: str, content: str
+) -> None:
     states = {
         name: torch.randn(layer.spec.hidden_size, generator=torch.Generator().manual_seed(seed))
         for seed, name in enumerate(("token 7", "token 0"))
@@ -232,7 +242,7 @@ def test_padding_is_read_as_often_as_it_lies_there(layer: Evaluation, part: str,
         return torch.cat(seen, dim=2)
 
     found = changed(padded, "decode_padding_visible", width=8, of=part, content=content)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, stepped(layer, read))
+    torch.testing.assert_close(found, attend(read))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""The mistake of decoding is named from what a whole port shows, over a right cache and over the port's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compare.model_runs.decoding import diagnose_decoding, is_right_on_own_cache
+from compare.sides.sides import Sides
+from minimax_tools.capture.passes import CachePair
+from minimax_tools.capture.reader import Capture
+from minimax_tools.model.inputs import decoded_tokens
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import split_heads
+
+LAYER = 1
+NUM_DECODED = 2
+SHOWN = (Site.INPUT, Site.Q_ROPE, Site.K_ROPE, Site.V_PROJ)
+
+Decode = Callable[..., Sides]
+
+
+def right_entries(capture: Capture, layer: int = LAYER) -> torch.Tensor:
+    """Right keys and values of a layer, float32 [2,B,K,S,D]."""
+    keys = capture.read(layer, Site.K_ROPE).float()
+    return torch.stack((keys, split_heads(capture.read(layer, Site.V_PROJ).float(), keys.shape[-1])))
+
+
+def all_entries(entries: torch.Tensor, num_prefilled: int, step: int) -> torch.Tensor:
+    return entries[:, :, : num_prefilled + step]
+
+
+def without_newest(entries: torch.Tensor, num_prefilled: int, step: int) -> torch.Tensor:
+    place = num_prefilled + step - 1
+    return entries[:, :, [*range(place - 1), place]]
+
+
+@pytest.fixture
+def decode(golden: Path, write_port: Callable[..., Sides], stepped: Callable[..., torch.Tensor]) -> Decode:
+    """Writes a port that is the golden, but for the attention of its decoded tokens: over what they `read`."""
+    source = Capture.open(golden)
+
+    def write(
+        read: Callable[[torch.Tensor, int, int], torch.Tensor] = all_entries,
+        *,
+        past: torch.Tensor | None = None,
+        cache: CachePair | None = None,
+        shown: tuple[Site, ...] = (*SHOWN, Site.ATTN_CONTEXT),
+        layer: int = LAYER,
+        others: tuple[Site, ...] = (Site.K_ROPE, Site.V_PROJ),
+    ) -> Sides:
+        mask = source.read_inputs().attention_mask
+        is_decoded = decoded_tokens(mask, NUM_DECODED, by_row=True)
+        context = source.read(layer, Site.ATTN_CONTEXT).clone()
+        queries = source.read(layer, Site.Q_ROPE).float()
+        found = stepped(queries, right_entries(source, layer), mask, read, num_decoded=NUM_DECODED, past=past)
+        context[is_decoded] = found.to(context.dtype)
+        values = {site: source.read(layer, site) for site in SHOWN} | {Site.ATTN_CONTEXT: context}
+        layers = {other: ({site: source.read(other, site) for site in others}, None) for other in range(4)}
+        return write_port({**layers, layer: ({site: values[site] for site in shown}, cache)})
+
+    return write
+
+
+def named(sides: Sides, layer: int = LAYER, **options: object) -> list[tuple[str | None, dict[str, object]]]:
+    found = diagnose_decoding(sides, layer, number=2, **options)  # type: ignore[arg-type]
+    for finding in found:
+        assert (finding.number, finding.layer, finding.sites) == (2, layer, ("attn_context",))
+        assert finding.is_of_sites
+    return [(finding.mistake, dict(finding.parameters)) for finding in found]
+
+
+def test_hidden_entry_is_named(decode: Decode) -> None:
+    sides = decode(without_newest)
+    assert named(sides) == [("decode_mask_short", {"entry": "the newest"})]
+    assert named(replace(sides, weights=None)) == []
+
+
+def test_right_decoding_has_no_name(decode: Decode) -> None:
+    assert named(decode()) == []
+
+
+def test_nothing_is_said_where_nothing_can_be_judged(decode: Decode) -> None:
+    assert named(decode(without_newest, shown=SHOWN)) == []
+    assert named(decode(without_newest, shown=(*SHOWN[1:], Site.ATTN_CONTEXT))) == []
+
+
+def test_port_that_hides_its_queries_is_judged_on_its_input(decode: Decode) -> None:
+    sides = decode(without_newest, shown=(Site.INPUT, Site.ATTN_CONTEXT))
+    assert named(sides) == [("decode_mask_short", {"entry": "the newest"})]
+
+
+@pytest.mark.parametrize("others", [(Site.K_ROPE, Site.V_PROJ), (Site.INPUT,)])
+def test_keys_of_another_layer_are_known_by_what_it_shows(
+    decode: Decode, golden: Path, others: tuple[Site, ...]
+) -> None:
+    sides = decode(past=right_entries(Capture.open(golden), 3), others=others)
+    assert named(sides) == [("cache_of_another_layer", {"layer": 3})]
+    # A layer that shows none of them is not tried.
+    assert named(decode(past=right_entries(Capture.open(golden), 3), others=(Site.K_NORM,))) == []
+
+
+def test_padding_is_known_in_front_of_the_first_layer(decode: Decode, golden: Path) -> None:
+    source = Capture.open(golden)
+    inputs = source.read_inputs()
+    (row, column), *_ = (inputs.attention_mask == 0).nonzero().tolist()
+    # At position 0 nothing is rotated.
+    keys = split_heads(source.read(0, Site.K_NORM).float(), 64)
+    padding = torch.stack((keys, right_entries(source, 0)[1]))[:, row, :, column, None]
+
+    def read(entries: torch.Tensor, num_prefilled: int, step: int) -> torch.Tensor:
+        # A bucket of 48 columns holds the prefill's 46.
+        return torch.cat((all_entries(entries, num_prefilled, step), padding, padding), dim=2)
+
+    content = f"token {int(inputs.input_ids[row, column])} at 0"
+    found = named(decode(read, layer=0), layer=0)
+    assert found == [("decode_padding_visible", {"width": 48, "of": "bucket", "content": content})]
+
+
+class TestOwnCache:
+    """The port reads rightly what its cache holds, which is not what it should hold."""
+
+    @pytest.fixture
+    def held(self, golden: Path) -> torch.Tensor:
+        right = right_entries(Capture.open(golden))
+        noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
+        return (right * (1 + 0.2 * noise)).bfloat16().float()
+
+    def test_is_told_from_wrong_reading(self, decode: Decode, held: torch.Tensor) -> None:
+        cache = held[0], held[1]
+        assert is_right_on_own_cache(decode(past=held, cache=cache), LAYER)
+        assert not is_right_on_own_cache(decode(without_newest, past=held, cache=cache), LAYER)
+        # The golden's cache is not what it reads.
+        assert not is_right_on_own_cache(decode(past=held), LAYER)
+        assert not is_right_on_own_cache(
+            decode(past=held, cache=(held[0, :, :, 1:], held[1, :, :, 1:])), LAYER
+        )
+        assert not is_right_on_own_cache(replace(decode(past=held, cache=cache), weights=None), LAYER)
+        assert not is_right_on_own_cache(decode(past=held, cache=cache, shown=SHOWN), LAYER)
+
+    def test_mistake_over_it_is_named(self, decode: Decode, held: torch.Tensor) -> None:
+        wrong = decode(without_newest, past=held, cache=(held[0], held[1]))
+        assert named(wrong) == [("decode_mask_short", {"entry": "the newest"})]
+        # Wrong keys explain what is read too: the cache is then not taken as it is.
+        assert named(wrong, blamed=(Site.K_ROPE,)) == []
