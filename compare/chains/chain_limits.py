@@ -6,9 +6,6 @@ A chain is a few layers that run one after the other, from the golden's input to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 
 from compare.chains.chain_noise import PARTS, ChainError
@@ -28,13 +25,7 @@ _LARGEST_ERRORS = (
 )
 # A limit is this many times the largest error measured: right ports on other models may have larger ones.
 _MARGIN = 2.0
-_BFLOAT16: Mapping[int, ChainError] = MappingProxyType(
-    {
-        length: ChainError(**dict(zip(PARTS, errors, strict=True))).times(_MARGIN)
-        for length, errors in enumerate(_LARGEST_ERRORS, start=1)
-    }
-)
-LONGEST_CHAIN = max(_BFLOAT16)
+LONGEST_CHAIN = len(_LARGEST_ERRORS)
 # Default lengths. A longer chain needs fewer runs, and its wider limits let larger mistakes pass. In BF16 the limits of
 # two layers let an error below 2 % of the output pass, three layers 8 %, four a third. Limits in float32 do not widen.
 _DEFAULT_IN_BFLOAT16, _DEFAULT_IN_FLOAT32 = 2, LONGEST_CHAIN
@@ -46,7 +37,8 @@ def chain_limits(length: int, dtype: torch.dtype) -> ChainError:
     If the golden computed in float32, they are those of one layer for any length: noise flips hardly an expert and does
     not grow. Right ports stayed below 0.4 of the unit up to the longest chain.
     """
-    return _BFLOAT16[1 if dtype is torch.float32 else length]
+    errors = _LARGEST_ERRORS[0 if dtype is torch.float32 else length - 1]
+    return ChainError(**dict(zip(PARTS, errors, strict=True))).times(_MARGIN)
 
 
 def default_chain_length(dtype: torch.dtype) -> int:

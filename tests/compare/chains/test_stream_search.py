@@ -41,7 +41,10 @@ def test_single_wrong_part_is_found(part: Point, is_exhaustive: bool) -> None:
     assert found.finding.point == part
     assert found.suspects == (part,)
     assert found.num_judged == (NUM_LAYERS + 2 if part is None else NUM_LAYERS - part + 1)
-    assert is_exhaustive or len(found.runs) <= MOST_RUNS
+    if is_exhaustive:
+        assert len(found.runs) == found.num_judged
+    else:
+        assert len(found.runs) <= MOST_RUNS
 
 
 def test_last_of_several_wrong_parts_is_found() -> None:

@@ -122,12 +122,14 @@ def test_logits_of_the_last_prompt_token_alone_are_judged(judge: Callable[..., P
     assert result.golden_log_likelihood is not None
 
 
-def test_limit_on_shares_narrows_with_the_prompts() -> None:
+def test_limits_on_shares_allow_four_deviations() -> None:
     limits = PromptLimits()
-    assert limits.limit_alone(4) > 1
-    assert limits.limit_alone(100) < 0.43
-    assert limits.limit_together(48, num_prompts=12) < 0.61
-    assert limits.limit_together(4, num_prompts=1) > 1
+    # Of 48 tokens, a quarter: 0.25 and four times √(0.25 · 0.75 / 48).
+    assert limits.limit_alone(48) == pytest.approx(0.5)
+    assert limits.limit_alone(0) == limits.limit_alone(1) > 1
+    # A third, of four tokens of each prompt or all of fewer.
+    assert limits.limit_together(500, num_prompts=32) == pytest.approx(0.5)
+    assert limits.limit_together(32, num_prompts=32) == pytest.approx(2 / 3)
 
 
 def test_small_error_of_few_tokens_shows_in_many_prompts(
