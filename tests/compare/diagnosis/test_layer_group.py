@@ -108,6 +108,8 @@ class TestText:
         told = text(*layers)
         assert "Layers 0-3, 5 match gate_up_swapped: leaves ρ 0.980 … 1.20 of 100 … 131" in told
         assert told.count("Look at") == 1
+        assert "Gate and up are swapped." in told
+        assert "Explains 99 % of the error; amplitude 1.000, 300 times its uncertainty." in told
         assert "12 hypotheses tried on each" in told
 
     def test_parameters_that_differ_are_a_range(self) -> None:
