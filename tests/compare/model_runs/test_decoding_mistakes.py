@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from compare.diagnosis.evaluation import Evaluation, with_given
-from compare.diagnosis.mistake import Parameters
+from compare.diagnosis.mistake import Mistake, Parameters
 from compare.model_runs.cached_attention import DecodedInputs, decoded_inputs
 from compare.model_runs.decoding_mistakes import DECODING_MISTAKES, round_to_fp8
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
 
-MISTAKES = {mistake.name: mistake for mistake in DECODING_MISTAKES}
 NUM_DECODED = 3
 # A prompt of nine tokens beside one of six, which is padded in front or behind.
 RIGHT = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
@@ -31,8 +30,13 @@ def layer(request: pytest.FixtureRequest, open_layer: Callable[..., Evaluation])
     return open_layer(request.param, num_decoded=NUM_DECODED)
 
 
+def find(name: str) -> Mistake:
+    (mistake,) = (mistake for mistake in DECODING_MISTAKES if mistake.name == name)
+    return mistake
+
+
 def changed(layer: Evaluation, name: str, /, **parameters: int | str) -> Evaluation:
-    return layer.changed(MISTAKES[name].build(**parameters))
+    return layer.changed(find(name).build(**parameters))
 
 
 def entries_of(layer: Evaluation) -> Entries:
@@ -275,7 +279,7 @@ def with_decoded_at(layer: Evaluation, positions: list[int]) -> Evaluation:
 
 
 def parameters_of(name: str, inputs: DecodedInputs) -> list[tuple[int | str | float, ...]]:
-    return [tuple(parameters.values()) for parameters in MISTAKES[name].candidates(inputs)]
+    return [tuple(parameters.values()) for parameters in find(name).candidates(inputs)]
 
 
 def test_padding_is_tried_up_to_the_buckets_that_hold_the_prefill(layer: Evaluation) -> None:

@@ -8,13 +8,23 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
+from compare.diagnosis.catalogue.norms import NORM_MISTAKES
+from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
+from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
 from compare.diagnosis.evaluation import Evaluation
-from compare.diagnosis.mistake import Parameters, Value
+from compare.diagnosis.mistake import Mistake, Parameters, Value
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 
 Expected = Callable[[Evaluation], torch.Tensor]
+
+
+def find(name: str) -> Mistake:
+    """The mistake of that name, as its room lists it."""
+    listed = (*ATTENTION_MISTAKES, *ROPE_MISTAKES, *ROPE_POSITION_MISTAKES, *NORM_MISTAKES)
+    (mistake,) = (mistake for mistake in listed if mistake.name == name)
+    return mistake
 
 
 def attended(
@@ -200,7 +210,7 @@ CASES: list[tuple[str, Parameters, Site, Expected]] = [
 def test_changed_site_is_what_the_port_computes(
     layer: Evaluation, name: str, parameters: Parameters, site: Site, expected: Expected
 ) -> None:
-    change = CATALOGUE[name].build(**parameters)
+    change = find(name).build(**parameters)
     # The stage alone, on right values: mistakes of several sites would change its input too.
     found = change.stages[site](layer)
     torch.testing.assert_close(found, expected(layer))
@@ -210,7 +220,7 @@ def test_changed_site_is_what_the_port_computes(
 
 
 def test_dims_behind_are_rotated_in_all_heads_but_one_of_a_period(layer: Evaluation) -> None:
-    found = CATALOGUE["rope_wrong_slice"].build(period=2).stages[Site.K_ROPE](layer)
+    found = find("rope_wrong_slice").build(period=2).stages[Site.K_ROPE](layer)
     angles = positions(layer) * FREQUENCIES
     torch.testing.assert_close(found[:, 0], turned(layer, angles)[:, 0])
     torch.testing.assert_close(found[:, 1], turned(layer, angles, first=(4, 5), second=(6, 7))[:, 1])
@@ -219,14 +229,14 @@ def test_dims_behind_are_rotated_in_all_heads_but_one_of_a_period(layer: Evaluat
 def test_heads_of_places_are_read_as_those_of_groups(layer: Evaluation) -> None:
     # With two heads in each of two groups both orders are the same exchange.
     by_group, by_place = (
-        CATALOGUE["q_heads_interleaved"].build(order=order).stages[Site.Q_PROJ](layer)
+        find("q_heads_interleaved").build(order=order).stages[Site.Q_PROJ](layer)
         for order in ("by group", "by place")
     )
     assert torch.equal(by_group, by_place)
 
 
 def test_rotation_before_the_norm_norms_what_was_rotated(layer: Evaluation) -> None:
-    found = CATALOGUE["qk_norm_swapped_order"].build().stages[Site.K_ROPE](layer)
+    found = find("qk_norm_swapped_order").build().stages[Site.K_ROPE](layer)
     flat = layer[Site.K_PROJ]
     norm = (flat.square().mean(-1, keepdim=True) + 1e-2).sqrt()
     # A rotation leaves the mean square as it is.
@@ -274,4 +284,4 @@ def test_rotation_before_the_norm_norms_what_was_rotated(layer: Evaluation) -> N
     ],
 )
 def test_parameters_that_are_tried(layer: Evaluation, name: str, expected: list[tuple[Value, ...]]) -> None:
-    assert [tuple(parameters.values()) for parameters in CATALOGUE[name].candidates(layer.inputs)] == expected
+    assert [tuple(parameters.values()) for parameters in find(name).candidates(layer.inputs)] == expected

@@ -9,14 +9,33 @@ import pytest
 import torch
 from torch.nn import functional
 
-from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
+from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
+from compare.diagnosis.catalogue.norms import NORM_MISTAKES
+from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
+from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
+from compare.diagnosis.catalogue.router import ROUTER_MISTAKES
 from compare.diagnosis.evaluation import Evaluation, ExpertValue
-from compare.diagnosis.mistake import Parameters, Value
+from compare.diagnosis.mistake import Mistake, Parameters, Value
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 
 Expected = Callable[[Evaluation], torch.Tensor]
 EPS = 1e-2
+
+
+def find(name: str) -> Mistake:
+    """The mistake of that name, as its room lists it."""
+    listed = (
+        *NORM_MISTAKES,
+        *RESIDUAL_MISTAKES,
+        *ROUTER_MISTAKES,
+        *EXPERT_MISTAKES,
+        *ATTENTION_MISTAKES,
+        *ROPE_MISTAKES,
+    )
+    (mistake,) = (mistake for mistake in listed if mistake.name == name)
+    return mistake
 
 
 def rms(states: torch.Tensor) -> torch.Tensor:
@@ -332,18 +351,18 @@ def test_changed_site_is_what_the_port_computes(
     layer: Evaluation, name: str, parameters: Parameters, site: Site | ExpertValue, expected: Expected
 ) -> None:
     # The stage alone, on right values: mistakes of several sites would change its input too.
-    found = CATALOGUE[name].build(**parameters).stages[site](layer)
+    found = find(name).build(**parameters).stages[site](layer)
     torch.testing.assert_close(found, expected(layer))
     assert not torch.equal(found, layer[site])
 
 
 def test_softmax_weighs_the_chosen_experts_too(layer: Evaluation) -> None:
-    found = CATALOGUE["router_softmax"].build().stages[Site.ROUTER_WEIGHTS](layer)
+    found = find("router_softmax").build().stages[Site.ROUTER_WEIGHTS](layer)
     torch.testing.assert_close(found, whole(chosen(layer, layer[Site.ROUTER_LOGITS].softmax(-1))))
 
 
 def test_weights_on_the_input_weigh_gate_and_up(layer: Evaluation) -> None:
-    change = CATALOGUE["router_weights_on_input"].build()
+    change = find("router_weights_on_input").build()
     gate, up = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(2))
     shares = torch.arange(1.0, 6.0)
     assert change.recipe is not None
@@ -382,7 +401,7 @@ FUSED = torch.cat((GATE, UP), -1)
 def test_gate_and_up_are_combined_as_the_port_does(
     name: str, parameters: Parameters, expected: torch.Tensor
 ) -> None:
-    recipe = CATALOGUE[name].build(**parameters).recipe
+    recipe = find(name).build(**parameters).recipe
     assert recipe is not None
     torch.testing.assert_close(recipe.mix(GATE, UP, torch.ones(5)), expected)
 
@@ -430,7 +449,7 @@ CANDIDATES: list[tuple[str, list[tuple[Value, ...]]]] = [
 
 @pytest.mark.parametrize(("name", "expected"), CANDIDATES)
 def test_parameters_that_are_tried(layer: Evaluation, name: str, expected: list[tuple[Value, ...]]) -> None:
-    assert [tuple(parameters.values()) for parameters in CATALOGUE[name].candidates(layer.inputs)] == expected
+    assert [tuple(parameters.values()) for parameters in find(name).candidates(layer.inputs)] == expected
 
 
 @pytest.mark.parametrize(
@@ -447,8 +466,8 @@ def test_parameters_that_are_tried(layer: Evaluation, name: str, expected: list[
 )
 def test_mistake_that_cannot_show_is_not_tried(layer: Evaluation, name: str, parts: dict[str, int]) -> None:
     inputs = replace(layer.inputs, spec=replace(layer.spec, **parts))
-    assert CATALOGUE[name].candidates(layer.inputs)
-    assert CATALOGUE[name].candidates(inputs) == ()
+    assert find(name).candidates(layer.inputs)
+    assert find(name).candidates(inputs) == ()
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
@@ -456,4 +475,4 @@ def test_key_norm_has_one_other_weight_where_every_key_has_one_query(
     layer: Evaluation, num_kv_heads: int
 ) -> None:
     inputs = replace(layer.inputs, spec=replace(layer.spec, num_key_value_heads=num_kv_heads))
-    assert CATALOGUE["k_norm_weight_of_q_norm"].candidates(inputs) == ({"heads": "first"},)
+    assert find("k_norm_weight_of_q_norm").candidates(inputs) == ({"heads": "first"},)

@@ -7,11 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.catalogue import CATALOGUE, find_mistakes
 from compare.diagnosis.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups
+from compare.diagnosis.catalogue.norms import NORM_MISTAKES
+from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
 from compare.diagnosis.catalogue.splits import degrees, rank_of, share
 from compare.diagnosis.evaluation import Evaluation, LayerInputs
-from compare.diagnosis.mistake import Value
+from compare.diagnosis.mistake import Mistake, Value
+
+
+def find(name: str) -> Mistake:
+    """The mistake of that name, as its room lists it."""
+    listed = (*ATTENTION_MISTAKES, *ROPE_POSITION_MISTAKES, *NORM_MISTAKES)
+    (mistake,) = (mistake for mistake in listed if mistake.name == name)
+    return mistake
 
 
 def test_sizes_are_spread_over_powers_of_two_and_three_times_those() -> None:
@@ -38,7 +48,7 @@ def long_prompt(layer: Evaluation, length: int) -> LayerInputs:
 
 
 def tried(name: str, inputs: LayerInputs) -> list[Value]:
-    return [value for parameters in CATALOGUE[name].candidates(inputs) for value in parameters.values()]
+    return [value for parameters in find(name).candidates(inputs) for value in parameters.values()]
 
 
 def test_windows_that_hide_a_key_are_tried(layer: Evaluation) -> None:
@@ -72,7 +82,7 @@ def test_positions_past_the_largest_number_are_clamped(layer: Evaluation) -> Non
         tokens=layer.tokens,
         values=dict(layer._values),
     )
-    found = CATALOGUE["rope_positions_low_precision"].build(dtype="float16")
+    found = find("rope_positions_low_precision").build(dtype="float16")
     stage = next(iter(found.stages.values()))
     assert bool(stage(far).isfinite().all())
 
@@ -84,7 +94,7 @@ def test_no_name_means_the_whole_catalogue() -> None:
 
 @pytest.mark.parametrize(("degree", "is_each_head"), [(4, True), (2, False)])
 def test_norm_of_each_head_is_told(layer: Evaluation, degree: int, is_each_head: bool) -> None:
-    told = CATALOGUE["qk_norm_per_rank"].describe(layer.spec, {"tp_degree": degree})
+    told = find("qk_norm_per_rank").describe(layer.spec, {"tp_degree": degree})
     assert ("each head is normed alone." in told) is is_each_head
 
 

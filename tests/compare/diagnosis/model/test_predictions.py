@@ -13,11 +13,11 @@ import torch
 from torch.nn import functional
 
 from compare.diagnosis.mistake import Parameters, Value
-from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
-from compare.diagnosis.model.embedding import embed
-from compare.diagnosis.model.final_norm import norm_states
-from compare.diagnosis.model.head import score
+from compare.diagnosis.model.embedding import EMBEDDING_MISTAKES, embed
+from compare.diagnosis.model.final_norm import FINAL_NORM_MISTAKES, norm_states
+from compare.diagnosis.model.head import HEAD_MISTAKES, score
 from compare.diagnosis.model.inputs import ModelInputs
+from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.site_noise import SiteNoise
 from compare.diagnosis.model.weights import ModelWeights
 from minimax_tools.model.sites import ModelSite
@@ -89,6 +89,13 @@ CORRECT = {
     ModelSite.FINAL_NORM: norm_states(INPUTS),
     ModelSite.LOGITS: score(INPUTS),
 }
+
+
+def find(name: str) -> ModelMistake:
+    """The mistake of that name, as its room lists it."""
+    listed = (*EMBEDDING_MISTAKES, *FINAL_NORM_MISTAKES, *HEAD_MISTAKES)
+    (mistake,) = (mistake for mistake in listed if mistake.name == name)
+    return mistake
 
 
 def normed(states: torch.Tensor, weight: torch.Tensor = WEIGHTS.final_norm, eps: float = EPS) -> torch.Tensor:
@@ -226,7 +233,7 @@ CASES: list[tuple[str, Parameters, Callable[[], torch.Tensor]]] = [
 def test_prediction_is_what_the_port_gives(
     name: str, parameters: Parameters, expected: Callable[[], torch.Tensor]
 ) -> None:
-    mistake = MODEL_CATALOGUE[name]
+    mistake = find(name)
     correct = CORRECT[mistake.site]
     found = mistake.predict(INPUTS, correct, **parameters)
     assert found is not None
@@ -236,15 +243,15 @@ def test_prediction_is_what_the_port_gives(
 
 def test_last_row_without_a_neighbour_stays() -> None:
     inputs = replace(INPUTS, spec=replace(INPUTS.spec, vocab_size=11), columns=torch.tensor([8, 10]))
-    found = MODEL_CATALOGUE["head_rows_exchanged"].predict(inputs, None, rows="neighbours")
+    found = find("head_rows_exchanged").predict(inputs, None, rows="neighbours")
     assert found is not None
     torch.testing.assert_close(found, of_rows([9, 10]))
 
 
 def test_nothing_is_predicted_from_what_is_not_held() -> None:
     tied = replace(INPUTS, weights=cast("ModelWeights", replace(WEIGHTS, has_head=False)))
-    assert MODEL_CATALOGUE["head_is_embedding"].predict(tied, None) is None
-    assert MODEL_CATALOGUE["head_without_norm"].predict(replace(INPUTS, states=None), None) is None
+    assert find("head_is_embedding").predict(tied, None) is None
+    assert find("head_without_norm").predict(replace(INPUTS, states=None), None) is None
 
 
 RANKS = [(degree, rank) for degree in (2, 3, 4, 6) for rank in range(degree)] + [(12, 0)]
@@ -275,7 +282,7 @@ CANDIDATES: list[tuple[str, list[tuple[Value, ...]]]] = [
 
 @pytest.mark.parametrize(("name", "expected"), CANDIDATES)
 def test_parameters_that_are_tried(name: str, expected: list[tuple[Value, ...]]) -> None:
-    candidates: tuple[Mapping[str, Any], ...] = MODEL_CATALOGUE[name].candidates(INPUTS)
+    candidates: tuple[Mapping[str, Any], ...] = find(name).candidates(INPUTS)
     assert [tuple(parameters.values()) for parameters in candidates] == expected
 
 
