@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from compare.blame.blame import group_blame
 from minimax_tools.results.results import Blame, NearestLimit, SiteResult, SiteStatus
 
@@ -71,3 +73,13 @@ def test_worst_layer_is_told_by_what_the_blame_rests_on() -> None:
         ],
     )
     assert group.worst_layer == 4
+
+
+def test_sentences_name_their_site_where_a_cause_has_several() -> None:
+    blamed = [replace(blame(0, site), operation="rotary embedding") for site in ("q_rope", "k_rope")]
+    results = [replace(result(0, site, 9.0), where=("all tokens",)) for site in ("q_rope", "k_rope")]
+    (group,) = group_blame(blamed, results)
+    assert group.where == ("q_rope: all tokens", "k_rope: all tokens")
+    assert group.operation == "rotary embedding"
+    (alone,) = group_blame(blamed[:1], results)
+    assert (alone.where, alone.operation) == (("all tokens",), "")

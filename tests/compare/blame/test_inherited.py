@@ -104,6 +104,19 @@ def test_reason_says_that_a_trace_does_not_account_for_the_culprit_behind_it() -
     assert second.reason == "error 7.4×; attn_residual fails by too little to account for it"
 
 
+def test_reason_words_several_traces() -> None:
+    results = {
+        Site.Q_ROPE: off(20.0, status=SiteStatus.FAIL),
+        Site.ATTN_CONTEXT: off(1.4, limit=1.5),
+        Site.POST_NORM: off(1.3, status=SiteStatus.FAIL),
+        Site.ROUTER_WEIGHTS: off(1.3, status=SiteStatus.FAIL),
+        Site.MOE_DELTA: replace(off(7.4, status=SiteStatus.FAIL), reason="error 7.4×"),
+    }
+    *_, last = blame_layer(results, layer=LAYER, given=(Site.Q_NORM,), is_chained=False)
+    assert last.sites[-1] == "moe_delta"
+    assert "post_norm, router_weights fail by too little to account for it" in last.reason
+
+
 class TestCulprits:
     """The toy's golden, repeated but for errors of a size that is given in units of its noise floor."""
 

@@ -119,7 +119,14 @@ def test_next_tokens_are_told_with_their_text_where_a_tokenizer_is(
     assert without is not None
     assert len(with_text.divergence) == len(with_text.rows) == len(with_text.foreseen)
     assert max(with_text.divergence) > 10 * max(with_text.foreseen)
+    assert list(zip(with_text.rows, with_text.positions, strict=True)) == [
+        *((0, position) for position in range(48)),
+        *((1, position) for position in range(33)),
+    ]
+    assert (len(with_text.top), len(with_text.top[0].golden), len(with_text.top[0].port)) == (6, 5, 5)
     worst = with_text.top[0]
+    place = with_text.divergence.index(max(with_text.divergence))
+    assert (worst.row, worst.position) == (with_text.rows[place], with_text.positions[place])
     assert worst.divergence == pytest.approx(max(with_text.divergence))
     # Half the logits have the same order, and flatter chances.
     assert [one.token for one in worst.golden] == [one.token for one in worst.port]

@@ -9,17 +9,19 @@ import torch
 
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.catalogue import CATALOGUE, find_mistakes
+from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
 from compare.diagnosis.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
 from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
 from compare.diagnosis.catalogue.splits import degrees, rank_of, share
 from compare.diagnosis.evaluation import Evaluation, LayerInputs
 from compare.diagnosis.mistake import Mistake, Value
+from compare.diagnosis.wrong_tokens import WrongTokens
 
 
 def find(name: str) -> Mistake:
     """The mistake of that name, as its room lists it."""
-    listed = (*ATTENTION_MISTAKES, *ROPE_POSITION_MISTAKES, *NORM_MISTAKES)
+    listed = (*EXPERT_MISTAKES, *ATTENTION_MISTAKES, *ROPE_POSITION_MISTAKES, *NORM_MISTAKES)
     (mistake,) = (mistake for mistake in listed if mistake.name == name)
     return mistake
 
@@ -85,6 +87,31 @@ def test_positions_past_the_largest_number_are_clamped(layer: Evaluation) -> Non
     found = find("rope_positions_low_precision").build(dtype="float16")
     stage = next(iter(found.stages.values()))
     assert bool(stage(far).isfinite().all())
+
+
+def test_first_wrong_position_is_tried_as_the_end_of_a_table() -> None:
+    # Of tokens at positions 0 to 7, those from 6 on are wrong.
+    wrong = WrongTokens(
+        is_wrong=torch.arange(8) >= 6,
+        experts=torch.zeros(8, 1, dtype=torch.int64),
+        positions=torch.arange(8),
+        num_experts=2,
+    )
+    for name, value in (("rope_positions_modulo", {"modulo": 6}), ("rope_positions_clamped", {"last": 5})):
+        first, *_ = find(name).found_hypotheses(wrong)
+        assert first.parameters == (value,)
+
+
+def test_experts_whose_tokens_are_wrong_are_tried_as_exchanged() -> None:
+    experts = torch.tensor([[0], [1], [2], [3]]).repeat(6, 1)
+    wrong = WrongTokens(
+        is_wrong=(experts[:, 0] == 1) | (experts[:, 0] == 3),
+        experts=experts,
+        positions=torch.arange(24),
+        num_experts=4,
+    )
+    (hypothesis,) = find("experts_exchanged").found_hypotheses(wrong)
+    assert hypothesis.parameters == ({"first": 1, "second": 3},)
 
 
 def test_no_name_means_the_whole_catalogue() -> None:
