@@ -135,6 +135,7 @@ def test_noise_of_logits_that_the_golden_lacks_is_a_share_of_them(
     reference = copyist.golden(run=replace(copyist.source.description.run, sites=sites))
     judging = (Site.ATTN_DELTA,)
     case = open_case(reference=reference, judging=judging)
+    assert case.sites == judging
     trial = case.open_trial()
     logits = trial.base[Site.ROUTER_LOGITS]
     assert trial.logit_noise == pytest.approx(5e-3 * float(logits.square().mean().sqrt()))

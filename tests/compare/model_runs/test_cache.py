@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def judge_port(golden: Path, write_port: Callable[..., Sides]) -> JudgeCache:
         is_decoding_wrong: bool = False,
         shown: tuple[Site, ...] = (Site.K_NORM, Site.K_ROPE, Site.V_PROJ),
         is_cached: bool = True,
+        reference: Capture | None = None,
         **passes: Any,
     ) -> CacheJudgement:
         pairs: dict[int, CachePair | None] = {layer: pair_of(source, layer) for layer in (0, LAYER, 2)}
@@ -66,6 +68,7 @@ def judge_port(golden: Path, write_port: Callable[..., Sides]) -> JudgeCache:
             },
             **passes,
         )
+        sides = replace(sides, reference=reference or source)
         split = split_passes(sides)
         assert split is not None
         return judge_cache(sides, LAYER, split=split, is_decoding_wrong=is_decoding_wrong)
@@ -131,6 +134,12 @@ def test_entries_of_all_steps_are_told_from_the_first_on(judge_port: JudgeCache)
     assert "at 4 tokens, the first at row 0, token 46" in finding.reason
     # It does not show keys and values of its own.
     assert "the projections" not in finding.reason
+
+
+def test_golden_without_its_twin_judges_too(judge_port: JudgeCache, copyist: Any) -> None:
+    reference = Capture.open(copyist.golden(noise_floor="stats"))
+    finding = only(judge_port(at(LAST, torch.zeros_like), reference=reference))
+    assert (finding.number, finding.mistake) == (2, "cache_not_written")
 
 
 def test_keys_of_one_head_are_named_alone(judge_port: JudgeCache) -> None:

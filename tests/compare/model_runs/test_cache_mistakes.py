@@ -84,6 +84,40 @@ def test_fewer_bits_with_scales_are_told_from_fp8_without() -> None:
     assert not holds_scaled_bits(content(OTHER))
 
 
+@pytest.mark.parametrize(("error", "is_near"), [(0.06, True), (0.12, False)])
+def test_fewer_bits_are_off_by_no_more_than_three_bits_of_mantissa(error: float, is_near: bool) -> None:
+    assert holds_scaled_bits(content(both(lambda part: part * (1 + error)))) is is_near
+    # Keys and values both.
+    assert not holds_scaled_bits(content((RIGHT[0], OTHER[1])))
+    assert not holds_scaled_bits(content((OTHER[0], RIGHT[1])))
+
+
+def test_error_is_that_of_the_tokens_in_question() -> None:
+    wrong = RIGHT[0].clone()
+    wrong[0, :, 8] += 9.0
+    found = content((wrong, RIGHT[1]))
+    first = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    first[0, 0] = True
+    assert found.rho(RIGHT) > 100
+    assert found.rho(RIGHT, tokens=first) == found.at(first).rho(RIGHT) == 0.0
+    assert (found.is_explained(RIGHT), found.is_explained(RIGHT, tokens=first)) == (False, True)
+    assert found.at(first & False).rho(RIGHT) == torch.inf
+
+
+def test_rows_and_entries_are_found_by_how_far_they_are_off() -> None:
+    assert named(both(lambda part: part.roll(2, dims=0)))[0] == ("cache_of_another_prompt", {"by": 2})
+    assert named(both(lambda part: part.roll(-1, dims=2)))[0] == ("cache_one_row_off", {"by": -1})
+
+
+# The noise is smaller than a rounding to BF16, and larger than one to float16; then smaller than both.
+@pytest.mark.parametrize(("dtype", "noise"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
+def test_lower_dtype_is_named(dtype: torch.dtype, noise: float) -> None:
+    (low,) = (mistake for mistake in CACHE_MISTAKES if mistake.name == "cache_low_precision")
+    held = content(both(lambda part: part.to(dtype).float()))
+    found = low.find(replace(held, noise=(torch.tensor(noise), torch.tensor(noise))))
+    assert found == {"dtype": str(dtype).removeprefix("torch.")}
+
+
 def test_keys_before_rope_are_a_form_only_with_right_values() -> None:
     assert is_before_rope(content((UNROTATED, RIGHT[1])))
     assert not is_before_rope(content((UNROTATED, OTHER[1])))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from compare.prompts.noise_level import NoiseLevel
+from compare.prompts.noise_level import NoiseLevel, rounding_noise, token_noise
 from compare.prompts.prompt_judge import PortLogits, PromptJudge
 from compare.prompts.prompt_limits import PromptLimits
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, following_tokens
-from minimax_tools.golden_logits.token_logits import TokenLogits
+from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
 from minimax_tools.results.prompt_results import PromptResult, rank_prompts
 from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import AnsweredPrompt
@@ -120,6 +120,13 @@ def test_logits_of_the_last_prompt_token_alone_are_judged(judge: Callable[..., P
     assert result.prefill.tokens == (NUM_PROMPT - 1,)
     assert not result.is_beyond
     assert result.golden_log_likelihood is not None
+
+
+def test_noise_of_rounding_leaves_out_variants_that_flip_experts(golden: GoldenLogits) -> None:
+    # The last two of four variants.
+    by_variant = [divergence(golden.exact, variant) for variant in golden.variants]
+    torch.testing.assert_close(rounding_noise(golden), torch.maximum(*by_variant[:2]))
+    torch.testing.assert_close(token_noise(golden), torch.stack(by_variant).amax(0))
 
 
 def test_limits_on_shares_allow_four_deviations() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
+from compare.diagnosis.catalogue.low_bits import fp8_blocks, integer_groups
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
 from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
 from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
@@ -371,6 +373,35 @@ def test_weights_on_the_input_weigh_gate_and_up(layer: Evaluation) -> None:
     # What they put out is then added as it is.
     found = change.stages[Site.MOE_DELTA](layer)
     torch.testing.assert_close(found, layer[ExpertValue.EXPERT_OUTPUTS].sum(1))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rounded"),
+    [
+        ({"bits": 8}, lambda gate: fp8_blocks(gate, block=128)),
+        ({"bits": 8, "scales": "tensor"}, lambda gate: fp8_blocks(gate, block=256)),
+        ({"bits": 4}, lambda gate: integer_groups(gate, 128, largest=7.0)),
+        ({"bits": 4, "scales": "rows"}, lambda gate: integer_groups(gate, 256, largest=7.0)),
+    ],
+)
+def test_gate_is_quantised_with_a_scale_for_each_part(
+    parameters: Parameters, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    gate = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    # Each quarter, and each row, has its own largest number.
+    gate[:128, :128] *= 9
+    gate *= torch.arange(1, 257)[:, None]
+
+    class Router(dict[Site, torch.Tensor]):
+        def weight(self, _: str) -> torch.Tensor:
+            return gate
+
+    found = (
+        find("router_quantised")
+        .build(**parameters)
+        .stages[Site.ROUTER_LOGITS](cast("Evaluation", Router({Site.POST_NORM: torch.eye(256)})))
+    )
+    assert torch.equal(found, rounded(gate).T)
 
 
 GATE, UP = 3 * torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
