@@ -94,6 +94,17 @@ def test_nothing_is_proved_or_searched_again_where_nothing_was_named(
     assert "Trying" in command(mm2_diagnose, *paths, "--mistake", "relu_activation", "--prove").stderr
 
 
+def test_diagnosis_that_was_kept_serves_proofs_alone_and_no_report(
+    toy: Path, golden: Path, swapped: Path, command: Command, tmp_path: Path
+) -> None:
+    asked = ("--model", toy, "--golden", golden, "--run", swapped, "--mistake", "k_v_swapped")
+    assert "Trying" in command(mm2_diagnose, *asked).stderr
+    assert "Trying" in command(mm2_diagnose, *asked).stderr
+    # A report draws the comparison, which is not kept.
+    command(mm2_diagnose, *asked, "--prove", "--report-path", tmp_path)
+    assert (tmp_path / "report.md").is_file()
+
+
 def test_a_port_that_changed_since_the_run_is_noted(
     toy: Path, golden: Path, command: Command, tmp_path: Path
 ) -> None:

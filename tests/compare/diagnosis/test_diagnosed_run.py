@@ -104,7 +104,8 @@ class TestOutside:
 
     def test_chosen_layers_leave_it_out_unless_they_are_all(self, diagnosed: Diagnose) -> None:
         assert diagnosed(self.WRONG, run=self.RUN, layers=(1,)).notes == ()
-        assert len(diagnosed(self.WRONG, run=self.RUN, layers=(0, 1)).notes) == 1
+        found = diagnosed(self.WRONG, run=self.RUN, layers=(0, 1))
+        assert (len(found.notes), found.is_failed) == (1, True)
 
 
 def test_golden_of_another_tool_is_refused(golden: Path, toy: Path) -> None:

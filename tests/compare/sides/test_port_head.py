@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.sides.batch import Batch
 from compare.sides.golden_weights import CheckpointWeights, HeadWeights
-from compare.sides.port_head import PortHeadGolden
+from compare.sides.port_head import PortHeadGolden, on_port_output
+from compare.sides.sides import Sides
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import full_run
@@ -110,3 +114,31 @@ def test_computed_head_has_twin_and_floor_and_all_else_is_the_goldens(
     assert not bool(output[~real].any())
     assert torch.equal(found.read(1, Site.OUTPUT), source.read(1, Site.OUTPUT))
     assert (found.description.noise_floor, found.description.floor_variants) == ("full", ("random_1",))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_computed"),
+    [
+        (None, False),
+        (lambda tensor: tensor * 2, True),
+        (lambda tensor: tensor * torch.nan, False),
+        (lambda tensor: tensor[..., :8], False),
+    ],
+)
+def test_head_is_computed_from_an_output_that_differs_and_is_finite(
+    golden: Path, toy: Path, copyist: Any, change: Any, is_computed: bool
+) -> None:
+    changes = {} if change is None else {(LAST, Site.OUTPUT): change}
+    source, target = (
+        Capture.open(path)
+        for path in (golden, copyist.device_run(changes, run=full_run(LAST + 1, sites_level="layer")))
+    )
+    sides = Sides(
+        reference=source,
+        target=target,
+        batch=Batch.of(source, target),
+        criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+        weights=CheckpointWeights(model=str(toy)),
+    )
+    assert (on_port_output(sides, LAST) is not None) is is_computed
+    assert on_port_output(replace(sides, weights=None), LAST) is None
