@@ -104,8 +104,9 @@ class TestOutside:
 
     def test_chosen_layers_leave_it_out_unless_they_are_all(self, diagnosed: Diagnose) -> None:
         assert diagnosed(self.WRONG, run=self.RUN, layers=(1,)).notes == ()
-        found = diagnosed(self.WRONG, run=self.RUN, layers=(0, 1))
+        found = diagnosed(self.WRONG, (1, Site.K_NORM), run=self.RUN, layers=(0, 1))
         assert (len(found.notes), found.is_failed) == (1, True)
+        assert [layer.is_right for layer in found.layers] == [True, False]
 
 
 def test_golden_of_another_tool_is_refused(golden: Path, toy: Path) -> None:

@@ -18,7 +18,7 @@ from minimax_tools.model.spec import ModelSpec
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 SPEC = ModelSpec(
     hidden_size=12,
-    num_hidden_layers=1,
+    num_hidden_layers=12,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
@@ -46,25 +46,34 @@ WIDTHS = {
 
 
 class Weights:
-    """Weights of the layer but for its experts', as `LayerWeights` gives them."""
+    """Weights of layer 2 of twelve but for its experts', as `LayerWeights` gives them; there is no layer 10."""
 
-    def __init__(self) -> None:
+    layer = 2
+
+    def __init__(self, seed: int = 1) -> None:
         shapes = {
             weight_names.INPUT_NORM: (12,),
             weight_names.POST_NORM: (12,),
             weight_names.Q_NORM: (32,),
             weight_names.K_NORM: (16,),
+            weight_names.Q_PROJ: (32, 12),
             weight_names.K_PROJ: (16, 12),
             weight_names.V_PROJ: (16, 12),
             weight_names.O_PROJ: (12, 32),
             weight_names.GATE: (12, 12),
             weight_names.CORRECTION_BIAS: (12,),
         }
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(seed)
         self._values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
     def kept_value(self, name: str) -> torch.Tensor:
         return self._values[name]
+
+    def has_layer(self, layer: int) -> bool:
+        return layer != 10
+
+    def of_layer(self, layer: int) -> Weights:
+        return Weights(seed=100 + layer)
 
 
 @pytest.fixture(scope="session")

@@ -483,6 +483,12 @@ def test_parameters_that_are_tried(layer: Evaluation, name: str, expected: list[
     assert [tuple(parameters.values()) for parameters in find(name).candidates(layer.inputs)] == expected
 
 
+def test_numbers_of_experts_near_the_right_one_are_tried(layer: Evaluation) -> None:
+    inputs = replace(layer.inputs, spec=replace(layer.spec, num_local_experts=64, num_experts_per_tok=8))
+    tried = [one["k"] for one in find("router_top_k").candidates(inputs)]
+    assert tried == [1, 2, 4, 7, 9, 16, 6, 10]
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
