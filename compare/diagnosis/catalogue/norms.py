@@ -9,7 +9,7 @@ import torch
 from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.splits import degrees
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, Stage
-from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
+from compare.diagnosis.mistake import Mistake, Parameters, each
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -293,7 +293,7 @@ NORM_MISTAKES = (
         what="The key norm is off by a factor, such as 8**-0.5 where keys are replicated eight times.",
         look_at="the divisor of the all-reduced sum of squares in k_norm",
         build=lambda factor: _replace((Site.K_NORM,), _scaled(factor)),
-        candidates=values_of("factor", *_FACTORS),
+        candidates=each("factor", lambda _: _FACTORS),
         fitted="factor",
         repair=repairs.KEY_NORM_DIVIDED,
     ),
@@ -309,7 +309,7 @@ NORM_MISTAKES = (
         what="The query norm is off by a factor.",
         look_at="the divisor of the all-reduced sum of squares in q_norm",
         build=lambda factor: _replace((Site.Q_NORM,), _scaled(factor)),
-        candidates=values_of("factor", *_FACTORS),
+        candidates=each("factor", lambda _: _FACTORS),
         fitted="factor",
         repair=repairs.QUERY_NORM_DIVIDED,
     ),

@@ -11,7 +11,8 @@ from types import MappingProxyType
 import torch
 
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
-from compare.diagnosis.mistake import Candidates, Finder, Mistake, Value, each, once_if
+from compare.diagnosis.mistake import Mistake, Parameters, Value, once_if
+from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import frequencies, rotate_halves, split_heads
 
@@ -59,16 +60,16 @@ def _counted(positions: torch.Tensor) -> torch.Tensor:
     return torch.arange(positions.shape[1]).expand_as(positions)
 
 
-def _each_that_shows(name: str, values: tuple[Value, ...], build: Callable[..., _Reposition]) -> Candidates:
-    """Build candidates of one parameter: the values that change the position of some real token."""
-    return each(name, lambda inputs: [value for value in values if _shows(inputs, build(value))])
+def _those_that_show(
+    inputs: LayerInputs, name: str, values: tuple[Value, ...], build: Callable[..., _Reposition]
+) -> tuple[Parameters, ...]:
+    """List one parameter's values that change the position of some real token."""
+    return tuple(MappingProxyType({name: value}) for value in values if _shows(inputs, build(value)))
 
 
-def _from_first_wrong(name: str, *, shift: int = 0) -> Finder:
-    """Build the finder of one parameter: the position of the first wrong token, moved by `shift`."""
-    return lambda wrong: tuple(
-        MappingProxyType({name: position + shift}) for position in wrong.first_wrong_positions()
-    )
+def _from_first_wrong(wrong: WrongTokens, name: str, *, shift: int = 0) -> tuple[Parameters, ...]:
+    """List values of one parameter: the likely positions of the first wrong token, moved by `shift`."""
+    return tuple(MappingProxyType({name: position + shift}) for position in wrong.first_wrong_positions())
 
 
 def _shows(inputs: LayerInputs, reposition: _Reposition) -> bool:
@@ -84,23 +85,25 @@ ROPE_POSITION_MISTAKES = (
         what="Positions begin anew after so many.",
         look_at="how position_ids become rows of the table of cos and sin, and the size of a cache's ring",
         build=lambda modulo: _rotate_by(_modulo(modulo)),
-        candidates=_each_that_shows("modulo", _SIZES, _modulo),
-        find=_from_first_wrong("modulo"),
+        candidates=lambda inputs: _those_that_show(inputs, "modulo", _SIZES, _modulo),
+        find=lambda wrong: _from_first_wrong(wrong, "modulo"),
     ),
     Mistake(
         name="rope_positions_clamped",
         what="Positions past the last row of a table take that row: XLA's gather clamps what lies outside.",
         look_at="the length of the table of cos and sin, against max_position_embeddings",
         build=lambda last: _rotate_by(_clamped(last)),
-        candidates=_each_that_shows("last", tuple(size - 1 for size in _SIZES), _clamped),
-        find=_from_first_wrong("last", shift=-1),
+        candidates=lambda inputs: _those_that_show(
+            inputs, "last", tuple(size - 1 for size in _SIZES), _clamped
+        ),
+        find=lambda wrong: _from_first_wrong(wrong, "last", shift=-1),
     ),
     Mistake(
         name="rope_positions_low_precision",
         what="Positions are held in a dtype that has no such integers: BF16 is exact to 256, float16 to 2048.",
         look_at="the dtype that position_ids are cast to before they meet inv_freq",
         build=lambda dtype: _rotate_by(_rounded(dtype)),
-        candidates=_each_that_shows("dtype", tuple(_DTYPES), _rounded),
+        candidates=lambda inputs: _those_that_show(inputs, "dtype", tuple(_DTYPES), _rounded),
     ),
     Mistake(
         name="rope_positions_counted",

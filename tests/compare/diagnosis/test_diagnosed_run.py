@@ -60,34 +60,37 @@ def test_layers_behind_one_that_is_passed_over_are_diagnosed(diagnosed: Diagnose
 
 
 def test_chosen_layers_are_all_diagnosed_and_no_others(diagnosed: Diagnose) -> None:
-    advanced = []
-
-    class Progress:
-        def __enter__(self) -> Progress:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def advance(self, layer: int, *, num_bytes: int) -> None:
-            advanced.append((layer, num_bytes > 0))
-
-    def open_progress(num_layers: int) -> Progress:
-        assert num_layers == 3
-        return Progress()
-
-    found = diagnosed(*ALIKE, (3, Site.V_PROJ), layers=(0, 1, 2), open_progress=open_progress)
+    found = diagnosed(*ALIKE, (3, Site.V_PROJ), layers=(0, 1, 2))
     assert [layer.layer for layer in found.layers] == [0, 1, 2]
     assert found.passed_over == ()
     assert places(found) == [(0, ("k_norm",)), (1, ("k_norm",)), (2, ("k_norm",))]
-    assert advanced == [(0, True), (1, True), (2, True)]
+
+
+class Advances(list[tuple[int, bool]]):
+    """A progress that notes each layer, and whether bytes were read for it."""
+
+    def __enter__(self) -> Advances:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def advance(self, layer: int, *, num_bytes: int) -> None:
+        self.append((layer, num_bytes > 0))
 
 
 def test_right_layer_beside_wrong_ones_passes(diagnosed: Diagnose) -> None:
-    found = diagnosed(*ALIKE, layers=(3,))
+    asked, advances = [], Advances()
+
+    def open_progress(num_layers: int) -> Advances:
+        asked.append(num_layers)
+        return advances
+
+    found = diagnosed(*ALIKE, layers=(3,), open_progress=open_progress)
     assert (found.verdict, found.is_failed, found.unexplained_blame) == (Verdict.PASS, False, ())
     (layer,) = found.layers
     assert (layer.is_blamed, layer.is_right, layer.blame) == (False, True, ())
+    assert (asked, advances) == ([1], [(3, True)])
 
 
 class TestOutside:

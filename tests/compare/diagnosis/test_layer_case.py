@@ -142,3 +142,17 @@ def test_noise_of_logits_that_the_golden_lacks_is_a_share_of_them(
     own = open_case(judging=judging).open_trial().logit_noise
     golden = copyist.source.read(1, Site.ROUTER_LOGITS)[copyist.source.read_inputs().attention_mask.bool()]
     assert own == pytest.approx(float((golden - logits).square().mean().sqrt()), rel=1e-3)
+
+
+def test_golden_is_moved_to_the_values_that_the_port_computed_from(
+    open_case: Callable[..., LayerCase],
+) -> None:
+    changes = {(1, Site.Q_PROJ): lambda tensor: tensor.roll(1, dims=-1)}
+    for own, is_moved in ((frozenset(), False), (frozenset({Site.Q_PROJ}), True)):
+        case = open_case(changes, judging=(Site.ATTN_DELTA,), own=own)
+        (yardstick,) = case.open_trial().yardsticks.values()
+        # What remains is the golden's own rounding.
+        error = (yardstick.golden - yardstick.exact).norm() / yardstick.exact.norm()
+        assert 0 < error < 0.02
+        port = (yardstick.port - yardstick.exact).norm() / yardstick.exact.norm()
+        assert bool(port > 0.1) is is_moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from compare.evidence.collection import collect_evidence
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
+from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import Span
 from minimax_tools.results.results import SiteStatus
 
 
@@ -46,6 +49,7 @@ def test_blamed_site_is_shown_element_by_element(golden: Path, copyist: Any) -> 
     (errors,) = found.sites
     assert (errors.layer, errors.site, errors.why) == (2, "moe_delta", "to blame")
     assert errors.has_twin
+    assert "head" not in errors.worst[0].place
     assert errors.num_tokens == int(Capture.open(golden).read_inputs().attention_mask.sum())
     assert min(errors.picture.by_token) > 3.0
     assert found.notes == ()
@@ -101,6 +105,17 @@ def test_experts_of_every_layer_are_counted_on_both_sides(golden: Path, copyist:
     assert (flip.row, flip.position) == (0, 0)
     assert wrong.reach is not None
     assert flip.is_explained == (flip.margin <= wrong.reach)
+
+
+def test_numbers_that_are_no_experts_are_not_counted(golden: Path, copyist: Any) -> None:
+    def lost(experts: torch.Tensor) -> torch.Tensor:
+        experts[0, 0, 0] = -1
+        return experts
+
+    run = replace(sweep_run(Span(1, 2), sites_level="all"), sites=(Site.INPUT, Site.ROUTER_EXPERTS))
+    target = copyist.device_run({(1, Site.ROUTER_EXPERTS): lost}, run=run)
+    (routing,) = collect_evidence(judged(golden, target)).routing
+    assert sum(routing.port_load) == sum(routing.golden_load) - 1
 
 
 def test_port_that_hides_its_experts_shows_no_routing(golden: Path, copyist: Any) -> None:

@@ -109,9 +109,9 @@ def test_without_right_values_a_finite_prediction_explains_all() -> None:
 
 def test_mistakes_that_cannot_show_are_not_tried() -> None:
     elsewhere = scaling("elsewhere", 2.0, site=ModelSite.EMBEDDING)
-    unheld = scaling("unheld", 2.0, predict=lambda *_, factor: None)
-    found = search(2 * CORRECT, elsewhere, unheld)
-    assert (found.num_hypotheses, found.nearest) == (0, ())
+    partly = scaling("partly", 2.0, 3.0, predict=lambda *_, factor: None if factor == 2.0 else 3 * CORRECT)
+    found = search(2 * CORRECT, elsewhere, partly)
+    assert (found.num_hypotheses, [one.mistake for one in found.nearest]) == (1, ["partly"])
 
 
 def test_factor_that_fits_best_is_tried_beside_the_usual_ones() -> None:
