@@ -159,8 +159,8 @@ def test_golden_is_right_at_each_site(open_site: Open, site: ModelSite) -> None:
     rho = 0.0 if site is ModelSite.EMBEDDING else 1.0
     assert found.noise.rho(found.port, found.correct) == pytest.approx(rho, abs=0.1)
     assert (found.notes, found.is_through_norm) == ((), False)
-    # Of 81 tokens, at most 64 logits are judged.
-    assert len(found.port) == (64 if site is ModelSite.LOGITS else 81)
+    # All of so few tokens are judged.
+    assert len(found.port) == 81
 
 
 def test_first_token_of_each_prompt_has_none_before(open_site: Open) -> None:
