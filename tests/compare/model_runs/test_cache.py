@@ -119,9 +119,10 @@ def test_other_shape_is_noted(judge_port: JudgeCache) -> None:
 def test_entries_that_a_step_did_not_write_are_named_from_that_step_on(judge_port: JudgeCache) -> None:
     finding = only(judge_port(at(LAST, torch.zeros_like)))
     assert (finding.number, finding.mistake, dict(finding.parameters)) == (2, "cache_not_written", {})
-    assert finding.reason.startswith(
-        "from decode step 2 on the cached keys and values of kv heads 0, 1 are off by "
-    )
+    start = "from decode step 2 on the cached keys and values of kv heads 0, 1 are off by "
+    assert finding.reason.startswith(start)
+    # In BF16, keys and values have an error of about 1.7e-3.
+    assert 300 < float(finding.reason.removeprefix(start).split()[0]) < 1200
     assert finding.reason.endswith(
         " times the noise at 2 tokens, the first at row 0, token 47; the port's own keys and values are other ones: "
         "the cache is wrong, not the projections"

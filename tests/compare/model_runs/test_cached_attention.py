@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from compare.diagnosis.evaluation import Evaluation, with_given
-from compare.model_runs.cached_attention import HIDDEN, DecodedInputs, attend_view, right_view
+from compare.model_runs.cached_attention import (
+    HIDDEN,
+    DecodedInputs,
+    attend_view,
+    decoded_inputs,
+    right_view,
+)
 from compare.model_runs.decoding_mistakes import DECODING_MISTAKES
 from minimax_tools.model.sites import Site
 
@@ -19,6 +25,13 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
 @pytest.fixture(scope="module")
 def layer(open_layer: Callable[..., Evaluation]) -> Evaluation:
     return open_layer(MASK, num_decoded=2)
+
+
+def test_steps_count_the_decoded_tokens_of_each_prompt(layer: Evaluation) -> None:
+    inputs = decoded_inputs(layer)
+    assert inputs.steps().tolist() == [[0, 0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 2, 0, 0]]
+    assert inputs.steps().dtype is torch.int64
+    assert (inputs.prefilled().tolist(), inputs.num_decoded, inputs.prefill_width) == ([5, 3], 2, 5)
 
 
 def test_a_right_cache_gives_the_layers_attention(layer: Evaluation) -> None:

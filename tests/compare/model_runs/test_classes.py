@@ -32,3 +32,11 @@ def test_places_of_a_pair_of_classes_are_named_together() -> None:
 def test_nothing_is_said_without_a_difference_or_where_nobody_looked() -> None:
     assert judge_classes(ModelPasses(num_passes=1, other_classes={})) is None
     assert judge_classes(ModelPasses(num_passes=1)) is None
+
+
+def test_six_modules_of_a_class_are_named() -> None:
+    other = {f"norm_{number}": ("Norm", "DeviceNorm") for number in range(7)}
+    finding = judge_classes(ModelPasses(num_passes=1, other_classes=other))
+    assert finding is not None
+    assert "norm_5" in finding.reason
+    assert "norm_6" not in finding.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,33 @@ def test_noise_of_rounding_leaves_out_variants_that_flip_experts(golden: GoldenL
     by_variant = [divergence(golden.exact, variant) for variant in golden.variants]
     torch.testing.assert_close(rounding_noise(golden), torch.maximum(*by_variant[:2]))
     torch.testing.assert_close(token_noise(golden), torch.stack(by_variant).amax(0))
+
+
+def test_likelihood_is_that_of_the_answers_tokens(judge: Callable[..., PromptResult]) -> None:
+    chances = EXACT.double().log_softmax(-1)
+    answer = sum(float(chances[token - 1, token]) for token in range(NUM_PROMPT, NUM_TOKENS))
+    found = judge(EXACT)
+    assert found.golden_log_likelihood == pytest.approx(answer, rel=1e-5)
+    assert found.port_log_likelihood == pytest.approx(answer, rel=1e-5)
+
+
+def test_one_token_of_a_long_list_may_be_farther(golden: GoldenLogits) -> None:
+    # Of 80,000 tokens, twice as far.
+    level = NoiseLevel.of([golden])
+    long = replace(level, num_tokens=80_000)
+    size = 0.1
+
+    def judge(level: NoiseLevel, size: float) -> PromptResult:
+        logits = EXACT.clone()
+        logits[3] += draw(99, 1.0)[3] * size
+        port = PortLogits(tokens=INPUT_IDS, logits=golden.measure(logits, INPUT_IDS))
+        return PromptJudge(level=level).judge(0, PROMPT, golden, port)
+
+    # Small divergences grow with the square of the error: one of seven times the noise.
+    size *= (7.0 / judge(level, size).excess) ** 0.5
+    assert judge(level, size).excess == pytest.approx(7.0, rel=0.2)
+    assert judge(level, size).prefill.beyond == (3,)
+    assert judge(long, size).prefill.beyond == ()
 
 
 def test_limits_on_shares_allow_four_deviations() -> None:
