@@ -119,7 +119,7 @@ class _InertUnpickler(pickle._Unpickler):
     def _load_mark(self) -> None:
         if len(self.metastack) >= _MAX_DEPTH:
             raise pickle.UnpicklingError(f"the pickle nests more than {_MAX_DEPTH} deep")
-        super().load_mark()
+        super().load_mark()  # type: ignore[misc]  # typeshed does not list it
 
     def _load_call(self) -> None:
         args = self.stack.pop()
