@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,5 +196,7 @@ def _set_exact_arithmetic() -> None:
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     # The old flag, because torch.export on torch 2.13 fails once one of cuDNN's newer flags, which are per kind of
-    # operator, was set.
-    torch.backends.cudnn.allow_tf32 = False
+    # operator, was set. torch 2.9.0 asks for the newer ones in a warning; 2.9.1 does not.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
+        torch.backends.cudnn.allow_tf32 = False

@@ -21,7 +21,7 @@ from minimax_tools.command_line.late_value import find_late_values
 from minimax_tools.command_line.local_path import LocalPath
 from minimax_tools.command_line.near_names import NearChoice
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
-from minimax_tools.command_line.stops import stopped_error
+from minimax_tools.command_line.stops import forget_interrupt, stopped_error
 from minimax_tools.command_line.streams import OutputError, drop_output, write
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError
 from minimax_tools.printable import printable, printable_json
@@ -300,6 +300,7 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
 
 def _stopped(ctx: click.Context) -> CannotRunError:
     """Return the error of the running command after Ctrl-C, SIGTERM or SIGHUP."""
+    forget_interrupt()
     resumes = isinstance(ctx.command, Mm2Command) and ctx.command.resumes
     # A rank is started by another program, whose command line it does not know.
     is_rank = _SPEAKER in ctx.meta

@@ -53,6 +53,15 @@ def ignore_stops() -> None:
     _handle(signal.SIG_IGN)
 
 
+def forget_interrupt() -> None:
+    """Let Python forget a KeyboardInterrupt that was caught.
+
+    Python notes one that leaves text given to `exec`, as dataclasses do while a library is imported. At its end it
+    would send SIGINT to itself, although the exit code was chosen. The next text that is run takes the note away.
+    """
+    exec("")
+
+
 def stopped_error(arguments: Sequence[str], *, resumes: bool) -> CannotRunError:
     """Return the error of a stopped command; `arguments` is its command line, empty if another program started it."""
     command = shlex.join(arguments)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from minimax_tools.errors import MissingExtraError, RemoteError, list_names
 from minimax_tools.machine.file_digest import digest_file
@@ -134,10 +134,16 @@ class S3Folder(RemoteFolder):
         starts = list(range(start, stop, self.range_bytes))
         stops = [min(one + self.range_bytes, stop) for one in starts]
         path = self._key(file.name)
-        pieces: list[bytes] = self._request(
-            lambda system: system.cat_ranges([path] * len(starts), starts, stops, on_error="raise"),
-            name=file.name,
-        )
+
+        def ask(system: Any) -> list[bytes]:
+            pieces: list[bytes | Exception] = system.cat_ranges([path] * len(starts), starts, stops)
+            for piece in pieces:
+                # Raised here: older versions of fsspec return errors among the pieces, whatever they are asked.
+                if isinstance(piece, Exception):
+                    raise piece
+            return cast("list[bytes]", pieces)
+
+        pieces = self._request(ask, name=file.name)
         for piece, first, end in zip(pieces, starts, stops, strict=True):
             if len(piece) != end - first:
                 raise _replaced(file, self.address)

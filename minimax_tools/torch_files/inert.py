@@ -14,6 +14,9 @@ from typing import IO, Any, ClassVar
 
 Name = tuple[str, str]  # module, qualified name
 
+# Containers that may be open at once. Python's own pickler stops near 1 000, its limit of recursion.
+_MAX_DEPTH = 10_000
+
 
 # Mutable: a pickle first makes an object and fills it afterwards, and others may point at it by then.
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -51,7 +54,7 @@ def load_inert(file: IO[bytes], vocabulary: Vocabulary) -> Any:
     """Read the next pickle in `file`, and return its value; the file is then just after the pickle.
 
     Raises:
-        pickle.UnpicklingError: The opcodes contradict each other, or end too early.
+        pickle.UnpicklingError: The opcodes contradict each other, end too early, or nest too deeply.
         ValueError: The bytes are not a pickle.
     """
     try:
@@ -71,6 +74,7 @@ class _InertUnpickler(pickle._Unpickler):
     # Attributes of the base class that typeshed does not list.
     stack: list[Any]
     memo: dict[int, Any]
+    metastack: list[list[Any]]
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
@@ -111,6 +115,11 @@ class _InertUnpickler(pickle._Unpickler):
             return
         builder = self._vocabulary.builders.get((record.module, record.name))
         self.append(record if builder is None else _build(record, builder, *args))
+
+    def _load_mark(self) -> None:
+        if len(self.metastack) >= _MAX_DEPTH:
+            raise pickle.UnpicklingError(f"the pickle nests more than {_MAX_DEPTH} deep")
+        super().load_mark()  # type: ignore[misc]  # typeshed does not list it
 
     def _load_call(self) -> None:
         args = self.stack.pop()
@@ -168,6 +177,7 @@ class _InertUnpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Any]] = {
         **pickle._Unpickler.dispatch,
+        pickle.MARK[0]: _load_mark,
         pickle.REDUCE[0]: _load_call,
         pickle.NEWOBJ[0]: _load_call,
         pickle.NEWOBJ_EX[0]: _load_call_with_keywords,

@@ -21,8 +21,8 @@ from neuron.cli import main as mm2_test
 from torture.hostile_world import Outcome, run_command
 from torture.tally import Tally
 
-_PROMISE = "no pickle runs code, and each ends within seconds with an error that names it"
-_LONGEST_S = 5.0
+_PROMISE = "no pickle runs code, and each ends within a second with an error that names it"
+_LONGEST_S = 1.0
 _NUM_RANDOM = 64
 _CONFIG = '{"model_type": "minimax_m2", "hidden_size": 8, "num_hidden_layers": 1}'
 _TENSOR = "captured_tensors_cte_step_1_module_model.layers.0.input_layernorm_output.pt"
@@ -98,6 +98,7 @@ def _pickles(mark: Path, draw: random.Random) -> Iterator[tuple[str, bytes]]:
         )
     yield "60 lists that hold each other three times", _widening_lists(60)
     yield "500 000 nested tuples", b"(" * 500_000 + b"t" * 500_000 + b"."
+    yield "500 000 tuples of one, nested", b")" + b"\x85" * 500_000 + b"."
     yield "500 000 nested lists", b"(" * 500_000 + b"l" * 500_000 + b"."
     yield "a list that holds itself", b"]q\x00h\x00a."
     yield "a memo of 2**31", b"]r\xff\xff\xff\x7f."

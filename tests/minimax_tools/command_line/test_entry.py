@@ -86,6 +86,29 @@ def test_a_stop_of_a_running_command_cleans_up_and_names_the_command_that_goes_o
     assert (tmp_path / "cleaned").exists()
 
 
+@pytest.mark.parametrize("sent", STOPS)
+def test_a_stop_in_text_that_is_executed_keeps_the_exit_code(tmp_path: Path, sent: int) -> None:
+    # As dataclasses are made while a library is imported. After -m, Python looks at its end for such stops.
+    (tmp_path / "program.py").write_text(PROGRAM.replace("slow_command", "executed"))
+    (tmp_path / "executed.py").write_text(
+        "import click\nfrom minimax_tools.command_line.console import Mm2Command\n"
+        "@click.command(cls=Mm2Command)\ndef main():\n"
+        f"    exec('import os, time; os.kill(os.getpid(), {int(sent)}); time.sleep(600)')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "program"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in STOPS],
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr == "Error: interrupted. Run it again with: mm2-compare\n"
+
+
 def test_a_hangup_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
     # As nohup does it.
     program = (

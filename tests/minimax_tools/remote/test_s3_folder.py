@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import socket
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.s3_folder import S3Folder
 
 LARGE = bytes(range(256)) * 400
+S3FS_RELEASE = tuple(int(number) for number in importlib.metadata.version("s3fs").split(".")[:2])
 
 
 @pytest.fixture
@@ -190,6 +192,10 @@ def test_a_body_that_breaks_off_is_asked_for_again(folder: S3Folder, s3: Any, tm
     assert (tmp_path / "large.bin").read_bytes() == LARGE
 
 
+@pytest.mark.skipif(
+    S3FS_RELEASE < (2026, 7),
+    reason=f"s3fs {'.'.join(map(str, S3FS_RELEASE))} does not compare bytes with S3's checksum; s3fs 2026.7 does",
+)
 def test_a_body_that_comes_damaged_is_asked_for_once_more(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
     file = folder.find("deep/small.json")
     assert file is not None

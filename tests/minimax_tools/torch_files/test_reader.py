@@ -323,6 +323,16 @@ def test_deep_value_is_named_by_its_kind(tmp_path: Path) -> None:
         PickledReader(path)
 
 
+def test_containers_open_beyond_what_a_pickler_writes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.MARK * 500_000 + pickle.TUPLE * 500_000 + pickle.STOP)
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/version", "3")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*nests more than 10000 deep"):
+        PickledReader(path)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "found"),
     [
