@@ -72,7 +72,9 @@ def test_stage_that_the_log_never_keeps_is_not_found_in_it(tmp_path: Path) -> No
     assert StageLog(tmp_path).find("golden", COMMAND, source_digest="") is None
 
 
-@pytest.mark.parametrize("text", ['{"next": 3}', '{"next": [1]}', '{"next": "mm2-test"}', "{}", '{"next": null}'])
+@pytest.mark.parametrize(
+    "text", ['{"next": 3}', '{"next": [1]}', '{"next": "mm2-test"}', "{}", '{"next": null}']
+)
 def test_output_that_lists_no_commands_advises_none(text: str) -> None:
     assert stage(text).next_commands == ()
 
