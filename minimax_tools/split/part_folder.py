@@ -70,7 +70,7 @@ class _Description(_Form):
 
     @property
     def implementation(self) -> Implementation:
-        """How it computes."""
+        """The dtype and implementations that compute it."""
         return Implementation(
             dtype=self.dtype, attn=self.attn_implementation, experts=self.experts_implementation
         )
