@@ -27,7 +27,7 @@ from compare.sides.golden_weights import WeightSource, keep_layer_open
 from compare.sides.pairing import declared_layers, refuse_other_runs, select_layers
 from compare.sides.proving import proved
 from compare.sides.sides import Sides
-from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Mode

@@ -16,12 +16,14 @@ from typing import Any
 from minimax_tools.command_line.console import NEXT_TITLE, SCHEMA_VERSION
 from minimax_tools.command_line.streams import write
 from minimax_tools.json_codec import DecodeError, decode
-from minimax_tools.machine.json_file import JsonError, parse_json, read_json
+from minimax_tools.machine.json_file import JsonError, parse_json, read_own_json
 from minimax_tools.machine.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
 _LOG_NAME = "stages.json"
+# Exit codes of a stage that was carried out.
+_KEPT = (0, 1)
 _NEXT_LINE = f"{NEXT_TITLE}\n"
 # The module behind each command: the commands need not be on the PATH.
 _MODULES: Mapping[str, str] = MappingProxyType(
@@ -53,13 +55,20 @@ class StageResult:
     def next_commands(self) -> tuple[str, ...]:
         """The commands that the stage advises to run next."""
         if self.record is not None:
-            return tuple(self.record.get("next", ()))
+            return _next_commands(self.record)
         return tuple(line.strip() for line in _split(self.output)[1][1:])
 
     @property
     def text(self) -> str:
         """The output without the commands to run next."""
         return "".join(_split(self.output)[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Advice:
+    """The key of a command's JSON that holds the commands to run next."""
+
+    next: tuple[str, ...] = ()
 
 
 class StageLog:
@@ -129,7 +138,7 @@ class StageLog:
             output="".join(lines),
             schema_version=SCHEMA_VERSION,
         )
-        if result.exit_code in (0, 1):
+        if result.exit_code in _KEPT:
             self._finished[name] = result
             self._write()
         return result
@@ -137,6 +146,13 @@ class StageLog:
     def _write(self) -> None:
         with whole_file(self._path) as file:
             json.dump([asdict(stage) for stage in self._finished.values()], file, indent=1)
+
+
+def _next_commands(record: Mapping[str, Any]) -> tuple[str, ...]:
+    try:
+        return decode(_Advice, record).next
+    except DecodeError:
+        return ()
 
 
 def _split(output: str) -> tuple[list[str], list[str]]:
@@ -151,7 +167,8 @@ def _read(path: Path) -> tuple[StageResult, ...]:
     if not path.exists():
         return ()
     try:
-        return decode(tuple[StageResult, ...], read_json(path))
-    except (DecodeError, ValueError, RecursionError) as error:
+        results = decode(tuple[StageResult, ...], read_own_json(path))
+    except (OSError, ValueError) as error:
         logger.warning("Starting anew: %s cannot be read (%s).", path, error)
         return ()
+    return tuple(result for result in results if result.exit_code in _KEPT)

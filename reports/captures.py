@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.inspection import CaptureInspection
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import format_count

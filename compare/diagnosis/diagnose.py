@@ -33,7 +33,7 @@ from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
 from compare.sides.pairing import declared_layers, is_of_shape
-from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.command_line.run_commands import RunCommands

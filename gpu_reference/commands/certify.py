@@ -9,8 +9,9 @@ import click
 
 from gpu_reference.certification.certifier import check_golden
 from gpu_reference.publication.publication import publish_certificate
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.certificate import Certificate, Outcome
-from minimax_tools.capture.mirror import CaptureMirror, address_of
+from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.capture.writer import store_certificate

@@ -17,10 +17,10 @@ from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import GoldenOptions
 from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.kept_runs import holds_same, other_run_error, read_kept, refuse_other_run
-from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.remote_output import RemoteOutput, kept_directory
 from minimax_tools.capture.store import GOLDEN_SIDE

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from gpu_reference.publication.publication import Publication, publish_golden
-from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.capture_commands import judge_port

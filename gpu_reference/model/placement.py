@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from minimax_tools.errors import BackendError, UsageError, format_count, list_names
-from minimax_tools.machine.json_file import parse_json
+from minimax_tools.errors import BackendError, UsageError, format_count, list_names, shorten
+from minimax_tools.machine.json_file import parse_json, read_json
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.span import word_layers
 
@@ -187,21 +187,17 @@ def _parse_device_map(text: str) -> DeviceMap:
         return text
     if text == "cpu" or re.fullmatch(r"cuda(:\d+)?", text):
         return {"": text}
-    if text.endswith(".json"):
-        try:
-            text = Path(text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--device-map {text} cannot be read", found=str(error)) from error
     try:
-        mapping = parse_json(text)
-    except ValueError:
-        mapping = None
-    if not isinstance(mapping, dict) or not mapping or not all(map(_is_device, mapping.values())):
+        mapping = read_json(Path(text)) if text.endswith(".json") else parse_json(text)
+        if not isinstance(mapping, dict) or not mapping or not all(map(_is_device, mapping.values())):
+            raise ValueError("no object of modules and devices")
+    except (OSError, ValueError) as error:
         choices = ", ".join((*_STRATEGIES, "cpu", "cuda:N"))
         raise UsageError(
-            f"--device-map {text!r} cannot be read",
+            f"--device-map {shorten(repr(text))} cannot be read",
             expected=f'{choices}, or JSON that maps modules to such devices, GPU numbers or "disk"',
-        )
+            found=str(error),
+        ) from error
     return mapping
 
 

@@ -18,6 +18,7 @@
 - `read_record`: the tensors that a node read of a checkpoint
 - `source`: the interface of a readable capture, whichever tool wrote it
 - `listing`: the tensors of another tool's dump, listed
+- `address_records`: which address a folder of the cache stands for
 - `mirror`: a capture at a remote address, its files fetched when they are read
 - `remote_output`: a run that is put at a remote address once it is whole
 - `reader`: a capture directory opened for reading

@@ -8,26 +8,27 @@ and each of its tensors is checked against the manifest: a command about layer 3
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from minimax_tools.capture.address_records import MirrorRecord, NewestRecord
 from minimax_tools.capture.digests import TensorDigest, describe_tensor
 from minimax_tools.capture.generation import GENERATION_NAME
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.capture.passes import PASSES_NAME
 from minimax_tools.errors import CaptureError, NetworkLossError, list_names
 from minimax_tools.hub.dataset_folder import open_remote
+from minimax_tools.json_codec import decode
 from minimax_tools.machine.file_digest import digest_file
-from minimax_tools.machine.json_file import parse_json, read_json
+from minimax_tools.machine.json_file import parse_json
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress, is_remote
 from minimax_tools.remote.cache import (
@@ -42,8 +43,6 @@ from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
 
 logger = logging.getLogger(__name__)
 
-# Beside the folder of a run that is put at an address once it is whole (`remote_output`).
-OUTPUT_NAME = ".output.json"
 _TEXTS = (GENERATION_NAME, PASSES_NAME)
 _MAX_NAMED = 5
 
@@ -100,7 +99,7 @@ def adopt_mirror(directory: Path, address: RemoteAddress, *, cache: RemoteCache 
             shutil.rmtree(directory)
         else:
             shutil.rmtree(mirror, ignore_errors=True)
-            _write_address(directory, address, folder)
+            MirrorRecord(address=folder.address, asked=address).write(directory)
             directory.rename(mirror)
     if file is not None:
         _remember(cache.address_file(address), mirror, tag=file.tag)
@@ -114,14 +113,11 @@ def share_files(mirror: Path, other: Path) -> None:
             os.link(path, other / path.name, follow_symlinks=False)
 
 
-def address_of(directory: Path) -> str:
-    """Return the address that a folder stands for, a mirror's or that of a run to be put; of others their path."""
-    for path in (directory / ADDRESS_NAME, directory.parent / OUTPUT_NAME):
-        try:
-            return str(read_json(path)["asked"])
-        except (OSError, ValueError, KeyError):
-            continue
-    return str(directory)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ListedTexts:
+    """The JSON files that a manifest lists, by name; a manifest of an older mm2 lists none."""
+
+    text_digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +132,16 @@ class CaptureMirror:
     def find(cls, directory: Path, manifest: Manifest) -> CaptureMirror | None:
         """Return the mirror in a folder; None if the folder is no mirror."""
         try:
-            record = _read_address(directory)
+            record = MirrorRecord.read(directory)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise CaptureError(
                 f"{directory / ADDRESS_NAME} cannot be read: it keeps the address of the capture",
                 found=str(error),
                 next_step="Name the capture by its address, not by this folder of the cache.",
             ) from error
-        return cls(directory=directory, address=RemoteAddress.parse(record["address"]), manifest=manifest)
+        return cls(directory=directory, address=record.address, manifest=manifest)
 
     def hold(self, name: str) -> None:
         """Fetch a tensor file unless it is here. A file that comes damaged is fetched once more.
@@ -272,8 +268,8 @@ def _version(address: str, manifest: bytes) -> str:
 
 
 def _is_mirror_of(directory: Path, manifest: bytes) -> bool:
-    """Decide whether a folder mirrors its address as it was with a manifest; raise as `_read_address` does."""
-    return is_version(directory, _version(_read_address(directory)["asked"], manifest))
+    """Decide whether a folder mirrors its address as it was with a manifest; raise as `MirrorRecord.read` does."""
+    return is_version(directory, _version(str(MirrorRecord.read(directory).asked), manifest))
 
 
 def _is_whole(directory: Path) -> bool:
@@ -285,16 +281,10 @@ def _is_whole(directory: Path) -> bool:
     try:
         content = (directory / MANIFEST_NAME).read_bytes()
         is_mirror = _is_mirror_of(directory, content)
-        listed = parse_json(content).get("text_digests", {})
-    except (OSError, ValueError, KeyError):
+        listed = decode(_ListedTexts, parse_json(content)).text_digests
+    except (OSError, ValueError):
         return False
     return is_mirror and all((directory / name).exists() for name in _TEXTS if name in listed)
-
-
-def _read_address(directory: Path) -> Mapping[str, str]:
-    """Read a mirror's record of its address; raise OSError, ValueError or KeyError if there is none."""
-    record = read_json(directory / ADDRESS_NAME)
-    return {"address": record["address"], "asked": record["asked"]}
 
 
 def _read_manifest(path: Path, address: RemoteAddress) -> Manifest:
@@ -318,14 +308,9 @@ def _begin(
     for name, sha256 in () if manifest.digests is None else manifest.digests.texts:
         if name in _TEXTS:
             _fetch_text(folder, name, directory / name, sha256)
-    _write_address(directory, address, folder)
+    MirrorRecord(address=folder.address, asked=address).write(directory)
     with whole_file(directory / MANIFEST_NAME, newline="") as file:
         file.write(content.decode())
-
-
-def _write_address(directory: Path, address: RemoteAddress, folder: RemoteFolder) -> None:
-    with whole_file(directory / ADDRESS_NAME) as file:
-        json.dump({"address": str(folder.address), "asked": str(address)}, file)
 
 
 def _fetch_text(folder: RemoteFolder, name: str, path: Path, sha256: str) -> None:
@@ -375,20 +360,16 @@ def _no_capture(folder: RemoteFolder) -> CaptureError:
 
 def _find_known(path: Path, *, tag: str | None = None) -> Path | None:
     """Return the mirror that an address had last; None if there is none, or its manifest had another `tag`."""
-    try:
-        record = read_json(path)
-        directory, known_tag = Path(record["directory"]), record["tag"]
-    except (OSError, ValueError, KeyError):
+    known = NewestRecord.find(path)
+    if known is None or tag not in (None, known.tag):
         return None
-    is_same = tag is None or known_tag == tag
-    return directory if is_same and _is_whole(directory) else None
+    directory = Path(known.directory)
+    return directory if _is_whole(directory) else None
 
 
 def _remember(path: Path, directory: Path, *, tag: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
-            json.dump({"directory": str(directory), "tag": tag}, file)
+        NewestRecord(directory=str(directory), tag=tag).write(path)
     except OSError as error:
         # A cache that others filled, and that may only be read: the manifest is asked for each time.
         logger.debug("%s cannot be written: %s", path, error)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.check_runner import CheckRunner
 from minimax_tools.capture.digests import TensorDigest, describe_tensor, dtype_name
 from minimax_tools.capture.manifest import Entry, Manifest
-from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.open_files import file_state
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError

@@ -27,12 +27,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minimax_tools.errors import CannotRunError
+from minimax_tools.errors import CannotRunError, shorten
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.whole_file import whole_file
 
 RECORDS_FOLDER = "read_records"
+# More than any disk holds: a damaged file may give any number.
+_MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,11 @@ class ReadRecord:
     bytes_asked: int
     bytes_read_again: int = 0
     plan: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_read", "bytes_asked", "bytes_read_again"):
+            if not 0 <= getattr(self, name) <= _MOST_BYTES:
+                raise ValueError(f"{name} is {shorten(str(getattr(self, name)))}")
 
     @classmethod
     def of(cls, node: str, sizes: Mapping[str, int], *, bytes_read: int) -> ReadRecord:

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
-from minimax_tools.capture.mirror import CaptureMirror, address_of, capture_folder
+from minimax_tools.capture.mirror import CaptureMirror, capture_folder
 from minimax_tools.capture.open_files import OpenFiles
 from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
 from minimax_tools.capture.proof import Proof

@@ -10,7 +10,6 @@ Whether it may replace a capture at the address is judged by what is there when 
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import tempfile
@@ -18,13 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from minimax_tools.capture.address_records import OutputRecord
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
-from minimax_tools.capture.mirror import OUTPUT_NAME, adopt_mirror, mirror_capture
+from minimax_tools.capture.mirror import adopt_mirror, mirror_capture
 from minimax_tools.errors import CaptureError, CheckpointError, RemoteError
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.hub.faults import NoRepositoryError
-from minimax_tools.machine.json_file import read_json
-from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.cache import OUTPUT_PUT, OUTPUT_RUN, OUTPUTS, RemoteCache, locked_file, make_folder
 
@@ -48,10 +46,10 @@ class RemoteOutput:
     def find(cls, directory: Path) -> RemoteOutput | None:
         """Return the output whose run a folder holds; None if the folder is any other."""
         try:
-            record = read_json(directory.parent / OUTPUT_NAME)
-            return cls(address=RemoteAddress.parse(record["asked"]), place=directory.parent)
-        except (OSError, ValueError, KeyError):
+            address = OutputRecord.read(directory.parent).asked
+        except (OSError, ValueError):
             return None
+        return cls(address=address, place=directory.parent)
 
     @property
     def directory(self) -> Path:
@@ -67,8 +65,7 @@ class RemoteOutput:
         open_remote(self.address).check_place()
         make_folder(self.place)
         (self.place / OUTPUT_PUT).unlink(missing_ok=True)
-        with whole_file(self.place / OUTPUT_NAME) as file:
-            json.dump({"asked": str(self.address)}, file)
+        OutputRecord(asked=self.address).write(self.place)
 
     def read_there(self) -> Manifest | None:
         """Read the manifest at the address as it is now; None if there is none that can be read.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.remote_output import RemoteOutput
 from minimax_tools.command_line.console import Mm2Command, print_json, print_text
 from minimax_tools.command_line.options import output_options, parse_size_option

@@ -20,7 +20,7 @@ from typing import Any
 from minimax_tools.dumps.piece import Dump, DumpPiece, order_steps, step_order
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import describe_structure, find_tensors, read_tensor
-from minimax_tools.errors import CaptureError
+from minimax_tools.errors import CaptureError, shorten
 
 NAME = "sglang"
 LAYOUT = "step=0___rank=0___dump_index=1___name=<name>.pt"
@@ -45,6 +45,8 @@ _OF_A_BATCH = frozenset(
 )
 # Axes of other parallelism, whose pieces are not put together here.
 _OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
+# More than any step, rank or layer: a pickle may hold any number.
+_MOST = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +103,13 @@ def _read(path: Path) -> _File:
     value = describe_structure(path)
     meta = value.get("meta") if isinstance(value, Mapping) else None
     if not isinstance(meta, Mapping) or not isinstance(meta.get("name"), str):
-        raise CaptureError(
-            f"{path} is of another layout",
-            expected="a dict with 'value' and 'meta', and a 'name' in the latter",
-            found=type(value).__name__,
-            next_step="Keep such files out of the folder, or name the layout with --format.",
+        raise _other_layout(
+            path, "a dict with 'value' and 'meta', and a 'name' in the latter", type(value).__name__
         )
     world_rank = _number(meta, "rank", path)
     rank, num_ranks = _tensor_parallel(meta, path, world_rank)
-    dims = meta.get("dims")
-    module, point, element = _parse_name(meta)
+    dims = _read_dims(meta, path)
+    module, point, element = _parse_name(meta, path)
     pieces = tuple(
         DumpPiece(
             file=path.name,
@@ -122,7 +121,7 @@ def _read(path: Path) -> _File:
             rank=rank,
             shape=tensor.shape,
             dtype=tensor.dtype,
-            dims=dims if isinstance(dims, str) else None,
+            dims=dims,
         )
         for tensor in find_tensors(value)
         if tensor.keys[:1] == ("value",)
@@ -221,7 +220,7 @@ def _read_numbers(directory: Path, file: _File) -> tuple[int, ...]:
     return tuple(int(number) for number in read_tensor(directory / piece.file, piece.keys))
 
 
-def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
+def _parse_name(meta: Mapping[str, Any], path: Path) -> tuple[str, str, str]:
     """Return module, point and element of a name that a hook or a call of the dumper gave."""
     name: str = meta["name"]
     if name.startswith(_HOOK_PREFIX):
@@ -229,19 +228,20 @@ def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
         if match is not None:
             point = "output" if match["point"] == "output" else "input"
             return match["module"] or "", point, match["element"] or ""
-    layer = meta.get("layer_id") if name not in _OF_A_BATCH else None
-    has_layer = isinstance(layer, int) and not re.search(r"(^|\.)layers\.\d+(\.|$)", name)
-    return f"layers.{layer}.{name}" if has_layer else name, "output", ""
+    has_layer = name in _OF_A_BATCH or re.search(r"(^|\.)layers\.\d+(\.|$)", name)
+    if has_layer or meta.get("layer_id") is None:
+        return name, "output", ""
+    return f"layers.{_number(meta, 'layer_id', path)}.{name}", "output", ""
 
 
 def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tuple[int, int]:
     """Return the rank within its tensor-parallel group and the group's size."""
-    records = [meta.get(key) for key in _PARALLEL]
-    parallel = next((info for info in records if isinstance(info, Mapping) and "tp_rank" in info), None)
+    records = [_read_parallel(meta, key, path) for key in _PARALLEL]
+    parallel = next((info for info in records if "tp_rank" in info), None)
     if parallel is None:
         return world_rank, _number(meta, "world_size", path, default=1)
     divided = [axis for axis in _OTHER_AXES if _number(parallel, f"{axis}_size", path, default=1) > 1]
-    dims = str(meta.get("dims") or "")
+    dims = _read_dims(meta, path) or ""
     if any(f"[{axis}" in dims or f",{axis}" in dims for axis in divided):
         raise CaptureError(
             f"{path} is divided along an axis that is not put together here",
@@ -252,16 +252,37 @@ def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tu
     return _number(parallel, "tp_rank", path), _number(parallel, "tp_size", path, default=1)
 
 
+def _read_parallel(meta: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    info = meta.get(key)
+    if info is None:
+        return {}
+    if not isinstance(info, Mapping):
+        raise _other_layout(path, f"a dict as {key}", info)
+    return info
+
+
+def _read_dims(meta: Mapping[str, Any], path: Path) -> str | None:
+    dims = meta.get("dims")
+    if dims is not None and not isinstance(dims, str):
+        raise _other_layout(path, "text as dims", dims)
+    return dims
+
+
 def _number(record: Mapping[str, Any], key: str, path: Path, *, default: int = 0) -> int:
     value = record.get(key, default)
-    if not isinstance(value, int):
-        raise CaptureError(
-            f"{path} is of another layout",
-            expected=f"a whole number as {key}",
-            found=repr(value)[:80],
-            next_step="Keep such files out of the folder, or name the layout with --format.",
-        )
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise _other_layout(path, f"a whole number as {key}", value)
     return value
+
+
+def _other_layout(path: Path, expected: str, found: object) -> CaptureError:
+    is_long = isinstance(found, int) and abs(found) > _MOST  # Python writes no number of 5000 digits
+    return CaptureError(
+        f"{path} is of another layout",
+        expected=expected,
+        found="a number beyond all sizes" if is_long else shorten(repr(found)),
+        next_step="Keep such files out of the folder, or name the layout with --format.",
+    )
 
 
 def _has_batch(dims: str | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, shorten
 from minimax_tools.text_enum import TextEnum
 
 # With fewer slashes than two it is a slip, or came through pathlib.
@@ -56,6 +56,22 @@ class RemoteAddress:
                 revision=match[2] or DEFAULT_REVISION,
             )
         raise _unreadable(text)
+
+    def to_json(self) -> str:
+        """Return the address as a record holds it."""
+        return str(self)
+
+    @classmethod
+    def from_json(cls, record: object) -> RemoteAddress:
+        """Return the address of a record.
+
+        Raises:
+            TypeError: It is no text.
+            UsageError: It is no address.
+        """
+        if not isinstance(record, str):
+            raise TypeError(f"expected an address, found {shorten(repr(record))}")
+        return cls.parse(record)
 
     def join(self, name: str) -> str:
         """Return the path of a file within the bucket or the dataset."""

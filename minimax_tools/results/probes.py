@@ -46,10 +46,10 @@ class Chain:
     def from_json(cls, record: Mapping[str, Any]) -> Chain:
         """Return the chain of a journal."""
         return cls(
-            span=Span(record["start_layer"], record["stop_layer"]),
+            span=_read_span(record),
             is_right=decode(bool, record["is_right"]),
-            excess=float(record["excess"]),
-            visible=float(record["visible"]),
+            excess=float(decode(str, record["excess"])),
+            visible=float(decode(str, record["visible"])),
             reason=decode(str, record["reason"]),
         )
 
@@ -88,7 +88,7 @@ class Probe:
     def from_json(cls, record: Mapping[str, Any]) -> Probe:
         """Return the probe of a journal."""
         return cls(
-            span=Span(record["start_layer"], record["stop_layer"]),
+            span=_read_span(record),
             chains=decode(tuple[Chain, ...], record["chains"]),
         )
 
@@ -174,3 +174,7 @@ class Bisection:
 
     def _chains(self) -> tuple[Chain, ...]:
         return tuple(chain for probe in self.probes for chain in probe.chains)
+
+
+def _read_span(record: Mapping[str, Any]) -> Span:
+    return decode(Span, {"start": record["start_layer"], "stop": record["stop_layer"]})

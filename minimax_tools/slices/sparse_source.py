@@ -25,6 +25,7 @@ from minimax_tools.hub.access import HubAccess, HubFile
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
 from minimax_tools.hub.ranges import HubRanges
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
+from minimax_tools.json_codec import decode
 from minimax_tools.machine.held_file import locked_folder
 from minimax_tools.machine.json_file import parse_json
 from minimax_tools.machine.size import format_size
@@ -233,15 +234,15 @@ class _SparseFile:
         if not self._path.is_file() or not self._journal.is_file():
             return set()
         done = set()
-        for line in self._journal.read_text(encoding="utf-8").splitlines():
+        for line in self._journal.read_bytes().splitlines():
             try:
-                version, start, stop = parse_json(line)
+                version, start, stop = decode(tuple[str, int, int], parse_json(line))
             except ValueError:
-                # The last line may be incomplete.
+                # The last line may be incomplete, and a disk that lost power may have spoilt any.
                 continue
             if version != self._version:
                 return set()
-            done.add((int(start), int(stop)))
+            done.add((start, stop))
         return done
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CheckpointError, Mm2Error, UsageError, list_faults
+from minimax_tools.errors import CheckpointError, UsageError, list_faults, shorten
+from minimax_tools.json_codec import DecodeError, decode, encode
 from minimax_tools.machine.durable import make_folder, put_in_place, sync_tree
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.temporary import temporary_beside
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import library_versions
@@ -29,6 +31,49 @@ DESCRIPTION_FILE = "component.json"
 TENSORS_FILE = "model.safetensors"
 _FORMAT = "mm2 split component"
 _VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """The form of a description."""
+
+    format: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Description(_Form):
+    """The content of component.json."""
+
+    component: Role
+    start_layer: int
+    end_layer: int  # the layer behind the last
+    num_hidden_layers: int  # of the whole model
+    model_type: str
+    dtype: torch.dtype
+    attn_implementation: str | None
+    experts_implementation: str | None
+    versions: Mapping[str, str]
+    tensors: Mapping[str, int]  # crc32 of each tensor's bytes, by name
+
+    def __post_init__(self) -> None:
+        _ = self.part  # refuses layers that such a component cannot have
+
+    @property
+    def part(self) -> Part:
+        """The component."""
+        return Part(
+            role=self.component,
+            span=Span(self.start_layer, self.end_layer),
+            num_hidden_layers=self.num_hidden_layers,
+        )
+
+    @property
+    def implementation(self) -> Implementation:
+        """The dtype and implementations that compute it."""
+        return Implementation(
+            dtype=self.dtype, attn=self.attn_implementation, experts=self.experts_implementation
+        )
 
 
 def write_part(folder: Path, loaded: ModelPart) -> None:
@@ -45,7 +90,7 @@ def write_part(folder: Path, loaded: ModelPart) -> None:
             written.mkdir()
             loaded.model.config.save_pretrained(written)
             checksums = write_tensors(written / TENSORS_FILE, loaded.model.state_dict())
-            text = json.dumps(_describe(loaded, checksums), indent=2)
+            text = json.dumps(encode(_describe(loaded, checksums)), indent=2)
             (written / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
             sync_tree(written)
             _replace(folder, written)
@@ -66,9 +111,8 @@ def read_part(folder: Path, *, device: torch.device) -> ModelPart:
     """
     require_golden_extra("a split model")
     description = _read_description(folder)
-    part, implementation = _parse_description(folder, description)
-    model_part = build_part(read_causal_config(folder), part, implementation)
-    tensors = _read_tensors(folder, model_part, description["tensors"], device=device)
+    model_part = build_part(read_causal_config(folder), description.part, description.implementation)
+    tensors = _read_tensors(folder, model_part, description.tensors, device=device)
     return model_part.take(tensors, device=device)
 
 
@@ -87,27 +131,27 @@ def refuse_foreign(folder: Path) -> None:
         )
 
 
-def _describe(loaded: ModelPart, checksums: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "component": str(loaded.part.role),
-        "start_layer": loaded.part.span.start,
-        "end_layer": loaded.part.span.stop,
-        "num_hidden_layers": loaded.part.num_hidden_layers,
-        "model_type": loaded.model.config.model_type,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "attn_implementation": loaded.implementation.attn,
-        "experts_implementation": loaded.implementation.experts,
-        "versions": library_versions(),
-        "tensors": checksums,
-    }
+def _describe(loaded: ModelPart, checksums: Mapping[str, int]) -> _Description:
+    return _Description(
+        format=_FORMAT,
+        version=_VERSION,
+        component=loaded.part.role,
+        start_layer=loaded.part.span.start,
+        end_layer=loaded.part.span.stop,
+        num_hidden_layers=loaded.part.num_hidden_layers,
+        model_type=loaded.model.config.model_type,
+        dtype=loaded.model.dtype,
+        attn_implementation=loaded.implementation.attn,
+        experts_implementation=loaded.implementation.experts,
+        versions=library_versions(),
+        tensors=checksums,
+    )
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
+def _read_description(folder: Path) -> _Description:
     path = folder / DESCRIPTION_FILE
     try:
-        description = read_json(path)
+        record = read_own_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder} holds no component of a split model",
@@ -115,40 +159,33 @@ def _read_description(folder: Path) -> dict[str, Any]:
             found=f"{type(error).__name__}: {error}" if folder.is_dir() else "no such folder",
             next_step="Give a folder that SplitModel.save or auto_save wrote.",
         ) from error
-    if not isinstance(description, dict) or description.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} does not describe a component", expected=f"format {_FORMAT!r}")
-    if description.get("version") != _VERSION:
+    _refuse_other_form(path, record)
+    try:
+        return decode(_Description, record)
+    except DecodeError as error:
+        raise CheckpointError(
+            f"{path} is damaged",
+            found=str(error),
+            next_step="Copy the folder again, or save the component anew.",
+        ) from error
+
+
+def _refuse_other_form(path: Path, record: Any) -> None:
+    try:
+        form = decode(_Form, record)
+        if form.format != _FORMAT:
+            raise ValueError(f"format {form.format!r}")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} does not describe a component", expected=f"format {_FORMAT!r}", found=shorten(str(error))
+        ) from error
+    if form.version != _VERSION:
         raise CheckpointError(
             f"{path} is of another version",
             expected=f"version {_VERSION}",
-            found=repr(description.get("version")),
+            found=shorten(str(form.version)),
             next_step="Load it with the mm2 that saved it.",
         )
-    return description
-
-
-def _parse_description(folder: Path, description: Mapping[str, Any]) -> tuple[Part, Implementation]:
-    try:
-        part = Part(
-            role=Role(description["component"]),
-            span=Span(int(description["start_layer"]), int(description["end_layer"])),
-            num_hidden_layers=int(description["num_hidden_layers"]),
-        )
-        dtype = getattr(torch, description["dtype"])
-        if not isinstance(dtype, torch.dtype) or not isinstance(description["tensors"], dict):
-            raise TypeError("dtype is not a torch dtype, or tensors is not an object")
-        implementation = Implementation(
-            dtype=dtype,
-            attn=description["attn_implementation"],
-            experts=description["experts_implementation"],
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, Mm2Error) as error:
-        raise CheckpointError(
-            f"{folder / DESCRIPTION_FILE} is damaged",
-            found=f"{type(error).__name__}: {error}",
-            next_step="Copy the folder again, or save the component anew.",
-        ) from error
-    return part, implementation
 
 
 def _read_tensors(
@@ -164,7 +201,7 @@ def _read_tensors(
             for name, slot in slots.items()
             if name in index and index[name].shape != slot.shape
         ]
-        faults += [f"{name}: no checksum" for name in slots if not isinstance(checksums.get(name), int)]
+        faults += [f"{name}: no checksum" for name in slots if name not in checksums]
         if faults:
             raise CheckpointError(
                 f"the component at {folder} does not match its config.json and {DESCRIPTION_FILE}",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minimax_tools.errors import UsageError
-from minimax_tools.model.span import Span
+from minimax_tools.errors import UsageError, shorten
+from minimax_tools.model.span import MAX_LAYERS, Span
 from minimax_tools.text_enum import TextEnum
 
 
@@ -30,6 +30,12 @@ class Part:
     num_hidden_layers: int  # of the whole model
 
     def __post_init__(self) -> None:
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise UsageError(
+                f"a model of {shorten(str(self.num_hidden_layers))} layers cannot be split",
+                expected=f"at most {MAX_LAYERS} layers",
+                next_step="Copy the files of the component again.",
+            )
         self.span.within(self.num_hidden_layers)
         has_first, has_last = self.span.start == 0, self.span.stop == self.num_hidden_layers
         if (has_first, has_last) != (self.role is Role.BOTTOM, self.role is Role.TOP):

@@ -123,9 +123,13 @@ def _read_description(path: Path) -> _SeedDescription:
 def _read_metadata(path: Path) -> Mapping[str, Any]:
     try:
         metadata = read_json(path)
+        if not isinstance(metadata, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read", found=str(error)) from error
-    return metadata if isinstance(metadata, dict) else {}
+        raise CheckpointError(
+            f"{path} cannot be read", found=str(error), next_step="Copy it again from the host that wrote it."
+        ) from error
+    return metadata
 
 
 def _config(value: Any) -> Mapping[str, Any]:

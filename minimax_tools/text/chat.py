@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.sandbox
 
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.model.config_file import read_config_file
 
 # Keys of tokenizer_config.json that a template may name.
@@ -31,14 +31,19 @@ def render_messages(folder: Path, messages: Sequence[tuple[str, str]]) -> str:
     """
     path = folder / "tokenizer_config.json"
     config = read_config_file(path) if path.is_file() else {}
-    special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    special = {
+        name: _token_text(config[name], name=name, path=path)
+        for name in _SPECIAL_TOKENS
+        if config.get(name) is not None
+    }
     contents = [{"role": role, "content": content} for role, content in messages]
+    text = _find_template(folder, config)
     try:
-        template = _environment().from_string(_find_template(folder, config))
+        template = _environment().from_string(text)
         return template.render(
             messages=contents, tools=None, documents=None, add_generation_prompt=True, **special
         )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    except Exception as error:  # a template is a foreign program: anything can come
         raise CheckpointError(
             f"the chat template of {folder} cannot be rendered",
             found=f"{type(error).__name__}: {error}",
@@ -59,11 +64,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 def _find_template(folder: Path, config: dict[str, Any]) -> str:
     path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    template = _read_template_file(path) if path.is_file() else config.get("chat_template")
     if isinstance(template, list):
         # Several named templates: transformers takes the one called "default".
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     if not isinstance(template, str):
         raise CheckpointError(
             f"{folder} has no chat template", next_step="Leave --chat out to run the raw text."
@@ -71,8 +76,25 @@ def _find_template(folder: Path, config: dict[str, Any]) -> str:
     return template
 
 
-def _token_text(token: str | dict[str, Any]) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+def _read_template_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
+        ) from error
+
+
+def _token_text(token: object, *, name: str, path: Path) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise CheckpointError(
+            f"{path}: {name} is no token",
+            expected='text, or an object with text as "content"',
+            found=shorten(repr(token)),
+            next_step="Fetch the file again.",
+        )
+    return text
 
 
 def _to_json(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 from minimax_tools.text.chat import render_chat
 
@@ -82,11 +82,13 @@ def read_end_tokens(folder: Path) -> frozenset[int]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(token, int) for token in ids):
+        # A bool is an int in Python.
+        if not all(type(token) is int for token in ids):
             raise CheckpointError(
                 f"{path}: {_END_TOKEN_KEY} is not a token id",
-                expected="an integer or a list",
-                found=repr(value),
+                expected="a whole number, or a list of them",
+                found=shorten(repr(value)),
+                next_step="Fetch the file again.",
             )
         return frozenset(ids)
     return frozenset()

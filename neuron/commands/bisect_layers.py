@@ -10,7 +10,7 @@ import torch
 
 from compare.chains.chain_limits import LONGEST_CHAIN, default_chain_length
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
-from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader

@@ -17,7 +17,7 @@ from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.model_runs.passes import is_black_box
 from compare.run_report import print_then_report, report_option, report_run
 from compare.sides.golden_weights import CheckpointWeights
-from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_store import CaptureStore

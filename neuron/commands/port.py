@@ -12,7 +12,7 @@ import click
 import torch
 
 from compare.sides.golden_weights import CheckpointWeights
-from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.capture_commands import golden_words
 from minimax_tools.command_line.console import (

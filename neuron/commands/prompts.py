@@ -308,11 +308,8 @@ def _read_samples(options: PromptOptions, folder: Path) -> list[AnsweredPrompt]:
                 next_step="Leave out --wrong.",
             )
         samples = [sample for sample in samples if sample.is_right is False]
-    if not samples:
-        raise UsageError(
-            f"{options.samples} holds no {'wrong answer' if options.only_wrong else 'sample'}",
-            next_step="Leave out --wrong." if options.only_wrong else "Give another file.",
-        )
+        if not samples:
+            raise UsageError(f"{options.samples} holds no wrong answer", next_step="Leave out --wrong.")
     return encode_samples(folder, samples)
 
 

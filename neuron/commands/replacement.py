@@ -10,7 +10,7 @@ import click
 import torch
 
 from compare.chains.stream_search import search_stream
-from minimax_tools.capture.mirror import address_of
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json, print_text

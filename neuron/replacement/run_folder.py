@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
-from minimax_tools.errors import CaptureError, TargetError, UsageError
-from minimax_tools.json_codec import DecodeError, decode, encode
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.errors import CaptureError, TargetError, UsageError, shorten
+from minimax_tools.json_codec import decode, encode
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.whole_file import whole_capture_file
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.results.replacements import Point, name_point
@@ -39,6 +39,8 @@ PLAN_NAME, INPUTS_NAME, LOGITS_NAME = "replacement.json", "inputs.safetensors", 
 _UNFINISHED = ".unfinished"  # an empty folder, there until the plan is written
 _SUFFIXES = (".safetensors", ".pt")
 _SCHEMA_VERSION = 1
+# More than any model has of anything: a damaged file may give any number.
+_MOST = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,14 @@ class RunPlan:
     num_decoded: int  # tokens at the end of each row that are decoded
     bucket: int  # columns of a prefill in the compiled graph; 0 if the graph has several
     schema_version: int = _SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.schema_version != _SCHEMA_VERSION:
+            raise ValueError(f"version {shorten(str(self.schema_version))}, and not {_SCHEMA_VERSION}")
+        least = {"num_layers": 1, "hidden_size": 1, "vocab_size": 1, "num_decoded": 0, "bucket": 0}
+        for name, smallest in least.items():
+            if not smallest <= getattr(self, name) <= _MOST:
+                raise ValueError(f"{name} is {shorten(str(getattr(self, name)))}")
 
     @property
     def num_steps(self) -> int:
@@ -77,8 +87,8 @@ class RunFolder:
         """
         path = directory / PLAN_NAME
         try:
-            plan = decode(RunPlan, read_json(path))
-        except (OSError, ValueError, DecodeError) as error:
+            plan = decode(RunPlan, read_own_json(path))
+        except (OSError, ValueError) as error:
             raise CaptureError(
                 f"{path} cannot be read",
                 found=f"{type(error).__name__}: {error}",

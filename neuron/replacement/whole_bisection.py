@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.chains.stream_search import search_stream
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader

@@ -18,9 +18,9 @@ from compare.chains.bisection import find_all, find_exhaustively, find_until_pro
 from compare.chains.chain_judge import ChainJudge
 from compare.chains.chain_limits import LONGEST_CHAIN
 from compare.limits.criteria import Criteria
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint

@@ -6,14 +6,14 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, whole_capture_file
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Probe
@@ -22,6 +22,22 @@ logger = logging.getLogger(__name__)
 
 JOURNAL_NAME = "bisection.json"
 _SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    """The version of a journal's form."""
+
+    schema_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """The content of a journal."""
+
+    schema_version: int = _SCHEMA_VERSION
+    description: Description
+    probes: tuple[Probe, ...]
 
 
 class Journal:
@@ -46,11 +62,7 @@ class Journal:
         self._write()
 
     def _write(self) -> None:
-        record = {
-            "schema_version": _SCHEMA_VERSION,
-            "description": encode(self._description),
-            "probes": encode(tuple(self._probes.values())),
-        }
+        record = encode(_Record(description=self._description, probes=tuple(self._probes.values())))
         with whole_capture_file(self._directory / JOURNAL_NAME) as temporary:
             temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -92,24 +104,21 @@ def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
     if not path.exists():
         return ()
     try:
-        record = read_json(path)
-        obstacle = _find_obstacle(record, description)
+        record = read_own_json(path)
         # Another version may store probes in another form.
-        probes = () if obstacle is not None else tuple(decode(Probe, probe) for probe in record["probes"])
-    except Exception as error:  # a damaged file can raise anything; the bisection starts anew
-        logger.warning("Starting anew: %s cannot be read (%s: %s).", path, type(error).__name__, error)
+        is_same_version = decode(_Version, record).schema_version == _SCHEMA_VERSION
+        kept = decode(_Record, record) if is_same_version else None
+    except (OSError, ValueError) as error:
+        logger.warning("Starting anew: %s cannot be read (%s).", path, error)
         return ()
-    if obstacle is not None:
-        logger.info("Starting anew in %s: %s.", path.parent, obstacle)
+    if kept is None:
+        logger.info("Starting anew in %s: another version of mm2 wrote the journal there.", path.parent)
         return ()
-    if probes:
-        logger.info("Resuming %s: %d probes were run before.", path.parent, len(probes))
-    return probes
-
-
-def _find_obstacle(record: dict[str, Any], description: Description) -> str | None:
-    """Say why a journal cannot be resumed; return None if it can."""
-    if record["schema_version"] != _SCHEMA_VERSION:
-        return "another version of mm2 wrote the journal there"
-    differing = decode(Description, record["description"]).differences(description)
-    return f"the bisection there has other {', '.join(differing)}" if differing else None
+    if differing := kept.description.differences(description):
+        logger.info(
+            "Starting anew in %s: the bisection there has other %s.", path.parent, ", ".join(differing)
+        )
+        return ()
+    if kept.probes:
+        logger.info("Resuming %s: %d probes were run before.", path.parent, len(kept.probes))
+    return kept.probes

@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from minimax_tools.errors import CaptureError
-from minimax_tools.json_codec import decode_fields, encode_fields
-from minimax_tools.machine.json_file import read_json
+from minimax_tools.errors import CaptureError, shorten
+from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.machine.whole_file import whole_file
 from neuron.devices.runtime import Runtime
@@ -24,8 +24,8 @@ from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import LayerProfile
 
 PROFILE_NAME = "profile.json"
-# The key of mm2's own values, which a trace viewer ignores.
-_OWN_KEY = "mm2"
+# More than any run has: a damaged file may give any number.
+_MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,11 @@ class RunProfile:
     batch_size: int  # number of prompts
     sequence_length: int  # tokens of each prompt, padding included
     layers: tuple[LayerProfile, ...]  # the layers, in the order in which they ran
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length"):
+            if not 1 <= getattr(self, name) <= _MOST_TOKENS:
+                raise ValueError(f"{name} is {shorten(str(getattr(self, name)))}")
 
     @property
     def median_times(self) -> LayerTimes:
@@ -74,11 +79,7 @@ class RunProfile:
     def write(self, directory: Path) -> Path:
         """Write the trace into `directory`, and return its path."""
         path = directory / PROFILE_NAME
-        record = {
-            "traceEvents": list(self._events()),
-            "displayTimeUnit": "ms",
-            _OWN_KEY: encode_fields(self, num_decoded="decode_rows"),
-        }
+        record = {"traceEvents": list(self._events()), "displayTimeUnit": "ms", **encode(_Trace(mm2=self))}
         with whole_file(path) as file:
             json.dump(record, file)
         return path
@@ -92,17 +93,25 @@ class RunProfile:
         """
         path = directory / PROFILE_NAME
         try:
-            record = read_json(path)[_OWN_KEY]
-            profile = decode_fields(cls, record, num_decoded="decode_rows")
+            profile = decode(_Trace, read_own_json(path)).mm2
             if not profile.layers:
                 raise ValueError("no layer ran")
             return profile
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise CaptureError(
                 f"{directory} holds no profile that can be read",
                 found=f"{type(error).__name__}: {error}",
                 next_step="Run with --profile, and name the directory that it prints.",
             ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as a trace holds it."""
+        return encode_fields(self, num_decoded="decode_rows")
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RunProfile:
+        """Return the profile of a trace."""
+        return decode_fields(cls, record, num_decoded="decode_rows")
 
     def _events(self) -> Iterator[dict[str, Any]]:
         """Yield events of the trace: one for each layer, and then the layer's phases, one after the other."""
@@ -116,6 +125,13 @@ class RunProfile:
             for phase, seconds in profile.times.by_phase().items():
                 yield _event(phase, start_s, seconds, {"layer": profile.layer})
                 start_s += seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """The key of a trace that is mm2's own; a trace viewer ignores it."""
+
+    mm2: RunProfile
 
 
 class Profiler:

@@ -3,6 +3,8 @@
 - `hostile_world`: a small model with captures, plan, slices and dumps, whose files are damaged
 - `mutations`: mutations of a JSON value, and of a file's bytes
 - `hostile_json`: files of any shape give a typed error that names them
+- `hostile_file`: a file with the command that reads it; `hostile_run_files`, `hostile_cache_files` and
+  `hostile_model_files`: files beside captures, in caches, and beside weights, dumps and prompts
 - `hostile_pickles`: no code of a pickle runs, and reading one is bounded
 - `hostile_text`: no control characters reach a terminal or a report
 - `unreadable_dumps`: what cannot be read of a dump is named, and nothing passes over it

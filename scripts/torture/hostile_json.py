@@ -9,18 +9,21 @@ import json
 import random
 import re
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import click
 
 from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.cli import mm2_split
 from neuron.cli import main as mm2_test
+from torture.hostile_cache_files import cache_files
+from torture.hostile_file import REFUSED, HostileFile
+from torture.hostile_model_files import model_files
+from torture.hostile_run_files import run_files
 from torture.hostile_world import HostileWorld, Outcome, run_command
 from torture.mutations import Leniency, Mutation, mutate_randomly, mutate_systematically, mutate_whole
 from torture.tally import Tally
@@ -28,8 +31,6 @@ from torture.tally import Tally
 _PROMISE = "a file of any shape gives a typed error that names it"
 _LONGEST_S = 5.0
 _NUM_RANDOM = 50
-_REFUSED = (2, 3)
-_STRICT = Leniency()
 # The words of `console` for an exception that no code foresaw.
 _UNEXPECTED = re.compile(r"unexpected [A-Z]\w*:")
 
@@ -41,31 +42,6 @@ _UNPLANNED = (
     "router_*", "*bias*", "quantization_config", "auto_map", "*_type*", "initializer_range", "output_*",
     "shared_*", "layernorm_*", "mtp*", "num_mtp*",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostileFile:
-    """A file that a command reads."""
-
-    name: str
-    path: Path
-    command: click.Command
-    words: tuple[object, ...]
-    leniency: Leniency = _STRICT
-    # How a content that is no JSON is stored: the header of a shard has its length before it.
-    pack: Callable[[bytes], bytes] = bytes
-    is_json: bool = True
-    refused: tuple[int, ...] = _REFUSED  # exit codes of a refusal
-    is_remade: bool = False  # whether a damaged file is made anew, so that nothing need be refused
-    folder: Path | None = None  # working folder of the command
-
-    def read_text(self) -> bytes:
-        """Read the text: all of the file, or the header of a shard."""
-        content = self.path.read_bytes()
-        if self.pack is bytes:
-            return content
-        (length,) = struct.unpack("<Q", content[:8])
-        return content[8 : 8 + length]
 
 
 def run_hostile_json(scratch: Path, seed: int) -> Tally:
@@ -102,11 +78,11 @@ def find_fault(file: HostileFile, mutation: Mutation, outcome: Outcome) -> str |
     text = outcome.one_line
     if outcome.is_traceback or _UNEXPECTED.search(text) or "--debug for the traceback" in text:
         return "no typed error"
-    if outcome.exit_code not in (0, 1, *_REFUSED):
+    if outcome.exit_code not in (0, 1, *REFUSED):
         return f"exit code {outcome.exit_code}"
     if outcome.seconds > _LONGEST_S:
         return f"{outcome.seconds:.1f} s"
-    if mutation.must_be_refused and not file.is_remade and outcome.exit_code not in file.refused:
+    if mutation.must_be_refused and not file.may_pass and outcome.exit_code not in file.refused:
         return f"exit code {outcome.exit_code}, although the value is wrong"
     # A value of the right kind may name something else, such as a folder that is not there.
     is_of_the_file = mutation.must_be_refused or not _is_readable(file, mutation.content)
@@ -118,8 +94,9 @@ def find_fault(file: HostileFile, mutation: Mutation, outcome: Outcome) -> str |
 
 def _mutations(file: HostileFile, draw: random.Random) -> Iterator[Mutation]:
     content = file.read_text()
-    if file.is_json and not file.is_remade:  # each mutation of these makes the file anew, which takes long
-        yield from mutate_systematically(json.loads(content), file.leniency)
+    if file.is_json:
+        mutations = list(mutate_systematically(json.loads(content), file.leniency))
+        yield from draw.sample(mutations, min(file.most_drawn or len(mutations), len(mutations)))
     yield from mutate_whole(content)
     yield from mutate_randomly(content, _NUM_RANDOM, draw)
 
@@ -141,6 +118,9 @@ def hostile_files(world: HostileWorld, scratch: Path) -> tuple[HostileFile, ...]
         *_inputs(world, scratch),
         *_dumps(world, scratch),
         *_settings(world, scratch),
+        *run_files(world, _make(scratch / "run_files")),
+        *cache_files(Manifest.read(world.golden), _make(scratch / "cache_files")),
+        *model_files(world, _make(scratch / "model_files")),
     )
 
 
@@ -192,7 +172,8 @@ def _captures(world: HostileWorld) -> Iterator[HostileFile]:
         path=world.run / "diagnosis.json",
         command=mm2_diagnose,
         words=judged,
-        is_remade=True,
+        may_pass=True,
+        most_drawn=_NUM_RANDOM,  # each makes the file anew, which takes long
     )
 
 
@@ -217,8 +198,13 @@ def _checkpoints(world: HostileWorld) -> Iterator[HostileFile]:
         name="index", path=index, command=mm2_split, words=planned,
         leniency=Leniency(unread=("metadata.*",), optional=("metadata",), nullable=("metadata",)),
     )  # fmt: skip
+
+    def unpack(stored: bytes) -> bytes:
+        return stored[8 : 8 + length]
+
     yield HostileFile(
-        name="header", path=shard, command=mm2_split, words=("memory", "--model", world.model, "--quiet"), pack=pack,
+        name="header", path=shard, command=mm2_split, words=("memory", "--model", world.model, "--quiet"),
+        pack=pack, unpack=unpack,
         leniency=Leniency(unread=("__metadata__.*",), optional=("__metadata__",), nullable=("__metadata__",)),
     )  # fmt: skip
 
@@ -336,9 +322,14 @@ def _settings(world: HostileWorld, scratch: Path) -> Iterator[HostileFile]:
         command=mm2_compare,
         words=judged,
         is_json=False,
-        is_remade=True,
+        may_pass=True,
         folder=project,
     )
+
+
+def _make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def _write(path: Path, value: Any) -> Path:

@@ -58,6 +58,27 @@ def test_log_that_cannot_be_read_starts_anew(tmp_path: Path, text: str) -> None:
     assert StageLog(tmp_path).find("golden", COMMAND, source_digest="") is None
 
 
+def test_log_that_is_no_file_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "stages.json").mkdir()
+    assert StageLog(tmp_path).find("golden", COMMAND, source_digest="") is None
+    assert f"Starting anew: {tmp_path / 'stages.json'} cannot be read" in caplog.text
+
+
+def test_stage_that_the_log_never_keeps_is_not_found_in_it(tmp_path: Path) -> None:
+    log = StageLog(tmp_path)
+    log.run("golden", COMMAND, source_digest="", is_shown=False)
+    path = tmp_path / "stages.json"
+    path.write_text(path.read_text().replace('"exit_code": 0', '"exit_code": 99'))
+    assert StageLog(tmp_path).find("golden", COMMAND, source_digest="") is None
+
+
+@pytest.mark.parametrize(
+    "text", ['{"next": 3}', '{"next": [1]}', '{"next": "mm2-test"}', "{}", '{"next": null}']
+)
+def test_output_that_lists_no_commands_advises_none(text: str) -> None:
+    assert stage(text).next_commands == ()
+
+
 def test_commands_to_run_next_are_told_apart_from_the_text() -> None:
     result = stage("FAIL: layer 1\n\nNext\n  mm2-diagnose --run a\n  mm2-test weights\n")
     assert result.text == "FAIL: layer 1\n\n"

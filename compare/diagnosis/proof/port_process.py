@@ -15,10 +15,24 @@ from compare.diagnosis.proof.proof import MistakeProof, not_provable
 from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.json_codec import DecodeError, decode
-from minimax_tools.machine.json_file import JsonError, parse_json
+from minimax_tools.json_codec import decode
+from minimax_tools.machine.json_file import parse_json
 
 _MODULE = "neuron"  # the package of `mm2-test`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """The key of the command's JSON that holds its proof."""
+
+    proof: MistakeProof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """The key of the JSON of a command that could not run that holds the reason."""
+
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +73,8 @@ class PortProcess:
                 check=False,
             )
         try:
-            record = parse_json(done.stdout)
-            return decode(MistakeProof, record["proof"])
-        except (JsonError, DecodeError, KeyError):
+            return decode(_Report, parse_json(done.stdout)).proof
+        except ValueError:
             return not_provable(f"the port did not run: {_find_error(done)}", "Give its place with --target.")
 
     def _arguments(self, layer: int, undone: tuple[Undo, ...], folder: str) -> Iterator[str]:
@@ -81,8 +94,7 @@ class PortProcess:
 def _find_error(done: subprocess.CompletedProcess[str]) -> str:
     """Return the message of a command that failed."""
     try:
-        message: str = parse_json(done.stdout)["error"]
-        return message.rstrip(".")
-    except (JsonError, KeyError, TypeError):
+        return decode(_Failure, parse_json(done.stdout)).error.rstrip(".")
+    except ValueError:
         lines = done.stderr.strip().splitlines()
         return lines[-1] if lines else f"it ended with exit code {done.returncode}"

@@ -106,6 +106,21 @@ UNREADABLE_MAPS = [
 ]
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"": "tpu"}', '{"": true}', '"cpu"', "[" * 10**5, "\0"])
+def test_unreadable_map_in_a_file_is_refused_by_the_files_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"--device-map .*map\.json' cannot be read") as caught:
+        parse(str(path))
+    assert len(str(caught.value)) < 500
+
+
+def test_long_map_is_quoted_in_short() -> None:
+    with pytest.raises(UsageError, match="--device-map .* cannot be read") as caught:
+        parse(json.dumps({f"model.layers.{layer}": "tpu" for layer in range(1000)}))
+    assert len(str(caught.value)) < 600
+
+
 @pytest.mark.parametrize("text", UNREADABLE_MAPS)
 def test_unreadable_map_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--device-map .* cannot be read"):

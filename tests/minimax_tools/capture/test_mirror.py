@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.manifest import MANIFEST_NAME
-from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError, RemoteError, UsageError
 from minimax_tools.model.sites import Site
@@ -191,14 +191,31 @@ def test_a_json_file_that_was_removed_is_fetched_again(published: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [MANIFEST_NAME, ".address.json"])
-def test_a_mirror_without_a_right_manifest_or_address_is_made_again(published: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["{}", "[1]", "3", "null", '{"asked": 1, "address": 2, "directory": 3, "tag": 4}']
+)
+def test_a_mirror_without_a_right_manifest_or_address_is_made_again(
+    published: Any, name: str, text: str
+) -> None:
     directory = Capture.open(ADDRESS).directory
     for record in (*directory.parents[1].glob("addresses/*"), directory / name):
-        record.write_text("{}")
+        record.write_text(text)
         capture = Capture.open(ADDRESS)
         assert capture.directory == directory
         assert capture.manifest == Capture.open(OLD).manifest
         assert address_of(directory) == ADDRESS
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", '{"asked": 1, "address": "s3://lab/x"}', '{"asked": "/x", "address": "/x"}']
+)
+def test_a_mirror_whose_address_cannot_be_read_is_refused_by_name(published: Any, text: str) -> None:
+    directory = Capture.open(ADDRESS).directory
+    (directory / ".address.json").write_text(text)
+    assert address_of(directory) == str(directory)
+    with pytest.raises(CaptureError, match=r"\.address\.json cannot be read") as caught:
+        Capture.open(directory).read(1, Site.OUTPUT)
+    assert caught.value.next_step == "Name the capture by its address, not by this folder of the cache."
 
 
 def test_the_same_golden_at_two_addresses_has_two_mirrors(published: Any) -> None:

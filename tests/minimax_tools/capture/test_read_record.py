@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_record_of_an_earlier_version_has_no_attempts(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"node": "a", "tensors": ["x"], "bytes_read": 1, "bytes_asked": 1}')
     record = ReadRecord.read(tmp_path / "a.json")
     assert (record.bytes_read_again, record.plan) == (0, "")
+
+
+@pytest.mark.parametrize("value", [-1, 10**400, 1.5, True, "1", None])
+def test_record_of_bytes_that_none_can_read_is_refused_by_name(tmp_path: Path, value: object) -> None:
+    path = BEGUN.write(tmp_path / "records")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bytes_read": value}))
+    with pytest.raises(CannotRunError, match=r"a\.json is no read record: found .*(bytes_read|whole number)"):
+        ReadRecord.read(path)
 
 
 def test_record_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

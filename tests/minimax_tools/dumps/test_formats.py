@@ -210,6 +210,32 @@ class TestSglang:
             read_dump(tmp_path, FORMATS["sglang"])
 
     @pytest.mark.parametrize(
+        ("changed", "expected"),
+        [
+            ({"step": True}, "a whole number as step"),
+            ({"step": -1}, "a whole number as step"),
+            ({"rank": 10**5000}, "a whole number as rank"),
+            ({"dump_index": "1"}, "a whole number as dump_index"),
+            ({"layer_id": True}, "a whole number as layer_id"),
+            ({"dims": ["b", "s", "h"]}, "text as dims"),
+            ({"sglang_parallel_info": [1]}, "a dict as sglang_parallel_info"),
+            ({"sglang_parallel_info": {"tp_rank": 0, "tp_size": True}}, "a whole number as tp_size"),
+        ],
+    )
+    def test_fact_of_another_kind_is_refused_by_name(
+        self, changed: dict[str, Any], expected: str, tmp_path: Path
+    ) -> None:
+        meta = {"step": 0, "rank": 0, "dump_index": 1, "name": "x", "sglang_parallel_info": None}
+        file = "step=0___rank=0___dump_index=1___name=x.pt"
+        save({"value": TENSOR, "meta": meta}, tmp_path / file)
+        assert read_dump(tmp_path, FORMATS["sglang"]).steps == ("0",)
+        save({"value": TENSOR, "meta": meta | changed}, tmp_path / file)
+        with pytest.raises(
+            CaptureError, match=rf"name=x\.pt is of another layout: expected {expected}, found"
+        ):
+            read_dump(tmp_path, FORMATS["sglang"])
+
+    @pytest.mark.parametrize(
         ("dims", "layout"),
         [
             ("b s h", Replicated()),

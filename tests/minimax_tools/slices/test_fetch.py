@@ -254,6 +254,31 @@ def test_a_fetch_that_was_broken_off_goes_on_with_the_next_run(
     assert verify(plan, nodes=["b"], model=str(toy), slices=tmp_path).holds
 
 
+DAMAGED_LINES = (
+    *(b"3", b"[1]", b"[]", b'["0", 1]', b"null", b'{"a": 1, "b": 2, "c": 3}', b'["0", null, [3]]', b"\xff"),
+)
+
+
+@pytest.mark.parametrize("lines", [DAMAGED_LINES[:-1], DAMAGED_LINES[-1:]], ids=["values", "bytes"])
+def test_damaged_line_in_the_list_of_pieces_counts_for_nothing(
+    toy: Path, hub: Any, hub_module: ModuleType, access: HubAccess, tmp_path: Path, lines: tuple[bytes, ...]
+) -> None:
+    plan = make(access)
+    last = plan.slice_of("b").files[-1]
+    hub.plant("GET", last, hub_module.Fault(), times=4)
+    hub.plant("GET", last, hub_module.Fault(status=503), times=5)
+    with pytest.raises(CheckpointError):
+        fetch_slice_ranges(plan, "b", tmp_path / "b", access=dataclasses.replace(access, num_workers=1))
+    journals = list(tmp_path.rglob("*.safetensors.fetched"))
+    assert journals
+    for journal in journals:
+        journal.write_bytes(journal.read_bytes() + b"\n".join(lines) + b"\n")
+    fetched = fetch_slice_ranges(plan, "b", tmp_path / "b", access=access)
+    assert fetched.bytes_fetched is not None
+    assert 0 < fetched.bytes_fetched < fetched.size_bytes
+    assert verify(plan, nodes=["b"], model=str(toy), slices=tmp_path).holds
+
+
 def test_what_was_begun_of_another_commit_is_thrown_away(
     toy: Path, hub: Any, hub_module: ModuleType, access: HubAccess, tmp_path: Path
 ) -> None:

@@ -129,6 +129,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown component": (lambda folder: edit(folder, component="middle"), "component.json is damaged"),
     "layers of another": (lambda folder: edit(folder, start_layer=0), "component.json is damaged"),
     "layers past the last": (lambda folder: edit(folder, end_layer=9), "component.json is damaged"),
+    "no object": (
+        lambda folder: (folder / "component.json").write_text("[1]"),
+        "component.json does not describe a component",
+    ),
+    "version that is no number": (lambda folder: edit(folder, version=True), "does not describe a component"),
+    "layer as a fraction": (lambda folder: edit(folder, end_layer=3.0), "component.json is damaged"),
+    "layer without end": (lambda folder: edit(folder, end_layer=float("inf")), "component.json"),
+    "layer as text": (lambda folder: edit(folder, start_layer="1"), "component.json is damaged"),
+    "an implementation of another kind": (
+        lambda folder: edit(folder, attn_implementation=1.5),
+        "component.json is damaged",
+    ),
+    "tensors of another kind": (lambda folder: edit(folder, tensors=[1]), "component.json is damaged"),
+    "a checksum of another kind": (
+        lambda folder: edit(folder, tensors={NORM: True}),
+        "component.json is damaged",
+    ),
     "no dtype": (lambda folder: edit(folder, dtype="nn"), "component.json is damaged"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json.* cannot be used"),
     "no tensors": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),

@@ -105,3 +105,10 @@ def test_gpu_that_is_not_here_is_refused() -> None:
         BackendError, match="there is no cuda:2, which trunk should go to: found 2 CUDA devices"
     ):
         choose_devices("cpu", {"bottom": "cpu", "trunk": "cuda:2", "top": "cpu"}, num_gpus=2)
+
+
+def test_model_of_more_layers_than_any_has_is_not_built() -> None:
+    with pytest.raises(
+        UsageError, match=r"a model of 1000.* layers cannot be split: expected at most 1048576"
+    ):
+        Part(role=Role.BOTTOM, span=Span(0, 1), num_hidden_layers=10**400)

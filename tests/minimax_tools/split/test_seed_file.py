@@ -182,8 +182,9 @@ def test_bare_state_dict_is_refused_with_what_is_needed(whole: Any, tmp_path: Pa
         SplitModel.load(tmp_path / "bottom.pt")
 
 
-def test_damaged_metadata_is_named(whole: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[1]", "3", "null"])
+def test_damaged_metadata_is_named(whole: Any, tmp_path: Path, text: str) -> None:
     torch.save(state_dict(whole, "bottom", renumbered=True), tmp_path / "bottom.pt")
-    (tmp_path / "bottom_metadata.json").write_text("{")
+    (tmp_path / "bottom_metadata.json").write_text(text)
     with pytest.raises(CheckpointError, match="bottom_metadata.json cannot be read"):
         SplitModel.load(tmp_path / "bottom.pt")

@@ -86,6 +86,17 @@ def test_special_token_may_be_an_object(toy: Path, tmp_path: Path) -> None:
     assert render_chat(folder, PROMPT) == "<s>"
 
 
+@pytest.mark.parametrize("token", [3, True, ["<s>"], {"text": "<s>"}, {"content": 3}])
+def test_special_token_that_is_no_text_is_refused_by_name(toy: Path, tmp_path: Path, token: object) -> None:
+    folder = with_template(toy, tmp_path, "{{ bos_token }}")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": token}))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer_config\.json: bos_token is no token: expected text, or .* found"
+    ):
+        render_chat(folder, PROMPT)
+
+
 def test_date_is_todays(toy: Path, tmp_path: Path) -> None:
     folder = with_template(toy, tmp_path, "{{ strftime_now('%Y') }}")
     assert render_chat(folder, PROMPT) == f"{datetime.datetime.now().year}"
@@ -99,6 +110,9 @@ def test_date_is_todays(toy: Path, tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ 1 + 'a' }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ range(10 ** 9) | list }}", "OverflowError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
     ],
 )
 def test_template_that_fails_is_an_error_with_its_reason(
@@ -109,7 +123,19 @@ def test_template_that_fails_is_an_error_with_its_reason(
         render_chat(folder, PROMPT)
 
 
-@pytest.mark.parametrize("template", [None, 3, [{"name": "tools", "template": "x"}]])
+def test_template_file_that_cannot_be_read_is_named(toy: Path, tmp_path: Path) -> None:
+    folder = with_template(toy, tmp_path, "x")
+    path = folder / "chat_template.jinja"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(
+        CheckpointError, match=r"chat_template\.jinja cannot be read: found .*Fetch the file again"
+    ):
+        render_chat(folder, PROMPT)
+
+
+@pytest.mark.parametrize(
+    "template", [None, 3, [3], [{"name": ["default"], "template": "x"}], [{"name": "tools", "template": "x"}]]
+)
 def test_checkpoint_without_a_template_says_so(toy: Path, tmp_path: Path, template: object) -> None:
     with pytest.raises(CheckpointError, match=r"has no chat template\. Leave --chat out"):
         render_chat(with_template(toy, tmp_path, template), PROMPT)

@@ -6,7 +6,7 @@ import pytest
 
 from minimax_tools.errors import CheckpointError
 from minimax_tools.text.chat import render_chat
-from minimax_tools.text.tokenizer import decode_rows, encode_texts, has_tokenizer
+from minimax_tools.text.tokenizer import decode_rows, encode_texts, has_tokenizer, read_end_tokens
 
 TEXTS = ["The capital of France is", "def f(x):\n    return x", "Grüße, 你好 🙂", "]~b]user"]
 
@@ -34,6 +34,24 @@ def test_chat_is_encoded_as_transformers_encodes_it(toy: Path) -> None:
 def test_rows_are_decoded_with_their_special_tokens(toy: Path) -> None:
     assert decode_rows(toy, encode_texts(toy, TEXTS, chat=False)) == TEXTS
     assert decode_rows(toy, encode_texts(toy, TEXTS[:1], chat=True)) == [render_chat(toy, TEXTS[0])]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("3", {3}), ("[3, 4]", {3, 4}), ("[]", set()), ("null", {9})]
+)
+def test_end_tokens_are_those_of_the_first_file_that_names_them(
+    tmp_path: Path, value: str, expected: set[int]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
+    assert read_end_tokens(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", ["true", "[true]", "1.0", '"3"', "[[3]]", "{}"])
+def test_end_token_that_is_no_id_is_refused_by_name(tmp_path: Path, value: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is not a token id"):
+        read_end_tokens(tmp_path)
 
 
 def test_missing_and_damaged_tokenizer_are_told_apart(toy: Path, tmp_path: Path) -> None:

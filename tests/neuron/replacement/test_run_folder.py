@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.model.inputs import pad_rows
 from neuron.replacement.run_folder import RunFolder, RunPlan
 
@@ -33,6 +34,29 @@ def test_killed_run_that_was_writing_the_folder_is_gone_on_with(tmp_path: Path) 
         "replacement.json",
     ]
     assert not RunFolder.create(directory, PLAN, INPUTS)[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"num_decoded": -1}, "num_decoded is -1"),
+        ({"vocab_size": 10**400}, "vocab_size is 1000"),
+        ({"schema_version": 2}, "version 2"),
+        ({"bucket": True}, "expected a whole number, found True"),
+    ],
+)
+def test_damaged_plan_is_refused_by_name(tmp_path: Path, changed: dict[str, object], found: str) -> None:
+    folder, _ = RunFolder.create(tmp_path / "runs", PLAN, INPUTS)
+    folder.finish()
+    path = folder.directory / "replacement.json"
+    whole = json.loads(path.read_text())
+    for record in ({**whole, **changed}, [whole], 3):
+        path.write_text(json.dumps(record))
+        with pytest.raises(CaptureError, match=r"replacement\.json cannot be read") as caught:
+            RunFolder.open(folder.directory)
+        if isinstance(record, dict):
+            assert found in str(caught.value.found)
 
 
 def test_folder_of_others_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.errors import CaptureError
 from minimax_tools.model.spec import ModelSpec
 from neuron.cli import main
 from neuron.runs.layer_times import LayerTimes
@@ -75,6 +76,44 @@ def test_compiling_and_sending_are_told_apart_on_xla(
     assert first.times.compile_s > 0.0
     assert second.times.compile_s == 0.0
     assert min(first.times.transfer_s, second.times.transfer_s) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        ({"mm2": 3}, "expected an object, found 3"),
+        ({"mm2": {"batch_size": "2"}}, "expected a whole number, found '2'"),
+        ({"mm2": {"batch_size": 0}}, "batch_size is 0"),
+        ({"mm2": {"layers": []}}, "no layer ran"),
+        ({"mm2": {"layers": [{"layer": True}]}}, "expected a whole number, found True"),
+    ],
+)
+def test_damaged_profile_is_refused_by_name(tmp_path: Path, damage: Any, found: str) -> None:
+    profile = RunProfile(
+        backend="cpu",
+        spec_digest="0",
+        dtype="bfloat16",
+        num_ranks=1,
+        num_decoded=0,
+        batch_size=2,
+        sequence_length=64,
+        layers=(
+            LayerProfile(
+                layer=0, started_s=0.0, times=LayerTimes(), peak_host_bytes=1, peak_device_bytes=None
+            ),
+        ),
+    )
+    path = profile.write(tmp_path)
+    assert RunProfile.read(tmp_path) == profile
+    whole = json.loads(path.read_text())
+    other = damage["mm2"]
+    changed = {**whole["mm2"], **other} if isinstance(other, dict) else other
+    for record in ({**whole, "mm2": changed}, [whole], 3, {}):
+        path.write_text(json.dumps(record))
+        with pytest.raises(CaptureError, match="holds no profile that can be read") as caught:
+            RunProfile.read(tmp_path)
+        if record == {**whole, "mm2": changed}:
+            assert found in str(caught.value.found)
 
 
 class TestEstimate:
