@@ -1,4 +1,4 @@
-"""Which layers and sites of a run are diagnosed, and what is told of the others."""
+"""Layers and sites of a run that are diagnosed, and words on the others."""
 
 from __future__ import annotations
 

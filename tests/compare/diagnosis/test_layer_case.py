@@ -1,4 +1,4 @@
-"""What judges a layer's hypotheses: sites, tokens and noise, and the tokens on which they are screened."""
+"""The case of a layer: sites, tokens and noise that judge hypotheses, and the tokens on which they are screened."""
 
 from __future__ import annotations
 

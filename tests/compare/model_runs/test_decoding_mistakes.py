@@ -1,4 +1,4 @@
-"""Each mistake of decoding computes what a port computes that makes it, and steps through its cache entry by entry."""
+"""Mistakes of decoding compute what a port computes that makes them, and steps through its cache entry by entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each mistake of attention and rotary embedding computes what a port does that makes it."""
+"""Mistakes of attention and rotary embedding compute what a port does that makes them."""
 
 from __future__ import annotations
 

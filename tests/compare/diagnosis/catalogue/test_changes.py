@@ -1,4 +1,4 @@
-"""Each mistake of norms, router, experts and residuals computes what a port does that makes it."""
+"""Mistakes of norms, router, experts and residuals compute what a port does that makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each mistake outside the layers predicts what a port gives that makes it, on a small vocabulary."""
+"""Mistakes outside the layers predict what a port gives that makes them, on a small vocabulary."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_parameters_that_are_tried(name: str, expected: list[tuple[Value, ...]])
 
 
 class TestNoise:
-    """Of two channels, ones and zeros in the golden."""
+    """Two channels, ones and zeros in the golden."""
 
     GOLDEN = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
 
