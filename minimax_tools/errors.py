@@ -33,7 +33,7 @@ _LONGEST_VALUE = 200
 # As in pyproject.toml. Packages, not extras of mm2, because mm2 is not on the package index.
 EXTRA_REQUIREMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "golden": ("accelerate>=1.1", "transformers>=5.23"),
+        "golden": ("accelerate>=1.15", "transformers>=5.23"),
         "remote": ("s3fs>=2024.2",),
         "report": ("vl-convert-python>=1.9",),
         "xla": ("torch==2.9.*", "torch_xla==2.9.*"),

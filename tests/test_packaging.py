@@ -302,7 +302,7 @@ def test_extras_are_golden_remote_report_xla_pytest_and_dev(metadata: email.mess
         "dev",
     }
     assert 'transformers>=5.23; extra == "golden"' in required
-    assert 'accelerate>=1.1; extra == "golden"' in required
+    assert 'accelerate>=1.15; extra == "golden"' in required
     assert [text for text in required if 'extra == "remote"' in text] == ['s3fs>=2024.2; extra == "remote"']
     xla = [text for text in required if 'extra == "xla"' in text]
     assert sorted(text.partition(";")[0] for text in xla) == ["torch==2.9.*", "torch_xla==2.9.*"]

@@ -276,7 +276,7 @@ def seen() -> Seen:
 def test_terminal_shows_one_bar_with_everything_on_one_row(seen: Seen) -> None:
     bars = [row for row in seen.rows if row.startswith("Golden")]
     assert len(bars) == 1
-    assert re.fullmatch(r"Golden ━+ 6/6 · layer 5 · took 0:0\d · [\d.]+ .B/s · memory [\d.]+ MB", bars[0]), (
+    assert re.fullmatch(r"Golden +━+ 6/6 · layer 5 · took 0:0\d · [\d.]+ .B/s · memory [\d.]+ MB", bars[0]), (
         bars
     )
 

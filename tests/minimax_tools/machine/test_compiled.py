@@ -31,7 +31,8 @@ def load_loops(load_module: Callable[[Path], ModuleType], tmp_path: Path) -> Cal
 
     def load() -> ModuleType:
         path = tmp_path / "loops.py"
-        path.write_text(LOOPS)
+        if not path.exists():  # numba compares the time of its last change
+            path.write_text(LOOPS)
         return load_module(path)
 
     return load
