@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, RemoteError, UsageError
 from minimax_tools.model.sites import Site
 
