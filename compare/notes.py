@@ -14,7 +14,7 @@ from minimax_tools.errors import format_count, list_names
 from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
+from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS
 from minimax_tools.results.results import Blame, RouterDtype, SiteResult
 
 _MAX_NAMED = 8

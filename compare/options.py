@@ -1,15 +1,18 @@
-"""Options of the commands that judge: --criteria with its limits and tolerances, --metrics and --verbose."""
+"""Options of the commands that judge: --criteria with its limits, --metrics, --verbose and --report-path."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits, Criteria
-from compare.limits.limits_file import read_limits
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.command_line.options import grouped_as, stack_options
 from minimax_tools.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from compare.limits.criteria import Criteria
 
 _NAMES = ("noise", "classic")
 _SUFFIXES = (".yaml", ".yml")
@@ -31,6 +34,9 @@ def _read_criteria(
     Raises:
         UsageError: The criteria are unknown, their file is wrong, or a classic limit was given with other criteria.
     """
+    from compare.limits.criteria import ClassicLimits, Criteria
+    from compare.limits.limits_file import read_limits
+
     options = {
         "max_abs_diff": max_abs_diff,
         "mean_abs_diff": mean_abs_diff,
@@ -127,4 +133,10 @@ criteria_options = stack_options(
     # The command gets the values named in `_read_criteria` as one argument, `criteria`; --metrics and --verbose
     # stay their own.
     grouped_as("criteria", _read_criteria),
+)
+report_option = click.option(
+    "--report-path",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Folder for a report: a page (report.html), Markdown, JUnit XML, text, JSON and CSV. Default: none.",
 )

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import click
-
 from compare.comparer import JudgedRun
 from compare.diagnosis.confirmed_causes import confirm_causes
 from compare.diagnosis.finding import Diagnosis
@@ -20,13 +18,6 @@ from reports.folder import Report, WrittenReport, write_report
 from reports.page.origins import origin_rows
 
 logger = logging.getLogger(__name__)
-
-report_option = click.option(
-    "--report-path",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="FOLDER",
-    help="Folder for a report: a page (report.html), Markdown, JUnit XML, text, JSON and CSV. Default: none.",
-)
 
 
 def print_then_report(

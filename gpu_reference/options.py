@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch
 
-from gpu_reference.golden.generation import Sampling
-from gpu_reference.model.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
-from gpu_reference.streaming.stream_choice import STREAM_MODES, StreamingRequest
+from gpu_reference.golden.sampling import Sampling
+from gpu_reference.model.implementations import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
+from gpu_reference.streaming.streaming_request import STREAM_MODES, StreamingRequest
 from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.options import (
     grouped_as,
@@ -23,8 +23,11 @@ from minimax_tools.command_line.options import (
     stack_options,
     store_options,
 )
-from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, MOST_VARIANTS
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, MOST_VARIANTS
+from minimax_tools.text.input_request import InputRequest
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

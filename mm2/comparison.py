@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from compare.comparer import compare_captures
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
 from compare.limits.limits_file import calibrated_limits
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights, find_weights
 from minimax_tools.capture.mirror import capture_folder
 from minimax_tools.capture.source import CaptureSource

@@ -16,6 +16,8 @@ From the lowest floor up:
 - `port_stages`: commands run one after the other, and a log from which a later call goes on
 - `launch`: the ranks of a run, started as processes of the command
 - `options`, `rank_options`: options that several commands share
+- `port_arguments`: a port named by options of a command line
+- `rank_sharing`: a command shared among ranks
 - `commands`: commands with a file of their own
 - `cli`: the other commands of `mm2-test`
 - `__main__`: the entry point

@@ -36,8 +36,8 @@ def _run_command() -> None:
     from minimax_tools.command_line.stops import raise_when_stopped
     from neuron.cli import main as run_mm2_test
 
-    raise_when_stopped()
-    run_mm2_test(prog_name=_NAME)
+    # `obj` is called once the command's work is loaded.
+    run_mm2_test(prog_name=_NAME, obj=raise_when_stopped)
 
 
 if __name__ == "__main__":

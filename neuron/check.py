@@ -24,8 +24,10 @@ from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.provenance import library_versions, numeric_environment
-from minimax_tools.text.prompts import InputRequest, build_inputs
-from neuron.devices.backend import NO_FALLBACK, Backend, choose_backend
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
+from neuron.devices.backend import Backend
+from neuron.devices.backend_choice import NO_FALLBACK, choose_backend
 from neuron.devices.machine import Machine
 from neuron.ports.targets import find_target
 from neuron.runs.footprint import DeviceFootprint

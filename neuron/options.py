@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
-from compare.limits.criteria import Criteria
-from compare.options import criteria_options
-from compare.run_report import report_option
-from minimax_tools.capture.digests import dtype_name
-from minimax_tools.capture.further import FurtherPlace, parse_further
-from minimax_tools.capture.reader import Capture
+from compare.options import criteria_options, report_option
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.completion import complete_captures
+from minimax_tools.command_line.late_value import LateValue
 from minimax_tools.command_line.options import (
     grouped_as,
     input_options,
@@ -31,16 +26,19 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.remote_paths import CapturePath
-from minimax_tools.errors import UsageError
-from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.spec import ModelSpec
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
 from neuron.devices.backend import Backend
 from neuron.devices.compiler import AUTO, OFF, Compiler
-from neuron.devices.ranks import Ranks
 from neuron.process.record import LAYER_TIMEOUT_S
 from neuron.process.status import limit_layers
 from neuron.rank_options import rank_options
+
+if TYPE_CHECKING:
+    import torch
+
+    from compare.limits.criteria import Criteria
+    from minimax_tools.capture.further import FurtherPlace
+    from neuron.devices.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +135,23 @@ prefetch_option = click.option(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _FurtherPlaces(LateValue):
+    """The places that --also names."""
+
+    texts: tuple[str, ...]
+
+    def find(self, ctx: click.Context) -> tuple[FurtherPlace, ...]:
+        """Return the places.
+
+        Raises:
+            UsageError: A text is of another form, or a name is that of a site.
+        """
+        from minimax_tools.capture.further import parse_further
+
+        return parse_further(self.texts)
+
+
 def _device_options(*further: Decorator) -> Decorator:
     # Groups of options come after `rank_options`: only rank 0 builds them, so an error shows once.
     return stack_options(
@@ -163,7 +178,7 @@ def _device_options(*further: Decorator) -> Decorator:
             "further",
             multiple=True,
             metavar="NAME=PLACE",
-            callback=lambda _, __, texts: parse_further(texts),
+            callback=lambda _, __, texts: _FurtherPlaces(texts),
             help="Also store a tensor of the port that is no site; it is never judged. PLACE is a submodule's path, "
             "PATH:input[1] or, of the layer itself, :output[1]. Repeat for several.",
         ),
@@ -192,35 +207,3 @@ def _device_options(*further: Decorator) -> Decorator:
 
 device_options = _device_options()
 span_device_options = _device_options(span_options)
-
-
-def port_arguments(options: DeviceOptions) -> tuple[str, ...]:
-    """Return the options that name a port, its device, dtype and ranks, as a command takes them."""
-    return name_port(target=options.target, backend=options.backend, dtype=options.dtype, ranks=options.ranks)
-
-
-def name_port(*, target: str, backend: str, dtype: torch.dtype, ranks: Ranks) -> tuple[str, ...]:
-    """Return the options of any command that name a port, its device, dtype and ranks."""
-    words = ["--target", target, "--backend", backend]
-    words += [] if dtype is torch.bfloat16 else ["--dtype", dtype_name(dtype)]
-    for name, value in ranks.as_json().items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    return tuple(words)
-
-
-def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
-    """Read the golden's prompts, rows of token ids; without a golden, build those that `request` asks for.
-
-    Raises:
-        UsageError: A golden was given, and options that choose token rows too.
-        CaptureError: The golden's inputs cannot be read.
-    """
-    if golden is None:
-        return build_inputs(request, folder=folder, spec=spec)
-    # The seed alone may be given: it serves other random numbers too.
-    if request != InputRequest(seed=request.seed):
-        raise UsageError(
-            "--golden gives the token rows: no other option may choose them",
-            next_step="Leave out --prompt, --input-ids, --seq-len and so on, or capture a golden with them.",
-        )
-    return golden.read_inputs()

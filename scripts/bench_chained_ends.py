@@ -20,15 +20,16 @@ from cpu_golden import NARROW, capture_cpu_golden, write_model
 from figures import Figure, benchmark_parser, print_figures
 from port_runs import EXAMPLES
 
-from compare.chains.chain_limits import LONGEST_CHAIN, chain_limits
+from compare.chains.chain_limits import chain_limits
 from compare.chains.chain_noise import PARTS, ChainError, measure_error, measure_unit
+from compare.chains.largest_errors import LONGEST_CHAIN
 from compare.sides.batch import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
 from neuron.runs.bisection import run_chain

@@ -15,7 +15,8 @@ from clean_ports import CleanModel, add_options, clean_ports, combine_settings, 
 from figures import Figure, benchmark_parser, print_figures
 
 from compare.comparer import compare_captures
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.results.results import Comparison, Verdict
 

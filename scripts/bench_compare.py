@@ -32,7 +32,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.pair_metrics import compare_tensors, sample_centres, sum_pair
 from minimax_tools.metrics.pair_sums import PairSums, Tolerance
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

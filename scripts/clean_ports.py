@@ -19,9 +19,9 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.run import full_run, sweep_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
+from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
 

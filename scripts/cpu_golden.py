@@ -20,7 +20,8 @@ from minimax_tools.model.run import full_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.checkpoint import FP8, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 from minimax_tools.text.tokenizer import encode_texts
 
 # Attention and experts of transformers: two implementations, which make two goldens of one model.

@@ -25,7 +25,8 @@ import torch
 from clean_ports import CleanModel, CleanPort, Setting
 
 from compare.comparer import compare_captures
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.noise_floor import error_name, token_rows

@@ -14,7 +14,8 @@ import torch
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.cli import mm2_split
 from minimax_tools.machine.size import format_size
-from minimax_tools.synthetic.toy_model import PRESETS, TokenIds
+from minimax_tools.synthetic.toy_model import PRESETS
+from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
 PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
 _CHECK = re.compile(

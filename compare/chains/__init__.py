@@ -5,5 +5,6 @@
 - `stream_search`: the same over a model that is compiled whole, by replacing its stream
 - `chain_judge`: judges the output at a chain's end
 - `chain_noise`: the error there, in units of the layers' noise
+- `largest_errors`: largest errors of right ports there
 - `chain_limits`: limits by the chain's length
 """

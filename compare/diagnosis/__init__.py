@@ -1,6 +1,6 @@
 """The diagnosis: the known mistake that explains a layer's output.
 
-- `cli`: the command `mm2-diagnose`
+- `cli`: the command `mm2-diagnose`; `command`: its work, imported when it runs
 - `diagnose`: the library's entry: two captures and a checkpoint to a diagnosis
 - `finding`: named mistakes, and what was close
 - `confirmed_causes`: sites of one operation that one named mistake explains

@@ -30,7 +30,8 @@ from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.search import search_site
 from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.search import search_layer
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
 from compare.sides.pairing import declared_layers, is_of_shape
 from minimax_tools.capture.address_records import address_of

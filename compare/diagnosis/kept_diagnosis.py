@@ -11,8 +11,8 @@ from pathlib import Path
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.finding import Diagnosis
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
-from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.json_codec import DecodeError, decode, encode
 from minimax_tools.machine.json_file import read_json
 from minimax_tools.machine.whole_file import whole_file

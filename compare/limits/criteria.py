@@ -11,9 +11,6 @@ from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
-DEFAULT_RTOL = 1e-2
-DEFAULT_ATOL = 1e-3
-
 OUTPUTS_ALONE = "the classic limits judge layer outputs alone"
 # The classic figures that a limit bounds from above, and those that it bounds from below.
 _BOUNDED_ABOVE = ("max_abs_diff", "mean_abs_diff")

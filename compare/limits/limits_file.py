@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from compare.limits.calibration import CALIBRATION
 from compare.limits.limit import Limit
 from compare.limits.limits import (
     ALL_SITES,
@@ -33,7 +34,6 @@ from minimax_tools.errors import UsageError, shorten
 from minimax_tools.machine.yaml_file import compose_yaml
 from minimax_tools.model.sites import ModelSite, Site
 
-CALIBRATION = Path(__file__).with_name("calibration.yaml")
 _SITES = (
     ALL_SITES,
     *(str(site) for site in Site if site is not Site.INPUT),

@@ -18,9 +18,9 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.options import DTYPES
 from minimax_tools.errors import CheckpointError, IncomparableError
 from minimax_tools.hub.checkpoint_folder import is_on_hub, resolve_config, resolve_model
+from minimax_tools.json_codec import decode
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
@@ -152,7 +152,7 @@ class _KeepingSource:
 def _computed_dtype(reference: CaptureSource) -> torch.dtype:
     """Return the dtype that a golden computed in; for a dump, which does not say, it is BF16."""
     description = reference.known_description
-    return DTYPES[description.provenance.dtypes["weights"] if description else "bfloat16"]
+    return decode(torch.dtype, description.provenance.dtypes["weights"] if description else "bfloat16")
 
 
 def find_weights(

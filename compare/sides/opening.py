@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.options import (
@@ -18,8 +18,11 @@ from minimax_tools.command_line.options import (
     stack_options,
 )
 from minimax_tools.command_line.remote_paths import CapturePath
-from minimax_tools.dumps.opening import DumpReading, is_others, open_sides
 from minimax_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from minimax_tools.capture.source import CaptureSource
+    from minimax_tools.dumps.opening import DumpReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class NamedSides:
             IncomparableError: Another tool's dump is of other prompts than the other side.
             UsageError: A --map file is wrong, or it cannot be told which side --map or --format is meant for.
         """
+        from minimax_tools.dumps.opening import open_sides
+
         golden = self.golden or newest_capture(self.captures, GOLDEN_SIDE)
         run = self.run or newest_capture(self.captures, DEVICE_SIDE)
         golden_reading, run_reading = self._assign_readings(golden, run)
@@ -62,6 +67,8 @@ class NamedSides:
         """Return the layout of each side; --format and --map go to the one that is not mm2's own."""
         if self.reading.is_default:
             return self.golden_reading, self.run_reading
+        from minimax_tools.dumps.opening import is_others
+
         # Whether each side is another tool's dump.
         are_foreign = (is_others(golden), is_others(run))
         if are_foreign == (False, False):

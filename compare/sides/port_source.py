@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.provenance import digest_sources
 
 

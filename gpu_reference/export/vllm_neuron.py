@@ -33,8 +33,6 @@ from minimax_tools.errors import UsageError
 from minimax_tools.machine.new_folder import new_folder
 from minimax_tools.model.sites import Site
 
-NAME = "vllm-neuron"
-
 _FLOAT32_BYTES = 4
 # Its plugin numbers the requests of each run from 0, and runs each prompt by itself.
 _REQUEST = "0"

@@ -5,5 +5,6 @@
 - `noise_floor`: the float32 twin of a layer, and the error of BF16 against it
 - `golden_writer`: the layers written to a capture
 - `resumption`: forward passes in which some layers stand aside
+- `sampling`: the choice of the next token
 - `generation`: the tokens that the model generates
 """

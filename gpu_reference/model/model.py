@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
-ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenModelRequest:

@@ -41,6 +41,15 @@ class Placement:
     max_memory: MaxMemory | None = None  # limit per device in bytes; None for what is free
     offload_folder: Path | None = None  # folder of modules that fit nowhere else
 
+    @property
+    def is_by_hand(self) -> bool:
+        """True if the user divided the model by a map, or offloads a part; a map to one device does neither."""
+        if self.offload_folder is not None:
+            return True
+        return isinstance(self.device_map, dict) and (
+            set(self.device_map) != {""} or self.device_map[""] == "disk"
+        )
+
     def loading_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `from_pretrained`."""
         arguments: dict[str, Any] = {"device_map": self.device_map}

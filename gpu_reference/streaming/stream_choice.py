@@ -11,6 +11,7 @@ import torch
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
+from gpu_reference.streaming.streaming_request import StreamingRequest
 from minimax_tools.errors import UsageError, format_count
 from minimax_tools.machine.memory import MemoryBudget, available_bytes
 from minimax_tools.machine.size import format_size
@@ -19,42 +20,8 @@ from minimax_tools.ranks.rank_place import RankPlace
 
 logger = logging.getLogger(__name__)
 
-STREAM_MODES = ("auto", "on", "off")
-
 # Share of the free memory to plan with. The rest is a reserve for memory that does not follow from shapes.
 _SHARE = 0.9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamingRequest:
-    """The streaming that a user asked for."""
-
-    stream: str = "auto"  # `on`, `off`, or `auto` to stream a model that does not fit
-    prefetch: bool | None = None  # whether to read the next layer while one runs; None to do so if two fit
-    packed_experts: bool = False  # whether to keep experts in FP8
-
-    def refuse_contradictions(self, placement: Placement) -> None:
-        """Raise UsageError if the options contradict each other or the placement."""
-        if (self.stream == "on" or self.packed_experts) and _is_placed_by_hand(placement):
-            raise UsageError(
-                f"{'--stream on' if self.stream == 'on' else '--packed-experts'} runs every layer on one device",
-                found="a --device-map of modules, or an --offload-folder",
-                next_step="Leave them out, or give --stream off.",
-            )
-        if self.packed_experts and self.stream == "off":
-            raise UsageError(
-                "--packed-experts is a way of streaming", found="--stream off", next_step="Use --stream on."
-            )
-        self.refuse_idle_prefetch()
-
-    def refuse_idle_prefetch(self) -> None:
-        """Raise UsageError if --prefetch is given for a model that is not streamed."""
-        if self.prefetch is not None and self.stream == "off":
-            raise UsageError(
-                f"--{'' if self.prefetch else 'no-'}prefetch has no effect on a model that is loaded whole",
-                found="--stream off",
-                next_step="Leave it out, or use --stream on.",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +106,7 @@ def choose_part_streaming(
     Raises:
         UsageError: Options contradict each other.
     """
-    if _is_placed_by_hand(room.placement):
+    if room.placement.is_by_hand:
         raise UsageError(
             "a slice runs on one device",
             found="a --device-map of modules, or an --offload-folder",
@@ -172,7 +139,7 @@ def choose_part_streaming(
 
 def is_whole(stream: str, placement: Placement) -> bool:
     """Decide whether the model is loaded whole whatever its size, because the user asked for that or placed it."""
-    return stream == "off" or (stream == "auto" and _is_placed_by_hand(placement))
+    return stream == "off" or (stream == "auto" and placement.is_by_hand)
 
 
 def _is_needed(asked: StreamingRequest, room: MemoryRoom, absent_shards: tuple[str, ...]) -> bool:
@@ -209,12 +176,3 @@ def _has_room_for_two(room: MemoryRoom, device: torch.device, *, packed: bool) -
             format_size(free),
         )
     return needed <= free
-
-
-def _is_placed_by_hand(placement: Placement) -> bool:
-    """Decide whether the user divided the model by a map, or offloads a part; a map to one device does neither."""
-    if placement.offload_folder is not None:
-        return True
-    return isinstance(placement.device_map, dict) and (
-        set(placement.device_map) != {""} or placement.device_map[""] == "disk"
-    )

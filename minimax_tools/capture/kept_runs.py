@@ -12,9 +12,9 @@ import logging
 from pathlib import Path
 
 from minimax_tools.capture.address_records import address_of
-from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
+from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.remote_output import RemoteOutput, is_finished
-from minimax_tools.capture.store import list_captures
+from minimax_tools.capture.store import MANIFEST_NAME, list_captures
 from minimax_tools.errors import CaptureError
 
 logger = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from minimax_tools.capture.digests import (
     describe_tensor,
     require_plain_name,
 )
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, Mm2Error, shorten
 from minimax_tools.json_codec import decode, encode, omit_default
 from minimax_tools.machine.json_file import read_own_json
@@ -32,7 +33,6 @@ from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.provenance import CONFIGS, Provenance
 
-MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
 # Manifests of an older mm2 have no digests of inputs, float32 twins, noise floors and JSON files.

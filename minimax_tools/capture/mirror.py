@@ -22,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from minimax_tools.capture.address_records import MirrorRecord, NewestRecord
 from minimax_tools.capture.digests import TensorDigest, describe_tensor
 from minimax_tools.capture.generation import GENERATION_NAME
-from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import PASSES_NAME
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, NetworkLossError, list_names
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.json_codec import decode

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from minimax_tools.capture.digests import FileDigests
-from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.manifest import Manifest
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError
 
 _STEM, _SUFFIX = MANIFEST_NAME.split(".")

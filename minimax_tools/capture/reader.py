@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
-from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
+from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.mirror import CaptureMirror, capture_folder
 from minimax_tools.capture.open_files import OpenFiles
 from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
 from minimax_tools.capture.proof import Proof
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import GOLDEN_SIDE, list_captures
+from minimax_tools.capture.store import GOLDEN_SIDE, MANIFEST_NAME, list_captures
 from minimax_tools.errors import CaptureError, IncomparableError, list_names
 from minimax_tools.model.inputs import Inputs, tail_tokens
 from minimax_tools.model.run import Mode

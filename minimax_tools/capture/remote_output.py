@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.capture.address_records import OutputRecord
-from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.mirror import adopt_mirror, mirror_capture
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, CheckpointError, RemoteError
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.hub.faults import NoRepositoryError

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
+from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.parts import merge_parts
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.remote_output import RemoteOutput
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.folder_lock import LOCK_NAME
 from minimax_tools.machine.whole_file import is_temporary

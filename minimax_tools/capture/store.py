@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.errors import CaptureError
 
+MANIFEST_NAME = "manifest.json"  # a folder that holds it is a capture
 GOLDEN_SIDE = "gpu_reference"  # goldens
 DEVICE_SIDE = "neuron"  # runs of a port on a device
 

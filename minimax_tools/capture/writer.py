@@ -15,12 +15,13 @@ import torch
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
 from minimax_tools.capture.further import further_file
-from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
+from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import add_part, remove_parts
 from minimax_tools.capture.passes import CachePair, cache_file
 from minimax_tools.capture.read_record import remove_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.capture.written_files import WrittenFiles
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.folder_lock import locked_directory

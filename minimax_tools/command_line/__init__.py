@@ -3,10 +3,12 @@
 - `options`: options that mean the same in every command
 - `capture_store`: the place of a run's capture
 - `remote_paths`: options that take remote addresses beside folders
-- `late_value`: values of options that a server is asked for when the command runs
+- `late_value`: values of options that are found when the command runs
+- `named_dtype`: dtypes that options name
 - `local_path`: options that take paths of this machine alone
 - `table`: tables as plain text
 - `entry`: a command begun as a process
+- `work`: what a command does, imported when it runs
 - `stops`: Ctrl-C, SIGTERM and SIGHUP
 - `streams`: standard output and standard error
 - `given_line`: the command line as it was given

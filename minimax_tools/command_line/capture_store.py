@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from minimax_tools.capture.kept_runs import find_free_directory, numbered_directories, refuse_other_run
-from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.remote_output import kept_directory
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
+
+if TYPE_CHECKING:
+    from minimax_tools.capture.manifest import Description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,9 @@ class CaptureStore:
 
         Of a run at an address, it is the mirror.
         """
+        from minimax_tools.capture.kept_runs import numbered_directories
+        from minimax_tools.capture.remote_output import kept_directory
+
         directory = self.directory(side, run_name)
         if self.output_dir is not None:
             return kept_directory(directory)
@@ -42,6 +46,8 @@ class CaptureStore:
         Raises:
             CaptureError: The directory that the user named holds another finished capture.
         """
+        from minimax_tools.capture.kept_runs import find_free_directory, refuse_other_run
+
         directory = self.directory(DEVICE_SIDE, run_name)
         if self.overwrite:
             return directory

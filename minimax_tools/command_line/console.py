@@ -23,6 +23,7 @@ from minimax_tools.command_line.near_names import NearChoice
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
 from minimax_tools.command_line.stops import forget_interrupt, stopped_error
 from minimax_tools.command_line.streams import OutputError, drop_output, write
+from minimax_tools.command_line.work import load_work
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError
 from minimax_tools.printable import printable, printable_json
 
@@ -128,8 +129,9 @@ class Mm2Command(click.Command):
             _fail(ctx, OutputError.of_help(error) or error)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Find the values that servers are asked for, run the command, and then what was left for its end."""
+        """Load the command's work, find its late values, run it, and then what was left for its end."""
         try:
+            load_work(ctx)
             _tell_defaults(ctx)
             find_late_values(ctx)
             try:

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 def run_command(program: str, module: str, name: str = "main", further: tuple[str, ...] = ()) -> None:
     """Run the click command `name` of a module as `program`; `further` stands before the words of the command line.
 
-    The module is imported here: it may take seconds.
+    Until the command's work is loaded, which may take seconds, a stop ends the process in words.
     """
     begin((program, *sys.argv[1:]))
     from minimax_tools.command_line.stops import raise_when_stopped
 
     command = getattr(importlib.import_module(module), name)
-    raise_when_stopped()
-    command([*further, *sys.argv[1:]], prog_name=program)
+    # `obj` is called once the work is loaded.
+    command([*further, *sys.argv[1:]], prog_name=program, obj=raise_when_stopped)
 
 
 def begin(words: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Groups of commands. A command's module is imported when the command is called: each imports much."""
+"""Groups of commands. A command's module is imported when the command is called."""
 
 from __future__ import annotations
 

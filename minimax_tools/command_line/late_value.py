@@ -1,4 +1,4 @@
-"""LateValue: the value of an option that is not known while options are read, because a server is asked for it."""
+"""LateValue: the value of an option that is found when the command runs: a server is asked for it, or torch has it."""
 
 from __future__ import annotations
 

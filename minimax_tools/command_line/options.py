@@ -26,26 +26,26 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import torch
 
 from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.console import remember_debug, remember_json, show_progress
+from minimax_tools.command_line.named_dtype import DTYPE_NAMES, NamedDtype
 from minimax_tools.command_line.remote_paths import OutputPath
-from minimax_tools.dumps.formats import FORMATS
-from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.opening import DumpReading
+from minimax_tools.dumps.format_names import FORMAT_NAMES
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.sites import SITE_LEVELS
 from minimax_tools.model.span import Span
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
+
+if TYPE_CHECKING:
+    from minimax_tools.dumps.opening import DumpReading
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_CAPTURES = Path("mm2-captures")
 _CAPTURES_VARIABLE = "MM2_CAPTURES"
 
@@ -122,6 +122,9 @@ def _read_dump_reading(format_name: str | None, map_path: Path | None) -> DumpRe
     Raises:
         UsageError: The map is wrong.
     """
+    from minimax_tools.dumps.name_map import NameMap
+    from minimax_tools.dumps.opening import DumpReading
+
     return DumpReading(format=format_name, names=NameMap() if map_path is None else NameMap.read(map_path))
 
 
@@ -204,10 +207,10 @@ store_options = stack_options(
 )
 dtype_option = click.option(
     "--dtype",
-    type=click.Choice(list(DTYPES)),
+    type=click.Choice(DTYPE_NAMES),
     default="bfloat16",
     show_default=True,
-    callback=lambda _, __, name: DTYPES[name],
+    callback=NamedDtype.read,
     help="Dtype of weights and activations.",
 )
 run_options = stack_options(
@@ -324,7 +327,7 @@ def reading_options(
             *old_names[0],
             f"{prefix}format_name",
             cls=RenamedOption,
-            type=click.Choice(list(FORMATS)),
+            type=click.Choice(FORMAT_NAMES),
             help=f"Tool that wrote {whose}. Default: recognised from the files.",
         ),
         click.option(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
-from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.machine.size import format_size
 from minimax_tools.printable import printable
 
@@ -159,6 +158,8 @@ class LayerProgress:
 
     def _figures(self) -> list[str]:
         """Return time, rate and memory in use as texts, as far as known; a narrow terminal cuts off the last ones."""
+        from minimax_tools.machine.memory_usage import MemoryUsage
+
         figures = []
         spent_s = self._latest_s - self._begun_s
         num_left = self._num_layers - self._num_done

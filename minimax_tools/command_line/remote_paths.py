@@ -13,8 +13,6 @@ from typing import Any
 
 import click
 
-from minimax_tools.capture.mirror import mirror_capture
-from minimax_tools.capture.remote_output import RemoteOutput
 from minimax_tools.command_line.afterwards import do_afterwards
 from minimax_tools.command_line.late_value import LateValue
 from minimax_tools.ranks.rank_place import RankPlace
@@ -80,6 +78,8 @@ class _CaptureThere(LateValue):
         Raises:
             CannotRunError: There is no capture at the address, or it cannot be read.
         """
+        from minimax_tools.capture.mirror import mirror_capture
+
         return mirror_capture(self.address)
 
 
@@ -97,6 +97,8 @@ class _OutputThere(LateValue):
         Raises:
             CannotRunError: There is no such bucket, or it cannot be read: a run of hours would be in vain.
         """
+        from minimax_tools.capture.remote_output import RemoteOutput
+
         output = RemoteOutput.at(self.address)
         if RankPlace.from_environment().rank == 0:
             output.open()

@@ -1,12 +1,13 @@
-"""Commands of `mm2-split`, registered in `minimax_tools.cli`.
+"""Commands of `mm2-split`, registered in `minimax_tools.cli`: options and help.
 
 - `synthesize`: a checkpoint of random numbers
 - `train`: a checkpoint of a small model trained on text
-- `plan`: a model divided among machines; `plan_text`: the plan as text and as JSON
+- `plan`: a model divided among machines
 - `extract`: slices cut out of a checkpoint
 - `fetch`: a slice fetched from a hub
 - `memory`: the bytes of a checkpoint, and what it takes in memory
 - `cache`: what was fetched from remote addresses
 - `verify`: the proof that each node loads its slice
 - `options`: options that several of them share
+- `work`: what they do, imported when they run
 """

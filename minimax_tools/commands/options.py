@@ -7,8 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import click
-import torch
 
+from minimax_tools.command_line.named_dtype import NamedDtype
 from minimax_tools.command_line.options import Command, parse_size_option, stack_options
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -66,15 +66,18 @@ def shard_size_option(default: str) -> Callable[[Command], Command]:
 
 
 def stored_dtype_option(
-    name: str, dtypes: Mapping[str, torch.dtype], *, default: str
+    name: str, dtypes: Mapping[str, str], *, default: str
 ) -> Callable[[Command], Command]:
-    """Return the option that chooses the dtype of linear layers on disk, as a torch.dtype."""
+    """Return the option that chooses the dtype of linear layers on disk, as a torch.dtype.
+
+    `dtypes` has torch's name of each dtype by the name that users give.
+    """
     return click.option(
         name,
         type=click.Choice(list(dtypes)),
         default=default,
         show_default=True,
-        callback=lambda _, __, value: dtypes[value],
+        callback=lambda _, __, value: NamedDtype(dtypes[value]),
         help="Stored dtype of linear layers.",
     )
 

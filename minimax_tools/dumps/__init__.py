@@ -4,7 +4,7 @@ The path of the data: files, pieces, places of sites, rows of real tokens, one b
 one token of a tensor, and a map is a user's YAML about a dump.
 
 - `opening`: any capture directory, opened by the layout that its files show
-- `formats`: the layouts of other tools
+- `formats`: the layouts of other tools; `format_names`: their names
 - `nxdi`: captures of neuronx-distributed-inference
 - `vllm_neuron`: dumps of vLLM Neuron
 - `msprobe`: dumps of Ascend's msprobe

@@ -7,6 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimax_tools.dumps import model_debugger, msprobe, nxdi, sglang, vllm_neuron
+from minimax_tools.dumps.format_names import (
+    FORMAT_NAMES,
+    MODEL_DEBUGGER,
+    MSPROBE,
+    NXDI,
+    SGLANG,
+    VLLM_NEURON,
+)
 from minimax_tools.dumps.piece import Dump
 from minimax_tools.errors import CaptureError
 
@@ -23,14 +31,24 @@ class Format:
     read_dump: Callable[[Path], Dump]  # lists the tensors of a folder by file names and headers
 
 
+_TOOLS = {
+    NXDI: nxdi,
+    VLLM_NEURON: vllm_neuron,
+    MSPROBE: msprobe,
+    SGLANG: sglang,
+    MODEL_DEBUGGER: model_debugger,
+}
 FORMATS: Mapping[str, Format] = {
-    tool.NAME: Format(
-        name=tool.NAME, layout=tool.LAYOUT, recognises=tool.recognises, read_dump=tool.read_dump
+    name: Format(
+        name=name,
+        layout=_TOOLS[name].LAYOUT,
+        recognises=_TOOLS[name].recognises,
+        read_dump=_TOOLS[name].read_dump,
     )
-    for tool in (nxdi, vllm_neuron, msprobe, sglang, model_debugger)
+    for name in FORMAT_NAMES
 }
 # These tools keep the tensors of one rank. Users let each rank write into a folder of its own: rank0, rank1 and so on.
-_ONE_RANK = (nxdi.NAME, model_debugger.NAME)
+_ONE_RANK = (NXDI, MODEL_DEBUGGER)
 
 
 def find_format(directory: Path) -> Format | None:

@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from minimax_tools.dumps.format_names import MODEL_DEBUGGER
 from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
 
-NAME = "transformers"
 LAYOUT = "<Class>_debug_tree_FULL_TENSORS.json with <Class>.<path>_outputs.safetensors"
 
 _TREE = "_debug_tree_FULL_TENSORS.json"
@@ -62,7 +62,7 @@ def read_dump(directory: Path) -> Dump:
         )
     return Dump(
         directory=directory,
-        format=NAME,
+        format=MODEL_DEBUGGER,
         pieces=pieces,
         steps=(_STEP,),
         is_packed=False,

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from minimax_tools.dumps.format_names import MSPROBE
 from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces, order_steps
 from minimax_tools.errors import CaptureError
 
-NAME = "msprobe"
 LAYOUT = "step<N>/rank<R>/dump_tensor_data/Module.<path>.<Class>.forward.0.output.0.pt"
 
 _STEP = re.compile(r"step(\d+)")
@@ -47,7 +47,7 @@ def read_dump(directory: Path) -> Dump:
     )
     return Dump(
         directory=directory,
-        format=NAME,
+        format=MSPROBE,
         pieces=pieces,
         steps=order_steps(pieces),
         num_ranks=1 + max((piece.rank for piece in pieces), default=0),

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from minimax_tools.dumps.format_names import NXDI
 from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import read_json
 
-NAME = "nxdi"
 LAYOUT = "captured_tensors_cte_step_1_module_<name>_output.pt"
 
 _FILE = re.compile(
@@ -80,7 +80,7 @@ def read_dump(directory: Path) -> Dump:
     steps = sorted({int(match["step"]) for match in matches.values()})
     return Dump(
         directory=directory,
-        format=NAME,
+        format=NXDI,
         pieces=pieces,
         steps=tuple(str(step) for step in steps),
         is_packed=False,  # prompts lie in padded rows

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.dumps.format_names import SGLANG
 from minimax_tools.dumps.piece import Dump, DumpPiece, order_steps, step_order
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import describe_structure, find_tensors, read_tensor
 from minimax_tools.errors import CaptureError, shorten
 
-NAME = "sglang"
 LAYOUT = "step=0___rank=0___dump_index=1___name=<name>.pt"
 
 _FILE = re.compile(r"step=\d+___rank=\d+___dump_index=\d+___name=.+\.pt")
@@ -90,7 +90,7 @@ def read_dump(directory: Path) -> Dump:
     is_packed = not any(_has_batch(piece.dims) for piece in pieces)
     return Dump(
         directory=directory,
-        format=NAME,
+        format=SGLANG,
         pieces=pieces,
         steps=order_steps(pieces),
         num_ranks=max((file.num_ranks for file in files), default=1),

@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from minimax_tools.dumps.format_names import VLLM_NEURON
 from minimax_tools.dumps.piece import Dump, DumpPiece, find_layer, list_pieces
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.errors import CaptureError, list_faults
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import read_json
 
-NAME = "vllm-neuron"
 LAYOUT = "dp0/prefill_s<S>_<n>/<module>/rank0.pt"
 
 _TARGET, _DRAFT = "target", "draft"
@@ -122,7 +122,7 @@ def read_dump(directory: Path) -> Dump:
     named, manual_notes = _name_by_layer(pieces)
     return Dump(
         directory=directory,
-        format=NAME,
+        format=VLLM_NEURON,
         pieces=named,
         steps=tuple(one.label for one in passes),
         num_ranks=1 + max((piece.rank for piece in pieces), default=0),

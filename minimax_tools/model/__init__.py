@@ -14,6 +14,7 @@
 - `site_layouts`: how ranks share a site: assembly of their pieces, and cutting into pieces
 - `place_notation`: the place of a site, as a port's `sites` or a map names it
 - `span`: a range of layers
+- `component`: parts of a layer that can run alone
 - `run`: layers, mode and sites of a run
 - `inputs`: the padded token rows of a run
 """

@@ -7,7 +7,8 @@
 - `chain`: runs of layers that fit a node
 - `node_order`: orders of nodes that can share all layers, and each node's run in an order
 - `stage`: a node and the parts of the model that it holds
-- `planners`: the division of layers among nodes, by memory, by throughput or by hand
+- `planner`: ways to divide layers, by memory, by throughput or by hand
+- `planners`: the division of layers among nodes
 - `planned_slice`: the part of a model that one node holds, with the places of its tensors
 - `plan`: all slices of a model, as a value and as a file
 - `plan_faults`: the check that a plan is whole and matches its checkpoint

@@ -33,6 +33,7 @@ from minimax_tools.partition.chain import NodeChain
 from minimax_tools.partition.cost import ModelCost
 from minimax_tools.partition.node import Node, check_nodes
 from minimax_tools.partition.node_order import count_room, divide, find_order
+from minimax_tools.partition.planner import Planner
 from minimax_tools.partition.stage import Stage, stage_cost
 
 # Relative precision to which the balanced planner finds the slowest stage's time: finer than throughputs are known.
@@ -46,9 +47,9 @@ def plan_stages(planner: str, cost: ModelCost, nodes: Sequence[Node]) -> tuple[S
         UsageError: The planner is unknown, or a node lacks a figure that the planner needs.
         CannotRunError: The nodes cannot hold the model.
     """
-    if planner not in PLANNERS:
-        raise UsageError(f"no planner {planner!r}", expected="one of " + ", ".join(PLANNERS))
-    return PLANNERS[planner](cost, check_nodes(nodes))
+    if planner not in list(Planner):
+        raise UsageError(f"no planner {planner!r}", expected="one of " + ", ".join(Planner))
+    return PLANNERS[Planner(planner)](cost, check_nodes(nodes))
 
 
 def _plan_memory(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
@@ -127,8 +128,13 @@ def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     return stages
 
 
-PLANNERS: Mapping[str, Callable[[ModelCost, Sequence[Node]], tuple[Stage, ...]]] = MappingProxyType(
-    {"memory": _plan_memory, "compute": _plan_compute, "balanced": _plan_balanced, "manual": _plan_manual}
+PLANNERS: Mapping[Planner, Callable[[ModelCost, Sequence[Node]], tuple[Stage, ...]]] = MappingProxyType(
+    {
+        Planner.MEMORY: _plan_memory,
+        Planner.COMPUTE: _plan_compute,
+        Planner.BALANCED: _plan_balanced,
+        Planner.MANUAL: _plan_manual,
+    }
 )
 
 

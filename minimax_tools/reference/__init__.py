@@ -12,5 +12,6 @@
 - `rounded_layer`: copies of a layer that round in their own ways
 - `plausible_flips`: the experts that copies of a model choose, some with the flips that noise may cause
 - `rounded_model`: such copies of the whole model, chained from the embedding to the logits
-- `variants`: samples of other right ways to compute a layer
+- `variant_names`: the names of samples of other right ways to compute a layer
+- `variants`: those samples, computed
 """

@@ -16,16 +16,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import RoundingKind
-
-# Number of variants that a golden computes by default, and the most that it computes: each costs one more copy.
-DEFAULT_NUM_VARIANTS = 2
-MOST_VARIANTS = 8
-_NEAREST = "nearest"
-
-
-def variant_names(number: int) -> tuple[str, ...]:
-    """Return the names of the first `number` variants: `nearest`, `random_1`, `random_2` and so on."""
-    return (_NEAREST, *(f"random_{draw}" for draw in range(1, number)))[:number]
+from minimax_tools.reference.variant_names import NEAREST
 
 
 def run_variants(
@@ -41,7 +32,7 @@ def run_variants(
     """Compute the variants of one layer side by side.
 
     Args:
-        names: Names from `variant_names`.
+        names: Names from `variant_names.variant_names`.
         hidden_states: The golden's input of the layer [B,S,H], on the device to compute on.
         inputs: The batch, for its mask and positions.
         spec: The model.
@@ -53,7 +44,7 @@ def run_variants(
         For each variant by name, every site but the input, float32 on the same device; `router_experts`, int64, is the
             variant's own choice, not the replayed one.
     """
-    kinds = tuple(RoundingKind.NEAREST if name == _NEAREST else RoundingKind.RANDOM for name in names)
+    kinds = tuple(RoundingKind.NEAREST if name == NEAREST else RoundingKind.RANDOM for name in names)
     computed = RoundedLayer(spec, tensors, kinds=kinds, seed=layer).run(
         hidden_states, inputs, router_experts=router_experts
     )

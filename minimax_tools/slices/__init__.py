@@ -2,6 +2,7 @@
 
 - `source`: a checkpoint to divide, as far as it is known: headers, an index file, or config.json alone
 - `stored_weights`: a checkpoint's tensors on this machine, all of them or those of one slice
+- `layout`: the usual folder of slices, and the formats of their files
 - `cut`: a slice before it is written, with the tensors of each of its files
 - `range_copy`: byte ranges of files, copied by the kernel
 - `folder`: a slice's folder on the disk, written and opened

@@ -12,25 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import groupby
-from pathlib import Path
 
 from minimax_tools.checkpoint.header import DTYPE_NAMES, TensorEntry
 from minimax_tools.errors import CheckpointError, UsageError, list_faults
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.description import SliceDescription
+from minimax_tools.slices.layout import PTH_FILE, FileFormat
 from minimax_tools.slices.stored_weights import StoredWeights
-
-DEFAULT_FOLDER = Path("model_shards")
-PTH_FILE = "model.pth"
-
-
-class FileFormat(Enum):
-    """Format of a slice's weight files."""
-
-    SAFETENSORS = "safetensors"
-    PTH = "pth"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

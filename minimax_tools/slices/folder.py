@@ -27,9 +27,10 @@ from minimax_tools.machine.durable import sync_path
 from minimax_tools.machine.new_folder import new_folder
 from minimax_tools.machine.temporary import remove_abandoned
 from minimax_tools.model.config_file import CONFIG_FILE
-from minimax_tools.slices.cut import PTH_FILE, FileFormat, SliceCut
+from minimax_tools.slices.cut import SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription
 from minimax_tools.slices.digest import digest_tensor, tensor_bytes
+from minimax_tools.slices.layout import PTH_FILE, FileFormat
 from minimax_tools.slices.range_copy import copy_ranges
 from minimax_tools.torch_files.header import PickledEntry
 from minimax_tools.torch_files.reader import PickledReader

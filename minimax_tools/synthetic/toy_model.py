@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.synthetic.toy_tokenizer import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+    from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
 # Widths are multiples of 8, so that every tensor of a shard begins at a multiple of 8 bytes.
 _ALIGNMENT = 8
@@ -73,6 +75,8 @@ class SyntheticModel:
 
     def config(self, *, dtype: torch.dtype, token_ids: TokenIds) -> dict[str, Any]:
         """Return the content of config.json for linear layers stored in `dtype`."""
+        import torch
+
         # The dtype of norms and embedding; FP8 is for linear layers alone.
         other_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
         config = {

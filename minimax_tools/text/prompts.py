@@ -1,4 +1,4 @@
-"""Input options of a command, and the token rows that they describe."""
+"""The token rows that the input options of a command describe."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from minimax_tools.errors import UsageError, format_count, naming, shorten
 from minimax_tools.machine.json_file import parse_json, read_own_json
 from minimax_tools.model.inputs import Inputs, pad_rows, random_rows
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.tokenizer import encode_texts
 
 # Tokens of the long row: more than the smallest window of sliding attention, 128. All rows are padded to this length,
@@ -44,58 +45,6 @@ def default_rows(max_position_embeddings: int) -> tuple[DefaultRow, ...]:
         if longest <= start <= last_start:
             rows.append(DefaultRow(length=_FAR_LENGTH, start_position=start))
     return tuple(rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputRequest:
-    """Input options of a command as given; `build_inputs` reads the files that they name.
-
-    Raises:
-        UsageError: Options contradict each other, or one has no effect.
-    """
-
-    prompts: tuple[str, ...] = ()
-    prompts_file: Path | None = None
-    chat: bool = False  # whether the checkpoint's chat template is put around each prompt
-    input_ids: tuple[str, ...] = ()  # `1,2,3`, a row; or the path of a JSON file of rows
-    seq_lens: tuple[int, ...] = ()  # lengths of random rows
-    batch_size: int = 1  # number of random rows of each length, default rows included
-    padding_side: str = "right"
-    # Rows are padded to the smallest of these that fits; empty: to the longest row.
-    pad_to: tuple[int, ...] = ()
-    max_length: int | None = None  # number of tokens that a row is cut to
-    start_positions: tuple[int, ...] = ()  # position of each row's first token, or one for all; empty: 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if sum((self.has_text, bool(self.input_ids), bool(self.seq_lens))) > 1:
-            raise UsageError(
-                "the inputs come from several sources",
-                expected="one of --prompt/--prompts-file, --input-ids, --seq-len",
-            )
-        if self.batch_size > 1 and (self.has_text or self.input_ids):
-            raise UsageError(
-                "--batch-size multiplies random rows only", next_step="Repeat --prompt or --input-ids."
-            )
-        if self.chat and not self.has_text:
-            raise UsageError(
-                "--chat has no effect without text", next_step="Give --prompt or --prompts-file."
-            )
-        if self.start_positions and not self.names_rows:
-            raise UsageError(
-                "--start-positions has no rows to place: the default rows have positions of their own",
-                next_step="Give --prompt, --input-ids or --seq-len too.",
-            )
-
-    @property
-    def names_rows(self) -> bool:
-        """True if options name the rows, so that the default rows are not used."""
-        return self.has_text or bool(self.input_ids) or bool(self.seq_lens)
-
-    @property
-    def has_text(self) -> bool:
-        """True if the rows come from text."""
-        return bool(self.prompts) or self.prompts_file is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch
 
-from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import DEVICE_SIDE
-from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_store import CaptureStore
-from minimax_tools.command_line.console import (
-    Mm2Command,
-    end_command,
-    print_json,
-    print_text,
-    say,
-)
-from minimax_tools.command_line.given_line import same_command
+from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import (
-    DTYPES,
     dtype_option,
     grouped_as,
     max_length_option,
@@ -33,46 +22,14 @@ from minimax_tools.command_line.options import (
     stack_options,
     text_options,
 )
-from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.command_line.streams import write
-from minimax_tools.errors import UsageError, format_count
-from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER, LogitsStore
-from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.machine.memory import MemoryBudget
-from minimax_tools.machine.native_output import output_set_aside
-from minimax_tools.model.spec import ModelSpec
-from minimax_tools.provenance import Provenance
-from minimax_tools.results.followed import Followed
-from minimax_tools.results.prompt_results import PromptRanking
-from minimax_tools.results.results import Verdict
-from minimax_tools.text.answered_prompts import (
-    AnsweredPrompt,
-    LengthLimits,
-    encode_prompts,
-    encode_samples,
-    refuse_unknown_tokens,
-    token_rows,
-)
-from minimax_tools.text.lm_eval_samples import read_lm_eval_samples
-from minimax_tools.text.prompts import read_prompts
-from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
-from neuron.devices.ranks import Ranks
-from neuron.devices.runtime import Runtime, open_runtime
-from neuron.model_runs.model_executor import ModelExecutor
-from neuron.model_runs.model_request import ModelSetup
+from minimax_tools.command_line.work import done_by
 from neuron.options import backend_option, golden_option
-from neuron.ports.targets import find_model_target
-from neuron.prompt_runs.following import Follower
-from neuron.prompt_runs.golden_check import refuse_other_golden
-from neuron.prompt_runs.golden_maker import make_golden_logits
-from neuron.prompt_runs.port_record import PortRecord
-from neuron.prompt_runs.prompt_run import PromptRun
 from neuron.rank_options import rank_options
-from reports.prompts import prompts_record, render_followed, render_prompts
 
-# Tokens of an answer that are decoded, and of a golden's rows, if --decode does not say.
-_MOST_DECODED = 32
-_GOLDEN_DECODED = 4
+if TYPE_CHECKING:
+    import torch
+
+    from neuron.devices.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,225 +127,10 @@ class PromptOptions:
     output_options,
     grouped_as("options", PromptOptions),
 )
-def prompts_command(options: PromptOptions) -> None:
+@done_by("neuron.commands.work.prompts", "run_prompts")
+def prompts_command() -> None:
     """Find the prompts whose next tokens a port predicts otherwise, rank them, and follow the worst to its layer.
 
     Each prompt is prefilled, and its answer decoded token by token, whatever the port would choose itself. mm2's
     reference computes the same tokens exactly, and as right ports round: that is the noise of each token.
     """
-    spec = ModelSpec.from_folder(resolve_config(options.model))
-    folder = resolve_model(options.model)
-    prompts = _read_prompts(options, folder, spec)
-    directory = options.store.directory(DEVICE_SIDE, "prompts")
-    with output_set_aside(), CheckpointReader(folder) as reader:
-        store = LogitsStore.open(_logits_folder(options), reader=reader, spec=spec)
-        run = PromptRun(
-            prompts=tuple(prompts),
-            spec=spec,
-            store=store,
-            padding_side=options.padding_side,
-            buckets=options.pad_to,
-            batch_size=options.prompts_at_once,
-        )
-        if options.target is None:
-            num_known = make_golden_logits(store, [p.row for p in prompts], reader=reader, spec=spec)
-            ranking = None
-        else:
-            with open_runtime(options.backend, ranks=options.ranks) as runtime:
-                num_known = make_golden_logits(store, [p.row for p in prompts], reader=reader, spec=spec)
-                ranking = _run_port(options, run, folder, directory, runtime, reader, num_known=num_known)
-    if ranking is None:
-        _print_golden(options, store, len(prompts), num_known)
-        end_command(0)
-    ranking = replace(ranking, words=_words(folder, ranking))
-    _print_and_follow(options, run, ranking, directory)
-    end_command(ranking.verdict.exit_code)
-
-
-def _run_port(
-    options: PromptOptions,
-    run: PromptRun,
-    folder: Path,
-    directory: Path,
-    runtime: Runtime,
-    reader: CheckpointReader,
-    *,
-    num_known: int,
-) -> PromptRanking:
-    """Run the port on the prompts that are not on record, rank all, and run the worst alone."""
-    assert options.target is not None, "a run has a port"
-    if options.golden is not None:
-        refuse_other_golden(Capture.open(options.golden), run)
-    target = find_model_target(options.target)
-    setup = ModelSetup(
-        target=target,
-        spec=run.spec,
-        folder=folder,
-        dtype=options.dtype,
-        sites=(),
-        budget=MemoryBudget(options.memory_budget),
-    )
-    record = PortRecord.open(
-        directory / "logits",
-        Provenance(
-            model=run.store.model,
-            model_source=str(run.store.directory),
-            backend=str(runtime.backend),
-            device=runtime.backend.description,
-            dtypes={"weights": str(options.dtype)},
-            target=target.name,
-            target_digest=target.source_digest,
-            options={
-                "padding_side": options.padding_side,
-                "pad_to": list(options.pad_to),
-                **target.sharing(runtime),
-            },
-        ),
-    )
-    batches = run.batches()
-    ranking: PromptRanking | None = None
-    if not run.is_missing(record):
-        ranking = run.rank(record, num_known=num_known)
-        if ranking.verdict is Verdict.PASS:
-            return ranking
-    with (
-        LayerProgress(len(batches), label="Batches", unit="batch") as progress,
-        ModelExecutor(setup, runtime=runtime, reader=reader) as executor,
-    ):
-        run.run(executor, record, progress)
-        ranking = ranking or run.rank(record, num_known=num_known)
-        if ranking.differing and len(run.batch_of(ranking.results[0].number)) > 1:
-            return replace(ranking, alone=run.judge_alone(ranking.results[0].number, executor))
-    return ranking
-
-
-def _read_prompts(options: PromptOptions, folder: Path, spec: ModelSpec) -> list[AnsweredPrompt]:
-    """Read the prompts that the options name, cut to their limits."""
-    has_text = bool(options.prompts) or options.prompts_file is not None
-    if sum((has_text, options.samples is not None, options.golden is not None)) != 1:
-        raise UsageError(
-            "the prompts come from none or several sources",
-            expected="one of --prompt/--prompts-file, --samples, --golden",
-        )
-    if options.only_wrong and options.samples is None:
-        raise UsageError("--wrong has no samples to choose from", next_step="Give --samples.")
-    if options.continuations and options.prompts_file is not None:
-        raise UsageError(
-            "--continuation belongs to --prompt",
-            next_step="Give a samples file for many prompts with answers.",
-        )
-    if options.golden is not None:
-        inputs = Capture.open(options.golden).read_inputs()
-        num_decoded = min(_GOLDEN_DECODED, *(length - 1 for length in inputs.lengths))
-        if options.num_decoded is not None:
-            num_decoded = options.num_decoded
-        return token_rows(folder, inputs, num_decoded=num_decoded)[: options.limit]
-    prompts = _read_samples(options, folder) if options.samples is not None else _read_texts(options, folder)
-    refuse_unknown_tokens(prompts, spec)
-    limits = LengthLimits(
-        num_decoded=_MOST_DECODED if options.num_decoded is None else options.num_decoded,
-        max_length=min(options.max_length or spec.max_position_embeddings, spec.max_position_embeddings),
-    )
-    return [limits.cut(prompt) for prompt in prompts[: options.limit]]
-
-
-def _read_texts(options: PromptOptions, folder: Path) -> list[AnsweredPrompt]:
-    texts = [*options.prompts, *read_prompts(options.prompts_file)]
-    return encode_prompts(folder, texts, options.continuations, chat=options.chat)
-
-
-def _read_samples(options: PromptOptions, folder: Path) -> list[AnsweredPrompt]:
-    assert options.samples is not None, "the caller has checked it"
-    samples = read_lm_eval_samples(options.samples)
-    if options.only_wrong:
-        if all(sample.is_right is None for sample in samples):
-            raise UsageError(
-                f"{options.samples} does not say which answers are wrong",
-                expected="metrics of each sample",
-                next_step="Leave out --wrong.",
-            )
-        samples = [sample for sample in samples if sample.is_right is False]
-        if not samples:
-            raise UsageError(f"{options.samples} holds no wrong answer", next_step="Leave out --wrong.")
-    return encode_samples(folder, samples)
-
-
-def _logits_folder(options: PromptOptions) -> Path:
-    return options.golden_logits or options.store.captures / LOGITS_FOLDER
-
-
-def _words(folder: Path, ranking: PromptRanking) -> dict[int, str]:
-    """Return the text of each token that the report names."""
-    if not has_tokenizer(folder):
-        return {}
-    choices = [phase.first_choice for result in ranking.results for phase in result.phases]
-    tokens = sorted(
-        {token for one in choices if one is not None for token in (one.golden, one.port) if token >= 0}
-    )
-    return dict(zip(tokens, decode_rows(folder, [[token] for token in tokens]), strict=True))
-
-
-def _print_golden(options: PromptOptions, store: LogitsStore, num_prompts: int, num_known: int) -> None:
-    if options.as_json:
-        record = {"golden_logits": str(store.directory), "num_prompts": num_prompts, "num_known": num_known}
-        print_json(record, next_commands=())
-        return
-    say(
-        f"Golden logits of {format_count(num_prompts, 'prompt')} in {store.directory}, "
-        f"{num_known} of them kept from earlier runs"
-    )
-
-
-def _print_and_follow(
-    options: PromptOptions, run: PromptRun, ranking: PromptRanking, directory: Path
-) -> None:
-    assert options.target is not None, "there is a ranking of a port"
-    if not options.as_json:
-        write(render_prompts(ranking, target=options.target))
-    followed = None
-    if options.follows and ranking.verdict is Verdict.FAIL:
-        worst = ranking.results[0].number
-        batch = run.batch_of(worst) if ranking.is_of_batch else [worst]
-        numbers = [worst, *(number for number in batch if number != worst)]
-        follower = Follower(
-            directory=directory / run.prompts[worst].name.replace(" ", "_").replace(",", ""),
-            model=options.model,
-            port_options=_port_options(options),
-            padding_side=options.padding_side,
-            buckets=options.pad_to,
-            golden=options.golden,
-        )
-        followed = follower.follow([run.prompts[number] for number in numbers])
-    following = _after_ranking(ranking, followed)
-    if options.as_json:
-        record = prompts_record(ranking, target=options.target, followed=followed)
-        print_json(record, next_commands=following)
-    else:
-        print_text("" if followed is None else render_followed(followed), next_commands=following)
-
-
-def _after_ranking(ranking: PromptRanking, followed: Followed | None) -> tuple[str, ...]:
-    """Return what comes next where prompts differ: from the worst to its layer, or what the layer's report says."""
-    if ranking.verdict is Verdict.PASS:
-        return ()
-    if followed is None:
-        return (same_command("mm2-test", without=["--no-follow"]),)
-    if followed.record is None:
-        return followed.commands
-    return tuple(followed.record.get("next", ()))
-
-
-def _port_options(options: PromptOptions) -> tuple[str, ...]:
-    """Return the options of `mm2-test model` that name the port and its device."""
-    assert options.target is not None, "the worst prompt is one of a port's"
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    arguments = ["--target", options.target, "--backend", options.backend, "--dtype", names[options.dtype]]
-    if options.ranks.are_several:
-        arguments += [
-            "--tp-degree",
-            str(options.ranks.degree),
-            "--ep-degree",
-            str(options.ranks.expert_degree),
-        ]
-        arguments += ["--reduce-dtype", names[options.ranks.reduce_dtype]]
-    return tuple(arguments)

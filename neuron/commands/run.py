@@ -6,18 +6,9 @@ import click
 
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import layer_option
-from minimax_tools.model.run import (
-    Component,
-    component_run,
-    full_run,
-    multi_layer_run,
-    single_layer_run,
-    sweep_run,
-)
-from minimax_tools.model.span import Span
-from neuron.commands.device_run import run_device
-from neuron.commands.undo import prove_layer, undo_option
-from neuron.options import DeviceOptions, device_options, span_device_options
+from minimax_tools.command_line.work import done_by
+from minimax_tools.model.component import Component
+from neuron.options import device_options, span_device_options
 
 
 @click.command(
@@ -27,16 +18,20 @@ from neuron.options import DeviceOptions, device_options, span_device_options
     epilog="\b\nExample: mm2-test single-layer --model DIR --layer 0 --golden GOLDEN",
 )
 @layer_option
-@undo_option
+@click.option(
+    "--undo",
+    "mistakes",
+    multiple=True,
+    metavar="MISTAKE[,PARAMETER=VALUE…]",
+    help="Undo a mistake that mm2-diagnose named, and judge the layer again. Repeat for several together.",
+)
 @device_options
-def single_layer_command(layer: int, mistakes: tuple[str, ...], options: DeviceOptions) -> None:
+@done_by("neuron.commands.work.run", "run_single_layer")
+def single_layer_command() -> None:
     """Run one layer; with --undo, prove a mistake in it: undo the mistake, and judge the layer again.
 
     A proof exits with 0 if the layer is right without the mistake, with 1 if not, with 3 if it cannot be undone.
     """
-    if mistakes:
-        prove_layer(options, layer, mistakes)
-    run_device(options, lambda _: single_layer_run(layer, sites_level=options.sites_level))
 
 
 @click.command(
@@ -46,14 +41,9 @@ def single_layer_command(layer: int, mistakes: tuple[str, ...], options: DeviceO
     epilog="\b\nExample: mm2-test multi-layer --model DIR --start-layer 0 --end-layer 5",
 )
 @span_device_options
-def multi_layer_command(span: Span | None, options: DeviceOptions) -> None:
+@done_by("neuron.commands.work.run", "run_multi_layer")
+def multi_layer_command() -> None:
     """Run a range of layers, each on the output of the layer before."""
-    run_device(
-        options,
-        lambda spec: multi_layer_run(
-            span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level
-        ),
-    )
 
 
 @click.command(
@@ -63,12 +53,9 @@ def multi_layer_command(span: Span | None, options: DeviceOptions) -> None:
     epilog="\b\nExample: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer",
 )
 @span_device_options
-def sweep_command(span: Span | None, options: DeviceOptions) -> None:
+@done_by("neuron.commands.work.run", "run_sweep")
+def sweep_command() -> None:
     """Run each layer of a range by itself on the golden's input: the usual way to find a fault."""
-    run_device(
-        options,
-        lambda spec: sweep_run(span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level),
-    )
 
 
 @click.command(
@@ -85,10 +72,9 @@ def sweep_command(span: Span | None, options: DeviceOptions) -> None:
     help="Tokens to generate after each row, greedily. Each one after the first runs all layers again.",
 )
 @device_options
-def full_command(options: DeviceOptions) -> None:
+@done_by("neuron.commands.work.run", "run_full")
+def full_command() -> None:
     """Run the whole model from the tokens to the logits, and print what each row generates."""
-    # --max-new-tokens is in `options`, like every option that `DeviceOptions` has.
-    run_device(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options.sites_level))
 
 
 @click.command(
@@ -105,6 +91,6 @@ def full_command(options: DeviceOptions) -> None:
     help="Part of the layer to run.",
 )
 @device_options
-def component_command(layer: int, component: str, options: DeviceOptions) -> None:
+@done_by("neuron.commands.work.run", "run_component")
+def component_command() -> None:
     """Run one component of a layer on the golden's values at its border."""
-    run_device(options, lambda _: component_run(layer, Component(component)))

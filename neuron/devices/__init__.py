@@ -1,7 +1,8 @@
 """The device that computes, and the weights on it.
 
 - `machine`: the NeuronCores of this machine
-- `backend`: the choice of what computes; `runtime`: a backend that is open, with its device and ranks
+- `backend`: what computes; `backend_choice`: the choice of it
+- `runtime`: a backend that is open, with its device and ranks
 - `compiler`: torch.compile, which makes graphs of a layer; `compile_counts`: graphs compiled, where they broke
 - `ranks`: the ranks that share a layer; `distributed`: their store and process groups
 - `spmd`: devices of one process that share a layer

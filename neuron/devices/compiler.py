@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from minimax_tools.errors import TargetError, UsageError
 from minimax_tools.text_enum import TextEnum
 from neuron.devices.backend import Backend
 from neuron.devices.compile_counts import CompileCounts, GraphBreak
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Values of --compile beside the compilers' names.
 AUTO, OFF = "auto", "off"
@@ -52,6 +52,8 @@ class Compiler(TextEnum):
 
         The function raises TargetError, which begins with `what`, if no graph can be made.
         """
+        import torch
+
         # TorchNeuron refuses graphs of dynamic shapes, and a layer's shapes are fixed.
         options: dict[str, Any] = {"guard_filter_fn": _select_guards}
         compiled = torch.compile(module, backend=str(self), dynamic=False, options=options)
@@ -133,6 +135,8 @@ def _select_guards(guards: Iterable[Any]) -> list[bool]:
 
 def _read_break(found: Any) -> GraphBreak:
     """Read torch's record of a graph break: its text, and the Python frames from the layer to the line."""
+    import torch
+
     reason = _first_line(found.reason)
     if not found.user_stack:
         return GraphBreak(reason=reason)

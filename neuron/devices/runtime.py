@@ -12,7 +12,8 @@ import torch
 
 from minimax_tools.ranks.failure import failing_together
 from minimax_tools.ranks.messages import RankMessages
-from neuron.devices.backend import Backend, choose_backend, open_device
+from neuron.devices.backend import Backend
+from neuron.devices.backend_choice import choose_backend, open_device
 from neuron.devices.compile_counts import CompileCounts
 from neuron.devices.compiler import AUTO, Compiler, choose_compiler, count_torch_compiles
 from neuron.devices.device_memory import device_memory_errors

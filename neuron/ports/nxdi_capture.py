@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from minimax_tools.dumps.format_names import NXDI
 from minimax_tools.dumps.found_sites import FoundSite
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.nxdi import NAME, read_dump
+from minimax_tools.dumps.nxdi import read_dump
 from minimax_tools.dumps.site_finder import find_sites
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.dumps.usual_names import usual_places
@@ -28,7 +29,7 @@ def captured_modules(present: Iterable[str], *, num_layers: int) -> list[str]:
     names = [name for name in dict.fromkeys(present) if not _is_of_later_layer(name)]
     wanted = {
         module
-        for site, sources in usual_places(NAME, has_fused_residuals=False).items()
+        for site, sources in usual_places(NXDI, has_fused_residuals=False).items()
         if isinstance(site, (Site, ModelSite)) and site not in _LEFT_OUT
         for source in sources
         for place in source

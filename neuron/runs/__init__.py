@@ -15,5 +15,5 @@ Beside it:
 - `stage_feeds`: right values in place of the port's own at some sites; `proving`: a mistake undone, and judged again
 - `layer_times`: the time of a layer by phase; `stopwatch`: its measurement; `run_profile`: times and memory in a file
 - `run_report`: facts about a finished run
-- `bisection`: the search for wrong layers; `journal`: its finished probes in a file
+- `bisection`: the search for wrong layers; `extent`: its end; `journal`: its finished probes in a file
 """

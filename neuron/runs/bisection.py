@@ -16,7 +16,7 @@ import torch
 
 from compare.chains.bisection import find_all, find_exhaustively, find_until_proof
 from compare.chains.chain_judge import ChainJudge
-from compare.chains.chain_limits import LONGEST_CHAIN
+from compare.chains.largest_errors import LONGEST_CHAIN
 from compare.limits.criteria import Criteria
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.digests import dtype_name
@@ -31,11 +31,11 @@ from minimax_tools.model.run import bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Bisection, Chain, Probe
-from minimax_tools.text_enum import TextEnum
 from neuron.devices.compiler import AUTO, OFF, choose_compiler
 from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import LayerExecutor
+from neuron.runs.extent import Extent
 from neuron.runs.golden_inputs import GoldenInputs, digest_sites
 from neuron.runs.journal import Journal, open_journal
 from neuron.runs.layer_run import LayerInput, LayerRequest
@@ -45,14 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Opens the progress display of a probe's layers.
 OpenProgress = Callable[[Span], AbstractContextManager[Progress]]
-
-
-class Extent(TextEnum):
-    """The point at which a bisection ends."""
-
-    FIRST = "first"  # the first finding that proves the port wrong
-    ALL = "all"  # the last layer: the search goes on after every finding
-    EXHAUSTIVE = "exhaustive"  # the last layer, and every layer runs alone
 
 
 # Each search gets the span, and a function that probes a part of it; it yields the findings.

@@ -8,15 +8,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.errors import IncomparableError, list_names
+from minimax_tools.errors import IncomparableError, UsageError, list_names
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 from neuron.builtin.layer import KeyValues
 
 _NUM_NAMES_SHOWN = 4
@@ -131,3 +136,21 @@ def digest_sites(golden: Capture, sites: Iterable[tuple[int, Site]], *, header: 
 def _word_layers_held(golden: Capture) -> str:
     layers = f"layers {golden.layers[0]} to {golden.layers[-1]}" if golden.layers else "no layer"
     return f"{layers}, captured with {len(golden.description.run.sites)} sites"
+
+
+def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
+    """Read the golden's prompts, rows of token ids; without a golden, build those that `request` asks for.
+
+    Raises:
+        UsageError: A golden was given, and options that choose token rows too.
+        CaptureError: The golden's inputs cannot be read.
+    """
+    if golden is None:
+        return build_inputs(request, folder=folder, spec=spec)
+    # The seed alone may be given: it serves other random numbers too.
+    if request != InputRequest(seed=request.seed):
+        raise UsageError(
+            "--golden gives the token rows: no other option may choose them",
+            next_step="Leave out --prompt, --input-ids, --seq-len and so on, or capture a golden with them.",
+        )
+    return golden.read_inputs()

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minimax_tools.capture.digests import FileDigests, describe_tensor
-from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest
+from minimax_tools.capture.manifest import Entry, Manifest
+from minimax_tools.capture.store import MANIFEST_NAME
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

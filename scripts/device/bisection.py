@@ -17,19 +17,21 @@ from cpu_golden import NARROW, capture_cpu_golden, write_model
 from figures import Figure
 
 from compare.chains.chain_limits import default_chain_length
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Bisection
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import Weight
 from neuron.ports.port_target import PortTarget
-from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
+from neuron.runs.bisection import BisectRequest, bisect_layers
+from neuron.runs.extent import Extent
 
 _LENGTHS = {"full": (96, 61), "toy": (24, 15)}  # tokens of each prompt
 # Wrong layers that are searched for one at a time. The last layer takes the most runs; the others lie in either half of

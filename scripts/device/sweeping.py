@@ -27,7 +27,7 @@ from cpu_golden import capture_cpu_golden, write_model
 from figures import Figure
 
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 
 _NUM_LAYERS = {"full": 62, "toy": 4}
 _ROUNDS = {"full": 5, "toy": 1}

@@ -15,9 +15,9 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
+from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from typing import Any
 
 from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
 from compare.limits.limits import NoiseLimits
 from compare.limits.limits_file import calibrated_limits
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from faults.baseline import Baseline
 from minimax_tools.capture.reader import Capture

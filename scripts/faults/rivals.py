@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits
+from compare.limits.criteria import ClassicLimits
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.batch import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.pair_metrics import compare_tensors

@@ -10,7 +10,8 @@ import torch
 
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 
 
 def open_inputs(folder: Path, seq_lens: list[int]) -> tuple[ModelSpec, Inputs]:

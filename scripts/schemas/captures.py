@@ -9,7 +9,8 @@ from minimax_tools.capture.listing import ListedTensor
 from minimax_tools.capture.manifest import Description
 from minimax_tools.machine.finding import Level, MachineFinding
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
-from minimax_tools.model.run import Component, Mode
+from minimax_tools.model.component import Component
+from minimax_tools.model.run import Mode
 from minimax_tools.provenance import CONFIGS, Provenance
 from neuron.ports.traced import TracedProgram
 from neuron.runs.run_report import CaptureEffect

@@ -27,7 +27,8 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.ranks.rank_group import open_ranks
 from minimax_tools.ranks.rank_place import RankPlace
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 
 _CPU = torch.device("cpu")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import click
 
+from minimax_tools.command_line.work import work_of
+
 # Changes of files, as Python's audit hooks name them. What Rust and torch write they do not see.
 _EVENTS = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"})
 # Longest time of a command of a toy, in seconds.
@@ -40,6 +42,7 @@ def run_forked(
     output, counter = place.parent / ".printed", place.parent / ".events"
     output.touch()
     counter.touch()
+    _load_work(command, arguments)
     begun_s = time.monotonic()
     process = os.fork()
     if process == 0:
@@ -61,6 +64,14 @@ def run_forked(
         duration_s=time.monotonic() - begun_s,
         num_events=num_events,
     )
+
+
+def _load_work(command: click.Command, arguments: tuple[str, ...]) -> None:
+    """Load what a command works with, once for all forks."""
+    if isinstance(command, click.Group):
+        command = command.commands[arguments[0]]
+    for work in work_of(command):
+        work.load()
 
 
 def _run(

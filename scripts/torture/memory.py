@@ -15,12 +15,12 @@ import torch
 from cpu_golden import capture_cpu_golden, write_model
 from peaks import Watched, watch
 
-from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest
-from minimax_tools.capture.store import list_captures
+from minimax_tools.capture.manifest import Entry, Manifest
+from minimax_tools.capture.store import MANIFEST_NAME, list_captures
 from minimax_tools.machine.json_file import read_json
 from minimax_tools.model.span import Span
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 from torture.tally import Tally
 
 _NUM_LAYERS, _NUM_TOKENS = 62, 4096

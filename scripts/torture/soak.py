@@ -13,7 +13,7 @@ from cpu_golden import capture_cpu_golden, write_model
 from port_runs import EXAMPLES
 
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 from neuron.cli import main as mm2_test
 from torture.tally import Tally
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from compare.cli import main as mm2_compare
 from compare.comparer import compare_captures
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture

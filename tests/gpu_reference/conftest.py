@@ -21,7 +21,8 @@ from minimax_tools.model.run import Run, full_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 
 Ask = Callable[..., GoldenRequest]
 Measure = Callable[..., list[dict[str, Any]]]

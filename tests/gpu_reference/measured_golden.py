@@ -25,7 +25,8 @@ from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.model.run import full_run
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 
 
 def main() -> None:

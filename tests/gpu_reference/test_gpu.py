@@ -17,7 +17,7 @@ from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ from compare.diagnosis.proof.port_process import PortProcess
 from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome, ProofWay, StageProof, not_provable
 from compare.diagnosis.proof.recomputed import RecomputedProofs
 from compare.diagnosis.proof.undo import Undo, undo_finding
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.progress import NoProgress, Progress

@@ -13,7 +13,8 @@ import torch
 
 from compare.blame.location import locate_blamed
 from compare.blame.recomputed_judge import Recomputed
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.rows import Rows
 from compare.sides.batch import Batch
 from compare.sides.sides import Sides

@@ -18,7 +18,8 @@ from compare.cli import main as mm2_compare
 from compare.comparer import judge_run
 from compare.diagnosis.confirmed_causes import confirm_causes
 from compare.diagnosis.diagnose import diagnose_run
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site

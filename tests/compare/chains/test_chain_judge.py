@@ -16,9 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import sign
 
 from compare.chains.chain_judge import ChainJudge
-from compare.chains.chain_limits import LONGEST_CHAIN, chain_limits, default_chain_length
+from compare.chains.chain_limits import chain_limits, default_chain_length
 from compare.chains.chain_noise import PARTS
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.chains.largest_errors import LONGEST_CHAIN
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, massive_channels

@@ -12,7 +12,8 @@ import torch
 
 from compare.comparer import JudgedRun, judge_run
 from compare.evidence.collection import collect_evidence
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import sweep_run

@@ -12,8 +12,9 @@ import torch
 from compare.judging.judge import judge_values
 from compare.judging.noise_judge import floorless_limit
 from compare.judging.routing import count_unflipped
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, OUTPUTS_ALONE, Criteria
+from compare.limits.criteria import OUTPUTS_ALONE, Criteria
 from compare.limits.limit_context import LimitContext
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.input_error import InputError
 from compare.noise.rho import noise_ratio
 from compare.noise.rows import Rows

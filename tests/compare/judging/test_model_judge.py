@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from compare.judging.model_judge import ModelJudge
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.squared_errors import square_difference
 from compare.sides.batch import Batch
 from compare.sides.sides import Sides

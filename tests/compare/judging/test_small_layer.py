@@ -16,7 +16,8 @@ import torch
 from compare.judging.layer_judge import LayerJudge
 from compare.judging.replay import Replay
 from compare.judging.routing import align_by_expert, align_by_size
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, OUTPUTS_ALONE, Criteria
+from compare.limits.criteria import OUTPUTS_ALONE, Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.input_error import InputError
 from compare.noise.squared_errors import square_difference
 from compare.sides.batch import Batch

@@ -5,14 +5,8 @@ import math
 import pytest
 import torch
 
-from compare.limits.criteria import (
-    DEFAULT_ATOL,
-    DEFAULT_RTOL,
-    ClassicLimits,
-    Criteria,
-    judge_classic,
-    layers_without_output,
-)
+from compare.limits.criteria import ClassicLimits, Criteria, judge_classic, layers_without_output
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.results import SiteResult, SiteStatus
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.model_runs.choices import judge_choices
 from compare.model_runs.layer_order import judge_layer_order
 from compare.model_runs.next_tokens import compare_passes

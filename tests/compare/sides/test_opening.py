@@ -9,7 +9,7 @@ import click.testing
 import pytest
 
 from compare.sides.opening import NamedSides, layers_options, sides_options
-from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.dumps.opening import DumpReading
 from minimax_tools.errors import CaptureError, UsageError
 

@@ -19,8 +19,9 @@ from damage.tampering import write_manifest
 from compare.cli import main as mm2_compare
 from compare.sides.golden_weights import CheckpointWeights
 from compare.sides.port_input import PortInputGolden
-from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import change_tensor, sign
 
 from compare.chains.chain_judge import ChainJudge
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.proven_floor import refuse_other_choice, refuse_other_router_noise
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError

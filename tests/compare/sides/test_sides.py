@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.batch import Batch
 from compare.sides.pairing import find_mismatch, is_of_shape, refuse_other_runs, select_layers
 from compare.sides.port_source import has_changed
 from compare.sides.sides import Sides
 from minimax_tools.capture.listing import DumpListing
-from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.sites import Site
 from minimax_tools.provenance import digest_sources

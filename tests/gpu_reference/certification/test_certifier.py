@@ -17,11 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import change_tensor, sign
 
 from compare.comparer import compare_captures
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from gpu_reference.certification.certifier import find_broken_versions
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import Site
 from minimax_tools.synthetic.checkpoint import synthesize

@@ -20,8 +20,9 @@ from damage.tampering import sign
 from gpu_reference.cli import main
 from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.streaming.streaming import Streaming
-from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.metrics.noise_floor import ROUTER_NOISE, error_name, variant_name
 from minimax_tools.model.run import multi_layer_run
 from minimax_tools.model.sites import Site

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_reference.golden.generation import Sampling, generate
+from gpu_reference.golden.generation import generate
 from gpu_reference.golden.golden import Golden, open_golden
+from gpu_reference.golden.sampling import Sampling
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError, UsageError
@@ -16,7 +17,8 @@ from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 from minimax_tools.text.tokenizer import decode_rows
 
 GREEDY = Sampling(max_new_tokens=8)

@@ -16,7 +16,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import multi_layer_run, single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 
 # The golden that the command below makes, stopped by a signal when layer 2 begins.
 KILLED = """

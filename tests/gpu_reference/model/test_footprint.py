@@ -11,10 +11,10 @@ import torch
 
 from minimax_tools.checkpoint.layer_storage import grouped_storage, packed_storage
 from minimax_tools.model.run import single_layer_run
-from minimax_tools.reference.variants import variant_names
+from minimax_tools.reference.variant_names import variant_names
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 
 CPU = torch.device("cpu")
 # What libraries keep beside: kernels made for each new shape, and what the allocator has in pieces.

@@ -10,8 +10,8 @@ import torch
 from gpu_reference.golden.golden import open_golden
 from gpu_reference.model.offload import hold_weight, weight_of
 from gpu_reference.model.placement import Placement
-from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 
 # Layers 0 and 1 and the head in memory; layer 2 in parts, layer 3 whole on disk.
 MIXED = {

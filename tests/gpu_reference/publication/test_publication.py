@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 
 OLD = Path(__file__).parents[2] / "old_files" / "golden"
 SCHEMA = Path(__file__).parents[3] / "docs" / "schema" / "publication.schema.json"

@@ -11,9 +11,10 @@ from gpu_reference.model.footprint import Footprint
 from gpu_reference.readiness.golden_way import GoldenWay, Job, Speeds, find_ways, layers_on_gpus
 from gpu_reference.readiness.gpu_machine import GpuMachine
 from minimax_tools.errors import UsageError
-from minimax_tools.reference.variants import variant_names
+from minimax_tools.reference.variant_names import variant_names
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 
 SPEEDS = Speeds(disk_bytes_per_s=1e9, is_disk_known=True, gpu_flops_per_s=1e13, cpu_flops_per_s=1e11)
 STORED_BYTES = 230 * 10**9

@@ -13,12 +13,12 @@ from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.stream_choice import (
     MemoryRoom,
-    StreamingRequest,
     choose_part_streaming,
     choose_streaming,
     is_whole,
 )
 from gpu_reference.streaming.streaming import Streaming
+from gpu_reference.streaming.streaming_request import StreamingRequest
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory import MemoryBudget, give_back_freed_memory
 from minimax_tools.machine.memory_usage import MemoryUsage

@@ -21,7 +21,7 @@ from minimax_tools.errors import CheckpointError
 from minimax_tools.model.run import multi_layer_run, single_layer_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.weight_names import layer_prefix
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 
 CPU = torch.device("cpu")
 STREAMS = {

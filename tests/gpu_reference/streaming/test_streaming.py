@@ -19,7 +19,7 @@ from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, give_b
 from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.input_request import InputRequest
 
 CPU = torch.device("cpu")
 ALONE, PREFETCHING = (Streaming(device=CPU, prefetch=prefetch) for prefetch in (False, True))

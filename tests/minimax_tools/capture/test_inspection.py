@@ -9,9 +9,10 @@ import safetensors.torch
 import torch
 
 from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import PASSES_NAME, ModelPasses, cache_file
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs

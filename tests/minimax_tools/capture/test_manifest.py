@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from minimax_tools.capture.digests import FileDigests, TensorDigest, digest_tensor, dtype_name
-from minimax_tools.capture.manifest import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    Entry,
-    Manifest,
-)
+from minimax_tools.capture.manifest import SCHEMA_VERSION, Entry, Manifest
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import encode
 from minimax_tools.model.sites import Site

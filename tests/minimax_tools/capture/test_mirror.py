@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from minimax_tools.capture.address_records import address_of
-from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, RemoteError, UsageError
 from minimax_tools.model.sites import Site
 

@@ -14,8 +14,9 @@ import torch
 
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import digest_tensor
-from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
+from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.capture.writer import open_capture, store_certificate
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.machine.file_digest import digest_file

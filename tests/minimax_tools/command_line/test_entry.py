@@ -18,34 +18,48 @@ DEADLINE_S = 120
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
-# The library that this command loads takes long, and tells when it is being loaded; so does the command itself.
+# The command and its work tell when they are being loaded, and take long if they are asked to; so does the work itself.
 PROGRAM = """
 import sys
 from minimax_tools.command_line.entry import run_command
 run_command("mm2-compare", "slow_command")
 """
 SLOW_COMMAND = """
-import sys, time
+import time
 from pathlib import Path
 import click
 from minimax_tools.command_line.console import Mm2Command
-if {loads_slowly}:
+from minimax_tools.command_line.work import done_by
+if {is_slow}:
     Path("loading").touch()
     time.sleep(600)
 
 @click.command(cls=Mm2Command, resumes=True)
 @click.option("--json", is_flag=True)
-def main(json):
-    Path("running").touch()
+@done_by("slow_work", "work")
+def main():
+    pass
+"""
+SLOW_WORK = """
+import time
+from pathlib import Path
+if {is_slow}:
+    Path("loading").touch()
+    time.sleep(600)
+
+def work(json):
     try:
+        Path("running").touch()
         time.sleep(600)
     finally:
         Path("cleaned").touch()
 """
 
 
-def begin(folder: Path, *, loads_slowly: bool) -> subprocess.Popen[str]:
-    (folder / "slow_command.py").write_text(SLOW_COMMAND.format(loads_slowly=loads_slowly))
+def begin(folder: Path, *, slow: str) -> subprocess.Popen[str]:
+    """The command begun, as far as its slow part: the loading of `command` or of `work`, or the `run`."""
+    (folder / "slow_command.py").write_text(SLOW_COMMAND.format(is_slow=slow == "command"))
+    (folder / "slow_work.py").write_text(SLOW_WORK.format(is_slow=slow == "work"))
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "--json"],
         cwd=folder,
@@ -56,7 +70,7 @@ def begin(folder: Path, *, loads_slowly: bool) -> subprocess.Popen[str]:
         # Tests in the background of a shell, or under nohup, are left with some ignored.
         preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in STOPS],
     )
-    mark, deadline = folder / ("loading" if loads_slowly else "running"), time.monotonic() + DEADLINE_S
+    mark, deadline = folder / ("running" if slow == "run" else "loading"), time.monotonic() + DEADLINE_S
     while not mark.exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -64,9 +78,10 @@ def begin(folder: Path, *, loads_slowly: bool) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.parametrize("slow", ["command", "work"])
 @pytest.mark.parametrize("sent", STOPS)
-def test_a_stop_while_libraries_are_loaded_is_told_in_words(tmp_path: Path, sent: int) -> None:
-    process = begin(tmp_path, loads_slowly=True)
+def test_a_stop_while_libraries_are_loaded_is_told_in_words(tmp_path: Path, sent: int, slow: str) -> None:
+    process = begin(tmp_path, slow=slow)
     process.send_signal(sent)
     stdout, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 3
@@ -78,7 +93,7 @@ def test_a_stop_while_libraries_are_loaded_is_told_in_words(tmp_path: Path, sent
 def test_a_stop_of_a_running_command_cleans_up_and_names_the_command_that_goes_on(
     tmp_path: Path, sent: int
 ) -> None:
-    process = begin(tmp_path, loads_slowly=False)
+    process = begin(tmp_path, slow="run")
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 3

@@ -123,7 +123,7 @@ def test_an_option_of_a_shared_name_is_the_shared_option(group: click.Command) -
 def parse(decorator: Callable[..., Any], *arguments: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
 
-    @click.command()
+    @click.command(cls=Mm2Command)
     @decorator
     def command(**found: Any) -> None:
         values.update(found)
@@ -133,7 +133,7 @@ def parse(decorator: Callable[..., Any], *arguments: str) -> dict[str, Any]:
     return values
 
 
-def test_dtype_is_parsed_at_the_edge() -> None:
+def test_a_command_gets_the_dtype_that_the_option_names() -> None:
     assert parse(options.run_options)["dtype"] == torch.bfloat16
     assert parse(options.run_options, "--dtype", "float32")["dtype"] == torch.float32
 

@@ -31,9 +31,10 @@ from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
-from minimax_tools.slices.cut import FileFormat, SliceCut, cut_slice
+from minimax_tools.slices.cut import SliceCut, cut_slice
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.folder import SliceFolder, write_slice
+from minimax_tools.slices.layout import FileFormat
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
 from minimax_tools.synthetic.checkpoint import synthesize

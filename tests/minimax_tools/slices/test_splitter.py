@@ -16,7 +16,8 @@ from minimax_tools.errors import UsageError
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.cut import FileFormat, SliceCut
+from minimax_tools.slices.cut import SliceCut
+from minimax_tools.slices.layout import FileFormat
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.splitter import (
     ModelSplitter,

@@ -17,7 +17,8 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.learned import PROMPT_LENGTHS, LearnedModel, train_checkpoint
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.training import TrainingOptions
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 
 Command = Callable[..., click.testing.Result]
 

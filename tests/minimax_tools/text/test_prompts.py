@@ -10,7 +10,8 @@ import pytest
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.model.inputs import Inputs, format_positions
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 from minimax_tools.text.tokenizer import encode_texts
 
 PROMPTS = ["The capital of France is", "Count from one to ten:"]

@@ -27,9 +27,11 @@ LAYER_TIMEOUT_S = 3
 # Runs several commands, each supervised as from a shell, in a process that imports torch once for all.
 SUPERVISED = """
 import json, os, sys, tempfile
+from minimax_tools.command_line.work import work_of
 from neuron.cli import main
 from neuron.process.supervisor import supervise
-list(main.commands.values())  # loads all commands, and torch with them, before the forks
+for command in main.commands.values():  # the work of all commands, and torch with it, before the forks
+    [work.load() for work in work_of(command)]
 kept, done = [os.dup(1), os.dup(2)], {}
 for name, arguments in json.loads(sys.stdin.read()).items():
     files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]

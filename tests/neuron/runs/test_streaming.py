@@ -29,7 +29,8 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_bytes, vocabulary_bytes
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 from neuron.devices.backend import Backend
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target

@@ -17,7 +17,8 @@ from compare.diagnosis.cli import main as mm2_diagnose
 from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.proof.recomputed import RecomputedProofs
 from compare.diagnosis.proof.undo import Undo
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.dumps.opening import DumpReading, open_sides

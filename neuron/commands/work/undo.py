@@ -1,10 +1,8 @@
-"""The option --undo of `mm2-test single-layer`: a mistake is undone in a layer, which is judged again."""
+"""`mm2-test single-layer --undo` at work: a mistake is undone in a layer, which is judged again."""
 
 from __future__ import annotations
 
 from typing import NoReturn
-
-import click
 
 from compare.diagnosis.proof.undo import Undo
 from compare.diagnosis.proof.wording import render_proof
@@ -20,18 +18,11 @@ from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.spec import ModelSpec
-from neuron.commands.device_run import build_request
+from neuron.commands.work.device_run import build_request
 from neuron.devices.runtime import open_runtime
-from neuron.options import DeviceOptions, port_arguments
+from neuron.options import DeviceOptions
+from neuron.port_arguments import port_arguments
 from neuron.runs.proving import PortProver
-
-undo_option = click.option(
-    "--undo",
-    "mistakes",
-    multiple=True,
-    metavar="MISTAKE[,PARAMETER=VALUE…]",
-    help="Undo a mistake that mm2-diagnose named, and judge the layer again. Repeat for several together.",
-)
 
 
 def prove_layer(options: DeviceOptions, layer: int, mistakes: tuple[str, ...]) -> NoReturn:

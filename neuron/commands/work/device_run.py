@@ -35,10 +35,12 @@ from minimax_tools.model.run import Run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Comparison
 from neuron.devices.runtime import open_runtime
-from neuron.options import DeviceOptions, port_arguments, read_inputs
+from neuron.options import DeviceOptions
+from neuron.port_arguments import port_arguments
 from neuron.ports.targets import find_target
 from neuron.report_text import find_warnings, render_report
 from neuron.runs.device_request import DeviceRequest
+from neuron.runs.golden_inputs import read_inputs
 from neuron.runs.run_profile import PROFILE_NAME, RunProfile
 from neuron.runs.run_report import RunReport
 from neuron.runs.runner import DeviceRun

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from gpu_reference.certification.certifier import certify_golden
-from gpu_reference.golden.generation import Sampling, generate
+from gpu_reference.golden.generation import generate
 from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.golden.sampling import Sampling
 from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import GoldenOptions
@@ -35,7 +36,7 @@ from minimax_tools.json_codec import encode
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.run import Run, full_run
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
+from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.text.prompts import build_inputs
 from reports.captures import capture_record, render_capture, render_statistics, statistics_record
 

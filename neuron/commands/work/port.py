@@ -1,0 +1,195 @@
+"""`mm2-test port` at work: the stages of a port, each a command that is carried out."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compare.sides.golden_weights import CheckpointWeights
+from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.reader import Capture
+from minimax_tools.command_line.capture_commands import golden_words
+from minimax_tools.command_line.console import end_command, print_json, print_text, say
+from minimax_tools.command_line.given_line import same_command
+from minimax_tools.command_line.streams import write
+from minimax_tools.errors import CannotRunError, UsageError
+from minimax_tools.results.results import Verdict
+from neuron.devices.ranks import Ranks
+from neuron.port_arguments import name_port
+from neuron.port_stages import StageLog, StageResult
+from neuron.ports.targets import find_target
+from neuron.ports.traced import PREFIX as COMPILED_PREFIX
+
+logger = logging.getLogger(__name__)
+_NAME_WIDTH = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """A stage to run."""
+
+    name: str
+    words: tuple[str, ...]  # its command
+    runs_port: bool = True
+
+
+def judge_in_stages(
+    *,
+    model: str,
+    target: str,
+    golden: Path | None,
+    backend: str,
+    tp_degree: int,
+    dtype: torch.dtype,
+    output_dir: Path,
+    as_json: bool,
+) -> None:
+    """Carry out the stages of a port, print each one's result, and end with the verdict's exit code."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    named = name_port(target=target, backend=backend, dtype=dtype, ranks=Ranks(degree=tp_degree))
+    source_digest = find_target(target).source_digest
+    plan = _Plan(model=model, named=named, golden=golden, folder=output_dir)
+    log = StageLog(output_dir)
+    results: list[StageResult] = []
+    while (stage := plan.next_stage(results)) is not None:
+        results.append(_carry_out(log, stage, plan, source_digest=source_digest, as_json=as_json))
+    # A port that was found wrong is wrong, whatever became of the stages that ask why.
+    is_wrong = any(result.exit_code == 1 for result in results)
+    exit_code = 1 if is_wrong else max(result.exit_code for result in results)
+    last = results[-1]
+    is_finished = last.exit_code in (0, 1)
+    if is_finished:
+        log.finish()
+    verdict = Verdict.of_exit_code(exit_code)
+    # A mended port is judged by the same command.
+    again = (same_command("mm2-test"),) if exit_code == 1 else ()
+    following = tuple(dict.fromkeys((*(last.next_commands if is_finished else (last.command,)), *again)))
+    if as_json:
+        print_json(
+            {
+                "verdict": str(verdict),
+                "directory": str(output_dir),
+                "stages": [
+                    {
+                        "stage": result.name,
+                        "command": result.command,
+                        "exit_code": result.exit_code,
+                        "output": result.record,
+                    }
+                    for result in results
+                ],
+            },
+            next_commands=following,
+        )
+    else:
+        lines = [f"{str(verdict).upper()}: {target}"]
+        lines += [f"  {result.name:{_NAME_WIDTH}}  {_outcome(result)}" for result in results]
+        print_text("\n".join(["", *lines]), next_commands=following)
+    end_command(exit_code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """The stages of a port: what they run, and their order."""
+
+    model: str
+    named: tuple[str, ...]  # options that name the port, its device, dtype and ranks
+    golden: Path | None  # None to make one
+    folder: Path
+
+    def has_golden(self) -> bool:
+        """Decide whether the golden that a former call made is still there, whole, and of this checkpoint."""
+        try:
+            golden = Capture.open(self._made_golden)
+            first = golden.description.run.span.start
+            with CheckpointWeights(model=self.model).open_layer(first, golden):
+                return golden.manifest.is_complete and golden.manifest.is_certified
+        except (CannotRunError, UsageError):
+            return False
+
+    @property
+    def _made_golden(self) -> Path:
+        return self.folder / "golden"
+
+    def next_stage(self, results: Sequence[StageResult]) -> _Stage | None:
+        """Return the stage that comes after some; None if they are all, or the last could not be carried out."""
+        if results and results[-1].exit_code not in (0, 1):
+            return None
+        finished = {result.name: result for result in results}
+        open_stages = (stage for stage in self._stages(finished) if stage.name not in finished)
+        return next(open_stages, None)
+
+    def _stages(self, finished: Mapping[str, StageResult]) -> Iterator[_Stage]:
+        """Yield all stages; the last depends on the sweep's verdict."""
+        golden, run = address_of(self.golden or self._made_golden), str(self.folder / "run")
+        on_golden = ("--model", self.model, "--golden", golden)
+        if self.golden is None:
+            words = golden_words(self.model, "--certify", "--output-dir", golden)
+            yield _Stage(name="golden", words=words, runs_port=False)
+        if not self.named[1].startswith(COMPILED_PREFIX):
+            # The trace runs on the CPU.
+            named = _without(self.named, "--backend")
+            yield _Stage(name="weights", words=("mm2-test", "weights", "--model", self.model, *named))
+        # The last of these stages leaves its report.
+        report = ("--report-path", str(self.folder / "report"))
+        sweep = (*on_golden, *self.named, "--output-dir", run, "--overwrite", *report)
+        yield _Stage(name="sweep", words=("mm2-test", "sweep", *sweep))
+        if finished["sweep"].exit_code:
+            sides = ("--model", self.model, "--golden", golden, "--run", run)
+            yield _Stage(name="diagnosis", words=("mm2-diagnose", *sides, "--prove", *report))
+        else:
+            chain = ("--output-dir", str(self.folder / "chain"), "--overwrite", *report)
+            yield _Stage(name="chain", words=("mm2-test", "full", *on_golden, *self.named, *chain))
+
+
+def _without(words: Sequence[str], option: str) -> tuple[str, ...]:
+    """Return an option line without an option and its value."""
+    place = words.index(option)
+    return (*words[:place], *words[place + 2 :])
+
+
+def _carry_out(
+    log: StageLog, stage: _Stage, plan: _Plan, *, source_digest: str, as_json: bool
+) -> StageResult:
+    """Run a stage, or return the result of one that a former call finished."""
+    is_quiet = as_json or not logger.isEnabledFor(logging.INFO)
+    words = (*stage.words, *(("--json",) if as_json else ()))
+    digest = source_digest if stage.runs_port else ""
+    known = log.find(stage.name, words, source_digest=digest)
+    if not stage.runs_port and not plan.has_golden():
+        known = None
+    if not as_json:
+        say(f"\n{stage.name}{'' if known is None else ' (done before)'}\n$ {shlex.join(stage.words)}")
+    if known is not None:
+        if not as_json:
+            write(known.text, ends_line=False)
+        return known
+    further = ("--quiet",) if is_quiet else ()
+    return log.run(stage.name, words, *further, source_digest=digest, is_shown=not as_json)
+
+
+def _outcome(result: StageResult) -> str:
+    """Return the outcome of a stage in a word, or the line of its output that holds its verdict."""
+    if result.exit_code not in (0, 1):
+        return f"could not be carried out (exit code {result.exit_code})"
+    if result.exit_code == 0 and result.name == "golden":
+        return "made"
+    if result.exit_code == 0:
+        warning, told = _find_told(result, Verdict.WARN), _find_told(result, Verdict.PASS)
+        if warning is not None:
+            return f"right, with a warning: {warning}"
+        # A pass says how little it rests on.
+        return f"right, {told}" if told is not None and " only, " in told else "right"
+    return f"wrong: {_find_told(result, Verdict.FAIL) or 'see above'}"
+
+
+def _find_told(result: StageResult, verdict: Verdict) -> str | None:
+    """Return what a stage's text says behind a verdict; None if it does not give that verdict."""
+    start = f"{str(verdict).upper()}: "
+    told = (line.removeprefix(start) for line in result.output.splitlines() if line.startswith(start))
+    return next(told, None)

@@ -1,0 +1,128 @@
+"""Declarations of commands are light, and their work is loaded when they run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import click.testing
+import pytest
+
+from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.work import done_by, work_of
+
+REPOSITORY = Path(__file__).parents[3]
+# The module and the command of each program.
+PROGRAMS = {
+    "mm2-compare": ("compare.cli", "main"),
+    "mm2-diagnose": ("compare.diagnosis.cli", "main"),
+    "mm2-gpu": ("gpu_reference.cli", "main"),
+    "mm2-split": ("minimax_tools.cli", "mm2_split"),
+    "mm2-test": ("neuron.cli", "main"),
+}
+# Libraries that take long to import, or much memory.
+HEAVY = (
+    *("torch", "numpy", "scipy", "numba", "transformers", "huggingface_hub", "safetensors", "tokenizers"),
+    *("cattrs", "jinja2", "yaml", "rich", "psutil"),
+)
+# Help, an error of usage and a completion in a fresh process.
+LOOK = """
+import importlib, sys
+import click
+from click.shell_completion import ShellComplete
+module, attribute, heavy, *words = sys.argv[1:]
+main = getattr(importlib.import_module(module), attribute)
+def look(*arguments):
+    try:
+        main([*words, *arguments], standalone_mode=False)
+    except click.UsageError as error:
+        print(error.format_message())
+    loaded = sorted(set(heavy.split(",")) & set(sys.modules))
+    assert not loaded, f"{arguments} loads {', '.join(loaded)}"
+look("--help")
+look("--no-such-option")
+print([item.value for item in ShellComplete(main, {}, "mm2", "_MM2_COMPLETE").get_completions(words, "--js")])
+look("--help")
+"""
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    for program, (module, attribute) in PROGRAMS.items():
+        root = getattr(__import__(module, fromlist=[attribute]), attribute)
+        if isinstance(root, click.Group):
+            yield from ((f"{program} {name}", command) for name, command in root.commands.items())
+        else:
+            yield program, root
+
+
+def look(line: str, *, heavy: tuple[str, ...] = HEAVY) -> subprocess.CompletedProcess[str]:
+    program, *words = line.split()
+    return subprocess.run(
+        [sys.executable, "-c", LOOK, *PROGRAMS[program], ",".join(heavy), *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("line", [line for line, _ in commands()])
+def test_help_errors_of_usage_and_completion_load_no_heavy_library(line: str) -> None:
+    done = look(line)
+    assert done.returncode == 0, done.stderr
+    assert "No such option" in done.stdout
+    assert "['--json']" in done.stdout
+
+
+def test_library_that_help_loads_is_named() -> None:
+    assert "AssertionError: ('--help',) loads click" in look("mm2-split memory", heavy=("click",)).stderr
+
+
+@pytest.mark.parametrize(("line", "command"), list(commands()))
+def test_the_work_of_every_command_is_there(line: str, command: click.Command) -> None:
+    work = work_of(command)
+    assert work, line
+    assert all(callable(one.load()) for one in work)
+
+
+def declare(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> click.Command:
+    (folder / "some_work.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "some_work", raising=False)
+
+    @click.command(cls=Mm2Command)
+    @click.option("--size", type=int)
+    @done_by("some_work", "measure")
+    def command() -> None:
+        """Measure something."""
+
+    return command
+
+
+def test_work_gets_the_options_and_the_process_is_told_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = declare(
+        tmp_path, monkeypatch, "import click\ndef measure(size):\n    click.echo(f'size {size}')\n"
+    )
+    loaded = []
+    run = click.testing.CliRunner().invoke
+    assert "Measure something." in run(command, ["--help"], obj=lambda: loaded.append("some_work")).output
+    assert "some_work" not in sys.modules
+    assert not loaded
+    assert run(command, ["--size", "3"], obj=lambda: loaded.append("some_work")).output == "size 3\n"
+    assert loaded == ["some_work"]
+
+
+def test_work_that_cannot_be_loaded_is_an_error_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = declare(tmp_path, monkeypatch, "import no_such_library\n")
+    result = click.testing.CliRunner().invoke(command, [])
+    assert result.exit_code == 3
+    assert result.stderr.startswith(
+        "Error: unexpected ModuleNotFoundError: No module named 'no_such_library'"
+    )
