@@ -13,7 +13,8 @@ import torch
 
 from compare.diagnosis.evaluation import Evaluation, with_given
 from compare.diagnosis.layer_weights import LayerWeights
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.model_runs.cached_attention import DecodedInputs
 from compare.sides.batch import Batch
 from compare.sides.golden_weights import CheckpointWeights

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.batch import Batch
 from compare.sides.golden_weights import CheckpointWeights, HeadWeights
 from compare.sides.port_head import PortHeadGolden, on_port_output
