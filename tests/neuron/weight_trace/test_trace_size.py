@@ -85,7 +85,7 @@ def inspect(command: Any, wide: Path) -> Inspect:
 @pytest.mark.parametrize("name", ["port", "minimal_port"])
 def test_a_right_port_passes(inspect: Inspect, name: str) -> None:
     record = inspect(f"{EXAMPLES}/{name}.py:DecoderLayer")
-    assert (record["verdict"], record["findings"]) == ("pass", [])
+    assert (record["verdict"], record["findings"]) == ("pass", []), record
     # The numbers of all experts are compared, followed or not.
     assert len(record["compared"]) == 13
 
