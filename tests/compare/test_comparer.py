@@ -186,6 +186,7 @@ class TestChained:
         assert (comparison.verdict, comparison.blame) == (Verdict.FAIL, ())
         assert comparison.curve is not None
         assert comparison.curve.onset == 2
+        assert all(point.floor is not None for point in comparison.curve.points)
         assert "mm2-test single-layer --layer 2" in comparison.curve.command
 
     def test_nan_that_is_handed_on_fails_every_later_layer(self, copyist: Any, judge: Judge) -> None:

@@ -44,6 +44,28 @@ def both(edit: Callable[[torch.Tensor], torch.Tensor]) -> CachePair:
     return edit(RIGHT[0]), edit(RIGHT[1])
 
 
+def with_nines(cached: CachePair, place: tuple[int | slice, ...]) -> CachePair:
+    """The pair with nines at a place."""
+    copies = tuple(part.clone() for part in cached)
+    for part in copies:
+        part[place] = 9.0
+    return copies[0], copies[1]
+
+
+def test_tokens_that_the_other_prompt_lacks_do_not_count() -> None:
+    rolled = both(lambda part: part.roll(1, dims=0))
+    # Row 2 holds row 1, whose tokens end before the sixth.
+    assert named(with_nines(rolled, (2, slice(None), slice(6, None)))) == [
+        ("cache_of_another_prompt", {"by": 1})
+    ]
+
+
+@pytest.mark.parametrize(("by", "end"), [(1, 0), (-1, -1)])
+def test_entry_that_nothing_moved_to_does_not_count(by: int, end: int) -> None:
+    rolled = both(lambda part: part.roll(by, dims=2))
+    assert named(with_nines(rolled, (slice(None), slice(None), end))) == [("cache_one_row_off", {"by": by})]
+
+
 @pytest.mark.parametrize(
     ("cached", "name", "parameters"),
     [

@@ -157,6 +157,30 @@ def test_one_token_of_a_long_list_may_be_farther(golden: GoldenLogits) -> None:
     assert judge(long, size).prefill.beyond == ()
 
 
+def test_choice_of_one_token_of_a_long_list_may_be_farther(golden: GoldenLogits) -> None:
+    level = NoiseLevel.of([golden])
+
+    def reach(num_tokens: int) -> float:
+        logits = EXACT.clone()
+        logits[3, int(EXACT[3].argmin())] = EXACT[3].max() + 9
+        port = PortLogits(tokens=INPUT_IDS, logits=golden.measure(logits, INPUT_IDS))
+        judge = PromptJudge(level=replace(level, num_tokens=num_tokens))
+        choice = judge.judge(0, PROMPT, golden, port).prefill.worst_choice
+        assert choice is not None
+        return choice.reach
+
+    assert reach(80_000) > 1.2 * reach(level.num_tokens)
+
+
+def test_error_is_beyond_a_golden_without_noise(golden: GoldenLogits) -> None:
+    noiseless = replace(golden, variants=(golden.exact,) * len(golden.variants))
+    logits = EXACT.clone()
+    logits[3] += draw(99, 0.5)[3]
+    port = PortLogits(tokens=INPUT_IDS, logits=noiseless.measure(logits, INPUT_IDS))
+    found = PromptJudge(level=NoiseLevel.of([noiseless])).judge(0, PROMPT, noiseless, port)
+    assert found.prefill.beyond == (3,)
+
+
 def test_limits_on_shares_allow_four_deviations() -> None:
     limits = PromptLimits()
     # Of 48 tokens, a quarter: 0.25 and four times √(0.25 · 0.75 / 48).
