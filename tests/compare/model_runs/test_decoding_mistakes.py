@@ -139,7 +139,7 @@ def keys_at(layer: Evaluation, positions: torch.Tensor) -> torch.Tensor:
 
 
 def on(layer: Evaluation, **parts: object) -> Evaluation:
-    """The same layer with other inputs."""
+    """A layer with other inputs."""
     return Evaluation(
         replace(layer.inputs, **parts), with_given({Site.INPUT: layer[Site.INPUT]}), tokens=layer.tokens
     )

@@ -31,21 +31,32 @@ def test_first_error_in_the_order_of_the_jobs_is_raised() -> None:
             filling.finish()
 
 
+class Held:
+    """A job that holds its thread until a moment after `release_soon`, and the names of the jobs that have ended."""
+
+    def __init__(self, name: str) -> None:
+        self.ended: list[str] = []
+        self._name = name
+        self._begun, self._may_end = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        self._begun.set()
+        self._may_end.wait(60)
+        self.ended.append(self._name)
+
+    def release_soon(self) -> None:
+        """Wait until the job has begun; it may end a moment later."""
+        self._begun.wait(60)
+        threading.Timer(0.05, self._may_end.set).start()
+
+
 def test_abandoned_jobs_do_not_begin_and_those_begun_have_ended() -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    ended = []
-
-    def hold() -> None:
-        begun.set()
-        may_end.wait(60)
-        ended.append("first")
-
+    held = Held("first")
     with ReadingPool(1) as pool:
-        filling = pool.start([hold, lambda: ended.append("second")])
-        begun.wait(60)
-        threading.Timer(0.05, may_end.set).start()
+        filling = pool.start([held.run, lambda: held.ended.append("second")])
+        held.release_soon()
         filling.abandon()
-        assert ended == ["first"]
+        assert held.ended == ["first"]
 
 
 def test_each_thread_computes_alone_and_the_caller_as_before() -> None:
@@ -80,40 +91,25 @@ def test_failed_filling_writes_nothing_afterwards() -> None:
 
 
 def test_error_is_raised_after_the_other_jobs_ended() -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    ended = []
-
-    def hold() -> None:
-        begun.set()
-        may_end.wait(60)
-        ended.append("second")
+    held = Held("second")
 
     def fail() -> None:
-        begun.wait(60)
-        threading.Timer(0.05, may_end.set).start()
+        held.release_soon()
         raise ValueError("first")
 
     with ReadingPool(2) as pool:
-        filling = pool.start([fail, hold])
+        filling = pool.start([fail, held.run])
         with pytest.raises(ValueError, match="first"):
             filling.finish()
-        assert ended == ["second"]
+        assert held.ended == ["second"]
 
 
 def test_closing_waits_for_what_has_begun_and_drops_the_rest() -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    ended = []
-
-    def hold() -> None:
-        begun.set()
-        may_end.wait(60)
-        ended.append("first")
-
+    held = Held("first")
     with ReadingPool(1) as pool:
-        pool.start([hold, lambda: ended.append("second")])
-        begun.wait(60)
-        threading.Timer(0.05, may_end.set).start()
-    assert ended == ["first"]
+        pool.start([held.run, lambda: held.ended.append("second")])
+        held.release_soon()
+    assert held.ended == ["first"]
 
 
 def test_a_weight_is_gathered_from_its_tensors() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,28 @@ def work(json):
 """
 
 
+def hear_stops() -> None:
+    """Hear all stops: tests in the background of a shell, or under nohup, are left with some ignored."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def run(
+    folder: Path, words: Sequence[str], *, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line in a folder; `before` is called in its process first."""
+    return subprocess.run(
+        words,
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        preexec_fn=before,
+    )
+
+
 def begin(folder: Path, *, slow: str) -> subprocess.Popen[str]:
     """The command begun, as far as its slow part: the loading of `command` or of `work`, or the `run`."""
     (folder / "slow_command.py").write_text(SLOW_COMMAND.format(is_slow=slow == "command"))
@@ -67,8 +89,7 @@ def begin(folder: Path, *, slow: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Tests in the background of a shell, or under nohup, are left with some ignored.
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in STOPS],
+        preexec_fn=hear_stops,
     )
     mark, deadline = folder / ("running" if slow == "run" else "loading"), time.monotonic() + DEADLINE_S
     while not mark.exists():
@@ -110,16 +131,7 @@ def test_a_stop_in_text_that_is_executed_keeps_the_exit_code(tmp_path: Path, sen
         "@click.command(cls=Mm2Command)\ndef main():\n"
         f"    exec('import os, time; os.kill(os.getpid(), {int(sent)}); time.sleep(600)')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "program"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in STOPS],
-    )
+    done = run(tmp_path, [sys.executable, "-m", "program"], before=hear_stops)
     assert done.returncode == 3, done.stderr
     assert done.stderr == "Error: interrupted. Run it again with: mm2-compare\n"
 
@@ -133,15 +145,7 @@ def test_a_hangup_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
         "import os, signal, click\n@click.command()\ndef main():\n"
         "    os.kill(os.getpid(), signal.SIGHUP)\n    print('survived')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program + 'run_command("mm2-compare", "quick")'],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run(tmp_path, [sys.executable, "-c", program + 'run_command("mm2-compare", "quick")'])
     assert done.stdout == "survived\n", done.stderr
 
 
@@ -155,30 +159,13 @@ def test_a_stop_at_the_very_end_does_not_replace_the_exit_code(tmp_path: Path, s
         "last = Last()\n"
         "@click.command()\ndef main():\n    raise SystemExit(1)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("slow_command", "quick")],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in STOPS],
-    )
+    done = run(tmp_path, [sys.executable, "-c", PROGRAM.replace("slow_command", "quick")], before=hear_stops)
     assert done.returncode == 1, done.stderr
 
 
 def shell(folder: Path, words: Sequence[str], redirection: str) -> subprocess.CompletedProcess[str]:
     line = f"{sys.executable} -m {' '.join(words)} {redirection}"
-    return subprocess.run(
-        ["sh", "-c", line],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    return run(folder, ["sh", "-c", line])
 
 
 @pytest.mark.parametrize("words", [("compare", "--criteria-template"), ("neuron", "--help")])
