@@ -28,7 +28,6 @@ from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import CacheChange, CachePair, pass_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.inputs import decoded_tokens
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
 from minimax_tools.results.model_findings import ModelFinding
@@ -38,8 +37,6 @@ CACHE = "cache"
 _KINDS = {Site.K_ROPE: "keys", Site.V_PROJ: "values"}
 # Entries by which a step may miss its own; a larger distance is the padding of a bucket.
 _MOST_SHIFT = 1
-# Heads whose error is this share of the worst head's are named beside it.
-_NAMED_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ def judge_cache(
     pair = sides.target.read_cache(layer)
     if pair is None:
         return CacheJudgement()
-    golden, head_dim = sides.reference, pair[0].shape[-1]
+    golden = sides.reference
     right = _read_pair(golden, layer)
     if any(part.shape != expected.shape for part, expected in zip(pair, right, strict=True)):
         return CacheJudgement(
@@ -94,16 +91,16 @@ def judge_cache(
     content = CacheContent(
         cached=cached,
         right=right if own is None else own,
-        noise=_noise(golden, layer, right, mask, head_dim=head_dim),
+        noise=_noise(golden, layer, right, mask),
         tokens=mask,
         others=lambda: _other_pairs(sides.target, layer),
-        unrotated=_unrotated(sides.target if own is not None else golden, layer, head_dim),
+        unrotated=_unrotated(sides.target if own is not None else golden, layer, right),
     )
     if is_before_rope(content):
         return CacheJudgement(findings=changes, note="it holds keys before rotary embedding")
     num_passes = 1 + len(split.steps)
     is_alike = len(wrong) == num_passes
-    in_question = content.at(_tokens_of(wrong, sides, mask))
+    in_question = content.at(torch.isin(split.numbers, torch.tensor(list(wrong))) & mask)
     named = next(
         ((mistake, found) for mistake in CACHE_MISTAKES if (found := mistake.find(in_question)) is not None),
         None,
@@ -142,27 +139,26 @@ def judge_cache(
 
 
 class _CachedAsSites(Capture):
-    """A port's capture in which a layer's cached keys and values stand for its own."""
+    """A port's capture in which a layer's cached keys and values stand for its own, and nothing else is shown."""
 
-    def __init__(self, target: CaptureSource, manifest: Manifest, *, layer: int, pair: CachePair) -> None:
+    def __init__(self, target: CaptureSource, manifest: Manifest, pair: CachePair) -> None:
         super().__init__(target.directory, manifest)
-        self._cached_layer = layer
         self._cached = {Site.K_ROPE: pair[0], Site.V_PROJ: pair[1].transpose(1, 2).flatten(2)}
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Return the sites of a layer: of this one, the two."""
-        return tuple(self._cached) if layer == self._cached_layer else super().sites(layer)
+        """Return the two sites that a cache holds."""
+        return tuple(self._cached)
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site, or what the cache holds of it."""
-        return self._cached[site] if layer == self._cached_layer else super().read(layer, site)
+        """Read what the cache holds of a site."""
+        return self._cached[site]
 
 
 def _find_wrong_passes(
     sides: Sides, layer: int, pair: CachePair, split: PassSplit
 ) -> dict[int, tuple[str, ...]]:
     """Return what is wrong, `keys` or `values`, by pass; steps that are only wrong together count as all steps."""
-    target = _CachedAsSites(sides.target, sides.target.manifest, layer=layer, pair=pair)
+    target = _CachedAsSites(sides.target, sides.target.manifest, pair)
     # Twice as many figures are judged as without the cache.
     criteria = replace(sides.criteria, num_figures=2 * sides.criteria.num_figures)
     sides = replace(sides, target=target, criteria=criteria)
@@ -187,9 +183,13 @@ def _read_pair(source: CaptureSource, layer: int) -> CachePair:
     return keys, split_heads(source.read(layer, Site.V_PROJ).float(), keys.shape[-1])
 
 
+def _shows_both(target: CaptureSource, layer: int) -> bool:
+    return set(target.sites(layer)).issuperset(_KINDS)
+
+
 def _own_pair(target: CaptureSource, layer: int, right: CachePair) -> CachePair | None:
     """Read the port's own keys and values; None if it does not show both."""
-    if not set(_KINDS) <= set(target.sites(layer)):
+    if not _shows_both(target, layer):
         return None
     if target.read(layer, Site.K_ROPE).shape != right[0].shape:
         return None
@@ -204,22 +204,26 @@ def _is_cast(pair: CachePair, own: CachePair, mask: torch.Tensor) -> bool:
     )
 
 
-def _noise(
-    golden: CaptureSource, layer: int, rounded: CachePair, mask: torch.Tensor, *, head_dim: int
-) -> CachePair:
+def _noise(golden: CaptureSource, layer: int, rounded: CachePair, mask: torch.Tensor) -> CachePair:
     """Return the relative noise of right keys and values."""
-    keys, values = golden.read_twin(layer, Site.K_ROPE), golden.read_twin(layer, Site.V_PROJ)
-    exact = (
-        rounded[0] if keys is None else keys.float(),
-        rounded[1] if values is None else split_heads(values.float(), head_dim),
+    twins = golden.read_twin(layer, Site.K_ROPE), golden.read_twin(layer, Site.V_PROJ)
+    exact_keys, exact_values = (
+        part if twin is None else _as_heads(twin, part) for twin, part in zip(twins, rounded, strict=True)
     )
-    return noise_of(exact[0], rounded[0], mask), noise_of(exact[1], rounded[1], mask)
+    keys, values = rounded
+    return noise_of(exact_keys, keys, mask), noise_of(exact_values, values, mask)
 
 
-def _unrotated(source: CaptureSource, layer: int, head_dim: int) -> torch.Tensor | None:
+def _unrotated(source: CaptureSource, layer: int, right: CachePair) -> torch.Tensor | None:
     if Site.K_NORM not in source.sites(layer):
         return None
-    return split_heads(source.read(layer, Site.K_NORM).float(), head_dim)
+    keys, _ = right
+    return _as_heads(source.read(layer, Site.K_NORM), keys)
+
+
+def _as_heads(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return keys or values as heads, float32 [B,K,S,D]; they may be [B,S,K·D]."""
+    return tensor.float() if tensor.ndim == like.ndim else split_heads(tensor.float(), like.shape[-1])
 
 
 def _other_pairs(target: CaptureSource, layer: int) -> Iterator[tuple[int, CachePair]]:
@@ -227,27 +231,15 @@ def _other_pairs(target: CaptureSource, layer: int) -> Iterator[tuple[int, Cache
     for other in sorted(target.layers, key=lambda index: abs(index - layer)):
         if other == layer:
             continue
-        if set(_KINDS) <= set(target.sites(other)):
+        if _shows_both(target, other):
             yield other, _read_pair(target, other)
         elif (pair := target.read_cache(other)) is not None:
             yield other, (pair[0].float(), pair[1].float())
 
 
-def _tokens_of(wrong: dict[int, tuple[str, ...]], sides: Sides, mask: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of the wrong passes, bool [B,S]: all, those of the prefill, or the decoded ones."""
-    description = sides.target.known_description
-    num_decoded = 0 if description is None else description.run.num_decoded
-    is_decoded = decoded_tokens(mask.long(), num_decoded, by_row=True)
-    steps = is_decoded.long().cumsum(1) * is_decoded
-    is_wrong = torch.zeros_like(mask)
-    for number in wrong:
-        is_wrong |= steps == number
-    return is_wrong & mask
-
-
 def _describe(content: CacheContent, wrong: dict[int, tuple[str, ...]], *, is_shown: bool) -> str:
     kinds = sorted({kind for of_pass in wrong.values() for kind in of_pass})
-    heads = _wrong_heads(content)
+    heads = content.wrong_heads()
     row, column = content.tokens.nonzero()[0].tolist()
     beside = (
         "; the port's own keys and values are other ones: the cache is wrong, not the projections"
@@ -261,15 +253,6 @@ def _describe(content: CacheContent, wrong: dict[int, tuple[str, ...]], *, is_sh
         f"{content.rho(content.right):.3g} times the noise at {int(content.tokens.sum())} tokens, the first at row "
         f"{row}, token {column}{beside}"
     )
-
-
-def _wrong_heads(content: CacheContent) -> list[int]:
-    errors = torch.zeros(content.cached[0].shape[1])
-    for cached, right, noise in zip(content.cached, content.right, content.noise, strict=True):
-        difference = (cached - right).transpose(1, 2)[content.tokens].square().sum((0, 2))
-        size = right.transpose(1, 2)[content.tokens].square().sum((0, 2)) * noise**2
-        errors = torch.maximum(errors, (difference / size.clamp(min=1e-30)).sqrt())
-    return (errors >= _NAMED_SHARE * errors.max()).nonzero().flatten().tolist()
 
 
 def _judge_changes(target: CaptureSource, layer: int) -> tuple[ModelFinding, ...]:

@@ -23,6 +23,8 @@ _EXPLAINED_RHO = 2.0
 _LEAST_NOISE = 1e-4
 # Share of a cache's numbers that are the nearest to the right ones, if it was rounded to them.
 _LEAST_ALIKE = 0.8
+# Heads whose error is this share of the worst head's are wrong too.
+_WRONG_SHARE = 0.3
 _NO_PARAMETERS: Parameters = MappingProxyType({})
 
 
@@ -49,6 +51,19 @@ class CacheContent:
         """Decide whether the cache holds a prediction, up to noise."""
         return self.rho(predicted, tokens=tokens) <= _EXPLAINED_RHO
 
+    def wrong_heads(self) -> list[int]:
+        """Return the kv heads with the largest error of keys or values, in units of noise, ascending."""
+        keys, _ = self.cached
+        errors = [
+            max(
+                _relative_error(_of_head(found, head), _of_head(right, head), tokens=self.tokens)
+                / float(noise)
+                for found, right, noise in zip(self.cached, self.right, self.noise, strict=True)
+            )
+            for head in range(keys.shape[1])
+        ]
+        return [head for head, error in enumerate(errors) if error >= _WRONG_SHARE * max(errors)]
+
     def at(self, tokens: torch.Tensor) -> CacheContent:
         """Return the same with other tokens in question, bool [B,S]."""
         return replace(self, tokens=tokens)
@@ -60,6 +75,10 @@ def _relative_error(cached: torch.Tensor, predicted: torch.Tensor, *, tokens: to
     if not found.numel():
         return torch.inf
     return float((found - expected).norm() / expected.norm().clamp(min=TINY_FLOAT32))
+
+
+def _of_head(part: torch.Tensor, head: int) -> torch.Tensor:
+    return part[:, head : head + 1]
 
 
 def noise_of(exact: torch.Tensor, rounded: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -108,19 +127,17 @@ def _one_row_off(content: CacheContent) -> Parameters | None:
 
 
 def _heads_exchanged(content: CacheContent) -> Parameters | None:
-    num_heads = content.cached[0].shape[1]
+    cached, _ = content.cached
+    keys, _ = content.right
+    heads = range(keys.shape[1])
     order = []
-    for head in range(num_heads):
+    for head in heads:
         errors = [
-            _relative_error(
-                content.cached[0][:, head : head + 1],
-                content.right[0][:, other : other + 1],
-                tokens=content.tokens,
-            )
-            for other in range(num_heads)
+            _relative_error(_of_head(cached, head), _of_head(keys, other), tokens=content.tokens)
+            for other in heads
         ]
         order.append(errors.index(min(errors)))
-    if order == list(range(num_heads)) or sorted(order) != list(range(num_heads)):
+    if order == list(heads) or sorted(order) != list(heads):
         return None
     is_explained = content.is_explained(_both(content.right, lambda part: part[:, order]))
     return {"order": ", ".join(map(str, order))} if is_explained else None
@@ -152,8 +169,9 @@ def _is_held_by(content: CacheContent, rounding: Callable[[torch.Tensor], torch.
 
 
 def _low_precision(content: CacheContent) -> Parameters | None:
+    keys, values = content.right
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        if content.is_explained((content.right[0].to(dtype).float(), content.right[1].to(dtype).float())):
+        if content.is_explained((keys.to(dtype).float(), values.to(dtype).float())):
             return {"dtype": name}
     return None
 

@@ -20,6 +20,7 @@ from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
 from compare.model_runs.cached_attention import DecodedInputs, attend_view, right_view
 from compare.model_runs.decoding_mistakes import DECODING_MISTAKES
+from compare.model_runs.passes import PassSplit, split_passes
 from compare.sides.batch import Batch
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
@@ -27,7 +28,6 @@ from compare.sides.port_input import on_port_input
 from compare.sides.sides import Sides
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.inputs import decoded_tokens
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import EMBEDDING
 from minimax_tools.reference.float32_stages import split_heads
@@ -58,13 +58,12 @@ def diagnose_decoding(
     """
     port_sides = on_port_input(sides, layer)
     site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
-    if port_sides is None or site is None or sides.weights is None:
+    split = split_passes(sides)
+    if split is None or split.decoded is None or port_sides is None or site is None or sides.weights is None:
         return ()
     takes_own = all(shown.order >= Site.ATTN_CONTEXT.order for shown in blamed)
     with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
-        inputs = _read_inputs(sides, layer, weights)
-        if not bool(inputs.is_decoded.any()):
-            return ()
+        inputs = _read_inputs(sides, layer, weights, split)
         # If nothing explains it over a right cache, then perhaps over what the cache holds.
         held = _read_held(sides.target, layer, inputs)
         for cached in (None,) if held is None else (None, held):
@@ -91,10 +90,11 @@ def is_right_on_own_cache(sides: Sides, layer: int) -> bool:
         CheckpointError: The weights cannot be read.
     """
     site = next((site for site in _JUDGING if _is_common(sides, layer, site)), None)
-    if site is None or sides.weights is None:
+    split = split_passes(sides)
+    if split is None or split.decoded is None or site is None or sides.weights is None:
         return False
     with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
-        inputs = _read_inputs(sides, layer, weights)
+        inputs = _read_inputs(sides, layer, weights, split)
         held = _read_held(sides.target, layer, inputs)
         if held is None:
             return False
@@ -119,10 +119,8 @@ def _is_common(sides: Sides, layer: int, site: Site) -> bool:
     return find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site)) is None
 
 
-def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights) -> DecodedInputs:
+def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights, split: PassSplit) -> DecodedInputs:
     tokens = sides.reference.read_inputs()
-    description = sides.target.known_description
-    num_decoded = 0 if description is None else description.run.num_decoded
     padding: dict[str, torch.Tensor] = {}
     if layer == 0:
         # The input of padding is known in front of the first layer alone: behind it, it depends on the port.
@@ -139,7 +137,7 @@ def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights) -> DecodedInp
         position_ids=tokens.position_ids,
         # Decoded tokens are computed as if they were prefilled; mistakes replace what they read.
         decode_start=tokens.attention_mask.shape[1],
-        is_decoded=decoded_tokens(tokens.attention_mask, num_decoded, by_row=True),
+        is_decoded=split.numbers > 0,
         caches={},
         padding=padding,
     )
@@ -151,7 +149,8 @@ def _other_caches(
 ) -> Iterator[tuple[int, CachePair]]:
     """Yield the right keys and values of the nearest layers, float32 [B,K,S,D], on the port's own input of each."""
     head_dim = inputs.spec.head_dim
-    for other in sorted(target.layers, key=lambda index: abs(index - layer))[1 : 1 + _MOST_OTHERS]:
+    others = (other for other in target.layers if other != layer)
+    for other in sorted(others, key=lambda other: abs(other - layer))[:_MOST_OTHERS]:
         shown = set(target.sites(other))
         if {Site.K_ROPE, Site.V_PROJ} <= shown:
             keys, values = target.read(other, Site.K_ROPE).float(), target.read(other, Site.V_PROJ).float()

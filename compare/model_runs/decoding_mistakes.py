@@ -172,7 +172,7 @@ def _keys_rotated(times: int) -> Change:
 
     def view(layer: Evaluation) -> CacheView:
         right, spec = right_view(layer), layer.spec
-        if times < 0:
+        if times == -1:
             keys = split_heads(layer[Site.K_NORM], spec.head_dim)
         else:
             angles = layer.position_ids.float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
@@ -210,8 +210,9 @@ def _padding_pair(layer: Evaluation, content: str) -> tuple[torch.Tensor, torch.
         layer.weight(weight_names.K_PROJ) @ normed, layer.weight(weight_names.K_NORM), spec.rms_norm_eps
     )
     # The last position of each prompt's prefill, or 0.
-    positions = inputs.prefilled()[:, None] - 1 if place == "the last" else torch.zeros(1, 1)
-    angles = positions.float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
+    last = inputs.prefilled() - 1
+    positions = last if place == "the last" else torch.zeros_like(last)
+    angles = positions.float()[:, None, None] * frequencies(spec.rotary_dim, spec.rope_theta)
     heads = key.unflatten(0, (-1, spec.head_dim))[None, :, None].expand(len(angles), -1, -1, -1)
     value = (layer.weight(weight_names.V_PROJ) @ normed).unflatten(0, (-1, spec.head_dim))
     return rotate_halves(heads, angles)[:, :, 0], value

@@ -19,6 +19,7 @@ from minimax_tools.results.results import Blame
 class PassSplit:
     """The tokens of a batch, divided by the pass that computed them."""
 
+    numbers: torch.Tensor  # pass of each token, int64 [B,S]: 0 for the prefill and for padding, t for step t
     prefill: Batch
     decoded: Batch | None  # tokens of all steps; None if none was decoded
     steps: tuple[Batch, ...]  # tokens of each step
@@ -50,6 +51,7 @@ def split_passes(sides: Sides) -> PassSplit | None:
         for step in range(num_decoded)
     ]
     return PassSplit(
+        numbers=is_decoded.long().cumsum(1) * is_decoded,
         prefill=Batch(mask.bool() & ~is_decoded),
         decoded=Batch(is_decoded) if num_decoded else None,
         steps=tuple(Batch(step) for step in steps),

@@ -55,6 +55,7 @@ def judge_port(golden: Path, write_port: Callable[..., Sides]) -> JudgeCache:
         shown: tuple[Site, ...] = (Site.K_NORM, Site.K_ROPE, Site.V_PROJ),
         is_cached: bool = True,
         reference: Capture | None = None,
+        own: Edit = torch.clone,
         **passes: Any,
     ) -> CacheJudgement:
         pairs: dict[int, CachePair | None] = {layer: pair_of(source, layer) for layer in (0, LAYER, 2)}
@@ -63,7 +64,7 @@ def judge_port(golden: Path, write_port: Callable[..., Sides]) -> JudgeCache:
         pairs[LAYER] = edited if is_cached else None
         sides = write_port(
             {
-                layer: ({site: source.read(layer, site) for site in (*shown, Site.OUTPUT)}, pair)
+                layer: ({site: own(source.read(layer, site)) for site in (*shown, Site.OUTPUT)}, pair)
                 for layer, pair in pairs.items()
             },
             **passes,
@@ -137,10 +138,36 @@ def test_entries_of_all_steps_are_told_from_the_first_on(judge_port: JudgeCache)
     assert "the projections" not in finding.reason
 
 
-def test_golden_without_its_twin_judges_too(judge_port: JudgeCache, copyist: Any) -> None:
+def test_steps_that_are_only_wrong_together_are_told_from_the_first_on(judge_port: JudgeCache) -> None:
+    steps = torch.zeros(2, 48, dtype=torch.bool)
+    steps[0, 44:] = steps[1, 29:33] = True
+    finding = only(judge_port(keys=at(steps, noisy(0.0039)), num_decoded=4, is_decoding_wrong=True))
+    assert finding.number == 1
+    assert "at 8 tokens, the first at row 0, token 44" in finding.reason
+    # With more noise, the second step is wrong by itself.
+    alone = only(judge_port(keys=at(steps, noisy(0.0045)), num_decoded=4, is_decoding_wrong=True))
+    assert alone.number == 2
+    assert "the first at row 0, token 45" in alone.reason
+
+
+def test_golden_without_its_twin_judges_too(judge_port: JudgeCache, copyist: Any, golden: Path) -> None:
     reference = Capture.open(copyist.golden(noise_floor="stats"))
     finding = only(judge_port(at(LAST, torch.zeros_like), reference=reference))
     assert (finding.number, finding.mistake) == (2, "cache_not_written")
+    # Nothing tells the noise: a ten-thousandth of the size of keys, and of values, is taken.
+    keys, values = pair_of(Capture.open(golden), LAYER)
+    for pair, kind in (((keys * 2, values), "keys"), ((keys, values * 2), "values")):
+        finding = only(judge_port(pair, reference=reference, is_decoding_wrong=True))
+        assert (
+            f"from the prefill on the cached {kind} of kv heads 0, 1 are off by 1e+04 times" in finding.reason
+        )
+
+
+def test_content_is_named_by_the_ports_own_keys_and_values(judge_port: JudgeCache, golden: Path) -> None:
+    keys, values = (part * 1.5 for part in pair_of(Capture.open(golden), LAYER))
+    exchanged = keys[:, [1, 0]], values[:, [1, 0]]
+    finding = only(judge_port(exchanged, own=lambda part: part * 1.5, is_decoding_wrong=True))
+    assert (finding.mistake, dict(finding.parameters)) == ("cache_heads_exchanged", {"order": "1, 0"})
 
 
 def test_keys_of_one_head_are_named_alone(judge_port: JudgeCache) -> None:

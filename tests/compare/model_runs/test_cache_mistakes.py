@@ -66,6 +66,13 @@ def test_entry_that_nothing_moved_to_does_not_count(by: int, end: int) -> None:
     assert named(with_nines(rolled, (slice(None), slice(None), end))) == [("cache_one_row_off", {"by": by})]
 
 
+@pytest.mark.parametrize(("by", "entry"), [(1, 6), (-1, 5)])
+def test_entry_beside_padding_does_not_count(by: int, entry: int) -> None:
+    rolled = both(lambda part: part.roll(by, dims=2))
+    # Row 1 has six tokens: no token moved to its seventh entry, and padding moved to its sixth.
+    assert named(with_nines(rolled, (1, slice(None), entry))) == [("cache_one_row_off", {"by": by})]
+
+
 @pytest.mark.parametrize(
     ("cached", "name", "parameters"),
     [
@@ -93,7 +100,28 @@ def test_content_names_its_mistake(cached: CachePair, name: str, parameters: dic
 
 
 def test_other_content_has_no_name() -> None:
-    assert named(draw(7)) == []
+    other = draw(7)
+    assert named(other) == []
+    # FP8 numbers, and not those nearest to the right ones.
+    assert named((other[0].to(torch.float8_e4m3fn).float(), other[1].to(torch.float8_e4m3fn).float())) == []
+
+
+def test_right_content_that_fp8_holds_is_not_named() -> None:
+    held = both(lambda part: part.to(torch.float8_e4m3fn).float())
+    (fp8,) = (mistake for mistake in CACHE_MISTAKES if mistake.name == "cache_fp8_without_scale")
+    assert fp8.find(replace(content(held), right=held)) is None
+
+
+def test_wrong_heads_are_those_with_a_third_of_the_worst_error() -> None:
+    keys, values = both(torch.clone)
+    keys[:, 0] *= 1.01
+    values[:, 3] *= 1.1
+    noise = torch.tensor(1e-4), torch.tensor(1e-2)
+    # Keys are off by 100 times their noise, values by 10 times theirs.
+    assert replace(content((keys, values)), noise=noise).wrong_heads() == [0]
+    assert content((keys, values)).wrong_heads() == [3]
+    values[:, 1] *= 1.04
+    assert content((keys, values)).wrong_heads() == [1, 3]
 
 
 def test_fewer_bits_with_scales_are_told_from_fp8_without() -> None:

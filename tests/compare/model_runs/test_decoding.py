@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from compare.diagnosis.evaluation import Evaluation, LayerInputs, with_given
+from compare.diagnosis.layer_weights import LayerWeights
 from compare.model_runs.decoding import diagnose_decoding, is_right_on_own_cache
 from compare.sides.sides import Sides
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.capture.reader import Capture
-from minimax_tools.model.inputs import decoded_tokens
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.inputs import Inputs, decoded_tokens
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.float32_stages import split_heads
 
 LAYER = 1
@@ -52,6 +57,7 @@ def decode(golden: Path, write_port: Callable[..., Sides], stepped: Callable[...
         shown: tuple[Site, ...] = (*SHOWN, Site.ATTN_CONTEXT),
         layer: int = LAYER,
         others: tuple[Site, ...] = (Site.K_ROPE, Site.V_PROJ),
+        silent: tuple[int, ...] = (),
     ) -> Sides:
         mask = source.read_inputs().attention_mask
         is_decoded = decoded_tokens(mask, NUM_DECODED, by_row=True)
@@ -60,7 +66,13 @@ def decode(golden: Path, write_port: Callable[..., Sides], stepped: Callable[...
         found = stepped(queries, right_entries(source, layer), mask, read, num_decoded=NUM_DECODED, past=past)
         context[is_decoded] = found.to(context.dtype)
         values = {site: source.read(layer, site) for site in SHOWN} | {Site.ATTN_CONTEXT: context}
-        layers = {other: ({site: source.read(other, site) for site in others}, None) for other in range(4)}
+        layers = {
+            other: (
+                {site: source.read(other, site) for site in ((Site.K_NORM,) if other in silent else others)},
+                None,
+            )
+            for other in range(4)
+        }
         return write_port({**layers, layer: ({site: values[site] for site in shown}, cache)})
 
     return write
@@ -119,6 +131,54 @@ def test_padding_is_known_in_front_of_the_first_layer(decode: Decode, golden: Pa
     content = f"token {int(inputs.input_ids[row, column])} at 0"
     found = named(decode(read, layer=0), layer=0)
     assert found == [("decode_padding_visible", {"width": 48, "of": "bucket", "content": content})]
+
+
+def test_nearest_layers_are_tried_and_those_that_show_nothing_are_passed_over(
+    decode: Decode, golden: Path, write_port: Callable[..., Sides]
+) -> None:
+    source = Capture.open(golden)
+    for other in (0, 2):
+        sides = decode(past=right_entries(source, other))
+        assert named(sides) == [("cache_of_another_layer", {"layer": other})]
+    # Layers 0 and 2 are nearer than layer 3, and show nothing.
+    sides = decode(past=right_entries(source, 3), silent=(0, 2))
+    assert named(sides) == [("cache_of_another_layer", {"layer": 3})]
+
+
+class PaddedWith(Capture):
+    """A golden whose prompts are padded with other tokens."""
+
+    def __init__(self, source: Capture, tokens: list[int]) -> None:
+        super().__init__(source.directory, source.manifest)
+        self._padding = torch.tensor(tokens)
+
+    def read_inputs(self) -> Inputs:
+        inputs = super().read_inputs()
+        ids, is_padding = inputs.input_ids.clone(), inputs.attention_mask == 0
+        ids[is_padding] = self._padding.repeat(int(is_padding.sum()))[: int(is_padding.sum())]
+        return replace(inputs, input_ids=ids)
+
+
+@pytest.mark.parametrize(("token", "is_known"), [(7, True), (0, True), (9, False)])
+def test_padding_of_the_batch_is_its_first_and_that_of_a_bucket_zero(
+    decode: Decode, golden: Path, toy: Path, token: int, is_known: bool
+) -> None:
+    row = CheckpointReader(toy).read("model.embed_tokens.weight")[token].float()
+    spec, source = ModelSpec.from_folder(toy), Capture.open(golden)
+    weights = LayerWeights(LayerTensors.open(CheckpointReader(toy), spec, 0, torch.bfloat16))
+    one = torch.ones(1, 1, dtype=torch.int64)
+    inputs = LayerInputs(spec=spec, weights=weights, attention_mask=one, position_ids=0 * one, decode_start=1)
+    alone = Evaluation(inputs, with_given({Site.INPUT: row[None, None]}), tokens=torch.tensor([0]))
+    entry = torch.stack((alone[Site.K_ROPE], split_heads(alone[Site.V_PROJ], spec.head_dim)))[:, 0]
+
+    def read(entries: torch.Tensor, num_prefilled: int, step: int) -> torch.Tensor:
+        return torch.cat((all_entries(entries, num_prefilled, step), entry, entry), dim=2)
+
+    sides = replace(decode(read, layer=0), reference=PaddedWith(source, [7, 9]))
+    found = named(sides, layer=0)
+    content = f"token {token} at 0"
+    expected = [("decode_padding_visible", {"width": 48, "of": "bucket", "content": content})]
+    assert found == (expected if is_known else [])
 
 
 class TestOwnCache:

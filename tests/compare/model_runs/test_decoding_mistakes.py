@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from compare.diagnosis.evaluation import Evaluation, with_given
+from compare.diagnosis.evaluation import Evaluation, LayerInputs, with_given
 from compare.diagnosis.mistake import Mistake, Parameters
 from compare.model_runs.cached_attention import DecodedInputs, decoded_inputs
 from compare.model_runs.decoding_mistakes import DECODING_MISTAKES, round_to_fp8
@@ -280,6 +280,25 @@ def with_decoded_at(layer: Evaluation, positions: list[int]) -> Evaluation:
 
 def parameters_of(name: str, inputs: DecodedInputs) -> list[tuple[int | str | float, ...]]:
     return [tuple(parameters.values()) for parameters in find(name).candidates(inputs)]
+
+
+def test_positions_rows_and_entries_are_tried_to_both_sides(layer: Evaluation) -> None:
+    inputs = decoded_inputs(layer)
+    rotated = ("queries and keys", "queries", "keys")
+    assert parameters_of("decode_positions_off", inputs) == [
+        (by, of) for by in (1, -1, 2, -2) for of in rotated
+    ]
+    assert parameters_of("cache_one_row_off", inputs) == [
+        (by, reads) for by in (1, -1) for reads in ("before it writes", "after it writes")
+    ]
+    assert parameters_of("cache_keys_rotated_wrongly", inputs) == [(-1,), (1,)]
+
+
+def test_layer_that_decodes_nothing_is_not_asked_for_its_cache(layer: Evaluation) -> None:
+    inputs = layer.inputs
+    plain = LayerInputs(**{field.name: getattr(inputs, field.name) for field in fields(LayerInputs)})
+    for name in ("cache_of_another_layer", "cache_of_another_prompt", "decode_padding_visible"):
+        assert list(find(name).candidates(plain)) == []
 
 
 def test_padding_is_tried_up_to_the_buckets_that_hold_the_prefill(layer: Evaluation) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +97,7 @@ class TestSplit:
         assert split is not None
         assert (numbers(split.prefill), numbers(split.decoded)) == ([0, 1, 5], [2, 3, 6, 7])
         assert [numbers(step) for step in split.steps] == [[2, 6], [3, 7]]
+        assert split.numbers.tolist() == [[0, 0, 1, 2, 0], [0, 1, 2, 0, 0]]
 
     def test_prefill_alone(self) -> None:
         split = split_passes(sides(Side(passes=PASSES, num_decoded=0)))
@@ -117,11 +118,15 @@ def test_real_tokens_are_those_of_the_goldens_mask() -> None:
 
 class TestFault:
     SPLIT = PassSplit(
-        prefill=Batch(MASK == 1), decoded=Batch(MASK == 1), steps=tuple(Batch(MASK == 1) for _ in range(3))
+        numbers=MASK,
+        prefill=Batch(MASK == 1),
+        decoded=Batch(MASK == 1),
+        steps=tuple(Batch(MASK == 1) for _ in range(3)),
     )
 
     def find(self, *wrong: Batch | None, split: PassSplit = SPLIT) -> tuple[int, str] | None:
-        def judge(batch: Batch) -> tuple[Blame, ...]:
+        def judge(batch: Batch | None) -> tuple[Blame, ...]:
+            assert batch is not None, "there is nothing to judge"
             names = {id(split.prefill): "prefill", id(split.decoded): "decoded"}
             name = names.get(id(batch), "step")
             return (Blame(layer=0, sites=("output",), reason=name),) if batch in wrong else ()
@@ -137,7 +142,7 @@ class TestFault:
         # Steps show fainter errors together than alone.
         assert self.find(split.decoded) == (1, "decoded")
         assert self.find(*split.steps) is None
-        without = PassSplit(prefill=split.prefill, decoded=None, steps=())
+        without = replace(split, decoded=None, steps=())
         assert self.find(split=without) is None
 
 
@@ -252,6 +257,12 @@ class TestStream:
             values = {(0, Site.OUTPUT): self.stream(1.0), (1, Site.INPUT): given}
             assert len(judge_layer_order(sides(Side({}, values, passes=PASSES)), 2)) == 1
 
+    def test_stream_of_another_shape_than_the_mask_is_compared_as_a_whole(self) -> None:
+        for mask, is_wrong in ((MASK[:, :4], True), (None, True), (MASK, False)):
+            values = {(0, Site.OUTPUT): self.stream(1.0), (1, Site.INPUT): self.stream(1.0)}
+            both = sides(Side({}, values, passes=PASSES), Side(mask=mask))
+            assert len(judge_layer_order(both, 2)) == is_wrong
+
 
 class TestChoices:
     @staticmethod
@@ -330,7 +341,14 @@ class TestChoices:
 
     @pytest.mark.parametrize(
         ("difference", "error", "is_wrong"),
-        [(0.099, 0.0, False), (0.101, 0.0, True), (0.39, 0.1, False), (0.41, 0.1, True), (0.101, 0.02, True)],
+        [
+            (0.099, 0.0, False),
+            (0.1, 0.0, False),
+            (0.101, 0.0, True),
+            (0.39, 0.1, False),
+            (0.41, 0.1, True),
+            (0.101, 0.02, True),
+        ],
     )
     def test_second_run_may_differ_by_noise(self, difference: float, error: float, is_wrong: bool) -> None:
         golden = torch.ones(2, 5, 4)

@@ -89,3 +89,15 @@ def test_phase_of_many_tokens_a_little_farther_is_told(
 ) -> None:
     ports = [exact + draw(seed + row, scale * SIGMA) for row, exact in enumerate(EXACT)]
     assert judge(goldens, ports).first_pass == first_pass
+
+
+@pytest.mark.parametrize("token", [4, NUM_TOKENS - 1])
+def test_excess_is_above_one_where_one_token_is_wrong(goldens: list[GoldenLogits], token: int) -> None:
+    found = []
+    for size in range(1, 40):
+        ports = [exact.clone() for exact in EXACT]
+        ports[1][token] += size * draw(7, SIGMA)[token]
+        found.append(judge(goldens, ports))
+    assert [verdict.is_right for verdict in found] == [verdict.excess <= 1.0 for verdict in found]
+    assert found[0].is_right
+    assert not found[-1].is_right
