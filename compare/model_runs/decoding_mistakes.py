@@ -96,7 +96,7 @@ def _one_row_off(by: int, reads: str) -> Change:
         last = steps - 2 if is_own_read else steps - 1
         hidden = (all_steps > 0) & (all_steps - 1 + by > last[:, None])
         has_written = steps >= (2 if is_own_read else 1)  # whether any step has, before this one reads
-        if by < 0:
+        if by == -1:
             # The first step writes over the newest key of the prefill.
             is_newest = layer.attention_mask[rows].cumsum(1) == inputs.prefilled()[rows][:, None]
             hidden |= is_newest & has_written[:, None]

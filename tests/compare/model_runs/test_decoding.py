@@ -202,8 +202,17 @@ class TestOwnCache:
         assert not is_right_on_own_cache(replace(decode(past=held, cache=cache), weights=None), LAYER)
         assert not is_right_on_own_cache(decode(past=held, cache=cache, shown=SHOWN), LAYER)
 
+    def test_run_without_steps_has_not_read_it(self, golden: Path, write_port: Callable[..., Sides]) -> None:
+        source = Capture.open(golden)
+        values = {site: source.read(LAYER, site) for site in (*SHOWN, Site.ATTN_CONTEXT)}
+        keys, values_held = right_entries(source)
+        sides = write_port({LAYER: (values, (keys, values_held))}, num_decoded=0)
+        assert not is_right_on_own_cache(sides, LAYER)
+        assert named(sides) == []
+
     def test_mistake_over_it_is_named(self, decode: Decode, held: torch.Tensor) -> None:
         wrong = decode(without_newest, past=held, cache=(held[0], held[1]))
         assert named(wrong) == [("decode_mask_short", {"entry": "the newest"})]
+        assert named(wrong, blamed=(Site.ATTN_CONTEXT,)) == [("decode_mask_short", {"entry": "the newest"})]
         # Wrong keys explain what is read too: the cache is then not taken as it is.
         assert named(wrong, blamed=(Site.K_ROPE,)) == []

@@ -320,6 +320,7 @@ class TestChoices:
         ("number", "above", "words"),
         [
             (56, 2.5, "the largest is 2.5 above"),
+            (56, 0.5, "the largest is 0.5 above"),
             (56, -3.0, "the largest is only 3 below"),
             (56, -999.0, "only 999 below"),
             (56, -1000.0, None),

@@ -221,3 +221,15 @@ def test_worst_prompt_is_ranked_first(judge: Callable[..., PromptResult]) -> Non
     assert ranking.results == (results[2], results[1], results[0])
     assert ranking.differing == (results[2], results[1])
     assert ranking.verdict is Verdict.FAIL
+
+
+def test_margin_of_another_choice_is_told_for_every_token_of_the_vocabulary(
+    judge: Callable[..., PromptResult],
+) -> None:
+    for chosen in (0, 1, VOCABULARY - 1):
+        logits = EXACT.clone()
+        logits[5] = logits[5].roll(chosen - int(logits[5].argmax()))
+        result = judge(logits)
+        assert result.prefill.first_choice is not None
+        assert (result.prefill.first_choice.port, result.prefill.first_choice.token) == (chosen, 5)
+        assert result.prefill.first_choice.margin is not None
