@@ -101,3 +101,10 @@ def test_excess_is_above_one_where_one_token_is_wrong(goldens: list[GoldenLogits
     assert [verdict.is_right for verdict in found] == [verdict.excess <= 1.0 for verdict in found]
     assert found[0].is_right
     assert not found[-1].is_right
+
+
+def test_rows_that_are_only_wrong_together_are_told_by_their_phase(goldens: list[GoldenLogits]) -> None:
+    verdict = judge(goldens, [exact + draw(3047 + row, 1.4 * SIGMA) for row, exact in enumerate(EXACT)])
+    assert (verdict.is_right, verdict.first_pass) == (False, 1)
+    assert verdict.reason.startswith("89 % of the tokens of the decode are farther from the exact model")
+    assert 1.0 < verdict.excess < 1.2
