@@ -1,4 +1,4 @@
-"""What slices need torch for: tensors of `.bin` files, and slices that are written as one `.pth` file.
+"""Values that need torch: tensors of `.bin` files, and slices that are written as one `.pth` file.
 
 Nobody imports this module before such a file is at hand, because torch takes seconds to load.
 """
