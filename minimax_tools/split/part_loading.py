@@ -160,7 +160,7 @@ class PartLoader:
             tensors = {
                 name: _unshared(state[name], taken, device=device)
                 for name, slot in slots.items()
-                if state[name].dtype == slot.dtype
+                if state[name].dtype == slot.dtype.as_torch()
             }
             # transformers loaded these in another dtype than the slot's, so it rounded them.
             rounded = {name: slot for name, slot in slots.items() if name not in tensors}
