@@ -23,6 +23,7 @@
 - `errors`: every error, with its exit code
 - `printable`: text made fit for a terminal
 - `json_codec`: values as JSON and back, by their type hints
+- `stored_dtype`: the dtype of a stored tensor, without torch
 - `text_enum`: enums whose text is their value
 - `provenance`: the maker of a capture: model, software, machine and options
 """

@@ -16,17 +16,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import cattrs
-import torch
 from cattrs.errors import IterableValidationError, IterableValidationNote
 from cattrs.strategies import use_class_methods
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -203,11 +206,17 @@ def _read_list(kind: Any, converter: cattrs.Converter) -> Any:
     return structure
 
 
-def _dtype(name: Any, _: type) -> torch.dtype:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
+def _is_dtype(kind: Any) -> bool:
+    # Torch takes seconds to load. Whoever has a value with a dtype has loaded it.
+    torch = sys.modules.get("torch")
+    return torch is not None and kind is torch.dtype
+
+
+def _read_dtype(name: Any, kind: type) -> torch.dtype:
+    dtype = getattr(sys.modules["torch"], name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, kind):
         raise TypeError(f"expected a dtype, found {_quote(name)}")
-    return dtype
+    return cast("torch.dtype", dtype)
 
 
 def _has_number_keys(kind: Any) -> bool:
@@ -231,8 +240,8 @@ def _build_converter() -> cattrs.Converter:
     converter.register_structure_hook_factory(_is_plain_union, _one_of_kinds)
     converter.register_structure_hook_factory(_is_sequence, _read_list)
     converter.register_structure_hook_factory(dataclasses.is_dataclass, _read_dataclass)
-    converter.register_structure_hook(torch.dtype, _dtype)
-    converter.register_unstructure_hook(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."))
+    converter.register_structure_hook_func(_is_dtype, _read_dtype)
+    converter.register_unstructure_hook_func(_is_dtype, lambda dtype: str(dtype).removeprefix("torch."))
     converter.register_structure_hook(
         range, lambda record, _: range(*converter.structure(record, tuple[int, int]))
     )

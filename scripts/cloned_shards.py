@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from reflinks import BLOCK_BYTES, clone_range
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.model.weight_names import layer_of
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN, StoredDtype
 from minimax_tools.synthetic.checkpoint import FP8, plan_tensors, write_tensor
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -69,7 +69,7 @@ class PlannedShard:
         return self.data_bytes if self.source is None else 0
 
     @property
-    def _shapes_and_dtypes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _shapes_and_dtypes(self) -> list[tuple[tuple[int, ...], StoredDtype]]:
         return [(tensor.shape, tensor.dtype) for tensor in self.tensors]
 
 
@@ -134,7 +134,7 @@ def _group_tensors(tensors: Sequence[TensorSize]) -> dict[_ShardKey, list[Tensor
         layer = layer_of(tensor.name)
         if layer is None:
             key = _ShardKey(-1, 0)
-        elif tensor.dtype != FP8:
+        elif tensor.dtype != FLOAT8_E4M3FN:
             key = _ShardKey(layer, 0)
         else:
             filled_bytes[layer] = filled_bytes.get(layer, 0) + tensor.size_bytes

@@ -259,10 +259,7 @@ def rewrite_checkpoint(source: Path, output: Path, *, changes: Sequence[str], se
     for change in changes:
         CHANGES[change](tensors, config, spec, generator)
     _refuse_overflow(tensors)
-    plan = tuple(
-        TensorSize(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-        for name, tensor in sorted(tensors.items())
-    )
+    plan = tuple(TensorSize.of(name, tensor) for name, tensor in sorted(tensors.items()))
     size_bytes = sum(tensor.size_bytes for tensor in plan)
     with new_folder(output, size_bytes=size_bytes, remedy="Name an --output with more room.") as folder:
         for path in source.iterdir():

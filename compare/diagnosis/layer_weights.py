@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.quantisation import BLOCK_SIZE
+from minimax_tools.model.quantisation import BLOCK_SIZE, scale_shape
 from minimax_tools.model.weight_names import INPUT_NORM, layer_prefix, scale_name
 
 # From the codes [R,C] and their scales, one per block of 128 x 128, to the values [R,C] of any float dtype.

@@ -314,7 +314,7 @@ def _refuse_unpackable(request: GoldenModelRequest, reader: CheckpointReader) ->
     for layer in range(request.num_hidden_layers):
         for name in experts:
             entry = reader.index[layer_prefix(layer) + name]
-            if entry.dtype != PACKED_DTYPE:
+            if entry.dtype.as_torch() != PACKED_DTYPE:
                 raise UsageError(
                     f"packed experts need every expert in FP8, and {entry.name} is not",
                     found=str(entry.dtype),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import torch
-
-from minimax_tools.checkpoint.fp8 import scale_shape
+from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     EMBEDDING,
@@ -20,11 +18,13 @@ from minimax_tools.model.weight_names import (
     layer_prefix,
     scale_name,
 )
+from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32, StoredDtype
+
+if TYPE_CHECKING:
+    import torch
 
 # Dtypes by their names in config.json, which for an FP8 checkpoint names the dtype of the tensors that are not FP8.
-_STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-)
+_STORED_DTYPES = {dtype.name: dtype for dtype in (BFLOAT16, FLOAT16, FLOAT32)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,12 @@ class TensorSize:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: StoredDtype
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSize:
+        """Return the size of a tensor under a name."""
+        return cls(name=name, shape=tuple(tensor.shape), dtype=StoredDtype.of(tensor.dtype))
 
     @property
     def size_bytes(self) -> int:
@@ -47,13 +52,13 @@ class TensorSize:
 def expected_tensors(spec: ModelSpec) -> Iterator[TensorSize]:
     """Yield the tensors of the spec's checkpoint, in the dtypes that config.json names, or BF16 if it names none."""
     dtype_name = str(spec.raw.get("dtype") or spec.raw.get("torch_dtype"))
-    plain_dtype = _STORED_DTYPES.get(dtype_name, torch.bfloat16)
-    matrix_dtype = torch.float8_e4m3fn if spec.is_fp8 else plain_dtype
+    plain_dtype = _STORED_DTYPES.get(dtype_name, BFLOAT16)
+    matrix_dtype = FLOAT8_E4M3FN if spec.is_fp8 else plain_dtype
     return model_tensors(spec, matrix_dtype=matrix_dtype, plain_dtype=plain_dtype)
 
 
 def model_tensors(
-    spec: ModelSpec, *, matrix_dtype: torch.dtype, plain_dtype: torch.dtype
+    spec: ModelSpec, *, matrix_dtype: StoredDtype, plain_dtype: StoredDtype
 ) -> Iterator[TensorSize]:
     """Yield the tensors of a model: layers' matrices in `matrix_dtype`, with block scales if that is FP8.
 
@@ -68,10 +73,10 @@ def model_tensors(
         for relative, shape in expected_layer_shapes(spec).items():
             name = layer_prefix(layer) + relative
             if relative in FLOAT32_NAMES:
-                yield TensorSize(name=name, shape=shape, dtype=torch.float32)
+                yield TensorSize(name=name, shape=shape, dtype=FLOAT32)
             elif len(shape) == 2:
                 yield TensorSize(name=name, shape=shape, dtype=matrix_dtype)
-                if matrix_dtype == torch.float8_e4m3fn:
-                    yield TensorSize(name=scale_name(name), shape=scale_shape(shape), dtype=torch.float32)
+                if matrix_dtype == FLOAT8_E4M3FN:
+                    yield TensorSize(name=scale_name(name), shape=scale_shape(shape), dtype=FLOAT32)
             else:
                 yield TensorSize(name=name, shape=shape, dtype=plain_dtype)

@@ -5,23 +5,16 @@ R rows, C columns of a weight; the last block of a row or column may be ragged, 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
 from minimax_tools.machine.compiled import compiled
-from minimax_tools.model.quantisation import BLOCK_SIZE
+from minimax_tools.model.quantisation import BLOCK_SIZE, scale_shape
 from minimax_tools.model.spec import ModelSpec
 
 Codes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 Scales = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 BFloat16Bits = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
-
-
-def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight [R,C]: one per block, ragged blocks included."""
-    return tuple(math.ceil(size / BLOCK_SIZE) for size in weight_shape)
 
 
 def find_ragged_widths(spec: ModelSpec) -> list[str]:

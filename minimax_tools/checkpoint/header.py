@@ -5,41 +5,21 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
-
-import torch
 
 from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.json_file import parse_json
+from minimax_tools.stored_dtype import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, StoredDtype
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 _METADATA = "__metadata__"
 # Alignment of the data in bytes: safetensors maps tensors in place.
 _ALIGNMENT = 8
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
-)
-DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 class DescribedTensor(Protocol):
@@ -50,7 +30,7 @@ class DescribedTensor(Protocol):
         """Name of the tensor."""
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> StoredDtype:
         """Stored dtype."""
 
     @property
@@ -64,10 +44,15 @@ class TensorEntry:
 
     name: str
     file: Path
-    dtype: torch.dtype
+    dtype: StoredDtype
     shape: tuple[int, ...]
     offset: int
     size_bytes: int
+
+    @property
+    def is_pickled(self) -> bool:
+        """True if the file is one that torch.save wrote."""
+        return False
 
     @property
     def position(self) -> tuple[Path, int]:
@@ -149,7 +134,7 @@ def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGN
     for tensor in tensors:
         end = position + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
@@ -184,9 +169,9 @@ def _parse_entry(path: Path, name: str, description: Any, data_start: int) -> Te
     except DecodeError as error:
         raise _damaged(path, f"no dtype, shape and data_offsets for {shorten(name)} ({error})") from error
     (begin, end), shape, dtype_name = stored.data_offsets, stored.shape, stored.dtype
-    if dtype_name not in DTYPES:
+    if dtype_name not in SAFETENSORS_DTYPES:
         raise _damaged(path, f"dtype {shorten(dtype_name)} for {shorten(name)}")
-    dtype = DTYPES[dtype_name]
+    dtype = SAFETENSORS_DTYPES[dtype_name]
     size_bytes = math.prod(shape) * dtype.itemsize
     if begin < 0 or end - begin != size_bytes or any(size < 0 for size in shape):
         raise _damaged(path, f"offsets {begin} to {end} for {name}, which is {dtype_name} {list(shape)}")

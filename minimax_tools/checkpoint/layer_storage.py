@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+from minimax_tools.checkpoint.fp8 import dequantise
+from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     EXPERT_DOWN,

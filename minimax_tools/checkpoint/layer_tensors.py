@@ -19,6 +19,7 @@ from minimax_tools.checkpoint.transpose import copy_matrix
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix, scale_name
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -67,7 +68,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             reader,
             layer=layer,
             dtype=dtype,
-            stored={name: reader.index[prefix + name].dtype for name in names},
+            stored={name: reader.index[prefix + name].dtype.as_torch() for name in names},
             present=dict.fromkeys(names),
         )
 
@@ -82,7 +83,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             self.reader,
             layer=layer,
             dtype=self.dtype,
-            stored={name: self.reader.index[prefix + name].dtype for name in self._stored},
+            stored={name: self.reader.index[prefix + name].dtype.as_torch() for name in self._stored},
             present=dict.fromkeys(self._stored),
         )
 
@@ -209,7 +210,7 @@ def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
             faults.append(f"{full_name}: expected {list(shape)}, found {list(entry.shape)}")
         if entry.dtype not in WEIGHT_DTYPES:
             faults.append(f"{full_name}: found dtype {entry.dtype}, which mm2 cannot read as a weight")
-        if entry.dtype == torch.float8_e4m3fn:
+        if entry.dtype == FLOAT8_E4M3FN:
             unexpected.discard(scale_name(full_name))
             faults += _scale_faults(index, entry)
     faults += [f"{name}: no MiniMax-M2 layer has it" for name in sorted(unexpected)]

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.shard_files import ShardFiles
 from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
 from minimax_tools.errors import CheckpointError
-from minimax_tools.model.quantisation import BLOCK_SIZE
+from minimax_tools.model.quantisation import BLOCK_SIZE, scale_shape
 from minimax_tools.model.weight_names import scale_name
+from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32
 
 # Stored dtypes of weights; other dtypes hold codes that mm2 cannot read.
-WEIGHT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_DTYPES = (FLOAT8_E4M3FN, BFLOAT16, FLOAT16, FLOAT32)
 
 
 class CheckpointReader:
@@ -103,7 +104,7 @@ class CheckpointReader:
         """
         entry = self.index[name]
         _check_out(name, entry.shape, out)
-        if out.dtype != entry.dtype or not _is_fillable(out):
+        if out.dtype != entry.dtype.as_torch() or not _is_fillable(out):
             raise ValueError(f"{name} is {entry.dtype}: out must be the same, contiguous and on the CPU")
         self._fill(entry, out)
 
@@ -144,12 +145,12 @@ class CheckpointReader:
         _check_out(name, shape, out)
         _check_weight(entry)
         with self._writing_values(shape, out) as values:
-            if entry.dtype == torch.float8_e4m3fn:
+            if entry.dtype == FLOAT8_E4M3FN:
                 self._dequantise_into(entry, values, rows, columns)
             elif columns is None:
                 self._fill_weight(row_entry, values)
             else:
-                whole_rows = self._buffer("rows", row_entry.shape, row_entry.dtype)
+                whole_rows = self._buffer("rows", row_entry.shape, row_entry.dtype.as_torch())
                 self._fill(row_entry, whole_rows)
                 values.copy_(whole_rows[:, columns.start : columns.stop])
 
@@ -164,7 +165,7 @@ class CheckpointReader:
         self.close()
 
     def _read(self, entry: TensorEntry) -> torch.Tensor:
-        out = torch.empty(entry.shape, dtype=entry.dtype)
+        out = torch.empty(entry.shape, dtype=entry.dtype.as_torch())
         self._fill(entry, out)
         return out
 
@@ -179,7 +180,7 @@ class CheckpointReader:
         self._totals.add(converting_s=time.perf_counter() - started)
 
     def _fill_weight(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        if entry.dtype == out.dtype and _is_fillable(out):
+        if entry.dtype.as_torch() == out.dtype and _is_fillable(out):
             self._fill(entry, out)
         else:
             out.copy_(self._read(entry))
@@ -201,7 +202,7 @@ class CheckpointReader:
         row_blocks, block_rows = _blocks_of(rows, num_rows)
         column_blocks, block_columns = _blocks_of(columns, num_columns)
         block_entry = _rows_of(entry, block_rows)
-        codes = self._buffer("codes", block_entry.shape, block_entry.dtype)
+        codes = self._buffer("codes", block_entry.shape, block_entry.dtype.as_torch())
         self._fill(block_entry, codes)
         is_direct = (block_rows, block_columns) == (rows, columns) and out.device.type == "cpu"
         values = dequantise(
@@ -254,7 +255,7 @@ def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
         )
     scale = index[name]
     expected = scale_shape(entry.shape)
-    if len(entry.shape) != 2 or scale.shape != expected or scale.dtype != torch.float32:
+    if len(entry.shape) != 2 or scale.shape != expected or scale.dtype != FLOAT32:
         raise CheckpointError(
             f"{name} in {scale.file} does not fit its weight {list(entry.shape)}",
             expected=f"torch.float32 {list(expected)}, one scale per 128 × 128 block",

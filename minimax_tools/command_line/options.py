@@ -8,7 +8,7 @@ one value:
 | `model_option`, `optional_model_option` | --model (env MM2_MODEL) | |
 | `captures_option` | --captures (env MM2_CAPTURES) | |
 | `store_options`; `search_store_options` | --captures, --output-dir, --overwrite; the first two | `store` |
-| `dtype_option`; `run_options` | --dtype; it, --sites and --seed | |
+| `dtype_option`, `memory_dtype_option`; `run_options` | --dtype; it, --sites and --seed | |
 | `input_options` | --prompt, --prompts-file, --chat, --input-ids, | `inputs`: InputRequest, with --seed |
 | | --seq-len, --batch-size, --padding-side, --pad-to, | |
 | | --max-length, --start-positions | |
@@ -39,6 +39,7 @@ from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.sites import SITE_LEVELS
 from minimax_tools.model.span import Span
+from minimax_tools.stored_dtype import StoredDtype
 from minimax_tools.text.input_request import InputRequest
 
 if TYPE_CHECKING:
@@ -205,14 +206,17 @@ store_options = stack_options(
     ),
     grouped_as("store", CaptureStore),
 )
-dtype_option = click.option(
+_dtype_option = functools.partial(
+    click.option,
     "--dtype",
     type=click.Choice(DTYPE_NAMES),
     default="bfloat16",
     show_default=True,
-    callback=NamedDtype.read,
     help="Dtype of weights and activations.",
 )
+dtype_option = _dtype_option(callback=NamedDtype.read)
+# The same as a `StoredDtype`, for commands that need no torch.
+memory_dtype_option = _dtype_option(callback=lambda _, __, name: StoredDtype.from_json(name))
 run_options = stack_options(
     click.option(
         "--sites",

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from minimax_tools.command_line.console import Mm2Command
-from minimax_tools.command_line.options import dtype_option, model_option, output_options
+from minimax_tools.command_line.options import memory_dtype_option, model_option, output_options
 from minimax_tools.command_line.work import done_by
 from minimax_tools.partition.planner import Planner
 
@@ -48,7 +48,7 @@ from minimax_tools.partition.planner import Planner
     show_default=True,
     help="Rows, for the same memory.",
 )
-@dtype_option
+@memory_dtype_option
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),

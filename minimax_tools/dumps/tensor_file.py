@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minimax_tools.capture.digests import dtype_name
-from minimax_tools.checkpoint.header import DTYPES
 from minimax_tools.errors import CaptureError
+from minimax_tools.stored_dtype import SAFETENSORS_DTYPES
 from minimax_tools.torch_files.stored import StoredTensor
 from minimax_tools.torch_files.torch_file import read_structure, read_value, refusing
 
@@ -108,7 +108,7 @@ def _list_safetensors(path: Path) -> tuple[HeldTensor, ...]:
         for name in sorted(tensors.keys()):
             header = tensors.get_slice(name)
             code = str(header.get_dtype())
-            dtype = dtype_name(DTYPES[code]) if code in DTYPES else code
+            dtype = SAFETENSORS_DTYPES[code].name if code in SAFETENSORS_DTYPES else code
             listed.append(HeldTensor(keys=(name,), shape=tuple(header.get_shape()), dtype=dtype))
         return tuple(listed)
 

@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import psutil
-import torch
 
 _STATUS = Path("/proc/self/status")
 # Resident memory of the three kinds, swapped memory, and the peak (high water mark) of all resident memory.
@@ -50,10 +50,14 @@ class MemoryUsage:
     @classmethod
     def current(cls) -> MemoryUsage:
         """Read this process's memory, on the host and on every device."""
+        host = cls.on_host()
+        torch = sys.modules.get("torch")
         # Asking for a device's memory would initialise CUDA, which takes hundreds of megabytes.
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+        if torch is None or not torch.cuda.is_initialized():
+            return host
+        devices = range(torch.cuda.device_count())
         return replace(
-            cls.on_host(),
+            host,
             device_bytes={f"cuda:{index}": torch.cuda.memory_allocated(index) for index in devices},
             most_device_bytes={f"cuda:{index}": torch.cuda.max_memory_allocated(index) for index in devices},
         )

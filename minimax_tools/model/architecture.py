@@ -6,15 +6,13 @@ decoder layers (`visual.blocks.0`, `encoder.layers.0`, `mtp.layers.0`) are not c
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from minimax_tools.errors import UsageError
-
-# The number in a layer's path. \d would also match other scripts' digits.
-_LAYER_NUMBER = re.compile("0|[1-9][0-9]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +59,17 @@ class Architecture:
 
     def layer_of(self, name: str) -> int | None:
         """Return the decoder layer that a tensor or its block scales belong to; None for all other tensors."""
-        for path in self.layers:
-            if not name.startswith(path + "."):
-                continue
-            number, dot, _ = name.removeprefix(path + ".").partition(".")
-            if dot and _LAYER_NUMBER.fullmatch(number):
-                layer = int(number)
-                return layer if self.num_layers is None or layer < self.num_layers else None
-        return None
+        match = _layer_pattern(self.layers).match(name)
+        if match is None:
+            return None
+        layer = int(match[1])
+        return layer if self.num_layers is None or layer < self.num_layers else None
+
+
+@functools.cache
+def _layer_pattern(paths: tuple[str, ...]) -> re.Pattern[str]:
+    # \d would also match other scripts' digits.
+    return re.compile(rf"(?:{'|'.join(map(re.escape, paths))})\.(0|[1-9][0-9]*)\.")
 
 
 def _llama_like(model_type: str) -> Architecture:

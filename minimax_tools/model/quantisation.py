@@ -28,6 +28,11 @@ _DEFAULTS: Mapping[str, tuple[object, ...]] = {
 _NEXT_STEP = f"Use the FP8 original ({ORIGINALS}), or a BF16 copy of it."
 
 
+def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight [R,C]: one per block, ragged blocks included."""
+    return tuple(-(-size // BLOCK_SIZE) for size in weight_shape)
+
+
 def find_quantisation_faults(config: Mapping[str, Any]) -> list[ConfigFault]:
     """Find the keys of a MiniMax-M2's config.json that name another quantisation than that of the originals."""
     other = find_other_format(config)

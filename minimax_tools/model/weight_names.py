@@ -10,10 +10,12 @@ import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-
-import torch
+from typing import TYPE_CHECKING
 
 from minimax_tools.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 EMBEDDING = "model.embed_tokens.weight"  # [vocab,H]
 FINAL_NORM = "model.norm.weight"  # [H]
@@ -37,6 +39,7 @@ ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POS
 
 # The router computes in float32: these two tensors are never rounded to the run's dtype.
 FLOAT32_NAMES = (GATE, CORRECTION_BIAS)
+_FLOAT32_BYTES = 4
 
 EXPERT_GATE, EXPERT_DOWN, EXPERT_UP = "w1", "w2", "w3"  # [I,H], [H,I], [I,H]
 EXPERT_MATRICES = (EXPERT_GATE, EXPERT_DOWN, EXPERT_UP)
@@ -97,7 +100,7 @@ def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of a decoder layer in `dtype`, with router gate and correction bias in float32."""
     return sum(
-        math.prod(shape) * (torch.float32 if name in FLOAT32_NAMES else dtype).itemsize
+        math.prod(shape) * (_FLOAT32_BYTES if name in FLOAT32_NAMES else dtype.itemsize)
         for name, shape in expected_layer_shapes(spec).items()
     )
 

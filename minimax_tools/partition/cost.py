@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
+from minimax_tools.stored_dtype import BFLOAT16, StoredDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +13,7 @@ class Workload:
 
     context_length: int  # tokens in each row
     batch_size: int = 1  # number of rows
-    dtype: torch.dtype = torch.bfloat16  # of weights and activations in memory
+    dtype: StoredDtype = BFLOAT16  # of weights and activations in memory
 
     @property
     def num_tokens(self) -> int:

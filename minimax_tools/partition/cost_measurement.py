@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
-
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, list_faults
@@ -24,6 +22,9 @@ from minimax_tools.model.param_mapper import (
 )
 from minimax_tools.model.weight_names import EXPERTS, FLOAT32_NAMES, SCALE_SUFFIX
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
+from minimax_tools.stored_dtype import FLOAT32, StoredDtype
+
+_FLOAT32_ENDINGS = tuple(f".{name}" for name in FLOAT32_NAMES)
 
 
 def measure_costs(
@@ -38,14 +39,16 @@ def measure_costs(
         CheckpointError: Layers are missing, or there is no embedding or final norm.
     """
     sizes = _ConfigSizes.of(config)
-    costs: dict[int | str, PartCost] = {}
-    token_embedding = PartCost()
+    parts: dict[int | str, list[TensorSize | TensorEntry]] = {}
     for tensor in tensors:
-        part = part_of(tensor.name, architecture)
-        cost = _weight_cost(tensor, part, sizes, workload)
-        costs[part] = costs.get(part, PartCost()) + cost
-        if ParamMapper.is_token_embedding(tensor.name, architecture):
-            token_embedding += cost
+        parts.setdefault(part_of(tensor.name, architecture), []).append(tensor)
+    costs = {part: _weights_cost(held, part, sizes, workload) for part, held in parts.items()}
+    token_embeddings = [
+        tensor
+        for tensor in parts.get(PART_EMBEDDING, ())
+        if ParamMapper.is_token_embedding(tensor.name, architecture)
+    ]
+    token_embedding = _weights_cost(token_embeddings, PART_EMBEDDING, sizes, workload)
     num_layers = _count_layers(costs, architecture)
     is_tied = PART_HEAD not in costs
     lm_head = token_embedding if is_tied else costs[PART_HEAD]
@@ -122,33 +125,36 @@ def _first_value(config: Mapping[str, Any], *keys: str) -> int:
     return 0
 
 
-def _weight_cost(
-    tensor: TensorSize | TensorEntry, part: int | str, sizes: _ConfigSizes, workload: Workload
+def _weights_cost(
+    tensors: Iterable[TensorSize | TensorEntry], part: int | str, sizes: _ConfigSizes, workload: Workload
 ) -> PartCost:
-    if tensor.name.endswith(SCALE_SUFFIX):
-        # Block scales are multiplied into their weight when it is loaded: they take no memory afterwards.
-        return PartCost(stored_bytes=tensor.size_bytes)
-    num_parameters = math.prod(tensor.shape)
-    flops = 0
-    # Only matrices of layers are multiplied; the embedding is looked up, and `measure_costs` counts lm_head.
-    if isinstance(part, int) and len(tensor.shape) > 1:
-        flops = 2 * num_parameters
-        if EXPERTS in tensor.name:
+    """Compute the cost of one part's tensors, of which a checkpoint has 100 000."""
+    stored_bytes = loaded_bytes = num_parameters = flops = 0
+    for tensor in tensors:
+        stored_bytes += tensor.size_bytes
+        if tensor.name.endswith(SCALE_SUFFIX):
+            # Block scales are multiplied into their weight when it is loaded: they take no memory afterwards.
+            continue
+        size = math.prod(tensor.shape)
+        num_parameters += size
+        loaded_bytes += size * _loaded_dtype(tensor, workload).itemsize
+        # Only matrices of layers are multiplied; the embedding is looked up, and `measure_costs` counts lm_head.
+        if isinstance(part, int) and len(tensor.shape) > 1:
             # On average: a token goes through some of the experts only.
-            flops = flops * sizes.num_experts_per_tok // sizes.num_experts
+            is_expert = EXPERTS in tensor.name
+            flops += 2 * size * sizes.num_experts_per_tok // sizes.num_experts if is_expert else 2 * size
     return PartCost(
-        stored_bytes=tensor.size_bytes,
-        loaded_bytes=num_parameters * _loaded_dtype(tensor, workload).itemsize,
+        stored_bytes=stored_bytes,
+        loaded_bytes=loaded_bytes,
         num_parameters=num_parameters,
         flops_per_token=flops,
     )
 
 
-def _loaded_dtype(tensor: TensorSize | TensorEntry, workload: Workload) -> torch.dtype:
+def _loaded_dtype(tensor: TensorSize | TensorEntry, workload: Workload) -> StoredDtype:
     if not tensor.dtype.is_floating_point:
         return tensor.dtype
-    is_float32 = any(tensor.name.endswith("." + name) for name in FLOAT32_NAMES)
-    return torch.float32 if is_float32 else workload.dtype
+    return FLOAT32 if tensor.name.endswith(_FLOAT32_ENDINGS) else workload.dtype
 
 
 def _count_layers(parts: Container[int | str], architecture: Architecture) -> int:

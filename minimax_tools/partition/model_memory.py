@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.model.architecture import Architecture
@@ -17,6 +15,7 @@ from minimax_tools.model.param_mapper import part_of
 from minimax_tools.model.weight_names import EXPERTS, SCALE_SUFFIX
 from minimax_tools.partition.cost import ModelCost, Workload
 from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.stored_dtype import BFLOAT16, FLOAT32, StoredDtype
 
 Tensor = TensorSize | TensorEntry
 
@@ -86,7 +85,7 @@ class ModelMemory:
         tensors = tuple(tensors)
         costs = tuple(
             measure_costs(tensors, architecture, config, Workload(context_length=1, dtype=dtype))
-            for dtype in (torch.bfloat16, torch.float32)
+            for dtype in (BFLOAT16, FLOAT32)
         )
         parts = _name_parts(*costs)
         total = sum(parts.values(), start=_NOTHING)
@@ -102,12 +101,12 @@ _NOTHING = PartMemory(stored_bytes=0, bfloat16_bytes=0, float32_bytes=0)
 
 
 def _count_dtypes(tensors: tuple[Tensor, ...]) -> tuple[DtypeShare, ...]:
-    numbers, sizes = Counter[torch.dtype](), Counter[torch.dtype]()
+    numbers, sizes = Counter[StoredDtype](), Counter[StoredDtype]()
     for tensor in tensors:
         numbers[tensor.dtype] += 1
         sizes[tensor.dtype] += tensor.size_bytes
     return tuple(
-        DtypeShare(dtype=str(dtype).removeprefix("torch."), num_tensors=numbers[dtype], size_bytes=size)
+        DtypeShare(dtype=dtype.name, num_tensors=numbers[dtype], size_bytes=size)
         for dtype, size in sizes.most_common()
     )
 
@@ -155,7 +154,7 @@ def _measure_regrouping(
     largest = max(layers, key=lambda part: layers[part])
     weights = PartMemory(
         stored_bytes=stored[largest],
-        bfloat16_bytes=layers[largest] * torch.bfloat16.itemsize,
-        float32_bytes=layers[largest] * torch.float32.itemsize,
+        bfloat16_bytes=layers[largest] * BFLOAT16.itemsize,
+        float32_bytes=layers[largest] * FLOAT32.itemsize,
     )
     return Regrouping(layer_experts=weights, peak_layer=parts[f"layer_{largest}"] + weights, model=total)

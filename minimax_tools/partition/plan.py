@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +41,6 @@ SCHEMA_VERSION = 1
 
 # More tokens or layers than any model has: a damaged plan may give any number.
 _MAX_COUNT = 1 << 40
-# `json` writes each item of a list on a line of its own. `write` joins the lines of two kinds of short lists: two
-# bounds, and a tensor's name with its byte range.
-_NUMBER = r"\n\s*(\d+|null)"
-_PAIRS = re.compile(rf"\[{_NUMBER},{_NUMBER}\n\s*\]")
-_TENSORS = re.compile(rf'\[\n\s*("[^"\n]*"),{_NUMBER},{_NUMBER}\n\s*\]')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +167,7 @@ class PartitionPlan:
         Raises:
             CannotRunError: The file cannot be written.
         """
-        text = _PAIRS.sub(r"[\1, \2]", json.dumps(encode(self), indent=1))
-        text = _TENSORS.sub(r"[\1, \2, \3]", text)
+        text = _lay_out(encode(self))
         try:
             with whole_file(path) as file:
                 file.write(text + "\n")
@@ -285,6 +278,20 @@ def make_plan(
             for stage in stages
         ),
     )
+
+
+def _lay_out(value: Any, indent: str = "") -> str:
+    """Return JSON in which a plain value, or a list of such, takes one line."""
+    if isinstance(value, dict):
+        ends = "{}"
+        items = [f"{json.dumps(key)}: {_lay_out(item, indent + ' ')}" for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        ends = "[]"
+        items = [_lay_out(item, indent + " ") for item in value]
+    else:
+        return json.dumps(value)
+    lines = f",\n{indent} ".join(items)
+    return f"{ends[0]}\n{indent} {lines}\n{indent}{ends[1]}" if items else ends
 
 
 def _tensors_of(

@@ -8,6 +8,7 @@
 - `folder`: a slice's folder on the disk, written and opened
 - `description`: slice.json, the content of a slice
 - `digest`: sha256 of stored tensors
+- `torch_values`: tensors of `.bin` files, and `.pth` files, which need torch
 - `splitter`: shards of nodes, cut out by tensor names
 - `download`: the files of a checkpoint that a slice needs
 - `fetch`: a slice fetched from the hub, as whole files or as byte ranges

@@ -14,12 +14,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from minimax_tools.checkpoint.header import DTYPE_NAMES, TensorEntry
+from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, UsageError, list_faults
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.layout import PTH_FILE, FileFormat
 from minimax_tools.slices.stored_weights import StoredWeights
+from minimax_tools.stored_dtype import SAFETENSORS_NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ def _group_by_shard(
 
 
 def _refuse_unknown_dtypes(entries: Collection[TensorEntry]) -> None:
-    unknown = [f"{entry.name} is {entry.dtype}" for entry in entries if entry.dtype not in DTYPE_NAMES]
+    unknown = [f"{entry.name} is {entry.dtype}" for entry in entries if entry.dtype not in SAFETENSORS_NAMES]
     if unknown:
         raise CheckpointError(
             "these tensors cannot be stored as safetensors",

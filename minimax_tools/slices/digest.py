@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-
-import torch
+from collections.abc import Sequence
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
-from minimax_tools.torch_files.header import PickledEntry
 
 _BUFFER_BYTES = 1 << 20
 
 
-def digest_tensor(reader: CheckpointReader, entry: TensorEntry) -> str:
-    """Compute the sha256 of a tensor, which is equal for a safetensors and a `.bin` copy.
+def digest_tensors(entries: Sequence[TensorEntry], index: TensorIndex) -> dict[str, str]:
+    """Compute the sha256 of tensors of an index, by name; it is equal for a safetensors and a `.bin` copy.
 
     A `.bin` tensor is loaded whole, a safetensors one in small pieces.
 
     Raises:
-        CheckpointError: The tensor cannot be read.
+        CheckpointError: A tensor cannot be read.
     """
+    if any(entry.is_pickled for entry in entries):
+        # This import needs torch, which safetensors files do not.
+        from minimax_tools.slices.torch_values import read_values
+
+        values = read_values(index, [entry.name for entry in entries])
+        return {name: hashlib.sha256(content).hexdigest() for name, content in values}
+    return {entry.name: _digest_range(entry) for entry in entries}
+
+
+def _digest_range(entry: TensorEntry) -> str:
     digest = hashlib.sha256()
-    if isinstance(entry, PickledEntry):
-        digest.update(tensor_bytes(reader.read(entry.name)))
-        return digest.hexdigest()
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     remaining = entry.size_bytes
     try:
@@ -44,12 +49,6 @@ def digest_tensor(reader: CheckpointReader, entry: TensorEntry) -> str:
 def describe_shape(entry: TensorEntry) -> str:
     """Return dtype and shape, which a digest of the bytes does not cover, such as `torch.bfloat16 [64, 32]`."""
     return f"{entry.dtype} {list(entry.shape)}"
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a CPU tensor's bytes as they lie in a file."""
-    content: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-    return content
 
 
 def _unreadable(entry: TensorEntry, found: str) -> CheckpointError:

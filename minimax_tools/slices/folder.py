@@ -8,17 +8,14 @@ Sources are safetensors or torch files (`.bin`), slices are safetensors or one t
 from __future__ import annotations
 
 import json
-import mmap
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from minimax_tools.checkpoint.byte_ranges import join_ranges
 from minimax_tools.checkpoint.header import TensorEntry, encode_header
-from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CheckpointError, UsageError, list_faults
@@ -29,11 +26,9 @@ from minimax_tools.machine.temporary import remove_abandoned
 from minimax_tools.model.config_file import CONFIG_FILE
 from minimax_tools.slices.cut import SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription
-from minimax_tools.slices.digest import digest_tensor, tensor_bytes
+from minimax_tools.slices.digest import digest_tensors
 from minimax_tools.slices.layout import PTH_FILE, FileFormat
 from minimax_tools.slices.range_copy import copy_ranges
-from minimax_tools.torch_files.header import PickledEntry
-from minimax_tools.torch_files.reader import PickledReader
 
 # The source's index files are not copied: a slice has its own index.
 _INDEX_SUFFIX = ".index.json"
@@ -83,24 +78,26 @@ def write_slice(
         UsageError: `output` holds something else.
         CheckpointError: There is no room, a tensor cannot be read, or the folder cannot be written.
     """
-    with cut.source.open() as reader:
-        if output.is_dir() and any(output.iterdir()):
-            # A killed run may have left something after it wrote the slice.
-            remove_abandoned(output.parent, name=output.name)
-            return _reuse_slice(cut, output, reader, with_digests=with_digests)
-        return _write_new_slice(
-            cut, output, reader, with_digests=with_digests, progress=progress or NoProgress()
-        )
+    if output.is_dir() and any(output.iterdir()):
+        # A killed run may have left something after it wrote the slice.
+        remove_abandoned(output.parent, name=output.name)
+        return _reuse_slice(cut, output, with_digests=with_digests)
+    return _write_new_slice(cut, output, with_digests=with_digests, progress=progress or NoProgress())
 
 
-def open_slice(folder: Path) -> CheckpointReader:
-    """Open a reader of a slice's tensors, in either format.
+def read_slice_folder(folder: Path) -> TensorIndex:
+    """Read the headers of a slice's tensors, in either format.
 
     Raises:
         CheckpointError: Its files are missing or damaged, or contradict its index.
     """
     pth = folder / PTH_FILE
-    return PickledReader(pth) if pth.is_file() else CheckpointReader(folder)
+    if not pth.is_file():
+        return TensorIndex.from_folder(folder)
+    # This import needs torch, which safetensors files do not.
+    from minimax_tools.torch_files.header import read_pickled_index
+
+    return read_pickled_index(pth)
 
 
 def occupied_error(output: Path, *, expected: str, found: str) -> UsageError:
@@ -113,16 +110,14 @@ def occupied_error(output: Path, *, expected: str, found: str) -> UsageError:
     )
 
 
-def _write_new_slice(
-    cut: SliceCut, output: Path, reader: CheckpointReader, *, with_digests: bool, progress: Progress
-) -> SliceFolder:
+def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progress: Progress) -> SliceFolder:
     describing = tuple(_describing_files(cut.source.folder))
     size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
     with new_folder(output, size_bytes=size_bytes, remedy=_REMEDY) as folder:
         sizes = {file.name: shutil.copyfile(file, folder / file.name).stat().st_size for file in describing}
         write_file = _write_safetensors if _is_safetensors(cut) else _write_pth
         for number, (name, entries) in enumerate(cut.shards.items(), start=1):
-            write_file(folder / name, entries, reader)
+            write_file(folder / name, cut.source.headers, entries)
             # Each at once: all of a large slice would fill the memory first.
             sync_path(folder / name)
             sizes[name] = (folder / name).stat().st_size
@@ -130,17 +125,16 @@ def _write_new_slice(
         if _is_safetensors(cut):
             _write_index(folder, cut)
         # Digests of the source, not of the copy, so that a wrong copy shows.
-        digests = _digest_source(cut, reader) if with_digests else {}
+        digests = _digest_source(cut) if with_digests else {}
         # Without its digest, a tensor's value is None.
         description = replace(cut.description, tensors={**cut.description.tensors, **digests})
         description.write(folder)
         sizes |= {path.name: path.stat().st_size for path in folder.iterdir() if path.name not in sizes}
         _require_files(folder, sizes, named=output, step="run the same command again")
-    files = tuple(output / name for name in cut.shards)
     return SliceFolder(
         folder=output,
         description=description,
-        files=files,
+        files=tuple(output / name for name in cut.shards),
         size_bytes=cut.size_bytes,
         file_sizes=sizes,
         is_new=True,
@@ -165,42 +159,25 @@ def _require_files(folder: Path, sizes: Mapping[str, int], *, named: Path, step:
         )
 
 
-def _is_from_torch_file(entries: Sequence[TensorEntry]) -> bool:
-    # All files of a source have one format.
-    return isinstance(entries[0], PickledEntry)
-
-
-def _write_safetensors(path: Path, entries: Sequence[TensorEntry], reader: CheckpointReader) -> None:
+def _write_safetensors(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
     with path.open("wb") as file:
         file.write(encode_header(entries))
-        if _is_from_torch_file(entries):
-            for entry in entries:
-                file.write(tensor_bytes(reader.read(entry.name)))
+        # All files of a source have one format.
+        if entries[0].is_pickled:
+            # This import needs torch, which safetensors files do not.
+            from minimax_tools.slices.torch_values import read_values
+
+            for _, content in read_values(index, [entry.name for entry in entries]):
+                file.write(content)
         else:
             copy_ranges(join_ranges(entries), file)
 
 
-def _write_pth(path: Path, entries: Sequence[TensorEntry], reader: CheckpointReader) -> None:
-    if _is_from_torch_file(entries):
-        state_dict = {entry.name: reader.read(entry.name).contiguous() for entry in entries}
-    else:
-        maps = {file: _map_file(file) for file in {entry.file for entry in entries}}
-        state_dict = {entry.name: _view_map(maps[entry.file], entry) for entry in entries}
-    torch.save(state_dict, path)
+def _write_pth(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
+    # Torch writes the file.
+    from minimax_tools.slices.torch_values import write_pth
 
-
-def _map_file(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        # Torch needs writable memory; with ACCESS_COPY nothing reaches the file.
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def _view_map(file_map: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
-    """Return the tensor over the file's pages, with a storage of its own size: torch saves whole storages."""
-    if entry.size_bytes == 0:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    flat = torch.frombuffer(file_map, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
-    return flat.view(entry.dtype).view(entry.shape)
+    write_pth(path, index, entries)
 
 
 def _write_index(folder: Path, cut: SliceCut) -> None:
@@ -219,7 +196,7 @@ def _describing_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _reuse_slice(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_digests: bool) -> SliceFolder:
+def _reuse_slice(cut: SliceCut, output: Path, *, with_digests: bool) -> SliceFolder:
     """Return the slice that the folder holds already, and add digests that its slice.json lacks.
 
     Raises:
@@ -227,13 +204,12 @@ def _reuse_slice(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_
     """
     try:
         description = SliceDescription.read(output)
-        with open_slice(output) as existing:
-            files = existing.index.files
-            difference = _find_difference(cut, description, existing)
-            # Digests read every byte, so they come last.
-            if difference is None:
-                digests = _digest_source(cut, reader)
-                difference = _find_other_bytes(digests, description, existing)
+        existing = read_slice_folder(output)
+        difference = _find_difference(cut, description, existing)
+        # Digests read every byte, so they come last.
+        if difference is None:
+            digests = _digest_source(cut)
+            difference = _find_other_bytes(digests, description, existing)
     except CheckpointError as error:
         difference = error.what
     if difference is not None:
@@ -244,14 +220,14 @@ def _reuse_slice(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_
     return SliceFolder(
         folder=output,
         description=description,
-        files=files,
+        files=existing.files,
         size_bytes=cut.size_bytes,
         file_sizes={path.name: path.stat().st_size for path in output.iterdir() if path.is_file()},
         is_new=False,
     )
 
 
-def _find_difference(cut: SliceCut, description: SliceDescription, existing: CheckpointReader) -> str | None:
+def _find_difference(cut: SliceCut, description: SliceDescription, existing: TensorIndex) -> str | None:
     """Return the first difference, tensor bytes aside, between the cut and the slice that is there.
 
     Args:
@@ -265,10 +241,10 @@ def _find_difference(cut: SliceCut, description: SliceDescription, existing: Che
         return "the slice in another format"
     if _read_config(existing.folder) != _read_config(cut.source.folder):
         return f"another {CONFIG_FILE}"
-    if not set(existing.index.names) == description.tensors.keys() == cut.description.tensors.keys():
+    if not set(existing.names) == description.tensors.keys() == cut.description.tensors.keys():
         return "a slice of other tensors"
     for entry in cut.entries:
-        existing_entry = existing.index[entry.name]
+        existing_entry = existing[entry.name]
         if (existing_entry.dtype, existing_entry.shape) != (entry.dtype, entry.shape):
             return f"another shape or dtype of {entry.name}"
     return None
@@ -281,19 +257,20 @@ def _read_config(folder: Path) -> bytes | None:
 
 
 def _find_other_bytes(
-    digests: Mapping[str, str], description: SliceDescription, existing: CheckpointReader
+    digests: Mapping[str, str], description: SliceDescription, existing: TensorIndex
 ) -> str | None:
     """Return the first difference between the source's digests and the slice that is there."""
+    found = digest_tensors([existing[name] for name in digests], existing)
     for name, digest in digests.items():
         if description.tensors[name] not in (None, digest):
             return f"another digest of {name} in {SLICE_FILE}"
-        if digest_tensor(existing, existing.index[name]) != digest:
+        if found[name] != digest:
             return f"other bytes of {name}"
     return None
 
 
-def _digest_source(cut: SliceCut, reader: CheckpointReader) -> dict[str, str]:
-    return {entry.name: digest_tensor(reader, entry) for entry in cut.entries}
+def _digest_source(cut: SliceCut) -> dict[str, str]:
+    return digest_tensors(cut.entries, cut.source.headers)
 
 
 def _is_safetensors(cut: SliceCut) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from minimax_tools.errors import CheckpointError
 from minimax_tools.partition.plan import Slice
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.digest import describe_shape, digest_tensor
-from minimax_tools.slices.folder import open_slice
+from minimax_tools.slices.digest import describe_shape, digest_tensors
+from minimax_tools.slices.folder import read_slice_folder
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pth", ".pt"})
 
@@ -64,10 +64,9 @@ class Holding:
 
 def _read_folder(slice_: Slice, folder: Path) -> Holding:
     description = SliceDescription.read(folder)
-    with open_slice(folder) as reader:
-        entries = reader.index.entries
-        digests = {name: digest_tensor(reader, entry) for name, entry in entries.items()}
-        files = tuple(file.name for file in reader.index.files)
+    index = read_slice_folder(folder)
+    digests = digest_tensors(tuple(index.entries.values()), index)
+    files = tuple(file.name for file in index.files)
     # Weight files that the slice's index does not name.
     stray = sorted(
         path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES and path.name not in files
@@ -76,9 +75,9 @@ def _read_folder(slice_: Slice, folder: Path) -> Holding:
         node=slice_.node.name,
         folder=folder,
         source=description.source,
-        sizes={name: entry.size_bytes for name, entry in entries.items()},
+        sizes={name: entry.size_bytes for name, entry in index.entries.items()},
         files=files,
-        shapes={name: describe_shape(entry) for name, entry in entries.items()},
+        shapes={name: describe_shape(entry) for name, entry in index.entries.items()},
         digests=digests,
         noted=description.tensors,
         faults=(

@@ -9,16 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles, read_weight_map
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
 from minimax_tools.slices.description import SLICE_FILE
-from minimax_tools.torch_files.header import read_pickled_index, read_shard_header
-from minimax_tools.torch_files.reader import PickledReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +61,6 @@ class StoredWeights:
             )
         return self.index
 
-    def open(self) -> CheckpointReader:
-        """Open a reader of the tensors that are here, in safetensors or `.bin` files.
-
-        Raises:
-            CheckpointError: No shard is here.
-        """
-        is_pickled = any(file.suffix != SAFETENSORS_SUFFIX for file in self.headers.files)
-        return (PickledReader if is_pickled else CheckpointReader)(self.folder, index=self.headers)
-
 
 def read_index(folder: Path) -> TensorIndex | None:
     """Read the headers of the shards that are here, safetensors or `.bin` files; None if no shard is.
@@ -84,6 +72,9 @@ def read_index(folder: Path) -> TensorIndex | None:
     if files is None or not files.shards:
         return None
     if not files.shards[0].endswith(SAFETENSORS_SUFFIX):
+        # This import needs torch, which safetensors files do not.
+        from minimax_tools.torch_files.header import read_pickled_index
+
         return read_pickled_index(folder, may_lack_shards=True)
     # No layer is required here: reading a tensor later names the shard that is missing.
     index = TensorIndex.from_folder(folder, layers=range(0))
@@ -164,6 +155,11 @@ def _choose_files(folder: Path, slice_: Slice, *, is_cut_out: bool) -> tuple[str
 def _read_file(path: Path, faults: list[str]) -> tuple[TensorEntry, ...]:
     """Read the header of a file; if it is damaged, add that to the faults."""
     try:
+        if path.suffix == SAFETENSORS_SUFFIX:
+            return read_header(path)
+        # This import needs torch, which safetensors files do not.
+        from minimax_tools.torch_files.header import read_shard_header
+
         return read_shard_header(path)
     except CheckpointError as error:
         faults.append(f"{path.name} is damaged ({error.found})")

@@ -23,7 +23,7 @@ from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices import verdicts
-from minimax_tools.slices.digest import describe_shape, digest_tensor
+from minimax_tools.slices.digest import describe_shape, digest_tensors
 from minimax_tools.slices.download import Download, Repository, SharedFile, find_shared_files
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import SliceSource, open_source
@@ -199,12 +199,8 @@ def _digest_source(source: SliceSource, names: set[str]) -> dict[str, str]:
     """Compute the sha256 of the named tensors that the source has here."""
     if source.index is None or not names:
         return {}
-    with source.open() as reader:
-        return {
-            name: digest_tensor(reader, entry)
-            for name, entry in source.index.entries.items()
-            if name in names
-        }
+    entries = [entry for name, entry in source.index.entries.items() if name in names]
+    return digest_tensors(entries, source.index)
 
 
 def _node_to_json(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from typing import Protocol
 import torch
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
-from minimax_tools.checkpoint.fp8 import scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.split.module_names import SCALE_ENDING, ModuleNames, ParameterPlace, Slot
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 
 # Tensors of a checkpoint by full name, as headers describe them.
 StoredTensors = Mapping[str, TensorSize | TensorEntry]
@@ -79,7 +80,7 @@ class Binding:
         """
         # torch.empty takes no memory yet: pages are taken as the threads fill them.
         filled = {
-            slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=device)
+            slot.name: torch.empty(slot.shape, dtype=slot.dtype.as_torch(), device=device)
             for slot in self.slots.values()
         }
 
@@ -213,7 +214,7 @@ def _misfits(name: str, stored: StoredTensors, *, expected: tuple[int, ...], slo
         faults.append(f"{name}: found dtype {tensor.dtype}, which mm2 cannot read as a weight")
     if not slot.dtype.is_floating_point and tensor.dtype != slot.dtype:
         faults.append(f"{name}: expected dtype {slot.dtype}, found {tensor.dtype}")
-    if tensor.dtype == torch.float8_e4m3fn:
+    if tensor.dtype == FLOAT8_E4M3FN:
         scale = stored.get(scale_name(name))
         grid = scale_shape(tuple(tensor.shape))
         if scale is None:
@@ -226,7 +227,7 @@ def _misfits(name: str, stored: StoredTensors, *, expected: tuple[int, ...], slo
 def _is_scale(name: str, stored: StoredTensors) -> bool:
     """Decide whether a tensor holds scales: of `x.weight_scale_inv`, if `x.weight` is FP8."""
     weight = stored.get(name.removesuffix(SCALE_ENDING)) if name.endswith(SCALE_SUFFIX) else None
-    return weight is not None and weight.dtype == torch.float8_e4m3fn
+    return weight is not None and weight.dtype == FLOAT8_E4M3FN
 
 
 def _read_integers(source: TensorSource, name: str, view: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from minimax_tools.split.anatomy import Anatomy, compute_buffers
 from minimax_tools.split.causal_model import Implementation
 from minimax_tools.split.module_names import ModuleNames, Slot
 from minimax_tools.split.parts import Part
+from minimax_tools.stored_dtype import StoredDtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -46,7 +47,7 @@ class ModelPart:
     def slots(self) -> dict[str, Slot]:
         """Return the parameters and persistent buffers that must be filled, by name."""
         return {
-            name: Slot(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+            name: Slot(name=name, shape=tuple(tensor.shape), dtype=StoredDtype.of(tensor.dtype))
             for name, tensor in self.model.state_dict(keep_vars=True).items()
         }
 

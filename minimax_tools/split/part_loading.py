@@ -34,6 +34,7 @@ from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.module_names import ModuleNames, Slot
 from minimax_tools.split.parts import Part, Role
 from minimax_tools.split.shard_loader import ShardLoader
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 from minimax_tools.torch_files.header import read_shard_header
 from minimax_tools.torch_files.reader import PickledReader
 
@@ -107,8 +108,8 @@ def first_dtype(reader: CheckpointReader) -> torch.dtype:
         CheckpointError: The checkpoint has no such weight.
     """
     for entry in in_disk_order(reader.index).values():
-        if entry.dtype in WEIGHT_DTYPES and entry.dtype != torch.float8_e4m3fn:
-            return entry.dtype
+        if entry.dtype in WEIGHT_DTYPES and entry.dtype != FLOAT8_E4M3FN:
+            return entry.dtype.as_torch()
     raise CheckpointError(f"the dtype of {reader.folder} is unknown", next_step="Give dtype.")
 
 
@@ -159,7 +160,7 @@ class PartLoader:
             tensors = {
                 name: _unshared(state[name], taken, device=device)
                 for name, slot in slots.items()
-                if state[name].dtype == slot.dtype
+                if state[name].dtype == slot.dtype.as_torch()
             }
             # transformers loaded these in another dtype than the slot's, so it rounded them.
             rounded = {name: slot for name, slot in slots.items() if name not in tensors}

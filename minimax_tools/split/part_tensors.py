@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
-from minimax_tools.checkpoint.header import DTYPE_NAMES, TensorEntry, encode_header
+from minimax_tools.checkpoint.header import TensorEntry, encode_header
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
+from minimax_tools.stored_dtype import SAFETENSORS_NAMES
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -25,12 +26,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         OSError: The disk is full, or cannot be written to.
         ValueError: A tensor has a dtype that safetensors does not know.
     """
-    sizes = [
-        TensorSize(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-        for name, tensor in sorted(tensors.items())
-    ]
+    sizes = [TensorSize.of(name, tensor) for name, tensor in sorted(tensors.items())]
     for size in sizes:
-        if size.dtype not in DTYPE_NAMES:
+        if size.dtype not in SAFETENSORS_NAMES:
             raise ValueError(f"{size.name} is {size.dtype}, which safetensors does not know")
     checksums = {}
     with path.open("wb") as file:

@@ -25,6 +25,7 @@ from minimax_tools.errors import UsageError
 from minimax_tools.machine.new_folder import new_folder
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.stored_dtype import StoredDtype
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import write_tokenizer
@@ -122,14 +123,14 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[TensorSi
         _refuse_ragged_blocks(spec)
     # Of tensors that are no linear layers of attention or experts.
     plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    tensors = model_tensors(spec, matrix_dtype=dtype, plain_dtype=plain_dtype)
+    tensors = model_tensors(spec, matrix_dtype=StoredDtype.of(dtype), plain_dtype=StoredDtype.of(plain_dtype))
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
 def write_tensor(file: BinaryIO, tensor: TensorSize, weights: TensorMaker) -> None:
     """Make a tensor's data block by block, and append them to a file."""
     start = file.tell()
-    for block in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
+    for block in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype.as_torch()):
         file.write(block.contiguous().view(torch.uint8).numpy().data)
     written = file.tell() - start
     assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes of {tensor.size_bytes}"

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minimax_tools.checkpoint.fp8 import scale_shape
-from minimax_tools.model.quantisation import BLOCK_SIZE
+from minimax_tools.model.quantisation import BLOCK_SIZE, scale_shape
 
 # Largest finite value of float8_e4m3fn.
 _FP8_MAX = 448.0

@@ -25,6 +25,7 @@ from minimax_tools.checkpoint.weight_files import (
     read_index_json,
 )
 from minimax_tools.errors import CheckpointError
+from minimax_tools.stored_dtype import StoredDtype
 from minimax_tools.torch_files.inert import InertRecord, word_kind
 from minimax_tools.torch_files.stored import StoredTensor
 from minimax_tools.torch_files.torch_file import read_structure, refusing
@@ -43,6 +44,11 @@ class PickledEntry(TensorEntry):
     """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` the size of its values."""
 
     stored: StoredTensor  # place of the elements in the file, and the computation of the values from them
+
+    @property
+    def is_pickled(self) -> bool:
+        """True if the file is one that torch.save wrote."""
+        return True
 
     def narrow_rows(self, start: int, num_rows: int) -> PickledEntry:
         """Return neighbouring rows as a stored tensor of their own; a view's rows may lie apart in the file."""
@@ -192,7 +198,7 @@ def _entry(path: Path, name: str, stored: StoredTensor) -> PickledEntry:
     return PickledEntry(
         name=name,
         file=path,
-        dtype=stored.given_dtype,
+        dtype=StoredDtype.of(stored.given_dtype),
         shape=stored.shape,
         offset=stored.offset,
         size_bytes=math.prod(stored.shape) * stored.given_dtype.itemsize,

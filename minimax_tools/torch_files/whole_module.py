@@ -6,7 +6,6 @@ from pathlib import Path
 
 from minimax_tools.errors import CannotRunError, CheckpointError
 from minimax_tools.torch_files.inert import InertRecord
-from minimax_tools.torch_files.torch_file import read_structure, refusing
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
 # Part of a module's pickled state.
@@ -23,6 +22,9 @@ def find_pickled_module(path: Path) -> str | None:
         return next((f"{file.name}: {name}" for file in files if (name := find_pickled_module(file))), None)
     if not path.is_file():
         return None
+    # This import needs torch, which folders without such a file do not.
+    from minimax_tools.torch_files.torch_file import read_structure, refusing
+
     try:
         with refusing(path, CannotRunError, next_step=""):
             value = read_structure(path)

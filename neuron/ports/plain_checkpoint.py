@@ -19,6 +19,7 @@ from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
@@ -34,7 +35,7 @@ def plain_checkpoint(reader: CheckpointReader, spec: ModelSpec, *, dtype: torch.
     Raises:
         CheckpointError: A tensor cannot be read, or the disk is too small for the copy.
     """
-    if not any(reader.index[name].dtype is torch.float8_e4m3fn for name in reader.index.names):
+    if not any(reader.index[name].dtype == FLOAT8_E4M3FN for name in reader.index.names):
         yield reader.folder
         return
     with tempfile.TemporaryDirectory(prefix="mm2-plain-") as folder:

@@ -25,6 +25,7 @@ from loading.scales import LoadingScale
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.model.weight_names import layer_of
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 from minimax_tools.synthetic.checkpoint import FP8, plan_tensors, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -256,7 +257,7 @@ def say(message: str) -> None:
 
 
 def _bf16_bytes(entry: TensorEntry) -> int:
-    return entry.size_bytes * 2 if entry.dtype == FP8 else entry.size_bytes
+    return entry.size_bytes * 2 if entry.dtype == FLOAT8_E4M3FN else entry.size_bytes
 
 
 def _word(values: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from minimax_tools.errors import CannotRunError
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of, layer_prefix
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 from minimax_tools.synthetic.checkpoint import FP8, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -58,7 +59,7 @@ def made(*arguments: object) -> dict[str, Any]:
 
 
 def planned(*names: str) -> tuple[TensorSize, ...]:
-    return tuple(TensorSize(name=name, shape=(16, 16), dtype=FP8) for name in names)
+    return tuple(TensorSize(name=name, shape=(16, 16), dtype=FLOAT8_E4M3FN) for name in names)
 
 
 def source_name(name: str, *, is_cloned: bool) -> str:
@@ -152,7 +153,7 @@ def test_plan_clones_every_code_of_a_later_layer_and_nothing_else() -> None:
     )
     for shard in plan:
         (layer,) = {layer_of(tensor.name) for tensor in shard.tensors}
-        is_code = {tensor.dtype == FP8 for tensor in shard.tensors}
+        is_code = {tensor.dtype == FLOAT8_E4M3FN for tensor in shard.tensors}
         assert is_code in ({True}, {False})
         assert (shard.source is not None) == (is_code == {True} and layer is not None and layer >= DISTINCT)
         if shard.source is not None:
@@ -265,7 +266,7 @@ def test_all_but_the_cloned_codes_is_what_a_whole_synthesis_writes(cloned: Path,
     with CheckpointReader(cloned) as clones, CheckpointReader(tmp_path / "whole") as whole:
         assert clones.index.names == whole.index.names
         for name in clones.index.names:
-            source = source_name(name, is_cloned=clones.index[name].dtype == FP8)
+            source = source_name(name, is_cloned=clones.index[name].dtype == FLOAT8_E4M3FN)
             found, expected = clones.read(name), whole.read(source)
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), name
 
@@ -284,7 +285,7 @@ def test_layers_that_share_codes_differ_in_digest_and_in_every_matrix(cloned: Pa
         digests = ModelFingerprint.of(reader, spec, Span(0, LAYERS)).layers.values()
         assert len(set(digests)) == LAYERS
         for name in reader.index.layer_names(0):
-            if reader.index[name].dtype == FP8:
+            if reader.index[name].dtype == FLOAT8_E4M3FN:
                 clone = name.replace(layer_prefix(0), layer_prefix(DISTINCT))
                 assert torch.equal(reader.read(name).view(torch.uint8), reader.read(clone).view(torch.uint8))
                 weights = (reader.read_weight(part, torch.float32) for part in (name, clone))

@@ -16,7 +16,7 @@ from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile, Repository
 from minimax_tools.slices.fetch import FetchedSlice, fetch_slice, fetch_slice_ranges
-from minimax_tools.slices.folder import open_slice
+from minimax_tools.slices.folder import read_slice_folder
 from minimax_tools.slices.layout import DEFAULT_FOLDER
 from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.slices.verification_text import render_completion, render_download
@@ -83,8 +83,7 @@ def _measure_files(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[
 
     `sizes` has each tensor's bytes in the source. A tensor that it lacks counts as right.
     """
-    with open_slice(fetched.folder) as reader:
-        entries = tuple(reader.index.entries.values())
+    entries = tuple(read_slice_folder(fetched.folder).entries.values())
     for file in fetched.files:
         tensors = [entry for entry in entries if entry.file.name == file]
         yield DownloadedFile(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-import torch
-
 from minimax_tools.command_line.console import print_json, print_text
 from minimax_tools.commands.work.plan_text import describe_plan, plan_values
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub
@@ -15,6 +13,7 @@ from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.source import open_source
+from minimax_tools.stored_dtype import StoredDtype
 
 
 def divide_model(
@@ -24,7 +23,7 @@ def divide_model(
     planner: str,
     context_length: int,
     batch_size: int,
-    dtype: torch.dtype,
+    dtype: StoredDtype,
     output: Path | None,
     as_json: bool,
 ) -> None:

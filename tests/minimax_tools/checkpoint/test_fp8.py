@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise, find_ragged_widths, scale_shape
+from minimax_tools.checkpoint.fp8 import dequantise, find_ragged_widths
+from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.spec import ModelSpec
 
 # Every code in every column place of a block, rows rolled against each other.

@@ -46,7 +46,7 @@ def test_entries_say_where_the_bytes_are(fp8_tensors: Tensors, write: Writer) ->
     assert set(index.names) == set(fp8_tensors)
     for name, tensor in fp8_tensors.items():
         entry = index[name]
-        assert (entry.name, entry.dtype, entry.shape) == (name, tensor.dtype, tuple(tensor.shape))
+        assert (entry.name, entry.dtype.as_torch(), entry.shape) == (name, tensor.dtype, tuple(tensor.shape))
         data = entry.file.read_bytes()[entry.offset : entry.offset + entry.size_bytes]
         assert data == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 

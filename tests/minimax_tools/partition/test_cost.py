@@ -14,6 +14,7 @@ from minimax_tools.model.param_mapper import part_of
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT32
 from minimax_tools.synthetic.checkpoint import plan_tensors
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
@@ -98,12 +99,12 @@ def test_costs_from_headers_are_those_from_config_alone(toy: Path) -> None:
 
 def test_null_quantization_config_is_none(toy: Path) -> None:
     raw = {**ModelSpec.from_folder(toy).raw, "quantization_config": None}
-    assert FP8 not in {tensor.dtype for tensor in expected_tensors(ModelSpec.from_config(raw))}
+    assert FLOAT8_E4M3FN not in {tensor.dtype for tensor in expected_tensors(ModelSpec.from_config(raw))}
 
 
 def test_longer_contexts_and_wider_dtypes_take_more() -> None:
     short, long = (costs_of(SyntheticModel(), Workload(context_length=length)) for length in (100, 200))
-    wide = costs_of(SyntheticModel(), Workload(context_length=100, dtype=torch.float32))
+    wide = costs_of(SyntheticModel(), Workload(context_length=100, dtype=FLOAT32))
     assert long.layers[0].kv_bytes == 2 * short.layers[0].kv_bytes
     assert long.layers[0].loaded_bytes == short.layers[0].loaded_bytes
     assert long.layers[0].flops_per_token > short.layers[0].flops_per_token
@@ -162,7 +163,7 @@ def test_checkpoint_that_lacks_parts_is_refused_and_all_are_named() -> None:
 
 def test_modules_behind_the_last_layer_go_with_the_head() -> None:
     config = SyntheticModel().config(dtype=FP8, token_ids=IDS)
-    further = TensorSize(name="model.layers.4.eh_proj.weight", dtype=torch.bfloat16, shape=(10, 10))
+    further = TensorSize(name="model.layers.4.eh_proj.weight", dtype=BFLOAT16, shape=(10, 10))
     architecture = replace(M2, num_layers=4)
     tensors = [*expected_tensors(ModelSpec.from_config(config)), further]
     cost = measure_costs(tensors, architecture, config, Workload(context_length=1))
@@ -172,13 +173,12 @@ def test_modules_behind_the_last_layer_go_with_the_head() -> None:
 
 
 def test_gpt2_has_its_positions_with_the_embedding_and_a_tied_head() -> None:
-    float32 = torch.float32
     tensors = [
-        TensorSize(name="wte.weight", dtype=float32, shape=(50, 8)),
-        TensorSize(name="wpe.weight", dtype=float32, shape=(20, 8)),
-        TensorSize(name="h.0.attn.c_attn.weight", dtype=float32, shape=(8, 24)),
-        TensorSize(name="h.0.attn.c_attn.bias", dtype=float32, shape=(24,)),
-        TensorSize(name="ln_f.weight", dtype=float32, shape=(8,)),
+        TensorSize(name="wte.weight", dtype=FLOAT32, shape=(50, 8)),
+        TensorSize(name="wpe.weight", dtype=FLOAT32, shape=(20, 8)),
+        TensorSize(name="h.0.attn.c_attn.weight", dtype=FLOAT32, shape=(8, 24)),
+        TensorSize(name="h.0.attn.c_attn.bias", dtype=FLOAT32, shape=(24,)),
+        TensorSize(name="ln_f.weight", dtype=FLOAT32, shape=(8,)),
     ]
     config = {"n_embd": 8, "n_head": 2, "vocab_size": 50}
     cost = measure_costs(tensors, Architecture.of("gpt2"), config, Workload(context_length=10))

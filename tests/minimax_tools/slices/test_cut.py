@@ -37,6 +37,7 @@ from minimax_tools.slices.folder import SliceFolder, write_slice
 from minimax_tools.slices.layout import FileFormat
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
+from minimax_tools.stored_dtype import BFLOAT16
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
@@ -88,7 +89,7 @@ def write_sparse(folder: Path, shards: list[dict[str, tuple[int, ...]]], *, num_
     config = {"model_type": "llama", "hidden_size": 2, "num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     for number, shapes in enumerate(shards):
-        tensors = [TensorSize(name=name, shape=shapes[name], dtype=torch.bfloat16) for name in shapes]
+        tensors = [TensorSize(name=name, shape=shapes[name], dtype=BFLOAT16) for name in shapes]
         header, path = encode_header(tensors), folder / f"model-{number}.safetensors"
         path.write_bytes(header)
         os.truncate(path, len(header) + sum(tensor.size_bytes for tensor in tensors))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord, read_records
 from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
@@ -129,7 +130,7 @@ def test_what_cannot_be_judged_without_slices_and_records_is_said_and_no_failure
 
 
 def test_a_slice_that_holds_a_foreign_tensor_fails(plan: PartitionPlan, slices: Path, toy: Path) -> None:
-    with open_source(str(toy)).open() as reader:
+    with CheckpointReader(toy) as reader:
         foreign = reader.read(LAYER_3_NORM)
     rewrite(slices / "a", lambda tensors: tensors.update({LAYER_3_NORM: foreign}))
     faults = failing(verify(plan, slices=slices))

@@ -11,6 +11,7 @@ from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.errors import CheckpointError
 from minimax_tools.split.binding import Binding, plan_binding
 from minimax_tools.split.module_names import ModuleNames, ParameterPlace, Slot
+from minimax_tools.stored_dtype import BFLOAT16, FLOAT32, StoredDtype
 
 EXPERTS = "model.layers.1.mlp.experts"
 HUB_EXPERTS = "model.layers.1.block_sparse_moe.experts"
@@ -18,11 +19,11 @@ HUB_EXPERTS = "model.layers.1.block_sparse_moe.experts"
 SLOTS = {
     slot.name: slot
     for slot in (
-        Slot(name="model.layers.1.norm.weight", shape=(4,), dtype=torch.bfloat16),
-        Slot(name="model.layers.1.mlp.gate.weight", shape=(11, 4), dtype=torch.float32),
-        Slot(name=f"{EXPERTS}.gate_up_proj", shape=(11, 6, 4), dtype=torch.bfloat16),
-        Slot(name=f"{EXPERTS}.down_proj", shape=(11, 4, 3), dtype=torch.bfloat16),
-        Slot(name="lm_head.weight", shape=(8, 4), dtype=torch.bfloat16),
+        Slot(name="model.layers.1.norm.weight", shape=(4,), dtype=BFLOAT16),
+        Slot(name="model.layers.1.mlp.gate.weight", shape=(11, 4), dtype=FLOAT32),
+        Slot(name=f"{EXPERTS}.gate_up_proj", shape=(11, 6, 4), dtype=BFLOAT16),
+        Slot(name=f"{EXPERTS}.down_proj", shape=(11, 4, 3), dtype=BFLOAT16),
+        Slot(name="lm_head.weight", shape=(8, 4), dtype=BFLOAT16),
     )
 }
 NAMES = ModuleNames(
@@ -67,10 +68,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def facts(stored: Mapping[str, torch.Tensor]) -> dict[str, TensorSize]:
-    return {
-        name: TensorSize(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-        for name, tensor in stored.items()
-    }
+    return {name: TensorSize.of(name, tensor) for name, tensor in stored.items()}
 
 
 def plan(stored: Mapping[str, torch.Tensor], slots: Mapping[str, Slot] = SLOTS) -> Binding:
@@ -233,7 +231,7 @@ def test_scales_of_a_weight_that_is_not_fp8_are_left_over() -> None:
 
 
 def test_integers_are_copied_and_need_the_same_dtype() -> None:
-    slot = Slot(name="model.layers.1.count", shape=(2,), dtype=torch.int64)
+    slot = Slot(name="model.layers.1.count", shape=(2,), dtype=StoredDtype.of(torch.int64))
     names = ModuleNames(known=frozenset({slot.name}), prefix="model", layers="model.layers")
     slots = {slot.name: slot}
     stored = {slot.name: torch.tensor([2**40, 3])}

@@ -11,6 +11,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.split.causal_model import Implementation
 from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.parts import Part, Role
+from minimax_tools.stored_dtype import FLOAT32, StoredDtype
 
 BF16 = Implementation(dtype=torch.bfloat16)
 SIZES: dict[str, Any] = {
@@ -114,9 +115,9 @@ def test_model_that_writes_no_text_is_refused() -> None:
 def test_router_of_minimax_m2_has_float32_slots(dtype: torch.dtype) -> None:
     config = config_of("minimax_m2", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
     slots = build(config, range(1, 2), implementation=Implementation(dtype=dtype)).slots()
-    assert slots["model.layers.1.mlp.gate.weight"].dtype == torch.float32
-    assert slots["model.layers.1.mlp.e_score_correction_bias"].dtype == torch.float32
-    assert slots["model.layers.1.mlp.experts.gate_up_proj"].dtype == dtype
+    assert slots["model.layers.1.mlp.gate.weight"].dtype == FLOAT32
+    assert slots["model.layers.1.mlp.e_score_correction_bias"].dtype == FLOAT32
+    assert slots["model.layers.1.mlp.experts.gate_up_proj"].dtype == StoredDtype.of(dtype)
 
 
 def test_what_transformers_keeps_in_float32_stays_so() -> None:
@@ -129,7 +130,7 @@ def test_what_transformers_keeps_in_float32_stays_so() -> None:
         moe_intermediate_size=16,
     )
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert build(config, range(1, 2)).slots()[name].dtype == torch.float32
+    assert build(config, range(1, 2)).slots()[name].dtype == FLOAT32
 
 
 def test_buffers_that_no_checkpoint_holds_are_computed() -> None:
