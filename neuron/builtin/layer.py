@@ -83,10 +83,10 @@ class DeviceAttention(nn.Module):
         self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
         self.rope_theta = config.rope_theta
         query_width, key_width = len(self._heads) * self.head_dim, len(self._kv_heads) * self.head_dim
-        self.q_proj = _linear(config.hidden_size, query_width)
-        self.k_proj = _linear(config.hidden_size, key_width)
-        self.v_proj = _linear(config.hidden_size, key_width)
-        self.o_proj = _linear(query_width, config.hidden_size)
+        self.q_proj = UndrawnLinear(config.hidden_size, query_width)
+        self.k_proj = UndrawnLinear(config.hidden_size, key_width)
+        self.v_proj = UndrawnLinear(config.hidden_size, key_width)
+        self.o_proj = UndrawnLinear(query_width, config.hidden_size)
         self.q_norm = RMSNorm(query_width, config.rms_norm_eps)
         self.k_norm = RMSNorm(key_width, config.rms_norm_eps)
         # Modules of no effect: sites where the rotated queries and keys are captured.
@@ -198,6 +198,20 @@ class DeviceAttention(nn.Module):
         return torch.matmul(weights, v_bksd[:, :, None]).flatten(1, 2)
 
 
+class UndrawnLinear(nn.Linear):
+    """A linear layer without bias whose weight holds anything until it is loaded.
+
+    `torch.nn.utils.skip_init` serves as well, but draws on the meta device, and for that torch loads sympy.
+    """
+
+    def __init__(self, width_in: int, width_out: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(width_in, width_out, bias=False, dtype=dtype)
+        self.requires_grad_(False)
+
+    def reset_parameters(self) -> None:
+        """Draw nothing."""
+
+
 class DeviceLayer(nn.Module):
     """The builtin target, built as `DeviceLayer(config, layer_idx)` and reused for every layer.
 
@@ -266,12 +280,6 @@ class DeviceLayer(nn.Module):
         residual = hidden_states + attn_delta
         output: torch.Tensor = residual + self.block_sparse_moe(self.post_attention_layernorm(residual))
         return output, key_value
-
-
-def _linear(width_in: int, width_out: int) -> nn.Linear:
-    """Build a linear layer without bias; loading fills its weight."""
-    linear: nn.Linear = torch.nn.utils.skip_init(nn.Linear, width_in, width_out, bias=False)
-    return linear.requires_grad_(False)
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

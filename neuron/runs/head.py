@@ -15,7 +15,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, head_name
-from neuron.builtin.layer import RMSNorm
+from neuron.builtin.layer import RMSNorm, UndrawnLinear
 from neuron.devices.weights import Weight
 from neuron.runs.executor import LayerExecutor
 
@@ -26,9 +26,7 @@ class DeviceHead(nn.Module):
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps).to(dtype)
-        self.lm_head = torch.nn.utils.skip_init(
-            nn.Linear, spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype
-        )
+        self.lm_head = UndrawnLinear(spec.hidden_size, spec.vocab_size, dtype=dtype)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute final_norm [B,S,H] and logits [B,S,vocab] from [B,S,H]."""
