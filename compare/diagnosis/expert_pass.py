@@ -1,24 +1,29 @@
-"""Expert pass: the experts of many evaluations at once; matrices that no mistake changes become float32 only once.
+"""Expert pass: the experts of many evaluations at once. What several of them compute alike is computed once.
+
+That are the float32 values of matrices that no mistake changes, gate and up of the same input, and all of an expert
+that mistakes elsewhere leave right.
 
 T tokens, k experts per token, H hidden, I intermediate, n tokens of one expert.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.layer_weights import Allocate, LayerWeights
 from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.reference.float32_stages import swiglu
 
 # From gate [n,I], up [n,I] and the shares [n], which only a mistake uses here, to the down projection's input [n,I].
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# From the weights, an expert's number, and w1, w2 or w3 to the values of this matrix, float32.
-ReadMatrix = Callable[[LayerWeights, int, str], torch.Tensor]
+# From the weights, an expert's number, and w1, w2 or w3 to the values of this matrix, float32, in allocated memory.
+ReadMatrix = Callable[[LayerWeights, int, str, Allocate], torch.Tensor]
 # Indices of one expert in [T,k]: of tokens and of slots, int64 [n] each.
 _Slots = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,9 +32,9 @@ def _mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return swiglu(gate, up)
 
 
-def read_matrix(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor:
+def read_matrix(weights: LayerWeights, expert: int, matrix: str, allocate: Allocate) -> torch.Tensor:
     """Read an expert's matrix as the checkpoint means it, float32."""
-    return weights.value(expert_weight(expert, matrix))
+    return weights.value(expert_weight(expert, matrix), allocate=allocate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +60,10 @@ def run_experts(weights: LayerWeights, jobs: Sequence[ExpertJob]) -> list[torch.
     """Run the experts of every job: float32 [T,k,H] each, before they are multiplied by their shares."""
     outputs = [torch.zeros(*job.experts.shape, job.states.shape[1]) for job in jobs]
     slots = [_slots_by_expert(job.experts) for job in jobs]
+    memory = _ThreadMemory()
 
     def run(expert: int) -> None:
-        matrices = _ExpertMatrices(weights, expert)
+        matrices = _ExpertMatrices(weights, expert, memory)
         asking = [index for index in range(len(jobs)) if expert in slots[index]]
         # Threads of the pool do not inherit the caller's `no_grad`.
         with torch.no_grad():
@@ -99,19 +105,40 @@ def _group_by_weights(jobs: Sequence[ExpertJob], indices: list[int]) -> list[lis
     return list(groups.values())
 
 
+class _ThreadMemory(threading.local):
+    """Memory of a thread for matrices: new memory costs more than reading a matrix into it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def allocator(self, use: str) -> Allocate:
+        """Return what allocates memory for one use; it is overwritten when the same use asks again."""
+
+        def allocate(shape: Sequence[int]) -> torch.Tensor:
+            size = math.prod(shape)
+            if use not in self._kept or len(self._kept[use]) < size:
+                self._kept[use] = torch.empty(size)
+            return self._kept[use][:size].view(tuple(shape))
+
+        return allocate
+
+
 class _ExpertMatrices:
     """Matrices of one expert; those that no recipe changes are converted to float32 once."""
 
-    def __init__(self, weights: LayerWeights, expert: int) -> None:
+    def __init__(self, weights: LayerWeights, expert: int, memory: _ThreadMemory) -> None:
         self._weights = weights
         self._expert = expert
+        self._memory = memory
         self._unchanged: dict[str, torch.Tensor] = {}
 
     def read(self, recipe: Recipe, matrix: str) -> torch.Tensor:
+        """Read a matrix; one that the recipe changes lasts until the next such one is read."""
         if matrix in recipe.changed:
-            return recipe.read(self._weights, self._expert, matrix)
+            return recipe.read(self._weights, self._expert, matrix, self._memory.allocator("changed"))
         if matrix not in self._unchanged:
-            self._unchanged[matrix] = read_matrix(self._weights, self._expert, matrix)
+            allocate = self._memory.allocator(matrix)
+            self._unchanged[matrix] = read_matrix(self._weights, self._expert, matrix, allocate)
         return self._unchanged[matrix]
 
 
@@ -120,14 +147,32 @@ def _run_together(
 ) -> None:
     """Run one expert for jobs that share its weights, in one product for all of them; write into `outputs`."""
     recipe = jobs[0].recipe
-    states = torch.cat([job.states[tokens] for job, (tokens, _) in zip(jobs, slots, strict=True)])
-    sizes = [len(tokens) for tokens, _ in slots]
+    # A mistake of the router, or of what follows gate and up, leaves the input of the experts: such jobs share it.
+    groups: dict[int, list[int]] = {}
+    for index, job in enumerate(jobs):
+        groups.setdefault(id(job.states), []).append(index)
+    tokens = [torch.cat([slots[index][0] for index in group]).unique() for group in groups.values()]
+    states = torch.cat(
+        [jobs[group[0]].states[chosen] for group, chosen in zip(groups.values(), tokens, strict=True)]
+    )
+    sizes = [len(chosen) for chosen in tokens]
     gates = (states @ matrices.read(recipe, EXPERT_GATE).T).split(sizes)
     ups = (states @ matrices.read(recipe, EXPERT_UP).T).split(sizes)
-    mixed = [
-        job.recipe.mix(gate, up, job.shares[slot])
-        for job, gate, up, slot in zip(jobs, gates, ups, slots, strict=True)
-    ]
-    downs = (torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T).split(sizes)
-    for output, down, slot in zip(outputs, downs, slots, strict=True):
-        output[slot] = down
+    # Inputs of the down projection [n,I], and who takes its rows: a job, and their places among these n.
+    mixed: list[torch.Tensor] = []
+    takers: list[list[tuple[int, torch.Tensor]]] = []
+    for group, chosen, gate, up in zip(groups.values(), tokens, gates, ups, strict=True):
+        places = {index: torch.searchsorted(chosen, slots[index][0]) for index in group}
+        right = [index for index in group if jobs[index].recipe.mix is _mix]
+        if right:
+            mixed.append(swiglu(gate, up))
+            takers.append([(index, places[index]) for index in right])
+        for index in group:
+            if index not in right:
+                job, place = jobs[index], places[index]
+                mixed.append(job.recipe.mix(gate[place], up[place], job.shares[slots[index]]))
+                takers.append([(index, torch.arange(len(place)))])
+    downs = (torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T).split([len(rows) for rows in mixed])
+    for down, taking in zip(downs, takers, strict=True):
+        for index, place in taking:
+            outputs[index][slots[index]] = down[place]

@@ -7,17 +7,29 @@ only while it is in use; all other weights stay in float32 too. R rows and C col
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise
+from minimax_tools.checkpoint.fp8 import CODE_NUMBERS, decode_codes
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.quantisation import BLOCK_SIZE, scale_shape
 from minimax_tools.model.weight_names import INPUT_NORM, layer_prefix, scale_name
 
-# From the codes [R,C] and their scales, one per block of 128 x 128, to the values [R,C] of any float dtype.
-Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# From a shape to float32 memory of that shape, whatever it holds.
+Allocate = Callable[[Sequence[int]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decoding:
+    """A way to read FP8 matrices: a number for each code, times the scale of its block."""
+
+    numbers: torch.Tensor = CODE_NUMBERS  # number of each code by its byte, float32 [256]
+    # From the stored block scales to those that are used, float32 of one shape.
+    scales: Callable[[torch.Tensor], torch.Tensor] = lambda scales: scales
+
+
+_AS_MEANT = Decoding()
 
 
 class LayerWeights:
@@ -65,11 +77,24 @@ class LayerWeights:
         """Decide whether the checkpoint stores the tensor as FP8 codes."""
         return self._tensors.stored_dtype(name) == torch.float8_e4m3fn
 
-    def value(self, name: str) -> torch.Tensor:
-        """Read a tensor's values, float32; they are converted at every call."""
+    def value(
+        self, name: str, decoding: Decoding = _AS_MEANT, *, allocate: Allocate = torch.empty
+    ) -> torch.Tensor:
+        """Read a tensor's values, float32, into memory of `allocate`; they are converted at every call.
+
+        A matrix that is not FP8 has no other decoding.
+        """
         if not self.is_fp8(name):
-            return self._keep(name, lambda: self._tensors[name]).float()
-        return dequantise(*self.codes(name), dtype=self._tensors.dtype).float()
+            stored = self._keep(name, lambda: self._tensors[name])
+            return allocate(stored.shape).copy_(stored)
+        codes, scales = self.codes(name)
+        return decode_codes(
+            codes,
+            decoding.scales(scales),
+            numbers=decoding.numbers,
+            dtype=self._tensors.dtype,
+            out=allocate(codes.shape),
+        )
 
     def kept_value(self, name: str) -> torch.Tensor:
         """Read a tensor's values, float32; they are converted once and kept, which is too much for experts."""
@@ -87,10 +112,6 @@ class LayerWeights:
             self._keep(scales, lambda: reader.read(self._prefix + scales)),
         )
 
-    def decoded(self, name: str, decode: Decode) -> torch.Tensor:
-        """Read an FP8 matrix by another decoding, rounded to the golden's dtype: float32 [R,C]."""
-        return decode(*self.codes(name)).to(self._tensors.dtype).float()
-
     def _keep(self, name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         # Without a lock: two threads may read a tensor twice, and then keep equal values.
         if not self._keeps:
@@ -98,14 +119,3 @@ class LayerWeights:
         if name not in self._kept:
             self._kept[name] = read()
         return self._kept[name]
-
-
-def read_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that FP8 codes [R,C] stand for, float32."""
-    return dequantise(codes, torch.ones(scale_shape(tuple(codes.shape))), dtype=torch.float32)
-
-
-def spread_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Spread block scales to one value per element, float32 [R,C]."""
-    rows = scales.repeat_interleave(BLOCK_SIZE, dim=0)[: shape[0]]
-    return rows.repeat_interleave(BLOCK_SIZE, dim=1)[:, : shape[1]]

@@ -14,7 +14,11 @@ from minimax_tools.model.spec import ModelSpec
 
 Codes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 Scales = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+Numbers = np.ndarray[tuple[int], np.dtype[np.float32]]
 BFloat16Bits = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
+
+# Number of each code of float8_e4m3fn by its byte, float32 [256].
+CODE_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def find_ragged_widths(spec: ModelSpec) -> list[str]:
@@ -58,6 +62,34 @@ def dequantise(
     else:
         _multiply_in_torch(weight_fp8, scale_inv, result)
     return result
+
+
+def decode_codes(
+    weight_fp8: torch.Tensor,
+    scale_inv: torch.Tensor,
+    *,
+    numbers: torch.Tensor,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weight as float32 [R,C]: a number for each code, times the block's scale, rounded once to `dtype`.
+
+    Args:
+        weight_fp8: Codes, float8_e4m3fn [R,C], on the CPU.
+        scale_inv: Factors, float32 [ceil(R/128), ceil(C/128)], on the CPU.
+        numbers: Number of each code by its byte, float32 [256]; the format's own are `CODE_NUMBERS`.
+        dtype: Dtype that the products are rounded to.
+        out: Memory for the result, contiguous float32 [R,C]. Default: new memory.
+
+    Raises:
+        ValueError: A dtype or shape differs from the above.
+    """
+    _check(weight_fp8, scale_inv)
+    result = torch.empty(weight_fp8.shape, dtype=torch.float32) if out is None else out
+    codes = weight_fp8.contiguous().view(torch.uint8)
+    is_bf16 = dtype == torch.bfloat16
+    _look_up_codes(codes.numpy(), numbers.numpy(), scale_inv.contiguous().numpy(), is_bf16, result.numpy())
+    return result if is_bf16 or dtype == torch.float32 else result.copy_(result.to(dtype))
 
 
 def _check(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> None:
@@ -125,3 +157,22 @@ def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
                 rounded = np.uint32(np.uint32(product_bits + np.uint32(0x7FFF)) + is_odd) >> 16
                 is_nan = (unsigned == 0x7F) | np.isnan(product)
                 block_result[column] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+
+@compiled("(uint8[:, ::1], float32[::1], float32[:, ::1], boolean, float32[:, ::1])")
+def _look_up_codes(codes: Codes, numbers: Numbers, scales: Scales, is_bf16: bool, result: Scales) -> None:
+    """Write the products of [R,C] codes' numbers and their scales; with `is_bf16`, as BF16 rounds them."""
+    for row in range(codes.shape[0]):
+        for block in range(scales.shape[1]):
+            scale = scales[row // BLOCK_SIZE, block]
+            start = block * BLOCK_SIZE
+            block_codes = codes[row, start : start + BLOCK_SIZE]
+            block_result = result[row, start : start + BLOCK_SIZE]
+            for column in range(block_codes.size):
+                product = np.float32(numbers[block_codes[column]] * scale)
+                if is_bf16:
+                    bits = np.uint32(product.view(np.uint32))
+                    is_odd = np.uint32(np.uint32(bits >> 16) & 1)
+                    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + is_odd) & np.uint32(0xFFFF0000)
+                    product = product if np.isnan(product) else np.uint32(rounded).view(np.float32)
+                block_result[column] = product

@@ -10,9 +10,9 @@ import torch
 from compare.diagnosis.catalogue.low_bits import fp8_groups
 from compare.diagnosis.evaluation import Change, ExpertValue, GraphNode, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe
-from compare.diagnosis.layer_weights import Decode, LayerWeights, read_codes, spread_scales
+from compare.diagnosis.layer_weights import Allocate, Decoding, LayerWeights
 from compare.diagnosis.mistake import Mistake, each, once_if
-from minimax_tools.checkpoint.fp8 import dequantise
+from minimax_tools.checkpoint.fp8 import CODE_NUMBERS
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import EXPERT_MATRICES, expert_weight
 from minimax_tools.reference.float32_stages import PROJECTIONS
@@ -22,12 +22,12 @@ _SITES = {"q_proj": Site.Q_PROJ, "k_proj": Site.K_PROJ, "v_proj": Site.V_PROJ, "
 _TENSORS = (*_SITES, *EXPERT_MATRICES)
 
 
-def _decode_with(decode: Decode, *tensors: str) -> Change:
-    """Decode these tensors in another way: `decode` takes codes [R,C] and block scales to values [R,C]."""
+def _decode_with(decoding: Decoding, *tensors: str) -> Change:
+    """Read these tensors by another decoding."""
 
     def product(site: Site) -> Stage:
         source, weight_name = PROJECTIONS[site]
-        return lambda layer: layer[source] @ layer.weights.decoded(weight_name, decode).T
+        return lambda layer: layer[source] @ layer.weights.value(weight_name, decoding).T
 
     sites = [_SITES[tensor] for tensor in tensors if tensor in _SITES]
     stages: dict[GraphNode, Stage] = {site: product(site) for site in sites}
@@ -35,34 +35,21 @@ def _decode_with(decode: Decode, *tensors: str) -> Change:
     if not matrices:
         return Change(stages=stages)
 
-    def read(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor:
-        return weights.decoded(expert_weight(expert, matrix), decode)
+    def read(weights: LayerWeights, expert: int, matrix: str, allocate: Allocate) -> torch.Tensor:
+        return weights.value(expert_weight(expert, matrix), decoding, allocate=allocate)
 
     return Change(stages=stages, recipe=Recipe(read=read, changed=matrices))
 
 
-def _without_scales(codes: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return read_codes(codes)
+_WITHOUT_SCALES = Decoding(scales=torch.ones_like)
+_SCALES_AVERAGED = Decoding(scales=lambda scales: scales.mean().expand(scales.shape))
+_SCALES_ROUNDED_UP_TO_POWERS_OF_TWO = Decoding(scales=lambda scales: torch.exp2(scales.log2().ceil()))
+_SCALES_TRANSPOSED = Decoding(scales=lambda scales: scales.T.reshape(scales.shape))
+_CODES_AS_INTEGERS = Decoding(numbers=torch.arange(256, dtype=torch.float32))
 
 
-def _scales_averaged(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return dequantise(codes, scales.mean().expand(scales.shape).contiguous(), dtype=torch.float32)
-
-
-def _codes_clipped(limit: float) -> Decode:
-    return lambda codes, scales: read_codes(codes).clamp(-limit, limit) * spread_scales(scales, codes.shape)
-
-
-def _scales_rounded_up_to_powers_of_two(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return dequantise(codes, torch.exp2(scales.log2().ceil()), dtype=torch.float32)
-
-
-def _scales_transposed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return dequantise(codes, scales.T.reshape(scales.shape), dtype=torch.float32)
-
-
-def _codes_as_integers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.uint8).float() * spread_scales(scales, codes.shape)
+def _codes_clipped(limit: float) -> Decoding:
+    return Decoding(numbers=CODE_NUMBERS.clamp(-limit, limit))
 
 
 def _activations_quantised() -> Change:
@@ -93,14 +80,14 @@ def _fp8_tensors(inputs: LayerInputs) -> tuple[str, ...]:
 
 
 def _of_tensor(
-    name: str, *, what: str, look_at: str, decode: Decode, sources: tuple[str, ...] = ()
+    name: str, *, what: str, look_at: str, decoding: Decoding, sources: tuple[str, ...] = ()
 ) -> Mistake:
     """Build a mistake that is made in one tensor; every tensor that is stored in FP8 is a candidate."""
     return Mistake(
         name=name,
         what=what,
         look_at=look_at,
-        build=lambda tensor: _decode_with(decode, tensor),
+        build=lambda tensor: _decode_with(decoding, tensor),
         candidates=each("tensor", _fp8_tensors),
         sources=sources,
     )
@@ -115,13 +102,13 @@ FP8_MISTAKES = (
         "fp8_scale_missing",
         what="The FP8 codes of a tensor are used without their scales.",
         look_at="how weight_scale_inv is found and bound for this tensor",
-        decode=_without_scales,
+        decoding=_WITHOUT_SCALES,
     ),
     _of_tensor(
         "fp8_scale_averaged",
         what="All blocks of a tensor share one scale.",
         look_at="slices that are smaller than a block of 128",
-        decode=_scales_averaged,
+        decoding=_SCALES_AVERAGED,
     ),
     Mistake(
         name="fp8_clipped",
@@ -134,7 +121,7 @@ FP8_MISTAKES = (
         name="fp8_scale_power_of_two",
         what="The scales are rounded up to powers of two after quantising.",
         look_at="the scale format (ue8m0)",
-        build=lambda: _decode_with(_scales_rounded_up_to_powers_of_two, *_TENSORS),
+        build=lambda: _decode_with(_SCALES_ROUNDED_UP_TO_POWERS_OF_TWO, *_TENSORS),
         candidates=once_if(_is_all_fp8),
         sources=("transformers#46763",),
     ),
@@ -142,13 +129,13 @@ FP8_MISTAKES = (
         "fp8_scale_transposed",
         what="The grid of a tensor's scales is read transposed.",
         look_at="the order of the block scales' two dims",
-        decode=_scales_transposed,
+        decoding=_SCALES_TRANSPOSED,
     ),
     _of_tensor(
         "fp8_codes_as_integers",
         what="The FP8 bytes of a tensor are taken for integers.",
         look_at="the dtype that the codes are viewed as",
-        decode=_codes_as_integers,
+        decoding=_CODES_AS_INTEGERS,
         sources=("mlx-lm#1192",),
     ),
     Mistake(

@@ -6,7 +6,7 @@ import torch
 
 from compare.diagnosis.evaluation import Change, GraphNode, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe, read_matrix
-from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.layer_weights import Allocate, LayerWeights
 from compare.diagnosis.mistake import Mistake, each
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES
@@ -41,8 +41,8 @@ def _of_layer(source_layer: int) -> Change:
         ),
     }
 
-    def read(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor:
-        return read_matrix(weights.of_layer(source_layer), expert, matrix)
+    def read(weights: LayerWeights, expert: int, matrix: str, allocate: Allocate) -> torch.Tensor:
+        return read_matrix(weights.of_layer(source_layer), expert, matrix, allocate)
 
     recipe = Recipe(read=read, changed=EXPERT_MATRICES)
     return Change(stages=stages, recipe=recipe)

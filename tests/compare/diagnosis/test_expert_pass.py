@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from compare.diagnosis.expert_pass import ExpertJob, Recipe, run_experts
+from compare.diagnosis.layer_weights import Allocate
 
 NUM_TOKENS, HIDDEN, WIDTH = 5, 4, 3
 EXPERTS = torch.tensor([[0, 2], [2, 1], [1, 0], [2, 0], [0, 1]])
@@ -28,10 +30,10 @@ class Weights:
             for matrix in ("w1", "w2", "w3")
         }
 
-    def value(self, name: str) -> torch.Tensor:
+    def value(self, name: str, *, allocate: Allocate) -> torch.Tensor:
         name = next(key for key in self.values if name.endswith(key.removeprefix("mlp.")))
         self.read[name] += 1
-        return self.values[name]
+        return allocate(self.values[name].shape).copy_(self.values[name])
 
     def matrix(self, expert: int, matrix: str) -> torch.Tensor:
         return self.values[f"mlp.experts.{expert}.{matrix}.weight"]
@@ -65,8 +67,9 @@ def expected(weights: Weights, one: ExpertJob, *, gate_scale: float = 1.0) -> to
     return outputs
 
 
-def doubled(weights: Any, expert: int, matrix: str) -> torch.Tensor:
-    return 2.0 * weights.matrix(expert, matrix)
+def doubled(weights: Any, expert: int, matrix: str, allocate: Allocate) -> torch.Tensor:
+    stored = weights.matrix(expert, matrix)
+    return torch.mul(stored, 2.0, out=allocate(stored.shape))
 
 
 def test_each_job_has_the_outputs_of_its_own_states_and_experts() -> None:
@@ -131,6 +134,21 @@ def test_mix_gets_gate_up_and_the_shares_of_its_tokens() -> None:
             mixed = (gate - up) * shared.shares[token, slot]
             torch.testing.assert_close(outputs[token, slot], weights.matrix(expert, "w2") @ mixed)
     torch.testing.assert_close(others, expected(weights, plain))
+
+
+def test_jobs_of_one_input_have_each_their_own_tokens_shares_and_mix() -> None:
+    weights = Weights()
+    first = job()
+    # The same states: a mistake of the router, one of the mix, one of both, and one of a matrix.
+    flipped = replace(first, experts=EXPERTS.flip(1)[:, :1])
+    mixed = replace(first, recipe=Recipe(mix=lambda gate, up, shares: (gate - up) * shares[:, None]))
+    elsewhere = replace(first, experts=EXPERTS.roll(1, 0), recipe=Recipe(mix=lambda gate, up, _: gate * up))
+    changed = replace(first, recipe=Recipe(read=doubled, changed=("w1", "w2")))
+    jobs = (first, flipped, mixed, elsewhere, changed)
+    for together, one in zip(run(weights, *jobs), jobs, strict=True):
+        (alone,) = run(weights, replace(one, states=one.states.clone()))
+        torch.testing.assert_close(together, alone)
+    torch.testing.assert_close(run(weights, *jobs)[1], expected(weights, flipped))
 
 
 def test_error_of_an_expert_is_raised() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise, find_ragged_widths
+from minimax_tools.checkpoint.fp8 import CODE_NUMBERS, decode_codes, dequantise, find_ragged_widths
 from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.spec import ModelSpec
 
@@ -45,6 +45,24 @@ def test_every_code_is_the_rounded_float32_product(
     codes_fp8 = codes.view(torch.float8_e4m3fn)
     expected = _transformers_product(codes_fp8, scale_inv).to(dtype)
     _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_codes_are_looked_up_and_rounded_once(scale: float, dtype: torch.dtype) -> None:
+    scale_inv = torch.tensor([[scale, 1.0]])
+    codes_fp8 = ALL_CODES.view(torch.float8_e4m3fn)
+    expected = _transformers_product(codes_fp8, scale_inv).to(dtype).float()
+    out = torch.full(codes_fp8.shape, 7.0)
+    found = decode_codes(codes_fp8, scale_inv, numbers=CODE_NUMBERS, dtype=dtype, out=out)
+    assert found.data_ptr() == out.data_ptr()
+    _assert_same_values(found, expected)
+    # Other numbers: the codes as integers.
+    integers = ALL_CODES.float() * scale_inv.repeat_interleave(128, 1)
+    numbers = torch.arange(256, dtype=torch.float32)
+    _assert_same_values(
+        decode_codes(codes_fp8, scale_inv, numbers=numbers, dtype=dtype), integers.to(dtype).float()
+    )
 
 
 @pytest.mark.parametrize("codes", [ALL_CODES, NUMBER_CODES], ids=["with NaN", "without NaN"])

@@ -13,8 +13,9 @@ from compare.diagnosis.catalogue.fp8 import FP8_MISTAKES, has_fp8_weights
 from compare.diagnosis.catalogue.low_bits import ROUNDINGS, fp8_groups
 from compare.diagnosis.catalogue.other_layer import OTHER_LAYER_MISTAKES
 from compare.diagnosis.evaluation import Evaluation, ExpertValue
-from compare.diagnosis.layer_weights import Decode, LayerWeights
+from compare.diagnosis.layer_weights import Allocate, Decoding, LayerWeights
 from compare.diagnosis.mistake import Mistake
+from minimax_tools.checkpoint.fp8 import decode_codes
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import EXPERT_MATRICES
@@ -82,8 +83,14 @@ class Fp8Weights:
     def is_fp8(self, name: str) -> bool:
         return name not in self._others
 
-    def decoded(self, _: str, decode: Decode) -> torch.Tensor:
-        return decode(CODES, SCALES)
+    def value(self, _: str, decoding: Decoding, *, allocate: Allocate = torch.empty) -> torch.Tensor:
+        return decode_codes(
+            CODES,
+            decoding.scales(SCALES),
+            numbers=decoding.numbers,
+            dtype=torch.float32,
+            out=allocate(CODES.shape),
+        )
 
 
 class Projection(dict[Site, torch.Tensor]):
@@ -121,7 +128,7 @@ def test_matrix_of_the_experts_is_read_so_too() -> None:
     recipe = find("fp8_scale_missing").build(tensor="w2").recipe
     assert recipe is not None
     assert recipe.changed == ("w2",)
-    assert torch.equal(recipe.read(cast("LayerWeights", Fp8Weights()), 3, "w2"), CODES.float())
+    assert torch.equal(recipe.read(cast("LayerWeights", Fp8Weights()), 3, "w2", torch.empty), CODES.float())
 
 
 def test_only_what_is_stored_in_fp8_is_tried(layer: Evaluation) -> None:
