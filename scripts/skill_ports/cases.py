@@ -1,4 +1,4 @@
-"""Cases: the right port with one mistake each; five that mm2's catalogue names, and five that it does not know."""
+"""Cases: the right port with one mistake each; seven that mm2's catalogue names, three that it does not know."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ CASES = (
         what="The context's heads and tokens are not transposed before they are joined.",
         right="        return self.wo(context.transpose(1, 2).reshape(*x.shape[:2], -1))\n",
         wrong="        return self.wo(context.reshape(*x.shape[:2], -1))\n",
+        mistake="attention_context_not_transposed",
     ),
     PlantedCase(
         what="The biased scores weigh the chosen experts.",
@@ -102,6 +103,7 @@ CASES = (
         what="The up projection is clamped from above.",
         right="            output = (functional.silu(gate) * up) @ self.down[block]\n",
         wrong="            output = (functional.silu(gate) * up.clamp(max=1.0)) @ self.down[block]\n",
+        mistake="up_clamped",
     ),
     PlantedCase(
         what="Gate and up lie one above the other, and are cut as even and odd columns.",

@@ -86,6 +86,10 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                # Tests that run in the background, or under nohup, ignore these signals, and so would the run.
+                preexec_fn=lambda: [
+                    signal.signal(stop, signal.SIG_DFL) for stop in (signal.SIGINT, signal.SIGHUP)
+                ],
             )
         )
         return processes[-1]

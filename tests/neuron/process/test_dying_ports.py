@@ -236,8 +236,10 @@ def started(small: Path, tmp_path: Path) -> Iterator[Start]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            # Tests that a shell runs in the background are left with interrupts ignored, and so would be the run.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            # Tests that run in the background, or under nohup, ignore these signals, and so would the run.
+            preexec_fn=lambda: [
+                signal.signal(stop, signal.SIG_DFL) for stop in (signal.SIGINT, signal.SIGHUP)
+            ],
         )
         supervisors.append(supervisor)
         deadline = time.monotonic() + DEADLINE_S
