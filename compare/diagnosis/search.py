@@ -25,14 +25,14 @@ from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
 
-# Some 365 hypotheses are screened on few tokens: a mistake of attention changes the experts' input, and costs a run of
-# all experts. With these numbers a layer of true size takes 185 s of processor time (BENCHMARKS.md).
+# Some 390 hypotheses are screened on few tokens: a mistake of attention changes the experts' input, and costs a run of
+# all experts. With these numbers a layer of true size takes 75 s of processor time (BENCHMARKS.md).
 _FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
 # Hypotheses that go from the first tokens to the screening ones: three times the finalists by misfit, all that are
 # no worse than no mistake, and a few by likeness, which stays high where a parameter is far off (DECISIONS.md).
 _MOST_SURVIVORS = 30
 _MOST_ALIKE = 3
-# Fitting tries 5 values in 4 to 7 rounds: 6 hypotheses are 120 to 210 trials beside the 365.
+# Fitting tries 5 values in 4 to 7 rounds: 6 hypotheses are 120 to 210 trials beside the 390.
 _MOST_FITTED = 6
 # Hypotheses that are judged on all tokens: the best by misfit, and the best by z, whose error the noise may cover.
 _MOST_FINALISTS, _MOST_FAINT = 10, 5

@@ -14,7 +14,7 @@ from minimax_tools.model.spec import ModelSpec
 
 Codes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 Scales = np.ndarray[tuple[int, int], np.dtype[np.float32]]
-Numbers = np.ndarray[tuple[int], np.dtype[np.float32]]
+BlockValues = np.ndarray[tuple[int, int, int], np.dtype[np.float32]]
 BFloat16Bits = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
 
 # Number of each code of float8_e4m3fn by its byte, float32 [256].
@@ -86,10 +86,11 @@ def decode_codes(
     """
     _check(weight_fp8, scale_inv)
     result = torch.empty(weight_fp8.shape, dtype=torch.float32) if out is None else out
+    # A block has one scale, and so at most 256 values.
+    values = (scale_inv[..., None] * numbers).to(dtype).float()
     codes = weight_fp8.contiguous().view(torch.uint8)
-    is_bf16 = dtype == torch.bfloat16
-    _look_up_codes(codes.numpy(), numbers.numpy(), scale_inv.contiguous().numpy(), is_bf16, result.numpy())
-    return result if is_bf16 or dtype == torch.float32 else result.copy_(result.to(dtype))
+    _look_up_codes(codes.numpy(), values.numpy(), result.numpy())
+    return result
 
 
 def _check(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> None:
@@ -159,20 +160,14 @@ def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
                 block_result[column] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
 
 
-@compiled("(uint8[:, ::1], float32[::1], float32[:, ::1], boolean, float32[:, ::1])")
-def _look_up_codes(codes: Codes, numbers: Numbers, scales: Scales, is_bf16: bool, result: Scales) -> None:
-    """Write the products of [R,C] codes' numbers and their scales; with `is_bf16`, as BF16 rounds them."""
+@compiled("(uint8[:, ::1], float32[:, :, ::1], float32[:, ::1])")
+def _look_up_codes(codes: Codes, values: BlockValues, result: Scales) -> None:
+    """Write the values of [R,C] codes, which each block tells for all 256 codes."""
     for row in range(codes.shape[0]):
-        for block in range(scales.shape[1]):
-            scale = scales[row // BLOCK_SIZE, block]
+        for block in range(values.shape[1]):
+            block_values = values[row // BLOCK_SIZE, block]
             start = block * BLOCK_SIZE
             block_codes = codes[row, start : start + BLOCK_SIZE]
             block_result = result[row, start : start + BLOCK_SIZE]
             for column in range(block_codes.size):
-                product = np.float32(numbers[block_codes[column]] * scale)
-                if is_bf16:
-                    bits = np.uint32(product.view(np.uint32))
-                    is_odd = np.uint32(np.uint32(bits >> 16) & 1)
-                    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + is_odd) & np.uint32(0xFFFF0000)
-                    product = product if np.isnan(product) else np.uint32(rounded).view(np.float32)
-                block_result[column] = product
+                block_result[column] = block_values[block_codes[column]]
