@@ -1,7 +1,10 @@
-"""Expert pass: the experts of many evaluations at once. What several of them compute alike is computed once.
+"""Expert pass: the experts of many evaluations at once, which share what they compute alike.
 
-That are the float32 values of matrices that no mistake changes, gate and up of the same input, and all of an expert
-that mistakes elsewhere leave right.
+| shared | by evaluations |
+|---|---|
+| float32 values of a matrix | whose mistakes do not change it |
+| gate and up of a token | with the same input of the experts |
+| the output of an expert for a token | with the same input, whose mistakes leave the expert right |
 
 T tokens, k experts per token, H hidden, I intermediate, n tokens of one expert.
 """
