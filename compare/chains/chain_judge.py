@@ -175,9 +175,8 @@ class _OneSiteSource(CaptureSource):
 
 def _excess(result: SiteResult) -> float:
     """Return the error of a layer that ran alone, in units of the limit that is nearest or broken furthest."""
-    if result.nearest is not None:
-        return result.nearest.excess
-    return math.inf if result.status is SiteStatus.FAIL else 0.0
+    # An output with NaN or Inf is nearest to no limit.
+    return math.inf if result.nearest is None else result.nearest.excess
 
 
 def _invert(excess: float) -> float:

@@ -145,6 +145,19 @@ def test_golden_without_a_floor_judges_by_fixed_limits(golden: Path, tmp_path: P
         assert not judge(capture, span, with_noise(capture, 3.0)).is_right
 
 
+def test_float32_golden_without_a_floor_sees_a_thousand_times_less(golden: Path, tmp_path: Path) -> None:
+    visible = []
+    for dtype in ("bfloat16", "float32"):
+        folder = tmp_path / dtype
+        shutil.copytree(golden, folder)
+        manifest = folder / "manifest.json"
+        text = manifest.read_text().replace('"noise_floor": "full"', '"noise_floor": "off"')
+        manifest.write_text(text.replace('"weights": "bfloat16"', f'"weights": "{dtype}"'))
+        capture = Capture.open(folder)
+        visible.append(judge(capture, Span(1, 3), capture.read(2, Site.OUTPUT)).visible)
+    assert 1000 < visible[0] / visible[1] < 10_000
+
+
 def test_limits_are_twice_what_right_ports_were_measured_to_reach() -> None:
     """The table of `scripts/bench_chained_ends.py`: who widens a limit measures again."""
     measured = (

@@ -29,6 +29,13 @@ def test_places_of_a_pair_of_classes_are_named_together() -> None:
     )
 
 
+def test_the_number_of_a_layer_alone_is_left_out() -> None:
+    other = {"layers.0.experts.layers.0": ("Norm", "DeviceNorm")}
+    finding = judge_classes(ModelPasses(num_passes=1, other_classes=other))
+    assert finding is not None
+    assert "for layers.*.experts.layers.0," in finding.reason
+
+
 def test_nothing_is_said_without_a_difference_or_where_nobody_looked() -> None:
     assert judge_classes(ModelPasses(num_passes=1, other_classes={})) is None
     assert judge_classes(ModelPasses(num_passes=1)) is None

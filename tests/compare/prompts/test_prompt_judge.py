@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -233,3 +233,18 @@ def test_margin_of_another_choice_is_told_for_every_token_of_the_vocabulary(
         assert result.prefill.first_choice is not None
         assert (result.prefill.first_choice.port, result.prefill.first_choice.token) == (chosen, 5)
         assert result.prefill.first_choice.margin is not None
+
+
+def test_limits_are_those_that_were_measured() -> None:
+    """Who changes a limit calibrates again, and changes it here too."""
+    assert asdict(PromptLimits()) == {
+        "excess": 5.0,
+        "choice": 3.0,
+        "pooled": 0.5,
+        "pooled_distance": 1.0,
+        "usual_tokens": 5000,
+        "share_alone": 0.25,
+        "share_together": 1 / 3,
+        "share_deviations": 4.0,
+        "tokens_apart": 4,
+    }
