@@ -36,8 +36,9 @@ _TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
 _DESCRIPTOR = re.compile(r"^(\d+)<((?:\\x[0-9a-f]{2}|[^<>])*)>")
 # Longest piece of data that strace writes down; a longer write is read from the file that is there at the end.
 _LONGEST = 1 << 22
-# Environment of a traced command: sums of several threads differ in their last bits.
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+_SCRIPTS = Path(__file__).resolve().parents[1]
+# Environment of a traced command: sums of several threads differ in their last bits. The command imports `torture`.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{_SCRIPTS.parent}{os.pathsep}{_SCRIPTS}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
