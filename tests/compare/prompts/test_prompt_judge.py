@@ -236,7 +236,7 @@ def test_margin_of_another_choice_is_told_for_every_token_of_the_vocabulary(
 
 
 def test_limits_are_those_that_were_measured() -> None:
-    """Who changes a limit calibrates again, and changes it here too."""
+    """Change a limit after a calibration alone, and here too."""
     assert asdict(PromptLimits()) == {
         "excess": 5.0,
         "choice": 3.0,
