@@ -495,9 +495,9 @@ class TestMemory:
             directory = tmp_path / f"{folder.name}{target}{option}"
             return [*common, "--target", TARGETS[target], "--output-dir", str(directory)], None
 
-        # The first one imports what the others use.
-        _, *own, converting = measure(
-            command("builtin", "--prefetch", toy),
+        # The first two import what the others use.
+        _, _, *own, converting = measure(
+            *(command(target, "--prefetch", toy) for target in ("builtin", "reference")),
             *(command("builtin", option) for option in ("--prefetch", "--no-prefetch")),
             command("reference", "--prefetch"),
             command("converting", "--prefetch"),
