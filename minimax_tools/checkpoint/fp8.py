@@ -86,6 +86,12 @@ def decode_codes(
     """
     _check(weight_fp8, scale_inv)
     result = torch.empty(weight_fp8.shape, dtype=torch.float32) if out is None else out
+    for tensor, shape in ((numbers, (256,)), (result, tuple(weight_fp8.shape))):
+        if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"numbers and out are contiguous float32, [256] and {list(weight_fp8.shape)}: found {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
     # A block has one scale, and so at most 256 values.
     values = (scale_inv[..., None] * numbers).to(dtype).float()
     codes = weight_fp8.contiguous().view(torch.uint8)

@@ -178,3 +178,12 @@ def test_widths_that_end_within_a_block_are_named(spec: ModelSpec) -> None:
         "num_attention_heads × head_dim is 960",
         "num_key_value_heads × head_dim is 320",
     ]
+
+
+def test_memory_and_numbers_of_other_shapes_are_refused() -> None:
+    codes, scales = ALL_CODES.view(torch.float8_e4m3fn), torch.ones(1, 2)
+    for out in (torch.empty(128, 255), torch.empty(256, 128).T, torch.empty(128, 256, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="numbers and out"):
+            decode_codes(codes, scales, numbers=CODE_NUMBERS, dtype=torch.float32, out=out)
+    with pytest.raises(ValueError, match="numbers and out"):
+        decode_codes(codes, scales, numbers=CODE_NUMBERS[:255], dtype=torch.float32)
