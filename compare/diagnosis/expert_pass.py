@@ -31,10 +31,6 @@ ReadMatrix = Callable[[LayerWeights, int, str, Allocate], torch.Tensor]
 _Slots = tuple[torch.Tensor, torch.Tensor]
 
 
-def _mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return swiglu(gate, up)
-
-
 def read_matrix(weights: LayerWeights, expert: int, matrix: str, allocate: Allocate) -> torch.Tensor:
     """Read an expert's matrix as the checkpoint means it, float32."""
     return weights.value(expert_weight(expert, matrix), allocate=allocate)
@@ -44,7 +40,7 @@ def read_matrix(weights: LayerWeights, expert: int, matrix: str, allocate: Alloc
 class Recipe:
     """Arithmetic of all experts."""
 
-    mix: Mix = _mix  # function that activates the gate and combines it with up
+    mix: Mix | None = None  # function that activates the gate and combines it with up; None for the right one
     read: ReadMatrix = read_matrix  # function that reads the matrices named in `changed`
     changed: tuple[str, ...] = ()  # matrices that a mistake reads wrongly, of w1, w2 and w3
 
@@ -166,14 +162,14 @@ def _run_together(
     takers: list[list[tuple[int, torch.Tensor]]] = []
     for group, chosen, gate, up in zip(groups.values(), tokens, gates, ups, strict=True):
         places = {index: torch.searchsorted(chosen, slots[index][0]) for index in group}
-        right = [index for index in group if jobs[index].recipe.mix is _mix]
+        right = [(index, place) for index, place in places.items() if jobs[index].recipe.mix is None]
         if right:
             mixed.append(swiglu(gate, up))
-            takers.append([(index, places[index]) for index in right])
-        for index in group:
-            if index not in right:
-                job, place = jobs[index], places[index]
-                mixed.append(job.recipe.mix(gate[place], up[place], job.shares[slots[index]]))
+            takers.append(right)
+        for index, place in places.items():
+            mix = jobs[index].recipe.mix
+            if mix is not None:
+                mixed.append(mix(gate[place], up[place], jobs[index].shares[slots[index]]))
                 takers.append([(index, torch.arange(len(place)))])
     downs = (torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T).split([len(rows) for rows in mixed])
     for down, taking in zip(downs, takers, strict=True):

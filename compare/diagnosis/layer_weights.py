@@ -80,13 +80,13 @@ class LayerWeights:
     def value(
         self, name: str, decoding: Decoding = _AS_MEANT, *, allocate: Allocate = torch.empty
     ) -> torch.Tensor:
-        """Read a tensor's values, float32, into memory of `allocate`; they are converted at every call.
+        """Read a tensor's values, float32; they are converted at every call, into memory of `allocate`.
 
-        A matrix that is not FP8 has no other decoding.
+        What is kept in float32 is returned itself. A matrix that is not FP8 has no other decoding.
         """
         if not self.is_fp8(name):
             stored = self._keep(name, lambda: self._tensors[name])
-            return allocate(stored.shape).copy_(stored)
+            return stored if stored.dtype == torch.float32 else allocate(stored.shape).copy_(stored)
         codes, scales = self.codes(name)
         return decode_codes(
             codes,

@@ -11,6 +11,7 @@ import torch
 
 from compare.diagnosis.evaluation import Evaluation, LayerInputs
 from minimax_tools.capture.passes import CachePair
+from minimax_tools.model.inputs import number_steps
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
 
@@ -47,7 +48,7 @@ class DecodedInputs(LayerInputs):
 
     def steps(self) -> torch.Tensor:
         """Return the number of the step that decodes a token, from 1 on; 0 for the prefill's: int64 [B,S]."""
-        return self.is_decoded.long().cumsum(1) * self.is_decoded
+        return number_steps(self.is_decoded)
 
     def prefilled(self) -> torch.Tensor:
         """Return the number of each prompt's tokens that were prefilled, int64 [B]."""

@@ -10,7 +10,7 @@ import torch
 from compare.sides.batch import Batch
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.inputs import decoded_tokens, tail_tokens
+from minimax_tools.model.inputs import decoded_tokens, number_steps, tail_tokens
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame
 
@@ -51,7 +51,7 @@ def split_passes(sides: Sides) -> PassSplit | None:
         for step in range(num_decoded)
     ]
     return PassSplit(
-        numbers=is_decoded.long().cumsum(1) * is_decoded,
+        numbers=number_steps(is_decoded),
         prefill=Batch(mask.bool() & ~is_decoded),
         decoded=Batch(is_decoded) if num_decoded else None,
         steps=tuple(Batch(step) for step in steps),

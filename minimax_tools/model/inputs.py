@@ -222,3 +222,11 @@ def decoded_tokens(attention_mask: torch.Tensor, num_tokens: int, *, by_row: boo
     columns = decoded_columns(attention_mask, num_tokens)
     indices = torch.arange(attention_mask.shape[1])
     return ((indices >= columns.start) & (indices < columns.stop)).expand(attention_mask.shape)
+
+
+def number_steps(is_decoded: torch.Tensor) -> torch.Tensor:
+    """Return the step that decodes each token, from 1 on in its prompt; 0 for all others: int64 [B,S].
+
+    `is_decoded` is bool [B,S], as `decoded_tokens` gives it by row.
+    """
+    return is_decoded.long().cumsum(1) * is_decoded

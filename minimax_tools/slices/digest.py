@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
@@ -12,8 +12,8 @@ from minimax_tools.errors import CheckpointError
 _BUFFER_BYTES = 1 << 20
 
 
-def digest_tensors(entries: Sequence[TensorEntry], index: TensorIndex) -> dict[str, str]:
-    """Compute the sha256 of tensors of an index, by name; it is equal for a safetensors and a `.bin` copy.
+def digest_tensors(entries: Sequence[TensorEntry], index: TensorIndex) -> Iterator[tuple[str, str]]:
+    """Yield name and sha256 of tensors of an index, in turn; it is equal for a safetensors and a `.bin` copy.
 
     A `.bin` tensor is loaded whole, a safetensors one in small pieces.
 
@@ -24,9 +24,11 @@ def digest_tensors(entries: Sequence[TensorEntry], index: TensorIndex) -> dict[s
         # This import needs torch, which safetensors files do not.
         from minimax_tools.slices.torch_values import read_values
 
-        values = read_values(index, [entry.name for entry in entries])
-        return {name: hashlib.sha256(content).hexdigest() for name, content in values}
-    return {entry.name: _digest_range(entry) for entry in entries}
+        for name, content in read_values(index, [entry.name for entry in entries]):
+            yield name, hashlib.sha256(content).hexdigest()
+    else:
+        for entry in entries:
+            yield entry.name, _digest_range(entry)
 
 
 def _digest_range(entry: TensorEntry) -> str:

@@ -260,17 +260,16 @@ def _find_other_bytes(
     digests: Mapping[str, str], description: SliceDescription, existing: TensorIndex
 ) -> str | None:
     """Return the first difference between the source's digests and the slice that is there."""
-    found = digest_tensors([existing[name] for name in digests], existing)
-    for name, digest in digests.items():
-        if description.tensors[name] not in (None, digest):
+    for name, found in digest_tensors([existing[name] for name in digests], existing):
+        if description.tensors[name] not in (None, digests[name]):
             return f"another digest of {name} in {SLICE_FILE}"
-        if found[name] != digest:
+        if found != digests[name]:
             return f"other bytes of {name}"
     return None
 
 
 def _digest_source(cut: SliceCut) -> dict[str, str]:
-    return digest_tensors(cut.entries, cut.source.headers)
+    return dict(digest_tensors(cut.entries, cut.source.headers))
 
 
 def _is_safetensors(cut: SliceCut) -> bool:

@@ -65,7 +65,7 @@ class Holding:
 def _read_folder(slice_: Slice, folder: Path) -> Holding:
     description = SliceDescription.read(folder)
     index = read_slice_folder(folder)
-    digests = digest_tensors(tuple(index.entries.values()), index)
+    digests = dict(digest_tensors(tuple(index.entries.values()), index))
     files = tuple(file.name for file in index.files)
     # Weight files that the slice's index does not name.
     stray = sorted(

@@ -200,7 +200,7 @@ def _digest_source(source: SliceSource, names: set[str]) -> dict[str, str]:
     if source.index is None or not names:
         return {}
     entries = [entry for name, entry in source.index.entries.items() if name in names]
-    return digest_tensors(entries, source.index)
+    return dict(digest_tensors(entries, source.index))
 
 
 def _node_to_json(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:
