@@ -187,9 +187,7 @@ def needs_xla() -> None:
 
 
 @pytest.fixture(scope="session")
-def serve(
-    fork_server: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., list[dict[str, Any]]]:
+def serve(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
     """Runs several `mm2-test` commands in one new process; for each its exit code, stdout and stderr."""
 
     def serve_all(commands: Sequence[Sequence[object]], **environment: str) -> list[dict[str, Any]]:

@@ -228,7 +228,17 @@ class Port(ReferenceLayer):
             "\ndef Port(config, layer_idx):\n    return Counting(config, layer_idx)\n\nPort.reuse = True\n"
         )
         done = forked(
-            *("multi-layer", "--layers", "0:2", "--model", small, "--target", write_port(port), "--seq-len", 4)
+            *(
+                "multi-layer",
+                "--layers",
+                "0:2",
+                "--model",
+                small,
+                "--target",
+                write_port(port),
+                "--seq-len",
+                4,
+            )
         )
         assert "calls: 2" in done.stderr, done.stderr
 
