@@ -28,7 +28,7 @@ SWEPT = (
     "Failing",
 )
 TRACED = ("DecoderLayer", "AsDeclared", "ByTable", "SwappedGateUp", "LostBias", "LostOutput")
-OTHER = ("Misfit", "NotNormalised", "AveragedNorms", "NoApplication")
+OTHER = ("NotNormalised", "AveragedNorms", "NoApplication")
 SEVERAL = f"""
 import sys
 sys.path.insert(0, {str(PORT.parent)!r})
@@ -62,7 +62,11 @@ def Made(config: Config, layer_idx):
 
 @pytest.fixture(scope="module")
 def results(
-    serve: Callable[..., list[dict[str, Any]]], toy: Path, golden: Path, tmp_path_factory: Any
+    serve: Callable[..., list[dict[str, Any]]],
+    small: Path,
+    small_golden: Path,
+    toy: Path,
+    tmp_path_factory: Any,
 ) -> dict[str, dict[str, Any]]:
     """Exit code, stdout and stderr of each command, by command and target."""
     folder = tmp_path_factory.mktemp("application")
@@ -70,8 +74,8 @@ def results(
     commands: dict[str, tuple[object, ...]] = {}
 
     def sweep(name: str, target: str, command: tuple[object, ...] = ("sweep", "--layers", "1:2")) -> None:
-        judged = ("--golden", golden, "--backend", "cpu", "--captures", folder / name.replace(" ", "_"))
-        commands[name] = (*command, "--model", toy, *judged, "--target", f"nxdi:{target}", "--json")
+        judged = ("--golden", small_golden, "--backend", "cpu", "--captures", folder / name.replace(" ", "_"))
+        commands[name] = (*command, "--model", small, *judged, "--target", f"nxdi:{target}", "--json")
 
     for name in (*SWEPT, *OTHER):
         sweep(f"sweep {name}", f"{PORT}:{name}")
@@ -84,19 +88,35 @@ def results(
         commands[f"weights {name}"] = (
             "weights",
             "--model",
-            toy,
+            small,
             "--layer",
             1,
             "--target",
             f"nxdi:{PORT}:{name}",
         )
+    # The small model's experts are square: a transposed matrix fits.
+    commands["Misfit"] = (
+        *("single-layer", "--layer", 1, "--model", toy, "--seq-len", 4, "--backend", "cpu"),
+        *("--captures", folder / "misfit", "--target", f"nxdi:{PORT}:Misfit", "--json"),
+    )
     traced = folder / "layer_1.pt2"
     commands["trace AsDeclared"] = (
-        *("trace", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu"),
+        *("trace", "--layer", 1, "--model", small, "--golden", small_golden, "--backend", "cpu"),
         *("--target", f"nxdi:{PORT}:AsDeclared", "--output", traced),
     )
     commands["sweep traced"] = (
-        *("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu", "--json"),
+        *(
+            "single-layer",
+            "--layer",
+            1,
+            "--model",
+            small,
+            "--golden",
+            small_golden,
+            "--backend",
+            "cpu",
+            "--json",
+        ),
         *("--target", f"traced:{traced}", "--captures", folder / "traced"),
     )
     done = serve(list(commands.values()), **ENVIRONMENT)
@@ -192,7 +212,7 @@ class TestSweep:
     def test_conversion_whose_weights_do_not_fit_is_named_with_the_way_out(
         self, results: dict[str, Any]
     ) -> None:
-        result = results["sweep Misfit"]
+        result = results["Misfit"]
         assert result["exit_code"] == 3
         assert "UntransposingForCausalLM.convert_hf_to_neuron_state_dict gives weights" in result["stderr"]
         assert "down_proj.weight (expected [32, 128, 256], found [32, 256, 128])" in result["stderr"]
