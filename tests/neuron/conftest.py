@@ -217,11 +217,22 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_golden(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model's golden: every layer, all sites, the noise floor kept whole."""
+def small_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in FP8 as small as `small`, whose experts are not square."""
+    folder = tmp_path_factory.mktemp("small") / "fp8"
+    model = SyntheticModel(
+        hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=32, vocab_size=512
+    )
+    synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_golden(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden of the small model in FP8: every layer, all sites, the noise floor kept whole."""
     directory = tmp_path_factory.mktemp("golden") / "small"
-    arguments = ("extract-all", "--model", small, "--seq-len", "24,15", "--output-dir", directory, "--quiet")
-    result = click.testing.CliRunner().invoke(mm2_gpu, [str(argument) for argument in arguments])
+    arguments = ("extract-all", "--model", small_fp8, "--seq-len", "24,15", "--output-dir", directory)
+    result = click.testing.CliRunner().invoke(mm2_gpu, [*map(str, arguments), "--quiet"])
     assert result.exit_code == 0, result.output
     return directory
 

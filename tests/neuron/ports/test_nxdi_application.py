@@ -28,7 +28,7 @@ SWEPT = (
     "Failing",
 )
 TRACED = ("DecoderLayer", "AsDeclared", "ByTable", "SwappedGateUp", "LostBias", "LostOutput")
-OTHER = ("NotNormalised", "AveragedNorms", "NoApplication")
+OTHER = ("Misfit", "NotNormalised", "AveragedNorms", "NoApplication")
 SEVERAL = f"""
 import sys
 sys.path.insert(0, {str(PORT.parent)!r})
@@ -63,9 +63,8 @@ def Made(config: Config, layer_idx):
 @pytest.fixture(scope="module")
 def results(
     serve: Callable[..., list[dict[str, Any]]],
-    small: Path,
+    small_fp8: Path,
     small_golden: Path,
-    toy: Path,
     tmp_path_factory: Any,
 ) -> dict[str, dict[str, Any]]:
     """Exit code, stdout and stderr of each command, by command and target."""
@@ -75,7 +74,7 @@ def results(
 
     def sweep(name: str, target: str, command: tuple[object, ...] = ("sweep", "--layers", "1:2")) -> None:
         judged = ("--golden", small_golden, "--backend", "cpu", "--captures", folder / name.replace(" ", "_"))
-        commands[name] = (*command, "--model", small, *judged, "--target", f"nxdi:{target}", "--json")
+        commands[name] = (*command, "--model", small_fp8, *judged, "--target", f"nxdi:{target}", "--json")
 
     for name in (*SWEPT, *OTHER):
         sweep(f"sweep {name}", f"{PORT}:{name}")
@@ -88,20 +87,15 @@ def results(
         commands[f"weights {name}"] = (
             "weights",
             "--model",
-            small,
+            small_fp8,
             "--layer",
             1,
             "--target",
             f"nxdi:{PORT}:{name}",
         )
-    # The small model's experts are square: a transposed matrix fits.
-    commands["Misfit"] = (
-        *("single-layer", "--layer", 1, "--model", toy, "--seq-len", 4, "--backend", "cpu"),
-        *("--captures", folder / "misfit", "--target", f"nxdi:{PORT}:Misfit", "--json"),
-    )
     traced = folder / "layer_1.pt2"
     commands["trace AsDeclared"] = (
-        *("trace", "--layer", 1, "--model", small, "--golden", small_golden, "--backend", "cpu"),
+        *("trace", "--layer", 1, "--model", small_fp8, "--golden", small_golden, "--backend", "cpu"),
         *("--target", f"nxdi:{PORT}:AsDeclared", "--output", traced),
     )
     commands["sweep traced"] = (
@@ -110,7 +104,7 @@ def results(
             "--layer",
             1,
             "--model",
-            small,
+            small_fp8,
             "--golden",
             small_golden,
             "--backend",
@@ -212,10 +206,10 @@ class TestSweep:
     def test_conversion_whose_weights_do_not_fit_is_named_with_the_way_out(
         self, results: dict[str, Any]
     ) -> None:
-        result = results["Misfit"]
+        result = results["sweep Misfit"]
         assert result["exit_code"] == 3
         assert "UntransposingForCausalLM.convert_hf_to_neuron_state_dict gives weights" in result["stderr"]
-        assert "down_proj.weight (expected [32, 128, 256], found [32, 256, 128])" in result["stderr"]
+        assert "down_proj.weight (expected [8, 32, 64], found [8, 64, 32])" in result["stderr"]
         assert "mm2_causal_lm = None" in result["stderr"]
 
     def test_print_of_a_port_does_not_reach_standard_output(self, results: dict[str, Any]) -> None:

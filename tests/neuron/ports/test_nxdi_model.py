@@ -159,12 +159,12 @@ RUNS = (
 
 
 @pytest.fixture(scope="module")
-def runs(serve: Any, port: Path, small: Path, small_golden: Path) -> dict[str, dict[str, Any]]:
+def runs(serve: Any, port: Path, small_fp8: Path, small_golden: Path) -> dict[str, dict[str, Any]]:
     """The runs of the ports, in one process: exit code, output, and where the capture lies."""
     common = (
         "model",
         "--model",
-        small,
+        small_fp8,
         "--golden",
         small_golden,
         "--backend",
@@ -269,17 +269,19 @@ class TestRefusals:
         assert "mm2-test sweep" in runs["Model"]["stderr"]
 
     def test_mode_that_nxd_was_not_told(
-        self, forked: Any, port: Path, small: Path, small_golden: Path
+        self, forked: Any, port: Path, small_fp8: Path, small_golden: Path
     ) -> None:
-        done = _run(forked, f"{port}:Application", small, small_golden, **{**STAND_IN, "NXD_CPU_MODE": "0"})
+        done = _run(
+            forked, f"{port}:Application", small_fp8, small_golden, **{**STAND_IN, "NXD_CPU_MODE": "0"}
+        )
         assert done.returncode == 3
         assert "expected NXD_CPU_MODE=1, found NXD_CPU_MODE=0" in done.stderr
 
     @pytest.mark.slow
     def test_several_ranks_in_bf16_on_the_cpu(
-        self, forked: Any, port: Path, small: Path, small_golden: Path
+        self, forked: Any, port: Path, small_fp8: Path, small_golden: Path
     ) -> None:
-        done = _run(forked, f"{port}:Application", small, small_golden, "--tp-degree", 2, **STAND_IN)
+        done = _run(forked, f"{port}:Application", small_fp8, small_golden, "--tp-degree", 2, **STAND_IN)
         assert done.returncode == 3
         assert "Add --dtype float32, or leave out --tp-degree" in done.stderr
 
@@ -307,9 +309,9 @@ class TestRefusals:
 
 
 def test_compiled_application_gives_what_the_cpu_gives(
-    forked_python: Any, port: Path, small: Path, small_golden: Path
+    forked_python: Any, port: Path, small_fp8: Path, small_golden: Path
 ) -> None:
-    places = f"port, model, golden = {str(port)!r}, {str(small)!r}, {str(small_golden)!r}\n"
+    places = f"port, model, golden = {str(port)!r}, {str(small_fp8)!r}, {str(small_golden)!r}\n"
     done = forked_python(places + ON_NEURON, **STAND_IN)
     assert done.returncode == 0, done.stderr
     *_, bfloat16, cpu, ranks, sites = done.stdout.splitlines()  # behind gloo's greetings

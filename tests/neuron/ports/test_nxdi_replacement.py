@@ -134,13 +134,13 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mm2_replaces_the_stream_of_applications(
-    serve: Any, port: Path, small: Path, small_golden: Path
+    serve: Any, port: Path, small_fp8: Path, small_golden: Path
 ) -> None:
     common = (
         "bisect",
         "--whole",
         "--model",
-        small,
+        small_fp8,
         "--golden",
         small_golden,
         "--backend",
@@ -162,9 +162,9 @@ def test_mm2_replaces_the_stream_of_applications(
 
 
 def test_compiled_graph_takes_the_stream_that_the_cpu_takes(
-    forked_python: Any, port: Path, small: Path, small_golden: Path
+    forked_python: Any, port: Path, small_fp8: Path, small_golden: Path
 ) -> None:
-    places = f"port, model, golden = {str(port)!r}, {str(small)!r}, {str(small_golden)!r}\n"
+    places = f"port, model, golden = {str(port)!r}, {str(small_fp8)!r}, {str(small_golden)!r}\n"
     done = forked_python(places + COMPILED, **STAND_IN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "same"
@@ -201,12 +201,12 @@ class TestByHand:
         return list(done.stdout.splitlines())
 
     def test_runs_asked_for_name_the_wrong_layer(
-        self, run: Any, forked_python: Any, port: Path, small: Path, small_golden: Path, tmp_path: Path
+        self, run: Any, forked_python: Any, port: Path, small_fp8: Path, small_golden: Path, tmp_path: Path
     ) -> None:
         folder = tmp_path / "replaced"
         points = []
         for _ in range(4):
-            result = run(*self.command(small, small_golden, folder))
+            result = run(*self.command(small_fp8, small_golden, folder))
             record = json.loads(result.stdout)
             if record["is_finished"]:
                 break
@@ -214,18 +214,18 @@ class TestByHand:
             point = record["waits_for"]["point"]
             assert f"point={point})" in "\n".join(record["lines"])
             points.append(point)
-            self.by_hand(forked_python, port, small, folder, [point])
+            self.by_hand(forked_python, port, small_fp8, folder, [point])
         assert points == [2, 4, 3]
         assert (result.exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [2])
         assert [command.split()[-1] for command in record["next"]] == ["--anew"]
 
     def test_application_of_other_sizes_is_refused(
-        self, run: Any, forked_python: Any, port: Path, small: Path, small_golden: Path, tmp_path: Path
+        self, run: Any, forked_python: Any, port: Path, small_fp8: Path, small_golden: Path, tmp_path: Path
     ) -> None:
         folder = tmp_path / "replaced"
-        run(*self.command(small, small_golden, folder))
+        run(*self.command(small_fp8, small_golden, folder))
         (printed,) = self.by_hand(
-            forked_python, port, small, folder, [2], max_context_length=64, enable_bucketing=True
+            forked_python, port, small_fp8, folder, [2], max_context_length=64, enable_bucketing=True
         )
         assert "expected max_context_length=128, enable_bucketing=False" in printed
         assert "found max_context_length=64, enable_bucketing=True" in printed
