@@ -123,10 +123,15 @@ def forked(fork_server: Any, tmp_path: Path) -> Process:
 def forked_python(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Process:
     """Runs Python code as `run_python` does, in a fork that has torch imported: seconds less."""
 
-    def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        folder = tmp_path_factory.mktemp("python")
+    def run_code(
+        code: str, *, folder: Path | None = None, standard_input: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("python") if folder is None else folder
         return fork_server.run(
-            ["-c", code], folder=folder, environment=_environment(**environment), standard_input=""
+            ["-c", code],
+            folder=folder,
+            environment=_environment(**environment),
+            standard_input=standard_input,
         )
 
     return run_code
@@ -187,17 +192,12 @@ def needs_xla() -> None:
 
 
 @pytest.fixture(scope="session")
-def serve(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+def serve(forked_python: Process) -> Callable[..., list[dict[str, Any]]]:
     """Runs several `mm2-test` commands in one new process; for each its exit code, stdout and stderr."""
 
     def serve_all(commands: Sequence[Sequence[object]], **environment: str) -> list[dict[str, Any]]:
         texts = [[str(argument) for argument in arguments] for arguments in commands]
-        done = fork_server.run(
-            ["-c", _SERVE],
-            folder=tmp_path_factory.mktemp("serve"),
-            environment=_environment(**environment),
-            standard_input=json.dumps(texts),
-        )
+        done = forked_python(_SERVE, standard_input=json.dumps(texts), **environment)
         assert done.returncode == 0, done.stderr
         results: list[dict[str, Any]] = json.loads(done.stdout)
         return results

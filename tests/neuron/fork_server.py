@@ -72,6 +72,7 @@ class ForkServer:
 def _import_work() -> None:
     """Import what the commands need, except what they import where they use it."""
     import numba  # noqa: F401  # the compiled loops
+    import torch._dynamo  # noqa: F401  # layers that are compiled or traced
 
     from minimax_tools.command_line.work import work_of
     from neuron.cli import main
