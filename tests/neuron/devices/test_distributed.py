@@ -79,13 +79,13 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def held(run_python: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def held(forked_python: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """For each scenario the stand-in's calls, whether groups are up after it, and the error."""
     folder = tmp_path_factory.mktemp("stand_in")
     package = folder / "neuronx_distributed" / "parallel_layers"
     package.mkdir(parents=True)
     (package / "parallel_state.py").write_text(PARALLEL_STATE)
-    done = run_python(f"SCENARIOS = {SCENARIOS!r}\n{HOLD}", folder=folder)
+    done = forked_python(f"SCENARIOS = {SCENARIOS!r}\n{HOLD}", folder=folder)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[Any]] = json.loads(done.stdout)
     return found

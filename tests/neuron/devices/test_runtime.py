@@ -212,7 +212,7 @@ class Port(ReferenceLayer):
         arguments = ("single-layer", "--layer", 0, "--model", models[2], "--seq-len", 4)
         assert run(*arguments, "--target", write_port(source)).exit_code == 0
 
-    def test_that_adds_up_wrongly_is_not_trusted(self, run_python: Any) -> None:
+    def test_that_adds_up_wrongly_is_not_trusted(self, forked_python: Any) -> None:
         # Sums are known to be wrong here: the fake backend answers every collective by doing nothing.
         code = """
 import torch, torch.distributed
@@ -226,7 +226,7 @@ try:
 except BackendError as error:
     print(error)
 """
-        done = run_python(code)
+        done = forked_python(code)
         assert "the process group adds up wrongly: expected 3.0 on every rank, found [1.0" in done.stdout
 
 

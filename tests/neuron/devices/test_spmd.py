@@ -67,14 +67,14 @@ except BackendError as error:
 
 
 @pytest.fixture
-def errors(needs_xla: None, run: Any, process: Any, small: Path, tmp_path: Path) -> Any:
+def errors(needs_xla: None, run: Any, forked: Any, small: Path, tmp_path: Path) -> Any:
     """Relative L2 distances of layer 0's sites on so many devices from those of the CPU."""
 
     def compare(*arguments: object) -> dict[str, float]:
         alone = run(*LAYER_0, "--model", small, "--backend", "cpu", "--output-dir", tmp_path / "one")
         assert alone.exit_code == 0, alone.stderr
         place = ("--backend", "xla-cpu", "--output-dir", tmp_path / "shared")
-        done = process(*LAYER_0, "--model", small, *place, *arguments)
+        done = forked(*LAYER_0, "--model", small, *place, *arguments)
         assert done.returncode == 0, done.stderr
         graphs = json.loads(done.stdout)["graphs"]
         assert (graphs["first_layer"], graphs["later_layers"], graphs["fallbacks"]) == (3, 0, [])

@@ -227,9 +227,9 @@ def test_unreadable_checkpoint_stays_a_checkpoint_error() -> None:
 
 
 def test_host_buffers_are_reused_without_touching_what_was_loaded_before(
-    needs_xla: None, run_python: Any
+    needs_xla: None, forked_python: Any
 ) -> None:
-    done: subprocess.CompletedProcess[str] = run_python(LOAD_TWICE_ON_XLA)
+    done: subprocess.CompletedProcess[str] = forked_python(LOAD_TWICE_ON_XLA)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)
     assert first["values"] == [[0, 0], [1, 1], [50, 50], [3, 3], [4, 4], [2, 2]]
