@@ -16,7 +16,10 @@ from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
 from neuron.weight_trace.tensor_origin import COMPUTED, CONSTANT, NOT_SAMPLED, TensorOrigin
 
 # Numbers are written in digits of 0 to 15: with 1 added, all are exact even in FP8, and survive a scale in BF16.
-BASE = 16
+DIGIT_BITS = 4
+BASE = 1 << DIGIT_BITS
+# The low 32 bits of an integer: a mask, as a remainder takes many times as long.
+_LOW_BITS = (1 << 32) - 1
 # Largest error of a digit, a whole number, after a scale and a rounding to BF16.
 _DIGIT_SLACK = 0.3
 # Largest relative error of a probe that was rounded, to four bits or more. A larger error means another element.
@@ -34,8 +37,8 @@ def probe_values(source: SourceTensor, numbers: torch.Tensor) -> torch.Tensor:
 
 def _float32_probe(numbers: torch.Tensor) -> torch.Tensor:
     # A multiplicative hash: neighbours must not have similar values.
-    mixed = (numbers * 2654435761 + 40503) % (1 << 32)
-    mixed = ((mixed >> 15) ^ mixed) * 2246822519 % (1 << 32)
+    mixed = (numbers * 2654435761 + 40503) & _LOW_BITS
+    mixed = (((mixed >> 15) ^ mixed) * 2246822519) & _LOW_BITS
     return ((1 << 23) + (mixed >> 9)).float() / (1 << 23)
 
 
@@ -102,7 +105,7 @@ class OriginRecorder:
             self._is_computed[chunk] |= ~is_digit & ~self._is_constant[chunk]
             self._numbers[chunk] = self._numbers[chunk] * BASE + torch.where(is_digit, digit, 0).long()
 
-    def verify(self, tensor: torch.Tensor, sources: SourceTensors) -> None:
+    def verify(self, tensor: torch.Tensor, *, sources: SourceTensors) -> None:
         """Check the numbers by the pass of probes: each element must hold the probe of its number."""
         source_is_float32 = torch.tensor([source.is_float32 for source in sources.all])
         rounding = rounding_float32 = 0.0
@@ -139,7 +142,7 @@ class OriginRecorder:
         self._last_signs = signed_sum / gain
         self._num_sign_passes += 1
 
-    def take_kind(self, kind: str, tensor: torch.Tensor) -> None:
+    def take_kind(self, tensor: torch.Tensor, *, kind: str) -> None:
         """Record a pass of ones in which only tensors of one kind differ."""
         for chunk, values in self._split(tensor):
             if bool((values != self._first[chunk].double())[self._is_computed[chunk]].any()):
