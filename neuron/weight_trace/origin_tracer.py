@@ -32,8 +32,8 @@ from neuron.weight_trace.tensor_origin import TensorOrigin
 # Loads generated tensors into the port, and returns every tensor that it then holds, by name; the next load overwrites
 # them.
 LoadGenerated = Callable[[MakeTensor], Mapping[str, torch.Tensor]]
-# Returns values of a source tensor in one pass, from the numbers of some of its elements, [n]. A value of no dims stands
-# for all of them.
+# Returns values of a source tensor in one pass, from the numbers [n] of some of its elements. A value without dims
+# stands for all of them.
 PassValues = Callable[[SourceTensor, torch.Tensor], torch.Tensor]
 # Lets a recorder take its port tensor after a pass.
 TakePass = Callable[[OriginRecorder, torch.Tensor], None]
