@@ -65,15 +65,12 @@ class ValueChecksum:
 
 def _count_values(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values of a tensor of one or two bytes, each once, and how often each occurs, int64."""
+    integers = torch.uint8 if flat.itemsize == 1 else torch.uint16
     counts = np.zeros(1 << 8 * flat.itemsize, dtype=np.int64)
-    if flat.itemsize == 2:
-        _count(flat.view(torch.uint16).numpy(), counts)
-    else:
-        for chunk in flat.split(_ELEMENTS_AT_ONCE):
-            _count(chunk.view(torch.uint8).to(torch.uint16).numpy(), counts)
-    found = np.flatnonzero(counts)
-    codes = found.astype(np.uint8 if flat.itemsize == 1 else np.uint16)
-    return torch.from_numpy(codes).view(flat.dtype), torch.from_numpy(counts[found])
+    for chunk in flat.split(_ELEMENTS_AT_ONCE):
+        _count(chunk.contiguous().view(integers).to(torch.uint16).numpy(), counts)
+    codes = np.flatnonzero(counts)
+    return torch.from_numpy(codes).to(integers).view(flat.dtype), torch.from_numpy(counts[codes])
 
 
 @compiled("(uint16[::1], int64[::1])")

@@ -50,3 +50,10 @@ def test_two_values_that_change_their_sum_alike_are_told_apart() -> None:
     first, second = (ValueChecksum.of(of_pair.view(torch.bfloat16)) for of_pair in codes)
     assert first.bits == second.bits
     assert first != second
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_a_view_with_gaps_has_the_checksum_of_its_copy(dtype: torch.dtype) -> None:
+    values = torch.arange(40.0).to(dtype)
+    for view in (values[::2], values.view(5, 8).T, values[3].expand(7)):
+        assert ValueChecksum.of(view) == ValueChecksum.of(view.clone())
