@@ -43,7 +43,7 @@ def measure(scale: str) -> Iterator[Figure]:
         capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=_SEQ_LENS), noise_floor="off")
         ways = ("sweep", "bare", "bare-loading")
         rounds = [
-            {way: _run(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}
+            {way: run_way(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}
             for number in range(_ROUNDS[scale])
         ]
     sweep = rounds[0]["sweep"]
@@ -63,7 +63,7 @@ def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str) -> float:
     return median(ratios)
 
 
-def _run(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:
+def run_way(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:
     """Run a process of `timed_sweep`, and return its JSON object: `seconds`, `compile_s`, and a sweep's compiles."""
     command = [sys.executable, "-m", "device.timed_sweep", way, str(model), str(golden), str(output)]
     done = subprocess.run(command, cwd=_SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
