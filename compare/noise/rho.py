@@ -17,7 +17,8 @@ import torch
 from compare.noise.interval import rho_interval
 from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
-from minimax_tools.metrics.error_structure import Structure, measure_structure
+from minimax_tools.metrics.error_structure import Structure, compare_sums
+from minimax_tools.metrics.error_sums import ErrorSums, sum_errors
 from minimax_tools.results.results import NoiseRatio
 
 # Relative L2 error of one rounding to BF16, of normally distributed values.
@@ -37,13 +38,15 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
         ValueError: The rows have no floor.
     """
     floor = _floor(rows)
-    error = _error(rows, floor)
+    # One pass over the port's errors gives their squares and their averages.
+    port = None if rows.twin is None else sum_errors(rows.target, rows.twin, massive=rows.massive)
+    error = _error(rows, floor) if port is None else Squares.summed(port)
     norms = square_rows(rows.reference, massive=rows.massive)
     foreseen = _widen(floor, norms, rows)
     per_token = _per_token(error.whole, foreseen.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()  # row: here the token's sequence in the batch
-    structure = _structure(rows, floor)
+    structure = None if port is None else _structure(rows, floor, port)
     has_channels = rows.reference.shape[1] >= _FEWEST_CHANNELS
     return NoiseRatio(
         whole=_rho(error.whole, foreseen.whole),
@@ -168,8 +171,8 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
     return math.sqrt(float(floor.sum()) / total) if total > TINY else None
 
 
-def _structure(rows: Rows, floor: Squares) -> Structure | None:
-    """Measure ρ of the error's averages, relative to the variants' if the golden has any.
+def _structure(rows: Rows, floor: Squares, port: ErrorSums) -> Structure | None:
+    """Measure ρ of the averages of the port's error, relative to the variants' if the golden has any.
 
     The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None without a
     twin, and if the port's error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds
@@ -177,7 +180,7 @@ def _structure(rows: Rows, floor: Squares) -> Structure | None:
     """
     if rows.twin is None or rows.input_error is not None or _is_rounded(rows):
         return None
-    structure = measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
+    structure = compare_sums(sum_errors(rows.reference, rows.twin, massive=rows.massive), port)
     if structure is None or rows.widened_floor is None:
         return structure
     # The averages of variants are larger than the golden's. Where they were not measured, they count as larger by as

@@ -4,5 +4,6 @@
 - `pair_metrics`: figures of a pair of tensors
 - `pair_sums`: the sums behind them; `distance_counts`: the median distance
 - `noise_floor`: statistics of the golden's noise floor
+- `error_sums`: sums of errors by token and by channel
 - `error_structure`: averages of an error in which rounding cancels
 """
