@@ -203,7 +203,7 @@ def _put_values(
     widened_floor: Squares | None,
 ) -> Rows:
     """Put replayed values [t,F] and their floor in the place of the golden's, as far as the golden kept such."""
-    changes: dict[str, Any] = {"reference": _put(rows.reference, tokens, golden)}
+    changes: dict[str, Any] = {"reference": _put(rows.reference, tokens, golden), "errors": None}
     if rows.twin is not None:
         changes["twin"] = _put(rows.twin, tokens, exact)
     if rows.floor is not None:

@@ -15,10 +15,9 @@ import math
 import torch
 
 from compare.noise.interval import rho_interval
-from compare.noise.rows import Rows
+from compare.noise.rows import BothErrors, Rows
 from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
 from minimax_tools.metrics.error_structure import Structure, compare_sums
-from minimax_tools.metrics.error_sums import ErrorSums, sum_errors
 from minimax_tools.results.results import NoiseRatio
 
 # Relative L2 error of one rounding to BF16, of normally distributed values.
@@ -37,16 +36,18 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     Raises:
         ValueError: The rows have no floor.
     """
-    floor = _floor(rows)
-    # One pass over the port's errors gives their squares and their averages.
-    port = None if rows.twin is None else sum_errors(rows.target, rows.twin, massive=rows.massive)
-    error = _error(rows, floor) if port is None else Squares.summed(port)
-    norms = square_rows(rows.reference, massive=rows.massive)
+    errors = rows.measure_errors()
+    if errors is None:
+        floor, norms = _floor(rows), square_rows(rows.reference, massive=rows.massive)
+        error = _error(rows, floor)
+    else:
+        floor = rows.floor or Squares.of_errors(errors.golden)
+        error, norms = Squares.of_errors(errors.port), Squares.of_values(errors.golden)
     foreseen = _widen(floor, norms, rows)
     per_token = _per_token(error.whole, foreseen.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()  # row: here the token's sequence in the batch
-    structure = None if port is None else _structure(rows, floor, port)
+    structure = None if errors is None else _structure(rows, floor, errors)
     has_channels = rows.reference.shape[1] >= _FEWEST_CHANNELS
     return NoiseRatio(
         whole=_rho(error.whole, foreseen.whole),
@@ -171,16 +172,15 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
     return math.sqrt(float(floor.sum()) / total) if total > TINY else None
 
 
-def _structure(rows: Rows, floor: Squares, port: ErrorSums) -> Structure | None:
+def _structure(rows: Rows, floor: Squares, errors: BothErrors) -> Structure | None:
     """Measure ρ of the averages of the port's error, relative to the variants' if the golden has any.
 
-    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None without a
-    twin, and if the port's error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds
+    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None if the port's error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds
     in float32 and the port rounded.
     """
-    if rows.twin is None or rows.input_error is not None or _is_rounded(rows):
+    if rows.input_error is not None or _is_rounded(rows):
         return None
-    structure = compare_sums(sum_errors(rows.reference, rows.twin, massive=rows.massive), port)
+    structure = compare_sums(errors.golden, errors.port)
     if structure is None or rows.widened_floor is None:
         return structure
     # The averages of variants are larger than the golden's. Where they were not measured, they count as larger by as

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.metrics.error_sums import ErrorSums, square_errors
+from minimax_tools.metrics.error_sums import ErrorSums, square_by_token
 
 # Lower bound of float64 divisors; below the square of any float32, so it changes no sum that is not 0.
 TINY = 1e-300
@@ -32,9 +32,14 @@ class Squares:
         return cls(ordinary=ordinary.double().square(), massive=massive.double().square())
 
     @classmethod
-    def summed(cls, errors: ErrorSums) -> Squares:
+    def of_errors(cls, errors: ErrorSums) -> Squares:
         """Take the squares out of the sums of one side's errors."""
         return cls(ordinary=errors.squares, massive=errors.massive_squares)
+
+    @classmethod
+    def of_values(cls, errors: ErrorSums) -> Squares:
+        """Take the squares of the side's values out of the sums of its errors."""
+        return cls(ordinary=errors.value_squares, massive=errors.massive_value_squares)
 
     @property
     def whole(self) -> torch.Tensor:
@@ -72,11 +77,11 @@ class Squares:
 
 def square_rows(rows: torch.Tensor, *, massive: torch.Tensor) -> Squares:
     """Sum the squares of the rows [T,F]; the channels `massive`, bool [F], are massive."""
-    ordinary, of_massive = square_errors(rows, None, massive=massive)
+    ordinary, of_massive = square_by_token(rows, None, massive=massive)
     return Squares(ordinary=ordinary, massive=of_massive)
 
 
 def square_difference(reference: torch.Tensor, target: torch.Tensor, *, massive: torch.Tensor) -> Squares:
     """Sum the squares of target − reference, both [T,F]; the channels `massive`, bool [F], are massive."""
-    ordinary, of_massive = square_errors(target, reference, massive=massive)
+    ordinary, of_massive = square_by_token(target, reference, massive=massive)
     return Squares(ordinary=ordinary, massive=of_massive)

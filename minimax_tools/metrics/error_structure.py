@@ -58,9 +58,7 @@ def measure_structure(
         target: Port's values, any float dtype, [T,F].
         massive: bool [F], true on massive channels; in a token's gain they would hide the others.
     """
-    return compare_sums(
-        sum_errors(reference, twin, massive=massive), sum_errors(target, twin, massive=massive)
-    )
+    return compare_sums(*sum_errors(reference, target, exact=twin, massive=massive))
 
 
 def compare_sums(golden: ErrorSums, port: ErrorSums) -> Structure | None:
