@@ -108,7 +108,15 @@ def measure(golden: Path, run: Path, num_rounds: int) -> Iterator[Figure]:
     # The copy moves 2 GiB: it reads one and writes one.
     share = num_bytes / 2**31 * of("copy_over_warm")
     yield Figure.at_least("share_of_memory_bandwidth", share, LEAST_SHARE_OF_BANDWIDTH)
-    for name in ("cold_s", "cold_reading_s", "warm_s", "warm_reading_s", "import_s", "cold_cpu_s", "warm_cpu_s"):
+    for name in (
+        "cold_s",
+        "cold_reading_s",
+        "warm_s",
+        "warm_reading_s",
+        "import_s",
+        "cold_cpu_s",
+        "warm_cpu_s",
+    ):
         yield Figure.plain(name, of(name))
     yield Figure.plain("import_cpu_s", of("import_cpu_s"))
     yield Figure.at_most("peak_gb", of("peak_gb"), MOST_PEAK_GB)

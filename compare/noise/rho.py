@@ -175,8 +175,9 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
 def _structure(rows: Rows, floor: Squares, errors: BothErrors) -> Structure | None:
     """Measure ρ of the averages of the port's error, relative to the variants' if the golden has any.
 
-    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None if the port's error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds
-    in float32 and the port rounded.
+    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None if the port's
+    error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds in float32 and the port
+    rounded.
     """
     if rows.input_error is not None or _is_rounded(rows):
         return None

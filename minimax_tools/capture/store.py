@@ -31,6 +31,29 @@ def list_captures(*folders: Path) -> list[Path]:
     return [path.parent for path in newest_first]
 
 
+def layer_files(directory: Path, layer: int) -> tuple[Path, ...]:
+    """Return the files that a capture may hold of a layer: its sites, their float32 twins and the noise floor."""
+    return tuple(directory / f"layer_{layer}{kind}.safetensors" for kind in ("", ".fp32", ".floor"))
+
+
+def first_layer_files(directory: Path, *, most_bytes: int) -> tuple[Path, ...]:
+    """Return the files of a capture's first layers, as many layers as have `most_bytes`; () if there is no capture."""
+    numbers = sorted(
+        int(number)
+        for path in directory.glob("layer_*.safetensors")
+        if (number := path.stem.removeprefix("layer_")).isdecimal()
+    )
+    files: list[Path] = []
+    num_bytes = 0
+    for layer in numbers:
+        of_layer = [path for path in layer_files(directory, layer) if path.is_file()]
+        num_bytes += sum(path.stat().st_size for path in of_layer)
+        if num_bytes > most_bytes:
+            break
+        files += of_layer
+    return tuple(files)
+
+
 def newest_capture(captures: Path, side: str) -> Path:
     """Return the capture of a side whose manifest was written last.
 

@@ -21,9 +21,7 @@ R = TypeVar("R")
 _LOCK = threading.Lock()
 
 
-def compiled(
-    *signatures: str, sums_in_any_order: bool = False
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def compiled(*signatures: str, sums_in_any_order: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function of arrays and numbers, so that its first call compiles it.
 
     Args:

@@ -84,7 +84,9 @@ def square_by_token(
     by_token = np.zeros((6, values.shape[0]))
 
     def sum_part(tokens: range) -> None:
-        for window, (origin_block, block) in read_blocks((values if origin is None else origin, values), tokens):
+        for window, (origin_block, block) in read_blocks(
+            (values if origin is None else origin, values), tokens
+        ):
             _sum_by_token(block, origin_block, ordinary, by_token[:, window])
 
     sum_on_cores(sum_part, values)

@@ -9,6 +9,8 @@ from minimax_tools.capture.store import (
     DEVICE_SIDE,
     GOLDEN_SIDE,
     capture_directory,
+    first_layer_files,
+    layer_files,
     list_captures,
     newest_capture,
 )
@@ -50,3 +52,24 @@ def test_captures_of_several_folders_are_listed_once_newest_first(tmp_path: Path
 def test_side_without_a_capture_says_how_to_make_one(tmp_path: Path, side: str, make_one: str) -> None:
     with pytest.raises(CaptureError, match=f"no capture under .*{side}. Make one first: {make_one}"):
         newest_capture(tmp_path, side)
+
+
+def test_files_of_the_first_layers_are_named_in_the_order_of_the_layers(tmp_path: Path) -> None:
+    for layer in (10, 2, 9):
+        (tmp_path / f"layer_{layer}.safetensors").write_bytes(bytes(100))
+        (tmp_path / f"layer_{layer}.floor.safetensors").write_bytes(bytes(10))
+    (tmp_path / "layer_x.safetensors").write_bytes(bytes(1))
+    names = [path.name for path in first_layer_files(tmp_path, most_bytes=220)]
+    assert names == [
+        "layer_2.safetensors",
+        "layer_2.floor.safetensors",
+        "layer_9.safetensors",
+        "layer_9.floor.safetensors",
+    ]
+    assert first_layer_files(tmp_path, most_bytes=109) == ()
+    assert first_layer_files(tmp_path / "none", most_bytes=9) == ()
+
+
+def test_files_of_a_layer_are_sites_twins_and_floor() -> None:
+    names = [path.name for path in layer_files(Path("golden"), 7)]
+    assert names == ["layer_7.safetensors", "layer_7.fp32.safetensors", "layer_7.floor.safetensors"]
