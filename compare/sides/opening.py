@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, first_layer_files, newest_capture
+from minimax_tools.capture.store import (
+    DEVICE_SIDE,
+    GOLDEN_SIDE,
+    files_of_layers,
+    newest_capture,
+    stored_layers,
+)
 from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.options import (
     RenamedOption,
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
     from minimax_tools.capture.source import CaptureSource
     from minimax_tools.dumps.opening import DumpReading
 
-# Of each side, before anything is judged: a layer of 4 096 tokens takes 1.2 GB of a golden.
+# Of each side, before anything is judged. A layer of 4 096 tokens takes 1.2 GB of a golden.
 _MOST_BYTES_AHEAD = 2 << 30
 
 
@@ -92,10 +98,18 @@ class NamedSides:
 
 
 def _begin_to_read(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Have the system read a capture's first layers while libraries are loaded, which takes seconds; return `value`."""
-    # An address has no folder yet.
-    if isinstance(value, Path):
-        read_ahead(first_layer_files(value, most_bytes=_MOST_BYTES_AHEAD))
+    """Have the system read the first layers of both sides while libraries are loaded, which takes seconds.
+
+    It begins with the second of the two options, and returns `value`.
+    """
+    given = context.params | {parameter.name: value}
+    golden, run = given.get("golden"), given.get("run")
+    # An address has no folder yet. Of a few layers, nothing is known here.
+    is_of_all = not (given.get("layer") or given.get("layer_pattern"))
+    if is_of_all and isinstance(golden, Path) and isinstance(run, Path):
+        layers = stored_layers(run)
+        for side in (golden, run):
+            read_ahead(files_of_layers(side, layers, most_bytes=_MOST_BYTES_AHEAD))
     return value
 
 
@@ -143,9 +157,16 @@ def _read_pattern(layer: str | None, layer_pattern: str | None) -> str | None:
 
 
 layers_options = stack_options(
-    click.option("--layer", metavar="layer_0", help="Name or number of the only layer to look at."),
+    # Both are read before the sides, whose first layers are read ahead without them.
+    click.option(
+        "--layer",
+        metavar="layer_0",
+        is_eager=True,
+        help="Name or number of the only layer to look at.",
+    ),
     click.option(
         "--layer-pattern",
+        is_eager=True,
         metavar="'layer_*'",
         help="Names of the layers to look at. Default: all layers; in mm2-diagnose those that the comparison blames.",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from minimax_tools.errors import CaptureError
@@ -36,21 +37,19 @@ def layer_files(directory: Path, layer: int) -> tuple[Path, ...]:
     return tuple(directory / f"layer_{layer}{kind}.safetensors" for kind in ("", ".fp32", ".floor"))
 
 
-def first_layer_files(directory: Path, *, most_bytes: int) -> tuple[Path, ...]:
-    """Return the files of a capture's first layers, as many layers as have `most_bytes`; () if there is no capture."""
-    numbers = sorted(
-        int(number)
-        for path in directory.glob("layer_*.safetensors")
-        if (number := path.stem.removeprefix("layer_")).isdecimal()
-    )
+def stored_layers(directory: Path) -> tuple[int, ...]:
+    """Return the layers of which a capture holds a file, ascending, by their names alone; () if there is no capture."""
+    numbers = (path.stem.removeprefix("layer_") for path in directory.glob("layer_*.safetensors"))
+    return tuple(sorted(int(number) for number in numbers if number.isdecimal()))
+
+
+def files_of_layers(directory: Path, layers: Iterable[int], *, most_bytes: int) -> tuple[Path, ...]:
+    """Return the files that a capture holds of some layers, in their order, as long as they have `most_bytes`."""
     files: list[Path] = []
-    num_bytes = 0
-    for layer in numbers:
-        of_layer = [path for path in layer_files(directory, layer) if path.is_file()]
-        num_bytes += sum(path.stat().st_size for path in of_layer)
-        if num_bytes > most_bytes:
+    for layer in layers:
+        files += (path for path in layer_files(directory, layer) if path.is_file())
+        if sum(path.stat().st_size for path in files) > most_bytes:
             break
-        files += of_layer
     return tuple(files)
 
 
