@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,9 +108,11 @@ def _begin_to_read(context: click.Context, parameter: click.Parameter, value: An
     # An address has no folder yet. Of a few layers, nothing is known here.
     is_of_all = not (given.get("layer") or given.get("layer_pattern"))
     if is_of_all and isinstance(golden, Path) and isinstance(run, Path):
-        layers = stored_layers(run)
-        for side in (golden, run):
-            read_ahead(files_of_layers(side, layers, most_bytes=_MOST_BYTES_AHEAD))
+        # What cannot be read is said when the sides are opened.
+        with suppress(OSError):
+            layers = stored_layers(run)
+            for side in (golden, run):
+                read_ahead(files_of_layers(side, layers, most_bytes=_MOST_BYTES_AHEAD))
     return value
 
 
