@@ -19,6 +19,10 @@ def add_up(values):
         total += values[i]
     return total
 
+@compiled("(float32[::1],)", "(float64[::1],)")
+def double(values):
+    return values.itemsize * 2
+
 @compiled("(float64[::1],)")
 def name_nothing(values):
     return values.no_such_thing
@@ -41,6 +45,13 @@ def load_loops(load_module: Callable[[Path], ModuleType], tmp_path: Path) -> Cal
 def test_machine_code_is_kept_beside_the_source(load_loops: Callable[[], ModuleType], tmp_path: Path) -> None:
     assert load_loops().add_up(np.arange(5.0)) == 10.0
     assert list(tmp_path.rglob("loops.add_up*.nbc"))
+
+
+def test_a_loop_takes_each_of_its_types_and_no_other(load_loops: Callable[[], ModuleType]) -> None:
+    double = load_loops().double
+    assert (double(np.zeros(1, np.float32)), double(np.zeros(1))) == (8, 16)
+    with pytest.raises(TypeError):
+        double(np.zeros(1, np.int32))
 
 
 def test_it_works_where_nothing_can_be_written(
