@@ -158,10 +158,11 @@ def measure_captures(axis: str, scratch: Path, *, num_rounds: int) -> Iterator[F
     write_model(model, size.model)
     golden = capture_directory(captures, GOLDEN_SIDE, "capture_0")
     run = capture_directory(captures, DEVICE_SIDE, "capture_0")
-    words = ("--model", str(model), "--seq-len", size.seq_lens, "--output-dir", str(golden))
-    measure(["gpu_reference", "extract-all", *words], scratch, 0)
-    words = ("--model", str(model), "--golden", str(golden), "--backend", "cpu", "--output-dir", str(run))
-    measure(["neuron", "sweep", *words], scratch, 0)
+    for words in (
+        ("gpu_reference", "extract-all", "--seq-len", size.seq_lens, "--output-dir", str(golden)),
+        ("neuron", "sweep", "--golden", str(golden), "--backend", "cpu", "--output-dir", str(run)),
+    ):
+        measure([*words, "--model", str(model)], scratch, 0)
     compare = ["compare", "--captures", str(captures)]
     alone = [measure(compare, scratch, 0) for _ in range(num_rounds)]
     for capture in (golden, run):
