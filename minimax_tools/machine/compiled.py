@@ -59,9 +59,10 @@ def _compile(
     njit = functools.partial(numba.njit, list(signatures), nogil=True, fastmath=fastmath, error_model="numpy")
     try:
         kept = CompiledCache.of(function)
-        kept.prove()
-        machine_code = njit(cache=True)(function)
-        kept.note()
+        with kept.held():
+            kept.prove()
+            machine_code = njit(cache=True)(function)
+            kept.note()
         return cast("Callable[P, R]", machine_code)
     except Exception:
         # numba raises errors of many kinds if its cache is damaged or cannot be written. Without the cache, only an
