@@ -45,8 +45,8 @@ class CompiledCache:
     def held(self) -> Iterator[None]:
         """Keep other processes from the files during the block: they wait.
 
-        numba numbers the files of a loop's types one after the other, by its index. Two processes that write at once may
-        give one number to two types.
+        numba numbers the files of a loop's types one after the other, by its index. Two processes that write at once
+        may give one number to two types.
 
         Raises:
             OSError: The folder cannot be written to, or has no locks.
