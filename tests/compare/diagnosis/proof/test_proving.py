@@ -87,10 +87,10 @@ def prove(toy: Path, golden: Path, command: Command) -> Prove:
 def test_pasted_lines_make_the_port_right(
     toy: Path, golden: Path, run: Callable[..., Path], command: Command, tmp_path: Path
 ) -> None:
-    target = write_port(tmp_path / "port.py", [])
-    directory = run("sweep", target)
+    target, layers = write_port(tmp_path / "port.py", []), ("--layers", "1:4")
+    directory = run("sweep", target, *layers)
     paths = ("--model", toy, "--golden", golden, "--run", directory)
-    result = command(mm2_diagnose, *paths, "--prove", "--quiet")
+    result = command(mm2_diagnose, *paths, "--mistake", "k_v_swapped", "--prove", "--quiet")
     assert result.exit_code == 1
     assert "Layers 1-2 match k_v_swapped" in result.stdout
     assert "Layers 1-2: Proved: with the weights changed before the port converts them" in result.stdout
@@ -99,13 +99,13 @@ def test_pasted_lines_make_the_port_right(
     assert lines[0] == "if layer_idx in (1, 2):"
 
     write_port(tmp_path / "port.py", lines)
-    arguments = ("sweep", "--model", toy, "--golden", golden, "--target", target, "--backend", "cpu")
+    arguments = ("sweep", "--model", toy, "--golden", golden, "--target", target, "--backend", "cpu", *layers)
     assert command(mm2_test, *arguments, "--output-dir", tmp_path / "again", "--quiet").exit_code == 0
 
 
 def test_each_finding_has_its_proof(run: Callable[..., Path], prove: Prove) -> None:
-    directory = run("multi-layer", f"{PORTS / 'one_wrong_layer.py'}:SoftmaxRouter_at_2")
-    record = prove(directory)
+    directory = run("multi-layer", f"{PORTS / 'one_wrong_layer.py'}:SoftmaxRouter_at_2", "--layers", "1:4")
+    record = prove(directory, "--mistake", "router_softmax", "--mistake", "gate_up_swapped")
     (found,) = record["diagnosis"]
     assert (found["layer"], found["mistake"], found["proof"]["outcome"]) == (2, "router_softmax", "proved")
     assert found["proof"]["way"] == "stage"
@@ -172,7 +172,10 @@ class TestDump:
 
     @pytest.mark.parametrize(
         ("port", "mistake"),
-        [("SwappedGateUp", "gate_up_swapped"), ("TiledKeyValueHeads", "kv_repeat_tiled")],
+        [
+            ("SwappedGateUp", "gate_up_swapped"),
+            pytest.param("TiledKeyValueHeads", "kv_repeat_tiled", marks=pytest.mark.slow),
+        ],
     )
     def test_dump_proves_by_its_own_sites(
         self, run: Callable[..., Path], prove: Prove, dumps: Any, tmp_path: Path, port: str, mistake: str
@@ -185,10 +188,9 @@ class TestDump:
         assert proof["stage"]["leaves"] < 2 < proof["stage"]["unexplained"]
 
     def test_what_the_dump_does_not_show_is_said(
-        self, run: Callable[..., Path], prove: Prove, dumps: Any, tmp_path: Path
+        self, runs: Any, prove: Prove, dumps: Any, tmp_path: Path
     ) -> None:
-        directory = run("full", f"{PORTS / 'one_wrong_layer.py'}:SwappedGateUp_at_1", "--sites", "all")
-        dumps.write_nxdi(tmp_path / "dump", Capture.open(directory))
+        dumps.write_nxdi(tmp_path / "dump", runs["swapped"])
         for file in (tmp_path / "dump").glob("*layers.1.mlp_output*"):
             file.unlink()
         (found,) = prove(tmp_path / "dump", "--mistake", "gate_up_swapped")["diagnosis"]
