@@ -19,6 +19,8 @@ Diagnose = Callable[..., tuple[int, dict[str, Any]]]
 
 PORTS = Path(__file__).parents[2] / "ports"
 LAYER = 2
+# Further variants of a claim that a fast test makes.
+SLOW = pytest.mark.slow
 
 # One of the norms, of attention, of the router and of the experts; the slow tests name the others.
 OF_THE_EXAMPLE_PORT = {
@@ -174,7 +176,7 @@ def test_mistake_of_decoded_rows_alone_says_so(diagnose: Diagnose) -> None:
     ("name", "mistake"),
     [
         ("LowPrecisionSoftmax", "attention_softmax_low_precision"),
-        ("LowPrecisionNorm", "qk_norm_low_precision"),
+        pytest.param("LowPrecisionNorm", "qk_norm_low_precision", marks=SLOW),
     ],
 )
 def test_mistake_below_the_noise_is_named_where_its_layer_is_asked_for(
@@ -223,7 +225,10 @@ def test_rounded_gate_is_told_from_a_rounded_product(
     assert [finding["mistake"] for finding in record["diagnosis"]] == [mistake]
 
 
-@pytest.mark.parametrize("name", ["NormByHead", "NormPerHeadWeights", "NormPerRank"])
+@pytest.mark.parametrize(
+    "name",
+    ["NormByHead", *(pytest.param(name, marks=SLOW) for name in ("NormPerHeadWeights", "NormPerRank"))],
+)
 def test_norms_by_head_are_told_apart(name: str, diagnose: Diagnose) -> None:
     mistakes = (
         "qk_norm_weight_averaged",
@@ -238,7 +243,9 @@ def test_norms_by_head_are_told_apart(name: str, diagnose: Diagnose) -> None:
     assert (first["mistake"], first["parameters"]) == expected
 
 
-@pytest.mark.parametrize(("name", "num_parts"), [("EachHeadNormedAlone", 8), ("NormPerRank", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_parts"), [("EachHeadNormedAlone", 8), pytest.param("NormPerRank", 2, marks=SLOW)]
+)
 def test_norm_of_each_head_alone_is_told_from_that_of_a_ranks_part(
     name: str, num_parts: int, diagnose: Diagnose
 ) -> None:

@@ -158,7 +158,13 @@ OUTSIDE = tuple(word for name in MODEL_CATALOGUE for word in ("--mistake", name)
 @pytest.mark.parametrize(
     "tried", [pytest.param(OUTSIDE, id="outside"), pytest.param((), id="all", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", EMBEDDINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 3 == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for number, name in enumerate(EMBEDDINGS)
+    ],
+)
 def test_embedding_is_named(name: str, tried: tuple[str, ...], port: Port, diagnose: Diagnose) -> None:
     make, parameters = EMBEDDINGS[name]
     exit_code, record = diagnose(port.embed(make(port)), *tried)
