@@ -50,20 +50,32 @@ def count_bytes(request: GoldenRequest, directory: Path) -> int:
         return reader.num_bytes_read
 
 
-@pytest.mark.parametrize("streaming", STREAMS.values(), ids=STREAMS)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "floor": {"noise_floor": "full"},
+    "eager": {"noise_floor": "stats", "experts_implementation": "eager", "attn_implementation": "eager"},
+    "batched": {"experts_implementation": "batched_mm"},
+    "float32": {"dtype": torch.float32},
+    "left": {"inputs": InputRequest(seq_lens=(24, 15), padding_side="left")},
+    "single": {"run": single_layer_run(2, sites_level="component"), "noise_floor": "full"},
+    "multi": {"run": multi_layer_run(Span(1, 3), sites_level="layer")},
+    "few": {"inputs": FEW, "noise_floor": "full"},
+}
+# Each of them once, as one of both ways reads.
+FAST = {
+    *(("floor", "alone"), ("eager", "prefetching"), ("float32", "prefetching")),
+    *(("single", "alone"), ("multi", "prefetching"), ("few", "prefetching")),
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "streaming"),
     [
-        {"noise_floor": "full"},
-        {"noise_floor": "stats", "experts_implementation": "eager", "attn_implementation": "eager"},
-        {"experts_implementation": "batched_mm"},
-        {"dtype": torch.float32},
-        {"inputs": InputRequest(seq_lens=(24, 15), padding_side="left")},
-        {"run": single_layer_run(2, sites_level="component"), "noise_floor": "full"},
-        {"run": multi_layer_run(Span(1, 3), sites_level="layer")},
-        {"inputs": FEW, "noise_floor": "full"},
+        pytest.param(
+            options, streaming, id=f"{name}-{way}", marks=() if (name, way) in FAST else pytest.mark.slow
+        )
+        for name, options in OPTIONS.items()
+        for way, streaming in STREAMS.items()
     ],
-    ids=["floor", "eager", "batched", "float32", "left", "single", "multi", "few"],
 )
 def test_streamed_capture_has_the_bytes_of_the_whole_one(
     ask: Any, tmp_path: Path, options: dict[str, Any], streaming: Streaming
