@@ -128,15 +128,11 @@ GPU_BOX: Scene = {
 }
 
 
-def build_wheel(folder: Path, *, add_dependency: str | None = None) -> Path:
-    """The wheel of a copy of this repository, with one more core dependency if asked for."""
+def build_wheel(folder: Path) -> Path:
+    """The wheel of a copy of this repository."""
     source = folder / "source"
     ignore = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "mm2-*")
     shutil.copytree(REPOSITORY, source, ignore=ignore)
-    if add_dependency is not None:
-        project = source / "pyproject.toml"
-        text = project.read_text()
-        project.write_text(text.replace("\ndependencies = [", f'\ndependencies = [\n    "{add_dependency}",'))
     command = [
         sys.executable,
         "-m",
@@ -153,6 +149,22 @@ def build_wheel(folder: Path, *, add_dependency: str | None = None) -> Path:
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("mm2-*.whl")
     return wheel
+
+
+def add_dependency(wheel: Path, dependency: str, folder: Path) -> Path:
+    """The wheel with one more core dependency: its metadata is all that pip resolves by."""
+    changed = folder / wheel.name
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(changed, "w") as copy:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if name.endswith(".dist-info/METADATA"):
+                lines = content.replace(
+                    b"\nRequires-Dist:", f"\nRequires-Dist: {dependency}\nRequires-Dist:".encode(), 1
+                )
+                assert lines != content
+                content = lines
+            copy.writestr(name, content)
+    return changed
 
 
 def make_scene(folder: Path, scene: Scene) -> Path:
@@ -189,9 +201,9 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def replaced(python: Path, requirement: str, scene: Scene) -> set[str]:
-    """Packages of `scene` that installing `requirement` would replace."""
-    return would_install(python, requirement) & {canonical(pin.partition("==")[0]) for pin in scene}
+def replaced(installed: set[str], scene: Scene) -> set[str]:
+    """Packages of `scene` among those that would be installed: they would be replaced."""
+    return installed & {canonical(pin.partition("==")[0]) for pin in scene}
 
 
 @pytest.fixture(scope="module")
@@ -226,22 +238,25 @@ def _package_index(neuron_image: Path) -> None:
 @pytest.mark.usefixtures("_package_index")
 class TestInstallation:
     def test_neuron_image_keeps_every_package(self, wheel: Path, neuron_image: Path) -> None:
-        assert would_install(neuron_image, str(wheel)) >= {"mm2", "rich", "psutil"}
-        assert replaced(neuron_image, str(wheel), NEURON_IMAGE) == set()
+        installed = would_install(neuron_image, str(wheel))
+        assert installed >= {"mm2", "rich", "psutil"}
+        assert replaced(installed, NEURON_IMAGE) == set()
 
     def test_gpu_box_keeps_every_package(self, wheel: Path, gpu_box: Path) -> None:
-        assert would_install(gpu_box, str(wheel)) >= {"mm2", "rich", "click"}
-        assert replaced(gpu_box, str(wheel), GPU_BOX) == set()
+        installed = would_install(gpu_box, str(wheel))
+        assert installed >= {"mm2", "rich", "click"}
+        assert replaced(installed, GPU_BOX) == set()
 
     def test_gpu_box_keeps_every_package_with_the_golden_extra(self, wheel: Path, gpu_box: Path) -> None:
-        assert replaced(gpu_box, f"mm2[golden] @ {wheel.as_uri()}", GPU_BOX) == set()
+        installed = would_install(gpu_box, f"mm2[golden] @ {wheel.as_uri()}")
+        assert replaced(installed, GPU_BOX) == set()
 
     def test_newer_hub_as_core_dependency_would_replace_the_neuron_images(
-        self, tmp_path: Path, neuron_image: Path, gpu_box: Path
+        self, tmp_path: Path, wheel: Path, neuron_image: Path, gpu_box: Path
     ) -> None:
-        wheel = build_wheel(tmp_path, add_dependency="huggingface_hub>=1.31")
-        assert replaced(neuron_image, str(wheel), NEURON_IMAGE) >= {"huggingface-hub"}
-        assert replaced(gpu_box, str(wheel), GPU_BOX) == set()
+        changed = str(add_dependency(wheel, "huggingface_hub>=1.31", tmp_path))
+        assert replaced(would_install(neuron_image, changed), NEURON_IMAGE) >= {"huggingface-hub"}
+        assert replaced(would_install(gpu_box, changed), GPU_BOX) == set()
 
 
 def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> None:

@@ -25,12 +25,17 @@ from minimax_tools.metrics.noise_floor import (
     massive_channels,
     variant_name,
 )
+from minimax_tools.model.run import multi_layer_run, sweep_run
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 
 Judge = Callable[..., Comparison]
 LAYER = 1
 SITE = Site.ATTN_DELTA
+# Both sides hold the layer that is looked at, and no other.
+SWEEP = sweep_run(Span.single(LAYER), sites_level="all")
+GOLDEN = multi_layer_run(Span.single(LAYER), sites_level="all")
 
 
 def named(*variants: str) -> Callable[[Description], Description]:
@@ -67,9 +72,9 @@ def site_of(comparison: Comparison, site: Site = SITE) -> SiteResult:
 def test_port_is_held_against_the_variant_that_strays_furthest(
     copyist: Any, judge: Judge, noise_floor: str
 ) -> None:
-    port = copyist.device_run({(LAYER, SITE): stray(copyist, 4.0)})
-    plain = copyist.golden(noise_floor=noise_floor, name="plain")
-    varied = copyist.golden(noise_floor=noise_floor, describe=named("eager", "halves"))
+    port = copyist.device_run({(LAYER, SITE): stray(copyist, 4.0)}, run=SWEEP)
+    plain = copyist.golden(run=GOLDEN, noise_floor=noise_floor, name="plain")
+    varied = copyist.golden(run=GOLDEN, noise_floor=noise_floor, describe=named("eager", "halves"))
     add_variants(varied, {"eager": 4.0, "halves": 0.5})
     without, with_variants = judge(port, reference=plain), judge(port, reference=varied)
     assert site_of(without).status is SiteStatus.FAIL
@@ -83,25 +88,27 @@ def test_port_is_held_against_the_variant_that_strays_furthest(
 
 
 def test_larger_errors_are_found_all_the_same(copyist: Any, judge: Judge) -> None:
-    port = copyist.device_run({(LAYER, SITE): stray(copyist, 6.0)})
-    varied = add_variants(copyist.golden(describe=named("eager")), {"eager": 3.0})
+    port = copyist.device_run({(LAYER, SITE): stray(copyist, 6.0)}, run=SWEEP)
+    varied = add_variants(copyist.golden(run=GOLDEN, describe=named("eager")), {"eager": 3.0})
     comparison = judge(port, reference=varied)
     assert comparison.verdict is Verdict.FAIL
     assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(LAYER, (str(SITE),))]
 
 
 def test_scale_that_is_off_by_less_than_the_noise_is_found_all_the_same(copyist: Any, judge: Judge) -> None:
-    port = copyist.device_run({(LAYER, SITE): lambda tensor: (tensor.float() * 1.01).to(tensor.dtype)})
-    varied = add_variants(copyist.golden(describe=named("eager")), {"eager": 1.2})
+    port = copyist.device_run(
+        run=SWEEP, changes={(LAYER, SITE): lambda tensor: (tensor.float() * 1.01).to(tensor.dtype)}
+    )
+    varied = add_variants(copyist.golden(run=GOLDEN, describe=named("eager")), {"eager": 1.2})
     assert site_of(judge(port, reference=varied)).status is SiteStatus.FAIL
 
 
 def test_variants_that_stray_less_change_no_figure(copyist: Any, judge: Judge) -> None:
-    port = copyist.device_run({(LAYER, SITE): stray(copyist, 1.2)})
-    varied = add_variants(copyist.golden(describe=named("eager")), {"eager": 0.9})
+    port = copyist.device_run({(LAYER, SITE): stray(copyist, 1.2)}, run=SWEEP)
+    varied = add_variants(copyist.golden(run=GOLDEN, describe=named("eager")), {"eager": 0.9})
     mine, theirs = (
         judge(port, reference=varied),
-        judge(port, reference=copyist.golden(describe=named(), name="plain")),
+        judge(port, reference=copyist.golden(run=GOLDEN, describe=named(), name="plain")),
     )
     assert site_of(mine).noise is not None
     for figure in ("whole", "ordinary", "token_median", "token_worst", "token_gain"):
@@ -118,26 +125,30 @@ def test_flips_are_explained_by_the_noise_of_variants_too(copyist: Any, judge: J
         tensor[0, 3, 0] = free
         return tensor
 
-    port = copyist.device_run({(LAYER, Site.ROUTER_EXPERTS): flip})
-    quiet = add_variants(copyist.golden(describe=named("eager"), name="quiet"), {"eager": 1.0})
-    loud = add_variants(copyist.golden(describe=named("eager"), name="loud"), {"eager": 1.0}, noise=1e6)
+    port = copyist.device_run({(LAYER, Site.ROUTER_EXPERTS): flip}, run=SWEEP)
+    quiet = add_variants(copyist.golden(run=GOLDEN, describe=named("eager"), name="quiet"), {"eager": 1.0})
+    loud = add_variants(
+        copyist.golden(run=GOLDEN, describe=named("eager"), name="loud"), {"eager": 1.0}, noise=1e6
+    )
     for golden, status in ((quiet, SiteStatus.FAIL), (loud, SiteStatus.PASS)):
         assert site_of(judge(port, reference=golden), Site.ROUTER_EXPERTS).status is status
 
 
 def test_report_tells_of_a_golden_without_variants(copyist: Any, judge: Judge) -> None:
-    port = copyist.device_run()
-    varied = add_variants(copyist.golden(describe=named("eager", "halves")), {"eager": 1.1, "halves": 1.0})
+    port = copyist.device_run(run=SWEEP)
+    varied = add_variants(
+        copyist.golden(run=GOLDEN, describe=named("eager", "halves")), {"eager": 1.1, "halves": 1.0}
+    )
     notes = " ".join(judge(port, reference=varied).notes)
     assert "more coarsely" not in notes
-    plain = copyist.golden(describe=named(), name="plain")
+    plain = copyist.golden(run=GOLDEN, describe=named(), name="plain")
     assert "measured no other right roundings" in " ".join(judge(port, reference=plain).notes)
 
 
 def test_variant_that_the_manifest_names_and_no_file_holds_is_damage(copyist: Any, judge: Judge) -> None:
-    varied = copyist.golden(describe=named("eager"))
-    with pytest.raises(CaptureError, match="of variant eager of layer 0"):
-        judge(copyist.device_run(), reference=varied)
+    varied = copyist.golden(run=GOLDEN, describe=named("eager"))
+    with pytest.raises(CaptureError, match="of variant eager of layer 1"):
+        judge(copyist.device_run(run=SWEEP), reference=varied)
 
 
 def test_floor_is_the_largest_token_by_token() -> None:

@@ -43,10 +43,14 @@ def test_swapped_gate_and_up_are_found_where_they_are(judged: Judged) -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        *("builtin", "reference"),
+        "builtin",
+        f"{TRANSFORMERS}:RoundedWeights",
         *(
-            f"{TRANSFORMERS}:{name}"
-            for name in ("Eager", "BatchedExperts", "RoundedWeights", "LaterPositions")
+            pytest.param(target, marks=pytest.mark.slow)
+            for target in (
+                "reference",
+                *(f"{TRANSFORMERS}:{name}" for name in ("Eager", "BatchedExperts", "LaterPositions")),
+            )
         ),
     ],
     ids=lambda target: target.rpartition(":")[2],

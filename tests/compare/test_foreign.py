@@ -59,7 +59,9 @@ class TestWholeDump:
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
 
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize(
+        "name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])]
+    )
     def test_report_of_a_dump_has_all_files(
         self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
     ) -> None:

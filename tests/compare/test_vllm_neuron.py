@@ -142,23 +142,25 @@ class TestRows:
         exit_code, _ = compare(folder)
         assert exit_code != 0
 
+    @pytest.mark.parametrize(
+        ("run", "exit_code_wanted"), [pytest.param("right", 0, marks=pytest.mark.slow), ("swapped", 1)]
+    )
     def test_rows_of_all_replicas_are_cut_to_the_passes_own(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, run: str, exit_code_wanted: int, dumps: Any, runs: Any, compare: Any, tmp_path: Path
     ) -> None:
         """Data parallelism: experts see the tokens of both replicas, each of which has one prompt."""
-        for run, exit_code_wanted in (("right", 0), ("swapped", 1)):
-            folder = tmp_path / run
+        folder = tmp_path / run
+        for row in (0, 1):
+            chunk = [[(row, 0, (48, 33)[row])]]
+            dumps.write_vllm_neuron(tmp_path / f"{run}{row}", runs[run], passes=chunk)
+            (tmp_path / f"{run}{row}" / "dp0").rename(_made(folder) / f"dp{row}")
+        for name in [path.parent.relative_to(folder / "dp0") for path in files(folder / "dp0", "*moe")]:
+            both = torch.cat([torch.load(folder / f"dp{row}" / name / "rank0.pt") for row in (0, 1)])
             for row in (0, 1):
-                chunk = [[(row, 0, (48, 33)[row])]]
-                dumps.write_vllm_neuron(tmp_path / f"{run}{row}", runs[run], passes=chunk)
-                (tmp_path / f"{run}{row}" / "dp0").rename(_made(folder) / f"dp{row}")
-            for name in [path.parent.relative_to(folder / "dp0") for path in files(folder / "dp0", "*moe")]:
-                both = torch.cat([torch.load(folder / f"dp{row}" / name / "rank0.pt") for row in (0, 1)])
-                for row in (0, 1):
-                    torch.save(both, folder / f"dp{row}" / name / "rank0.pt")
-            exit_code, record = compare(folder)
-            assert (exit_code, record["compared"]) == (exit_code_wanted, COMPARED)
-            assert [layer for layer, _ in blamed(record)] == [1] * exit_code_wanted
+                torch.save(both, folder / f"dp{row}" / name / "rank0.pt")
+        exit_code, record = compare(folder)
+        assert (exit_code, record["compared"]) == (exit_code_wanted, COMPARED)
+        assert [layer for layer, _ in blamed(record)] == [1] * exit_code_wanted
 
     def test_whole_prompts_computed_anew_are_read_from_their_longest_pass(
         self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
@@ -212,7 +214,13 @@ class TestRows:
             in (record["error"])
         )
 
-    @pytest.mark.parametrize("embedding", ["padded", "of the model's width", "not held"])
+    @pytest.mark.parametrize(
+        "embedding",
+        [
+            "padded",
+            *(pytest.param(name, marks=pytest.mark.slow) for name in ("of the model's width", "not held")),
+        ],
+    )
     def test_channels_of_zeros_behind_the_hidden_size_are_cut(
         self, embedding: str, write: Any, compare: Any
     ) -> None:

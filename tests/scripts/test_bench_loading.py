@@ -96,16 +96,26 @@ def test_every_figure_of_the_issue_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_unknown_figure_is_wrong_usage(tmp_path: Path) -> None:
-    result = run("--only", "peak_anonymous", "--scratch", tmp_path)
-    assert result.returncode == 2
-    assert "no figure peak_anonymous: choose of" in result.stderr
-
-
-def test_figure_of_full_size_without_its_checkpoint_is_wrong_usage(tmp_path: Path) -> None:
-    result = run("--only", "full_size_s,memory_bandwidth_gb_per_s", "--scratch", tmp_path)
-    assert result.returncode == 2
-    assert "add --full-size DIR" in result.stderr
+@pytest.mark.parametrize(
+    ("only", "words"),
+    [
+        ("peak_anonymous", "no figure peak_anonymous: choose of"),
+        ("full_size_s,memory_bandwidth_gb_per_s", "add --full-size DIR"),
+    ],
+)
+def test_unknown_figure_and_one_of_full_size_without_its_checkpoint_are_wrong_usage(
+    only: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["bench_loading.py", "--scale", "toy", "--only", only, "--scratch", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        bench_loading.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("only", "is_measured"), [("full_size_s", True), ("offload_load_s", False)])

@@ -26,12 +26,13 @@ def cases(load_module: Callable[[Path], ModuleType]) -> ModuleType:
     return load_module(SCRIPTS / "skill_ports" / "cases.py")
 
 
-def sweep(command: Command, source: str, toy: Path, golden: Path, folder: Path) -> click.testing.Result:
+def sweep(
+    command: Command, source: str, toy: Path, golden: Path, folder: Path, *options: object
+) -> click.testing.Result:
     (folder / "port.py").write_text(source)
     words = ("--model", toy, "--golden", golden, "--target", f"{folder / 'port.py'}:DecoderLayer")
-    return command(
-        mm2_test, "sweep", *words, "--backend", "cpu", "--output-dir", folder / "run", "--json", "--quiet"
-    )
+    words = (*words, "--backend", "cpu", "--output-dir", folder / "run", "--json", "--quiet", *options)
+    return command(mm2_test, "sweep", *words)
 
 
 def test_right_port_passes_at_every_site(
@@ -45,7 +46,8 @@ def test_right_port_passes_at_every_site(
 def test_every_case_fails(
     cases: ModuleType, number: int, toy: Path, golden: Path, command: Command, tmp_path: Path
 ) -> None:
-    result = sweep(command, cases.CASES[number - 1].source, toy, golden, tmp_path)
+    # Every layer has the mistake: one tells.
+    result = sweep(command, cases.CASES[number - 1].source, toy, golden, tmp_path, "--layers", "1:2")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["blame"]
 

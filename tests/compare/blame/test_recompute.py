@@ -32,6 +32,8 @@ RunPort = Callable[..., Path]
 PORTS = Path(__file__).parents[2] / "ports"
 LAYER = 2
 QK_NORM = [("q_norm",), ("k_norm",)]
+# Further variants of a claim that a fast test makes.
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +72,9 @@ def blamed(comparison: Comparison) -> list[tuple[str, ...]]:
     ("port", "sites"),
     [
         ("NormPerRankAndSwappedGateUp", [*QK_NORM, ("moe_delta",)]),
-        ("NormPerRankAndNoCorrectionBias", [*QK_NORM, ("router_experts",)]),
+        pytest.param("NormPerRankAndNoCorrectionBias", [*QK_NORM, ("router_experts",)], marks=SLOW),
         ("InterleavedAndTiled", [("q_rope",), ("k_rope",), ("attn_context",)]),
-        ("LoudValuesAndNoOutputProjection", [("v_proj",), ("attn_delta",)]),
+        pytest.param("LoudValuesAndNoOutputProjection", [("v_proj",), ("attn_delta",)], marks=SLOW),
     ],
 )
 def test_culprit_behind_a_culprit_is_named_too(
@@ -129,7 +131,7 @@ def test_golden_with_less_of_a_floor_names_both(
     assert found == [*QK_NORM, ("moe_delta",)]
 
 
-@pytest.mark.parametrize("port", ["LoudValues", "NormPerRank", "InterleavedRotary"])
+@pytest.mark.parametrize("port", ["LoudValues", "NormPerRank", pytest.param("InterleavedRotary", marks=SLOW)])
 def test_golden_without_a_floor_blames_nothing_right_behind_a_culprit(
     run_port: RunPort, judge: Judge, toy: Path, copyist: Any, port: str
 ) -> None:
@@ -156,7 +158,7 @@ def test_nan_is_handed_on_and_blamed_where_it_begins(copyist: Any, judge: Judge,
     assert blamed(judge(directory, model=toy)) == [("post_norm",)]
 
 
-@pytest.mark.parametrize("options", [(), ("--decode", 3)])
+@pytest.mark.parametrize("options", [pytest.param((), marks=SLOW), ("--decode", 3)])
 def test_decoded_rows_attend_to_what_was_cached(
     run_port: RunPort, judge: Judge, toy: Path, options: tuple[object, ...]
 ) -> None:
@@ -236,30 +238,47 @@ def _given(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         ({}, []),
         # What is right behind them is not blamed, however large, small or odd they are.
         ({Site.ATTN_DELTA: times(1e22)}, ["attn_delta"]),
-        ({Site.INPUT_NORM: times(1e25)}, ["input_norm"]),
-        ({Site.POST_NORM: times(1e30)}, ["post_norm"]),
-        ({Site.K_NORM: times(300)}, ["k_norm"]),
+        pytest.param({Site.INPUT_NORM: times(1e25)}, ["input_norm"], marks=SLOW),
+        pytest.param({Site.POST_NORM: times(1e30)}, ["post_norm"], marks=SLOW),
+        pytest.param({Site.K_NORM: times(300)}, ["k_norm"], marks=SLOW),
         ({Site.V_PROJ: times(0)}, ["v_proj"]),
-        ({Site.POST_NORM: times(1e-3)}, ["post_norm"]),
-        ({Site.INPUT_NORM: permuted}, ["input_norm"]),
-        ({Site.V_PROJ: at_one_token(300)}, ["v_proj"]),
+        pytest.param({Site.POST_NORM: times(1e-3)}, ["post_norm"], marks=SLOW),
+        pytest.param({Site.INPUT_NORM: permuted}, ["input_norm"], marks=SLOW),
+        pytest.param({Site.V_PROJ: at_one_token(300)}, ["v_proj"], marks=SLOW),
         # A norm's result does not grow with what it is fed.
         ({Site.Q_PROJ: times(64), Site.Q_NORM: times(1.1)}, ["q_proj", "q_norm"]),
         # One loud token hides nothing at others.
-        ({Site.V_PROJ: at_one_token(300), Site.ATTN_CONTEXT: times(1.2)}, ["v_proj", "attn_context"]),
+        pytest.param(
+            {Site.V_PROJ: at_one_token(300), Site.ATTN_CONTEXT: times(1.2)},
+            ["v_proj", "attn_context"],
+            marks=SLOW,
+        ),
         # Nor does what is small hide what is wrong behind it.
         ({Site.POST_NORM: times(1e-2), Site.MOE_DELTA: permuted}, ["post_norm", "moe_delta"]),
         # NaN of its own, and behind another's.
         ({Site.V_PROJ: permuted, Site.MOE_DELTA: at_one_token(math.nan)}, ["v_proj", "moe_delta"]),
-        ({Site.V_PROJ: at_one_token(math.nan), Site.MOE_DELTA: permuted}, ["v_proj", "moe_delta"]),
-        ({Site.V_PROJ: at_one_token(math.nan)}, ["v_proj"]),
+        pytest.param(
+            {Site.V_PROJ: at_one_token(math.nan), Site.MOE_DELTA: permuted},
+            ["v_proj", "moe_delta"],
+            marks=SLOW,
+        ),
+        pytest.param({Site.V_PROJ: at_one_token(math.nan)}, ["v_proj"], marks=SLOW),
         # What a port shows may be a copy of what it computes with.
-        ({Site.V_PROJ: permuted, Site.Q_ROPE: lambda values: (values / 8, values)}, ["v_proj", "q_rope"]),
-        (
+        pytest.param(
+            {Site.V_PROJ: permuted, Site.Q_ROPE: lambda values: (values / 8, values)},
+            ["v_proj", "q_rope"],
+            marks=SLOW,
+        ),
+        pytest.param(
             {Site.V_PROJ: permuted, Site.ROUTER_WEIGHTS: lambda values: (values.flip(-1), values)},
             ["v_proj", "router_weights"],
+            marks=SLOW,
         ),
-        ({Site.POST_NORM: permuted, Site.ROUTER_EXPERTS: lambda values: values.int()}, ["post_norm"]),
+        pytest.param(
+            {Site.POST_NORM: permuted, Site.ROUTER_EXPERTS: lambda values: values.int()},
+            ["post_norm"],
+            marks=SLOW,
+        ),
         (
             {Site.POST_NORM: permuted, Site.ROUTER_EXPERTS: lambda values: (values + 1000, values)},
             ["post_norm", "router_experts"],

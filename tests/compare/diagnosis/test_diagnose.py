@@ -19,20 +19,23 @@ Diagnose = Callable[..., tuple[int, dict[str, Any]]]
 
 PORTS = Path(__file__).parents[2] / "ports"
 LAYER = 2
+# Further variants of a claim that a fast test makes.
+SLOW = pytest.mark.slow
 
+# One of the norms, of attention, of the router and of the experts; the slow tests name the others.
 OF_THE_EXAMPLE_PORT = {
     "NormPerRank": ("qk_norm_per_rank", {"tp_degree": 2}),
-    "NormByHead": ("qk_norm_by_head_averaged", {}),
-    "KeyNormDivisor": ("k_norm_scaled", {"factor": pytest.approx(8**-0.5, rel=1e-3)}),
     "DefaultTheta": ("rope_theta", {"theta": pytest.approx(1e4, rel=1e-2)}),
-    "SlidingWindow": ("sliding_window", {"window": 24}),
-    "QueryWithoutScale": ("projection_scaled", {"tensor": "q_proj", "factor": 64.0}),
-    "NormMiscompiled": ("post_norm_slice_twice", {"parts": 3, "part": 1}),
-    "QuantisedGate": ("router_quantised", {"bits": 8, "scales": "tensor"}),
     "Bfloat16CorrectionBias": ("router_bias_low_precision", {}),
     "LocalExpertsOnly": ("experts_local_only", {"ep_degree": 4, "rank": 0}),
 }
 MORE_OF_THE_EXAMPLE_PORT = {
+    "NormByHead": ("qk_norm_by_head_averaged", {}),
+    "KeyNormDivisor": ("k_norm_scaled", {"factor": pytest.approx(8**-0.5, rel=1e-3)}),
+    "SlidingWindow": ("sliding_window", {"window": 24}),
+    "QueryWithoutScale": ("projection_scaled", {"tensor": "q_proj", "factor": 64.0}),
+    "NormMiscompiled": ("post_norm_slice_twice", {"parts": 3, "part": 1}),
+    "QuantisedGate": ("router_quantised", {"bits": 8, "scales": "tensor"}),
     "NormPerHeadWeights": ("qk_norm_weight_averaged", {}),
     "FullRotary": ("rope_width", {"rotary_dim": 64}),
     "AttentionScale": ("attention_scale", {"factor": pytest.approx(0.9, rel=1e-3)}),
@@ -100,8 +103,9 @@ def diagnose(toy: Path, golden: Path, command: Command, tmp_path: Path) -> Diagn
     "name",
     [
         *OF_THE_EXAMPLE_PORT,
-        *BLACK_BOXES,
+        "BlackBoxSwappedGateUp",
         *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_OF_THE_EXAMPLE_PORT),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in list(BLACK_BOXES)[1:]),
     ],
 )
 def test_mistake_is_named(name: str, diagnose: Diagnose) -> None:
@@ -115,7 +119,13 @@ def test_mistake_is_named(name: str, diagnose: Diagnose) -> None:
     assert first["amplitude"] == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("name", NAMED_ALONE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("UpClampedAlone", "ExchangedExperts") else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMED_ALONE
+    ],
+)
 def test_mistake_is_named_and_no_other(name: str, diagnose: Diagnose) -> None:
     exit_code, record = diagnose(name)
     assert exit_code == 1
@@ -166,7 +176,7 @@ def test_mistake_of_decoded_rows_alone_says_so(diagnose: Diagnose) -> None:
     ("name", "mistake"),
     [
         ("LowPrecisionSoftmax", "attention_softmax_low_precision"),
-        ("LowPrecisionNorm", "qk_norm_low_precision"),
+        pytest.param("LowPrecisionNorm", "qk_norm_low_precision", marks=SLOW),
     ],
 )
 def test_mistake_below_the_noise_is_named_where_its_layer_is_asked_for(
@@ -215,7 +225,10 @@ def test_rounded_gate_is_told_from_a_rounded_product(
     assert [finding["mistake"] for finding in record["diagnosis"]] == [mistake]
 
 
-@pytest.mark.parametrize("name", ["NormByHead", "NormPerHeadWeights", "NormPerRank"])
+@pytest.mark.parametrize(
+    "name",
+    ["NormByHead", *(pytest.param(name, marks=SLOW) for name in ("NormPerHeadWeights", "NormPerRank"))],
+)
 def test_norms_by_head_are_told_apart(name: str, diagnose: Diagnose) -> None:
     mistakes = (
         "qk_norm_weight_averaged",
@@ -230,7 +243,9 @@ def test_norms_by_head_are_told_apart(name: str, diagnose: Diagnose) -> None:
     assert (first["mistake"], first["parameters"]) == expected
 
 
-@pytest.mark.parametrize(("name", "num_parts"), [("EachHeadNormedAlone", 8), ("NormPerRank", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_parts"), [("EachHeadNormedAlone", 8), pytest.param("NormPerRank", 2, marks=SLOW)]
+)
 def test_norm_of_each_head_alone_is_told_from_that_of_a_ranks_part(
     name: str, num_parts: int, diagnose: Diagnose
 ) -> None:

@@ -19,6 +19,8 @@ from minimax_tools.model.run import Run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 
+LAYER_1 = sweep_run(Span(1, 2), sites_level="all")
+
 
 @pytest.mark.parametrize(
     ("lengths", "most", "indices"),
@@ -49,7 +51,7 @@ def open_case(golden: Path, toy: Path, copyist: Any) -> Iterator[Callable[..., L
             **options: Any,
         ) -> LayerCase:
             source = Capture.open(reference)
-            target = Capture.open(copyist.device_run(changes, run=run))
+            target = Capture.open(copyist.device_run(changes, run=run or LAYER_1))
             weights = stack.enter_context(CheckpointWeights(model=str(toy)).open_layer(1, source))
             return LayerCase(source, target, weights=weights, layer=1, suspects=suspects, **options)
 
@@ -77,7 +79,7 @@ def test_site_of_another_shape_does_not_judge(open_case: Callable[..., LayerCase
 
 
 def test_layer_of_which_nothing_can_judge_is_refused(open_case: Callable[..., LayerCase]) -> None:
-    run = replace(sweep_run(Span(0, 4), sites_level="all"), sites=(Site.INPUT, Site.ROUTER_EXPERTS))
+    run = replace(LAYER_1, sites=(Site.INPUT, Site.ROUTER_EXPERTS))
     with pytest.raises(IncomparableError, match="nothing of layer 1 can be judged"):
         open_case(run=run)
 
@@ -105,12 +107,12 @@ class TestNotes:
     def test_tokens_that_a_whole_port_decoded_are_not_judged(
         self, open_case: Callable[..., LayerCase]
     ) -> None:
-        run = replace(sweep_run(Span(0, 4), sites_level="all"), num_decoded=1, decodes_by_row=True)
+        run = replace(LAYER_1, num_decoded=1, decodes_by_row=True)
         (note,) = open_case({(1, Site.OUTPUT): lost(3, 4, 47)}, run=run).notes
         assert note.startswith(self.WORDS)
 
     def test_other_decoded_tokens_are(self, open_case: Callable[..., LayerCase]) -> None:
-        run = sweep_run(Span(0, 4), sites_level="all").decoding(1)
+        run = LAYER_1.decoding(1)
         case = open_case({(1, Site.OUTPUT): lost(3, 47)}, run=run)
         assert case.notes[0].startswith(self.WORDS)
         assert case.inputs.decode_start < 48
@@ -124,7 +126,7 @@ class TestNotes:
 def test_columns_are_decoded_unless_rows_are(
     open_case: Callable[..., LayerCase], is_by_row: bool, start: int
 ) -> None:
-    run = replace(sweep_run(Span(0, 4), sites_level="all"), num_decoded=3, decodes_by_row=is_by_row)
+    run = replace(LAYER_1, num_decoded=3, decodes_by_row=is_by_row)
     assert open_case(run=run).inputs.decode_start == start
 
 

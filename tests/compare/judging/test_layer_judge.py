@@ -124,7 +124,7 @@ class TestFailClosed:
 
 
 class TestNonfinite:
-    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    @pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
     def test_nan_on_a_real_row_fails_where_it_first_stands(
         self, bad: float, copyist: Any, judge: Judge
     ) -> None:
@@ -145,7 +145,9 @@ class TestNonfinite:
         assert blamed(comparison) == [(1, ("q_proj",))]
         assert comparison.notes == ("the first NaN or Inf on a real token is at q_norm of layer 1",)
 
-    @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+    @pytest.mark.parametrize(
+        "garbage", [math.nan, *(pytest.param(one, marks=pytest.mark.slow) for one in (math.inf, 1e30))]
+    )
     def test_padding_does_not_matter_at_all(self, garbage: float, copyist: Any, judge: Judge) -> None:
         floats = [site for site in Site if site not in (Site.INPUT, Site.ROUTER_EXPERTS)]
         changes: dict[tuple[int | None, Site], Any] = {}

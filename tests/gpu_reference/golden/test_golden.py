@@ -161,7 +161,7 @@ def test_unsaved_run_holds_what_a_capture_would(ask: Any, whole: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("at", [0, 2, 3])
+@pytest.mark.parametrize("at", [0, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_interrupted_capture_resumes_to_the_same_bytes(
     ask: Any, whole: Path, tmp_path: Path, at: int
 ) -> None:
@@ -177,7 +177,16 @@ def test_interrupted_capture_resumes_to_the_same_bytes(
 
 
 def test_killed_capture_resumes_to_the_same_bytes(ask: Any, toy: Path, tmp_path: Path, command: Any) -> None:
-    arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--output-dir"]
+    arguments = [
+        "extract-all",
+        "--model",
+        str(toy),
+        "--seq-len",
+        "24,15",
+        "--floor-variants",
+        "0",
+        "--output-dir",
+    ]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, *arguments, str(tmp_path / "killed")],
         cwd=Path(__file__).parents[3],
@@ -207,10 +216,14 @@ def unfinished(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "reason"),
     [
         (["--attn-implementation", "eager"], "options.attn_implementation"),
-        (["--experts-implementation", "eager"], "options.experts_implementation"),
-        (["--seed", "1"], "input_source, inputs_digest"),
+        pytest.param(
+            ["--experts-implementation", "eager"],
+            "options.experts_implementation",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["--seed", "1"], "input_source, inputs_digest", marks=pytest.mark.slow),
         (["--padding-side", "left"], "inputs_digest"),
-        (["--sites", "layer"], "run.sites"),
+        pytest.param(["--sites", "layer"], "run.sites", marks=pytest.mark.slow),
         (["--noise-floor", "stats"], "floor_variants, noise_floor"),
     ],
 )
@@ -256,7 +269,7 @@ def test_error_in_the_model_is_not_masked_by_what_it_left_undone(ask: Any, tmp_p
     interrupt(ask(), tmp_path, at=1)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_padding_does_not_change_a_row(ask: Any, tmp_path: Path, side: str) -> None:
     rows = ("5,6,7,8,9,10,11,12", "40,41,42")
     padded = InputRequest(input_ids=rows, padding_side=side, pad_to=(16,))

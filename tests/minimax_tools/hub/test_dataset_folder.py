@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,13 +29,15 @@ OLD = ROOT / "tests" / "old_files" / "golden"
 # httpx2 warns of the way in which huggingface_hub uploads.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
-# Runs with the hub's variables: huggingface_hub reads them when it is imported.
+# Runs with the hub's variables: huggingface_hub reads them when it is imported. Each line names a capture and a layer.
 READ = """
 import sys
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
-capture = Capture.open(sys.argv[1])
-print(float(capture.read(int(sys.argv[2]), Site.OUTPUT).double().sum()), capture.directory)
+for line in sys.stdin:
+    address, layer = line.split()
+    capture = Capture.open(address)
+    print(float(capture.read(int(layer), Site.OUTPUT).double().sum()), capture.directory, flush=True)
 """
 
 
@@ -106,13 +110,14 @@ def test_a_revision_that_is_not_there_is_named(hub: Any, access: HubAccess) -> N
 
 def test_a_golden_of_a_dataset_comes_by_the_layer(hub: Any, tmp_path: Path) -> None:
     hub.add("datasets/owner/golden", golden_files())
-    value, directory = read(hub, tmp_path, "hf://datasets/owner/golden", "1")
+    with reader(hub, tmp_path) as read:
+        value, directory = read("hf://datasets/owner/golden", 1)
     assert float(value) == float(Capture.open(OLD).read(1, Site.OUTPUT).double().sum())
     fetched = {one.file for one in hub.asked("GET") if "/resolve/" in one.path or "/content/" in one.path}
     assert fetched == {"manifest.json", "generation.json", "layer_1.safetensors"}
     # Without the hub, what was read is here still.
-    again = read(hub, tmp_path, "hf://datasets/owner/golden", "1", HF_HUB_OFFLINE="1")
-    assert again == [value, directory]
+    with reader(hub, tmp_path, HF_HUB_OFFLINE="1") as read:
+        assert read("hf://datasets/owner/golden", 1) == [value, directory]
 
 
 def test_a_file_that_is_not_here_is_told_where_the_hub_is_not_asked(hub: Any, access: HubAccess) -> None:
@@ -213,11 +218,12 @@ def test_that_the_hub_is_not_asked_is_said(
 
 def test_a_mirror_heals_where_the_hub_s_cache_was_cleared(hub: Any, tmp_path: Path) -> None:
     hub.add("datasets/owner/golden", golden_files())
-    first = read(hub, tmp_path, "hf://datasets/owner/golden", "1")
-    shutil.rmtree(tmp_path / "home" / "hub")
-    generation = Path(first[1]) / "generation.json"
-    assert not generation.exists()
-    assert read(hub, tmp_path, "hf://datasets/owner/golden", "1") == first
+    with reader(hub, tmp_path) as read:
+        first = read("hf://datasets/owner/golden", 1)
+        shutil.rmtree(tmp_path / "home" / "hub")
+        generation = Path(first[1]) / "generation.json"
+        assert not generation.exists()
+        assert read("hf://datasets/owner/golden", 1) == first
     assert generation.read_bytes() == (OLD / "generation.json").read_bytes()
 
 
@@ -228,16 +234,33 @@ def hub_fault(hub: Any, status: int) -> Any:
 
 def test_a_mirror_is_pinned_to_a_commit(hub: Any, tmp_path: Path) -> None:
     hub.add("datasets/owner/golden", golden_files())
-    first = read(hub, tmp_path, "hf://datasets/owner/golden", "0")
-    other = golden_files() | {"layer_1.safetensors": (OLD / "layer_0.safetensors").read_bytes()}
-    hub.add("datasets/owner/golden", other)
-    value, _ = read(hub, tmp_path, first[1], "1")
+    with reader(hub, tmp_path) as read:
+        first = read("hf://datasets/owner/golden", 0)
+        other = golden_files() | {"layer_1.safetensors": (OLD / "layer_0.safetensors").read_bytes()}
+        hub.add("datasets/owner/golden", other)
+        value, _ = read(first[1], 1)
     assert float(value) == float(Capture.open(OLD).read(1, Site.OUTPUT).double().sum())
 
 
-def read(hub: Any, tmp_path: Path, capture: str, layer: str, **more: str) -> list[str]:
-    """Read a layer's output in a process of its own, and return its sum and the capture's folder."""
-    command = [sys.executable, "-c", READ, capture, layer]
-    done = subprocess.run(command, env=environment(hub, tmp_path, **more), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+@contextmanager
+def reader(hub: Any, tmp_path: Path, **more: str) -> Iterator[Callable[[str, int], list[str]]]:
+    """Give a function that reads a layer's output in a process of its own: its sum, and the capture's folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", READ],
+        env=environment(hub, tmp_path, **more),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, told = process.stdin, process.stdout
+
+        def read(capture: str, layer: int) -> list[str]:
+            asked.write(f"{capture} {layer}\n")
+            asked.flush()
+            return told.readline().split()
+
+        yield read
+        asked.close()
+        assert process.wait(timeout=60) == 0

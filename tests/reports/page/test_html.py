@@ -38,7 +38,13 @@ class TestReading:
         assert opened.text(BLAMED) == "✕14.2"
         assert opened.page.locator(".cell").count() == failing.of
 
-    @pytest.mark.parametrize("name", ["passing", "failing", "warning", "nonfinite", "unexposed", "chained"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("failing", "nonfinite", "chained"),
+            *(pytest.param(name, marks=pytest.mark.slow) for name in ("passing", "warning", "unexposed")),
+        ],
+    )
     def test_every_chart_is_drawn_and_the_console_stays_empty(
         self, show: Show, plan: Plan, name: str, request: pytest.FixtureRequest
     ) -> None:

@@ -30,7 +30,7 @@ Prove = Callable[..., dict[str, Any]]
 TESTS = Path(__file__).parents[3]
 REPOSITORY = TESTS.parent
 PORTS = TESTS / "ports"
-# A port of two layers that are wrong, in which lines can be pasted.
+# A port of which some layers are wrong, in which lines can be pasted.
 PORT = """
 import sys
 sys.path.insert(0, {ports!r})
@@ -40,14 +40,14 @@ import torch
 class Port(planted.SwappedKeyValue):
     def convert_state_dict(self, tensors, config, layer_idx):
 {lines}
-        if layer_idx not in (1, 2):
+        if layer_idx not in {wrong}:
             return planted.port.DecoderLayer.convert_state_dict(self, tensors, config, layer_idx)
         return super().convert_state_dict(tensors, config, layer_idx)
 """
 
 
-def write_port(path: Path, lines: list[str]) -> str:
-    text = PORT.format(ports=str(PORTS), lines="\n".join(f"        {line}" for line in lines))
+def write_port(path: Path, lines: list[str], *, wrong: tuple[int, ...] = (1, 2)) -> str:
+    text = PORT.format(ports=str(PORTS), wrong=wrong, lines="\n".join(f"        {line}" for line in lines))
     path.write_text(text)
     return f"{path}:Port"
 
@@ -84,27 +84,47 @@ def prove(toy: Path, golden: Path, command: Command) -> Prove:
     return diagnose
 
 
+@pytest.mark.parametrize(
+    ("wrong", "matching", "place", "first_line"),
+    [
+        ((1,), "Layer 1 matches", "Layer 1", "if layer_idx == 1:"),
+        # Each layer is proved by a process of its own.
+        pytest.param(
+            (1, 2), "Layers 1-2 match", "Layers 1-2", "if layer_idx in (1, 2):", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_pasted_lines_make_the_port_right(
-    toy: Path, golden: Path, run: Callable[..., Path], command: Command, tmp_path: Path
+    wrong: tuple[int, ...],
+    matching: str,
+    place: str,
+    first_line: str,
+    toy: Path,
+    golden: Path,
+    run: Callable[..., Path],
+    command: Command,
+    tmp_path: Path,
 ) -> None:
-    target = write_port(tmp_path / "port.py", [])
-    directory = run("sweep", target)
+    # The last layer is right, and stays so.
+    target, layers = write_port(tmp_path / "port.py", [], wrong=wrong), ("--layers", f"1:{wrong[-1] + 2}")
+    directory = run("sweep", target, *layers)
     paths = ("--model", toy, "--golden", golden, "--run", directory)
-    result = command(mm2_diagnose, *paths, "--prove", "--quiet")
+    result = command(mm2_diagnose, *paths, "--mistake", "k_v_swapped", "--prove", "--quiet")
     assert result.exit_code == 1
-    assert "Layers 1-2 match k_v_swapped" in result.stdout
-    assert "Layers 1-2: Proved: with the weights changed before the port converts them" in result.stdout
+    assert f"{matching} k_v_swapped" in result.stdout
+    assert f"{place}: Proved: with the weights changed before the port converts them" in result.stdout
     _, _, behind = result.stdout.partition("at the beginning of convert_state_dict:\n")
     lines = [line[6:] for line in behind.splitlines() if line.startswith("      ")]
-    assert lines[0] == "if layer_idx in (1, 2):"
+    assert lines[0] == first_line
 
-    write_port(tmp_path / "port.py", lines)
-    arguments = ("sweep", "--model", toy, "--golden", golden, "--target", target, "--backend", "cpu")
+    write_port(tmp_path / "port.py", lines, wrong=wrong)
+    arguments = ("sweep", "--model", toy, "--golden", golden, "--target", target, "--backend", "cpu", *layers)
     assert command(mm2_test, *arguments, "--output-dir", tmp_path / "again", "--quiet").exit_code == 0
 
 
+@pytest.mark.slow
 def test_each_finding_has_its_proof(run: Callable[..., Path], prove: Prove) -> None:
-    directory = run("multi-layer", f"{PORTS / 'one_wrong_layer.py'}:SoftmaxRouter_at_2")
+    directory = run("multi-layer", f"{PORTS / 'one_wrong_layer.py'}:SoftmaxRouter_at_2", "--layers", "1:4")
     record = prove(directory)
     (found,) = record["diagnosis"]
     assert (found["layer"], found["mistake"], found["proof"]["outcome"]) == (2, "router_softmax", "proved")
@@ -172,7 +192,10 @@ class TestDump:
 
     @pytest.mark.parametrize(
         ("port", "mistake"),
-        [("SwappedGateUp", "gate_up_swapped"), ("TiledKeyValueHeads", "kv_repeat_tiled")],
+        [
+            ("SwappedGateUp", "gate_up_swapped"),
+            pytest.param("TiledKeyValueHeads", "kv_repeat_tiled", marks=pytest.mark.slow),
+        ],
     )
     def test_dump_proves_by_its_own_sites(
         self, run: Callable[..., Path], prove: Prove, dumps: Any, tmp_path: Path, port: str, mistake: str
@@ -185,10 +208,9 @@ class TestDump:
         assert proof["stage"]["leaves"] < 2 < proof["stage"]["unexplained"]
 
     def test_what_the_dump_does_not_show_is_said(
-        self, run: Callable[..., Path], prove: Prove, dumps: Any, tmp_path: Path
+        self, runs: Any, prove: Prove, dumps: Any, tmp_path: Path
     ) -> None:
-        directory = run("full", f"{PORTS / 'one_wrong_layer.py'}:SwappedGateUp_at_1", "--sites", "all")
-        dumps.write_nxdi(tmp_path / "dump", Capture.open(directory))
+        dumps.write_nxdi(tmp_path / "dump", runs["swapped"])
         for file in (tmp_path / "dump").glob("*layers.1.mlp_output*"):
             file.unlink()
         (found,) = prove(tmp_path / "dump", "--mistake", "gate_up_swapped")["diagnosis"]
