@@ -259,7 +259,7 @@ class TestToHost:
         assert [tensor.data_ptr() for tensor in to_host(tensors)] == [one.data_ptr() for one in tensors]
 
     def test_all_come_in_their_order_with_their_dtypes_from_xla(
-        self, needs_xla: None, run_python: Any
+        self, needs_xla: None, forked_python: Any
     ) -> None:
         code = """
 import torch
@@ -274,7 +274,7 @@ wanted = [*tensors, tensors[1] + 1, tensors[1], tensors[0]]
 print(all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(found, wanted, strict=True)))
 print({str(tensor.device) for tensor in found})
 """
-        done = run_python(code)
+        done = forked_python(code)
         assert done.stdout.splitlines() == ["True", "{'cpu'}"], done.stderr
 
 
