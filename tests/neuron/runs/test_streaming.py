@@ -442,7 +442,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def needed(large: Path) -> DeviceFootprint:
-    """What two layers of the large model need."""
+    """The needs of two layers of the large model."""
     spec = ModelSpec.from_folder(large)
     return DeviceFootprint(
         spec=spec,
