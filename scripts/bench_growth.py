@@ -40,7 +40,7 @@ _MOST_EXPONENT, _MOST_MEMORY_RATIO = 1.15, 1.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """One size of everything that a command may grow with."""
+    """Size of everything that a command may grow with."""
 
     layers: int = 8
     tokens: int = 256
