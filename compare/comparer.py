@@ -107,7 +107,12 @@ def judge_run(
             sides = replace(
                 sides, criteria=replace(sides.criteria, num_figures=3 * sides.criteria.num_figures)
             )
-        judged = [judge_layer(sides, layer, split=split) for layer in layers]
+        judged = []
+        for layer, following in zip(layers, (*layers[1:], None), strict=True):
+            if following is not None:
+                reference.read_ahead(following)
+                target.read_ahead(following)
+            judged.append(judge_layer(sides, layer, split=split))
         embedding = judge_outside(
             sides, tuple(site for site in model_sites if site is ModelSite.EMBEDDING), split=split
         )

@@ -1,7 +1,8 @@
 """A layer of the true dimensions through the whole path: golden, device run, verdict, with and without a mistake.
 
-Writes a one-layer FP8 checkpoint (6.1 GB with embedding and lm_head) and captures its golden with the noise floor.
-Then it runs mm2's device layer, judges it, and does the same with gate and up swapped.
+Writes a one-layer FP8 checkpoint (6.1 GB with embedding and lm_head), traces its weights into mm2's device layer, and
+captures its golden with the noise floor. Then it runs the device layer, judges it, and does the same with gate and up
+swapped.
 
 Each command is a process of its own, whose anonymous and resident memory are sampled. Anonymous memory cannot be
 dropped, unlike cached file pages. Memory is given in layers of 7.34 GB: the BF16 weights of one layer, which must be
@@ -23,6 +24,9 @@ from port_runs import EXAMPLES
 LAYER_BYTES = 7_339_011_072
 # Goal for the peak of every command.
 MEMORY_LIMIT_BYTES = 24 << 30
+# Goal for the processor time of `mm2-test weights`, and the memory that it may take.
+WEIGHTS_LIMIT_S = 120
+WEIGHTS_BUDGET = "15GB"
 SWAPPED = EXAMPLES / "swapped_device_layer.py"
 
 
@@ -32,9 +36,19 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, help="folder with 10 GB free (default: the system's)")
     parser.add_argument("--seq-len", default="40,24", help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--backend", default="xla-cpu", help="device of the runs (default: %(default)s)")
+    parser.add_argument(
+        "--weights-of",
+        type=Path,
+        metavar="MODEL",
+        help="only trace the weights of layer 0 of this checkpoint",
+    )
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        runs = run_all(Path(scratch), seq_len=arguments.seq_len, backend=arguments.backend)
+    if arguments.weights_of:
+        command = trace_command(shlex.quote(str(arguments.weights_of)))
+        runs = {"weights": measure("weights", 0, command)}
+    else:
+        with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+            runs = run_all(Path(scratch), seq_len=arguments.seq_len, backend=arguments.backend)
     figures = [figure for name, watched in runs.items() for figure in figures_of(name, watched)]
     return print_figures("true_size", figures, as_json=arguments.json)
 
@@ -49,6 +63,7 @@ def run_all(scratch: Path, *, seq_len: str, backend: str) -> dict[str, Watched]:
     compare = f"mm2-compare --golden {golden} --run"
     commands = {
         "synthesize": f"mm2-split synthesize --preset m2 --num-hidden-layers 1 --output {model}",
+        "weights": trace_command(model),
         "golden": f"mm2-gpu {single_layer} --seq-len {seq_len} --output-dir {golden}",
         "device": f"{device} --output-dir {clean}",
         "compare": f"{compare} {clean}",
@@ -60,6 +75,11 @@ def run_all(scratch: Path, *, seq_len: str, backend: str) -> dict[str, Watched]:
         name: measure(name, 1 if name.endswith("_swapped") else 0, command)
         for name, command in commands.items()
     }
+
+
+def trace_command(model: str) -> str:
+    """Return the command that traces the weights of layer 0 into mm2's device layer."""
+    return f"mm2-test weights --full-size --memory-budget {WEIGHTS_BUDGET} --model {model}"
 
 
 def measure(name: str, expected_code: int, command: str) -> Watched:
@@ -75,12 +95,15 @@ def measure(name: str, expected_code: int, command: str) -> Watched:
 
 def figures_of(name: str, watched: Watched) -> list[Figure]:
     """Return a command's time, and its peaks of memory in layers."""
+    cpu = f"{name}_cpu_s"
     limit = MEMORY_LIMIT_BYTES / LAYER_BYTES
     anonymous = watched.peak_anonymous_bytes / LAYER_BYTES
     resident = watched.peak_resident_bytes / LAYER_BYTES
     return [
         Figure.plain(f"{name}_wall_s", watched.wall_s),
-        Figure.plain(f"{name}_cpu_s", watched.cpu_s),
+        Figure.at_most(cpu, watched.cpu_s, WEIGHTS_LIMIT_S)
+        if name == "weights"
+        else Figure.plain(cpu, watched.cpu_s),
         Figure.at_most(f"{name}_peak_anonymous_over_layer", anonymous, limit),
         Figure.plain(f"{name}_peak_resident_over_layer", resident),
     ]

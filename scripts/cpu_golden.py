@@ -13,11 +13,20 @@ from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
+from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.capture.writer import open_capture
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.run import full_run
+from minimax_tools.model.run import full_run, sweep_run
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.provenance import Provenance
 from minimax_tools.synthetic.checkpoint import FP8, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
@@ -123,3 +132,37 @@ def capture_cpu_golden(folder: Path, directory: Path, *, rows: InputRequest, **o
     with open_golden(request_golden(folder, inputs, **options)) as golden:
         golden.capture(directory, extra={})
     return Capture.open(directory)
+
+
+def draw_golden(
+    folder: Path, directory: Path, *, rows: InputRequest, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write a golden whose layers' inputs are drawn, in `directory`: to time runs on layers that compute for minutes.
+
+    It holds nothing else, so no run can be compared with it.
+    """
+    spec = ModelSpec.from_folder(folder)
+    inputs, span = build_inputs(rows, folder=folder, spec=spec), Span(0, spec.num_hidden_layers)
+    with CheckpointReader(folder) as reader:
+        model = ModelFingerprint.of(reader, spec, span)
+    provenance = Provenance(
+        model=model,
+        model_source=str(folder),
+        backend="cpu",
+        device="none",
+        dtypes={"weights": dtype_name(dtype)},
+        target="drawn inputs",
+    )
+    description = Description(
+        side=GOLDEN_SIDE,
+        run=sweep_run(span, sites_level="layer"),
+        provenance=provenance,
+        inputs_digest=inputs.digest(),
+        input_source="drawn",
+    )
+    generator = torch.Generator().manual_seed(0)
+    with open_capture(directory, description, inputs=inputs) as writer:
+        for layer in span:
+            drawn = torch.randn((*inputs.batch_shape, spec.hidden_size), generator=generator)
+            writer.write_layer(layer, {Site.INPUT: drawn.to(dtype)})
+        writer.finish()

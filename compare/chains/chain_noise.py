@@ -124,7 +124,7 @@ def _floor(golden: CaptureSource, layer: int, *, batch: Batch, layer_error: floa
         if twin is not None:
             # Measured only to refuse a stored floor that the golden's own values contradict.
             rows, exact = (batch.rows(side, Site.OUTPUT) for side in (golden.read(layer, Site.OUTPUT), twin))
-            floor.measure(Site.OUTPUT, rows, exact, massive=massive_channels(rows))
+            floor.prove(Site.OUTPUT, square_difference(exact, rows, massive=massive_channels(rows)))
         return squares
     # Half of its square, since `measure_unit` adds it twice.
     return _norms(golden, layer, batch=batch).times(layer_error**2 / 2)

@@ -116,7 +116,8 @@ class Evaluation:
         self.attention_mask, self.position_ids = inputs.attention_mask, inputs.position_ids
         self.decode_start = inputs.decode_start
         self.tokens = tokens
-        self.base = base or self
+        # A base does not hold itself: in a cycle its values would stay in memory until a collection of garbage.
+        self._base = base
         self.recipe: Recipe = Recipe() if base is None else base.recipe
         if change and change.recipe:
             self.recipe = change.recipe
@@ -125,6 +126,11 @@ class Evaluation:
         self._values = dict(values or {})
         self._everywhere: Evaluation | None = None
 
+    @property
+    def base(self) -> Evaluation:
+        """The evaluation that gives the nodes that the change does not affect; a base is its own."""
+        return self._base or self
+
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight of the layer that is no expert's, float32; it is converted once and kept."""
         return self.weights.kept_value(name)
@@ -132,8 +138,8 @@ class Evaluation:
     def __getitem__(self, node: GraphNode, /) -> torch.Tensor:
         if node in self._values:
             return self._values[node]
-        if self.base is not self and node not in self._affected:
-            return self.base[node]
+        if self._base is not None and node not in self._affected:
+            return self._base[node]
         self._values[node] = self._stages[node](self)
         return self._values[node]
 

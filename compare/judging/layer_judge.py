@@ -26,12 +26,13 @@ from compare.judging.routing import (
 )
 from compare.limits.criteria import OUTPUTS_ALONE
 from compare.limits.limit_context import LimitContext
-from compare.noise.rows import Rows
+from compare.noise.rows import BothErrors, Rows
 from compare.noise.squared_errors import Squares
 from compare.sides.captured_input import CapturedInput
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides
+from minimax_tools.metrics.error_sums import sum_errors
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, ROUTER_NOISE, error_name, massive_channels
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import SiteResult, SiteStatus
@@ -237,14 +238,17 @@ class LayerJudge:
         golden, port = self._batch.rows(reference, site), self._batch.rows(target, site)
         exact = None if twin is None else self._batch.rows(twin, site)
         massive = massive_channels(golden)
+        errors: BothErrors | None = None
         if exact is None:
             floor: Squares | None = self._floor.squares(site)
         else:
-            floor = self._floor.measure(site, golden, exact, massive=massive)
+            errors = BothErrors(*sum_errors(golden, port, exact=exact, massive=massive))
+            floor = Squares.of_errors(errors.golden)
+            self._floor.prove(site, floor)
         if site is Site.ROUTER_WEIGHTS:
             golden, port, exact = self._align(golden, port, exact)
-            # Sorted by expert, golden and twin may be another distance apart: ρ measures the floor again from them.
-            floor = floor if exact is None else None
+            # Sorted by expert, golden and twin may be another distance apart: ρ measures the errors again from them.
+            floor, errors = floor if exact is None else None, None
         return Rows(
             reference=golden,
             target=port,
@@ -256,6 +260,7 @@ class LayerJudge:
             variant_averages=self._floor.variant_averages(site),
             input_error=self._input_error,
             num_roundings=_NUM_ROUNDINGS.get(site, 1),
+            errors=errors,
         )
 
     def _align(

@@ -65,12 +65,13 @@ class Replay:
 
     def tokens(self, site: Site) -> torch.Tensor:
         """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
-        needed: list[object] = []  # values that the replay is computed from; None if not known
+        # Whether the values that the replay is computed from are known.
+        is_known = True
         if site in _BEHIND_EXPERTS:
-            needed += [self._sides.weights, self._read_golden(Site.POST_NORM)]
+            held = self._sides.reference.sites(self._layer)
+            is_known = self._sides.weights is not None and Site.POST_NORM in held
         if site is Site.OUTPUT:
-            needed += [self._sides.read_stream(self._layer, is_exact=False)]
-        is_known = all(value is not None for value in needed)
+            is_known = is_known and self._sides.holds_stream(self._layer)
         return self._replayable if is_known else torch.zeros_like(self._replayable)
 
     def rows(self, site: Site, rows: Rows) -> Rows:
@@ -203,7 +204,7 @@ def _put_values(
     widened_floor: Squares | None,
 ) -> Rows:
     """Put replayed values [t,F] and their floor in the place of the golden's, as far as the golden kept such."""
-    changes: dict[str, Any] = {"reference": _put(rows.reference, tokens, golden)}
+    changes: dict[str, Any] = {"reference": _put(rows.reference, tokens, golden), "errors": None}
     if rows.twin is not None:
         changes["twin"] = _put(rows.twin, tokens, exact)
     if rows.floor is not None:

@@ -15,9 +15,9 @@ import math
 import torch
 
 from compare.noise.interval import rho_interval
-from compare.noise.rows import Rows
+from compare.noise.rows import BothErrors, Rows
 from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
-from minimax_tools.metrics.error_structure import Structure, measure_structure
+from minimax_tools.metrics.error_structure import Structure, compare_sums
 from minimax_tools.results.results import NoiseRatio
 
 # Relative L2 error of one rounding to BF16, of normally distributed values.
@@ -36,14 +36,18 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     Raises:
         ValueError: The rows have no floor.
     """
-    floor = _floor(rows)
-    error = _error(rows, floor)
-    norms = square_rows(rows.reference, massive=rows.massive)
+    errors = rows.measure_errors()
+    if errors is None:
+        floor, norms = _floor(rows), square_rows(rows.reference, massive=rows.massive)
+        error = _error(rows, floor)
+    else:
+        floor = rows.floor or Squares.of_errors(errors.golden)
+        error, norms = Squares.of_errors(errors.port), Squares.of_values(errors.golden)
     foreseen = _widen(floor, norms, rows)
     per_token = _per_token(error.whole, foreseen.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()  # row: here the token's sequence in the batch
-    structure = _structure(rows, floor)
+    structure = None if errors is None else _structure(rows, floor, errors)
     has_channels = rows.reference.shape[1] >= _FEWEST_CHANNELS
     return NoiseRatio(
         whole=_rho(error.whole, foreseen.whole),
@@ -168,16 +172,16 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
     return math.sqrt(float(floor.sum()) / total) if total > TINY else None
 
 
-def _structure(rows: Rows, floor: Squares) -> Structure | None:
-    """Measure ρ of the error's averages, relative to the variants' if the golden has any.
+def _structure(rows: Rows, floor: Squares, errors: BothErrors) -> Structure | None:
+    """Measure ρ of the averages of the port's error, relative to the variants' if the golden has any.
 
-    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None without a
-    twin, and if the port's error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds
-    in float32 and the port rounded.
+    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None if the port's
+    error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds in float32 and the port
+    rounded.
     """
-    if rows.twin is None or rows.input_error is not None or _is_rounded(rows):
+    if rows.input_error is not None or _is_rounded(rows):
         return None
-    structure = measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
+    structure = compare_sums(errors.golden, errors.port)
     if structure is None or rows.widened_floor is None:
         return structure
     # The averages of variants are larger than the golden's. Where they were not measured, they count as larger by as

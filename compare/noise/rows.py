@@ -6,11 +6,20 @@ T judged tokens, F channels of the site. `Squares` are squared norms per token, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from compare.noise.input_error import InputError
 from compare.noise.squared_errors import Squares
+from minimax_tools.metrics.error_sums import ErrorSums, sum_errors
+
+
+class BothErrors(NamedTuple):
+    """Sums of the golden's and of the port's errors against the float32 twin."""
+
+    golden: ErrorSums
+    port: ErrorSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +44,8 @@ class Rows:
     stored_dtype: torch.dtype | None = None  # dtype of the stored golden; None if that of `reference`
     # Roundings, one behind the other, by which a right port may hold in BF16 what the golden holds in float32.
     num_roundings: int = 1
+    # Errors of these very values; None if they were not measured. Rows with other values must not keep them.
+    errors: BothErrors | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,6 +62,12 @@ class Rows:
         """True if ρ can be computed; without the twin it is estimated."""
         return self.twin is not None or self.floor is not None
 
+    def measure_errors(self) -> BothErrors | None:
+        """Return the sums of both sides' errors, measured in one pass if they are not known; None without a twin."""
+        if self.errors is not None or self.twin is None:
+            return self.errors
+        return BothErrors(*sum_errors(self.reference, self.target, exact=self.twin, massive=self.massive))
+
     def select(self, tokens: torch.Tensor) -> Rows:
         """Select tokens, bool [T]; the massive channels stay."""
         return replace(
@@ -62,4 +79,5 @@ class Rows:
             floor=None if self.floor is None else self.floor.select(tokens),
             widened_floor=None if self.widened_floor is None else self.widened_floor.select(tokens),
             input_error=None if self.input_error is None else self.input_error.select(tokens),
+            errors=None,
         )

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from minimax_tools.metrics.error_sums import ErrorSums, square_by_token
+
 # Lower bound of float64 divisors; below the square of any float32, so it changes no sum that is not 0.
 TINY = 1e-300
 # Lower bound of float32 divisors, which cannot hold the number above.
 TINY_FLOAT32 = 1e-30
-# Tokens summed at once: the float64 copies never hold more.
-_BLOCK_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +30,16 @@ class Squares:
     def of(cls, *, ordinary: torch.Tensor, massive: torch.Tensor) -> Squares:
         """Square the norms of ordinary and of massive channels, [T] each."""
         return cls(ordinary=ordinary.double().square(), massive=massive.double().square())
+
+    @classmethod
+    def of_errors(cls, errors: ErrorSums) -> Squares:
+        """Take the squares out of the sums of one side's errors."""
+        return cls(ordinary=errors.squares, massive=errors.massive_squares)
+
+    @classmethod
+    def of_values(cls, errors: ErrorSums) -> Squares:
+        """Take the squares of the side's values out of the sums of its errors."""
+        return cls(ordinary=errors.value_squares, massive=errors.massive_value_squares)
 
     @property
     def whole(self) -> torch.Tensor:
@@ -67,24 +77,11 @@ class Squares:
 
 def square_rows(rows: torch.Tensor, *, massive: torch.Tensor) -> Squares:
     """Sum the squares of the rows [T,F]; the channels `massive`, bool [F], are massive."""
-    return _sum_squares(rows, None, massive)
+    ordinary, of_massive = square_by_token(rows, None, massive=massive)
+    return Squares(ordinary=ordinary, massive=of_massive)
 
 
 def square_difference(reference: torch.Tensor, target: torch.Tensor, *, massive: torch.Tensor) -> Squares:
     """Sum the squares of target − reference, both [T,F]; the channels `massive`, bool [F], are massive."""
-    return _sum_squares(target, reference, massive)
-
-
-def _sum_squares(rows: torch.Tensor, origin: torch.Tensor | None, massive: torch.Tensor) -> Squares:
-    """Sum the squares of rows, or of rows − origin, one block of tokens at a time."""
-    ordinary_parts, massive_parts = [], []
-    # Mostly no channel is massive: a slice then avoids the copy of a mask, which takes longer than the sums.
-    ordinary = ~massive if bool(massive.any()) else slice(None)
-    for start in range(0, rows.shape[0], _BLOCK_ROWS):
-        block = rows[start : start + _BLOCK_ROWS].double()
-        if origin is not None:
-            block = block - origin[start : start + _BLOCK_ROWS].double()
-        squares = block.square_()
-        ordinary_parts.append(squares[:, ordinary].sum(dim=-1))
-        massive_parts.append(squares[:, massive].sum(dim=-1))
-    return Squares(ordinary=torch.cat(ordinary_parts), massive=torch.cat(massive_parts))
+    ordinary, of_massive = square_by_token(target, reference, massive=massive)
+    return Squares(ordinary=ordinary, massive=of_massive)

@@ -27,6 +27,8 @@ class Batch:
         if mask is not None and not bool(mask.any()):
             raise IncomparableError("no token is real: the attention mask is 0 everywhere")
         self._mask = None if mask is None else mask.bool()
+        # Numbers of the real tokens; None if all are real, and none need be copied.
+        self._real = None if mask is None or bool(mask.all()) else mask.flatten().nonzero().squeeze(-1)
 
     @classmethod
     def of(cls, reference: CaptureSource, target: CaptureSource) -> Batch:
@@ -67,7 +69,8 @@ class Batch:
                 found=str(tuple(statistic.shape[:2])),
                 next_step="Capture again: nothing tells which of its tokens are real.",
             )
-        return statistic[self._mask]
+        tokens = statistic.flatten(0, 1)
+        return tokens if self._real is None else tokens.index_select(0, self._real)
 
     def places(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
         """Return prompt (0 to B-1) and index in S of every real token of a site's tensor, [T,2]."""

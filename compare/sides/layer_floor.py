@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from compare.noise.squared_errors import Squares, square_difference
+from compare.noise.squared_errors import Squares
 from compare.sides.batch import Batch
 from compare.sides.proven_floor import (
     refuse_empty_floor,
@@ -38,8 +38,8 @@ from minimax_tools.model.sites import ModelSite, Site
 class LayerFloor:
     """The stored floor of one layer of the golden `reference`, for the real tokens of `batch`.
 
-    Squared errors of a site come in three kinds: `squares` are stored, `measure` computes them from golden and twin,
-    and `widened_squares` are the largest of golden and variants.
+    Squared errors of a site come in two kinds: `squares` are the golden's, and `widened_squares` are the largest of
+    golden and variants.
     """
 
     def __init__(self, reference: CaptureSource, batch: Batch, *, layer: int) -> None:
@@ -48,7 +48,6 @@ class LayerFloor:
         self._layer = layer
         description = reference.known_description
         self._variants = () if description is None else description.floor_variants
-        self._measured: dict[Site, Squares] = {}
 
     def statistic(self, name: str) -> torch.Tensor | None:
         """Read one of the golden's own statistics, [T]; None if it kept none of that name."""
@@ -80,23 +79,14 @@ class LayerFloor:
             refuse_wrong_sums(self._reference, self._layer, site, parts=squares, stored=stored)
         return squares
 
-    def measure(
-        self, site: Site, reference: torch.Tensor, twin: torch.Tensor, *, massive: torch.Tensor
-    ) -> Squares:
-        """Measure (golden − twin)² per token, from rows [T,F] of both, and check the stored distances by it.
-
-        Each site is measured once. The channels `massive`, bool [F], are summed apart.
+    def prove(self, site: Site, measured: Squares) -> None:
+        """Check the stored distances by (golden − twin)² per token, as measured from the golden's values.
 
         Raises:
             CaptureError: The golden was changed: it stored other distances.
         """
-        measured = self._measured.get(site)
-        if measured is None:
-            measured = square_difference(twin, reference, massive=massive)
-            stored = self.statistic(error_name(site))
-            refuse_other_floor(self._reference, self._layer, site, measured=measured, stored=stored)
-            self._measured[site] = measured
-        return measured
+        stored = self.statistic(error_name(site))
+        refuse_other_floor(self._reference, self._layer, site, measured=measured, stored=stored)
 
     def prove_router(self) -> None:
         """Check the golden's experts, and the stored noise on their scores, against its logits and their twin.

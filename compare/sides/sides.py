@@ -59,6 +59,11 @@ class Sides:
         twin = self.reference.read_twin(layer, site)
         return self.read_golden(layer, site) if twin is None else self.batch.rows(twin, site).float()
 
+    def holds_stream(self, layer: int) -> bool:
+        """Decide whether the golden kept the residual stream, or what it follows from (see `read_stream`)."""
+        held = self.reference.sites(layer)
+        return Site.ATTN_RESIDUAL in held or (Site.OUTPUT in held and Site.MOE_DELTA in held)
+
     def read_stream(self, layer: int, *, is_exact: bool) -> torch.Tensor | None:
         """Read the golden's residual stream that the experts' sum is added to, [T,H] float32.
 

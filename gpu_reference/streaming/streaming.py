@@ -48,6 +48,9 @@ from minimax_tools.partition.plan import Slice
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
 
+# Number of token ids up to which the embedding's rows are read one by one, and not as a whole.
+_FEW_TOKEN_IDS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
@@ -168,11 +171,15 @@ class StreamedModel:
                 stack.callback(module.register_forward_hook(_remove_weights).remove)
             yield
 
-    def _fetch_embedding(self, module: torch.nn.Module, _: Any) -> None:
+    def _fetch_embedding(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         # A new forward pass begins: free norm and head of the pass before.
         if not self.streaming.holds_part:
             for name in ("model.norm", "lm_head"):
                 _remove_weights(self.model.get_submodule(name))
+        token_ids = inputs[0].unique().tolist()
+        if len(token_ids) <= _FEW_TOKEN_IDS and self.streaming.part is None:
+            self._bind_rows(module, EMBEDDING, token_ids)
+            return
         self.budget.require(self.footprint.vocabulary_bytes, "the embedding")
         self._bind_weight(module, EMBEDDING)
 
@@ -234,6 +241,16 @@ class StreamedModel:
         if module.get_parameter("weight").is_meta:
             weight = self.reader.read_weight(name, self.request.dtype).to(self.streaming.device)
             _set_weight(module, "weight", weight)
+
+    def _bind_rows(self, module: torch.nn.Module, name: str, numbers: list[int]) -> None:
+        """Bind a weight of which only these rows are read; the others have no values, and on a CPU take no memory."""
+        num_rows, num_columns = self.reader.index[name].shape
+        rows = torch.empty(len(numbers), num_columns, dtype=self.request.dtype)
+        for place, number in zip(rows.split(1), numbers, strict=True):
+            self.reader.read_weight_into(name, place, rows=range(number, number + 1))
+        weight = torch.empty(num_rows, num_columns, dtype=rows.dtype, device=self.streaming.device)
+        weight[numbers] = rows.to(weight.device)
+        _set_weight(module, "weight", weight)
 
     def _names_of_whole_proof(self) -> tuple[str, ...]:
         return (*PROVED_NAMES, *proved_expert_names(range(self.request.spec.num_local_experts)))

@@ -21,8 +21,9 @@ from minimax_tools.capture.open_files import OpenFiles
 from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
 from minimax_tools.capture.proof import Proof
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import GOLDEN_SIDE, MANIFEST_NAME, list_captures
+from minimax_tools.capture.store import GOLDEN_SIDE, MANIFEST_NAME, layer_files, list_captures
 from minimax_tools.errors import CaptureError, IncomparableError, list_names
+from minimax_tools.machine.read_ahead import read_ahead
 from minimax_tools.model.inputs import Inputs, tail_tokens
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
@@ -87,6 +88,9 @@ class Capture(CaptureSource):
                 next_step=f"{self._proof.next_step} If you changed it on purpose: mm2-gpu certify --golden "
                 f"{address_of(self.directory)}.",
             )
+
+    def read_ahead(self, layer: int) -> None:
+        read_ahead(layer_files(self.directory, layer))
 
     def proving_beside(self) -> AbstractContextManager[None]:
         return self._proof.beside()

@@ -74,6 +74,10 @@ class CaptureSource(ABC):
     def read_attention_mask(self) -> torch.Tensor | None:
         """Read the mask, int64 [B,S], 1 on real tokens; None if the layout does not keep it: all are real then."""
 
+    def read_ahead(self, layer: int) -> None:
+        """Have the system read a layer that is needed soon, if it can; returns at once."""
+        return
+
     @property
     def known_description(self) -> Description | None:
         """The run that made the capture; None if the layout does not say."""

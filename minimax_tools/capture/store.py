@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from minimax_tools.errors import CaptureError
@@ -29,6 +30,27 @@ def list_captures(*folders: Path) -> list[Path]:
     # Of two manifests of one time the names decide.
     newest_first = sorted(manifests, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)
     return [path.parent for path in newest_first]
+
+
+def layer_files(directory: Path, layer: int) -> tuple[Path, ...]:
+    """Return the files that a capture may hold of a layer: its sites, their float32 twins and the noise floor."""
+    return tuple(directory / f"layer_{layer}{kind}.safetensors" for kind in ("", ".fp32", ".floor"))
+
+
+def stored_layers(directory: Path) -> tuple[int, ...]:
+    """Return the layers of which a capture holds a file, ascending, by their names alone; () if there is no capture."""
+    numbers = (path.stem.removeprefix("layer_") for path in directory.glob("layer_*.safetensors"))
+    return tuple(sorted(int(number) for number in numbers if number.isdecimal()))
+
+
+def files_of_layers(directory: Path, layers: Iterable[int], *, most_bytes: int) -> tuple[Path, ...]:
+    """Return the files that a capture holds of some layers, in their order, as long as they have `most_bytes`."""
+    files: list[Path] = []
+    for layer in layers:
+        files += (path for path in layer_files(directory, layer) if path.is_file())
+        if sum(path.stat().st_size for path in files) > most_bytes:
+            break
+    return tuple(files)
 
 
 def newest_capture(captures: Path, side: str) -> Path:

@@ -24,6 +24,7 @@ from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_r
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.capture.written_files import WrittenFiles
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.machine.folder_lock import locked_directory
 from minimax_tools.machine.whole_file import remove_temporaries, whole_capture_file
 from minimax_tools.model.inputs import Inputs
@@ -195,9 +196,14 @@ class CaptureWriter:
             digests.append(self._write(f"{name}.floor.safetensors", floor))
         file = f"{name}.safetensors"
         named = _by_name(tensors)
-        self._save(file, named)
-        entries = tuple(Entry.of(layer, site, file=file, tensor=tensor) for site, tensor in named.items())
-        return entries, digests
+        # Threads describe the tensors while they are written. Each computes alone: statistics of blocks are too short
+        # for torch's own threads, which would wait for each other up to a hundred times as long.
+        with CorePool("describing") as pool:
+            entries = pool.map(
+                lambda site: Entry.of(layer, site, file=file, tensor=named[site]), tuple(named)
+            )
+            self._save(file, named)
+            return tuple(entries), digests
 
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> FileDigests:
         """Write a file whose tensors have no entries, and return their digests."""

@@ -15,7 +15,7 @@ import torch
 from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.shard_files import ShardFiles
+from minimax_tools.checkpoint.shard_files import ALIGNMENT, ShardFiles
 from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.quantisation import BLOCK_SIZE, scale_shape
@@ -202,7 +202,9 @@ class CheckpointReader:
         row_blocks, block_rows = _blocks_of(rows, num_rows)
         column_blocks, block_columns = _blocks_of(columns, num_columns)
         block_entry = _rows_of(entry, block_rows)
-        codes = self._buffer("codes", block_entry.shape, block_entry.dtype.as_torch())
+        codes = self._buffer(
+            "codes", block_entry.shape, block_entry.dtype.as_torch(), offset=block_entry.offset
+        )
         self._fill(block_entry, codes)
         is_direct = (block_rows, block_columns) == (rows, columns) and out.device.type == "cpu"
         values = dequantise(
@@ -215,14 +217,20 @@ class CheckpointReader:
             first_row, first_column = rows.start - block_rows.start, columns.start - block_columns.start
             out.copy_(values[first_row:, first_column:][: len(rows), : len(columns)])
 
-    def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return this thread's buffer for a use as a tensor; its content is undefined."""
+    def _buffer(
+        self, use: str, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0
+    ) -> torch.Tensor:
+        """Return this thread's buffer for a use as a tensor; its content is undefined.
+
+        It lies in its page as bytes at `offset` lie in that of their file, so that these can be read without a copy.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
         buffer: torch.Tensor | None = getattr(self._buffers, use, None)
-        if buffer is None or buffer.numel() < num_bytes:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if buffer is None or buffer.numel() < num_bytes + ALIGNMENT:
+            buffer = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
             setattr(self._buffers, use, buffer)
-        return buffer[:num_bytes].view(dtype).view(shape)
+        start = (offset - buffer.data_ptr()) % ALIGNMENT
+        return buffer[start : start + num_bytes].view(dtype).view(shape)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         """Fill `out`, of the entry's shape and dtype, with the stored bytes."""

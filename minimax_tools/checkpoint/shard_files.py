@@ -2,7 +2,8 @@
 
 The page cache pays for bytes that are read again soon. A layer of a streamed model is read once. To put it into the
 cache takes more processor time than to read it, on a virtual machine several times as much. Such reads go from the
-disk straight to this process (O_DIRECT), except for bytes that the cache holds already.
+disk straight to this process (O_DIRECT), except for bytes that the cache holds already. O_DIRECT reads whole pages to
+whole pages: memory that lies in its page as the bytes lie in the file's is filled without a copy.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 import torch
 
 # Alignment of direct reads: hardly any disk or file system asks for more than a page.
-_ALIGNMENT = 4096
-# Bytes of a direct read: large enough for the disk, and still in the processor's cache when they are copied.
+ALIGNMENT = 4096
+# Bytes of a direct read that are copied: large enough for the disk, and still in the processor's cache then.
 _PIECE_BYTES = 1 << 20
 # Bytes for which one probe of the page cache decides: more make fewer probes, and a wrong one costs more.
 _EXTENT_BYTES = 16 << 20
@@ -87,25 +88,35 @@ class ShardFiles:
             return self._read_through_cache(path, offset, out)
         position = 0
         while position < len(out):
-            piece, piece_offset = out[position : position + _PIECE_BYTES], offset + position
+            rest, rest_offset = out[position:], offset + position
             try:
-                count = self._read_direct(direct, piece_offset, piece)
+                count = self._read_direct(direct, rest_offset, rest)
             except OSError as error:
                 # Some file systems accept O_DIRECT when a file is opened, and refuse the read.
                 if error.errno not in _UNSUPPORTED:
                     raise
-                count = self._read_through_cache(path, piece_offset, piece)
+                count = self._read_through_cache(path, rest_offset, rest[:_PIECE_BYTES])
             if count == 0:
                 break
             position += count
         return position
 
     def _read_direct(self, direct: int, offset: int, out: torch.Tensor) -> int:
+        """Read some of the bytes, straight into whole pages of `out`, else by a copy; return their number."""
+        if (out.data_ptr() - offset) % ALIGNMENT:
+            return self._read_copied(direct, offset, out[:_PIECE_BYTES])
+        before_page = -offset % ALIGNMENT  # bytes before the next page
+        num_whole = len(out) // ALIGNMENT * ALIGNMENT
+        if before_page or not num_whole:
+            return self._read_copied(direct, offset, out[: before_page or ALIGNMENT])
+        return _read(direct, offset, out[:num_whole])
+
+    def _read_copied(self, direct: int, offset: int, out: torch.Tensor) -> int:
         """Read whole pages into the aligned buffer, as O_DIRECT demands, and copy the bytes asked for."""
         # `skip` bytes of the first page lie before the bytes asked for.
-        buffer, skip = self._aligned_buffer(), offset % _ALIGNMENT
-        num_pages = math.ceil((skip + len(out)) / _ALIGNMENT)
-        count = _read(direct, offset - skip, buffer[: num_pages * _ALIGNMENT])
+        buffer, skip = self._aligned_buffer(), offset % ALIGNMENT
+        num_pages = math.ceil((skip + len(out)) / ALIGNMENT)
+        count = _read(direct, offset - skip, buffer[: num_pages * ALIGNMENT])
         # The last page may hold more than was asked for, and the file may end in any page.
         count = min(max(count - skip, 0), len(out))
         out[:count].copy_(buffer[skip : skip + count])
@@ -115,9 +126,9 @@ class ShardFiles:
         """Return this thread's memory for direct reads, aligned to a page: a piece, and a page because of `skip`."""
         buffer: torch.Tensor | None = getattr(self._buffers, "aligned", None)
         if buffer is None:
-            memory = torch.empty(_PIECE_BYTES + 2 * _ALIGNMENT, dtype=torch.uint8)
-            first_page = -memory.data_ptr() % _ALIGNMENT  # the bytes that the address lacks to a page
-            buffer = memory[first_page : first_page + _PIECE_BYTES + _ALIGNMENT]
+            memory = torch.empty(_PIECE_BYTES + 2 * ALIGNMENT, dtype=torch.uint8)
+            first_page = -memory.data_ptr() % ALIGNMENT  # the bytes that the address lacks to a page
+            buffer = memory[first_page : first_page + _PIECE_BYTES + ALIGNMENT]
             self._buffers.aligned = buffer
         return buffer
 

@@ -15,6 +15,7 @@
 - `new_folder`: folders that are written whole or not at all
 - `temporary`: hidden folders that hold what is being written
 - `held_file`: files and folders that a living process has locked
+- `read_ahead`: files read into the page cache before they are needed
 - `durable`: what stays after a power loss
 - `folder_lock`: the lock of a capture directory
 - `json_file`: JSON that somebody else wrote, bounded

@@ -21,13 +21,11 @@ R = TypeVar("R")
 _LOCK = threading.Lock()
 
 
-def compiled(
-    signature: str, *, sums_in_any_order: bool = False
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def compiled(*signatures: str, sums_in_any_order: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function of arrays and numbers, so that its first call compiles it.
 
     Args:
-        signature: The only argument types that the function takes, in numba's notation: `(float64[::1], float64)`.
+        signatures: The only argument types that the function takes, in numba's notation: `(float64[::1], float64)`.
         sums_in_any_order: Whether sums and products may be regrouped, for vector instructions. NaN and Inf keep their
             meaning.
     """
@@ -42,7 +40,7 @@ def compiled(
                 with _LOCK:
                     # Asked again: another thread may have compiled it while this one waited.
                     if machine_code is None:
-                        machine_code = _compile(function, signature, sums_in_any_order=sums_in_any_order)
+                        machine_code = _compile(function, signatures, sums_in_any_order=sums_in_any_order)
             return machine_code(*args, **kwargs)
 
         return call
@@ -50,18 +48,21 @@ def compiled(
     return decorate
 
 
-def _compile(function: Callable[P, R], signature: str, *, sums_in_any_order: bool) -> Callable[P, R]:
+def _compile(
+    function: Callable[P, R], signatures: tuple[str, ...], *, sums_in_any_order: bool
+) -> Callable[P, R]:
     # The import takes half a second. Commands that run no compiled loop do without it.
     import numba
 
     fastmath = {"reassoc"} if sums_in_any_order else set()
     # With error_model="numpy", a division by zero gives Inf or NaN instead of an exception.
-    njit = functools.partial(numba.njit, signature, nogil=True, fastmath=fastmath, error_model="numpy")
+    njit = functools.partial(numba.njit, list(signatures), nogil=True, fastmath=fastmath, error_model="numpy")
     try:
         kept = CompiledCache.of(function)
-        kept.prove()
-        machine_code = njit(cache=True)(function)
-        kept.note()
+        with kept.held():
+            kept.prove()
+            machine_code = njit(cache=True)(function)
+            kept.note()
         return cast("Callable[P, R]", machine_code)
     except Exception:
         # numba raises errors of many kinds if its cache is damaged or cannot be written. Without the cache, only an

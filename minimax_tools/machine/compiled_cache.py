@@ -6,9 +6,10 @@ numba has written them, and removes files of another sha256 before numba reads t
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,21 @@ class CompiledCache:
         source = Path(function.__code__.co_filename)
         folder: str = FunctionCache(function).cache_path
         return cls(Path(folder), f"{source.stem}.{function.__qualname__}-")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from the files during the block: they wait.
+
+        numba numbers the files of a loop's types one after the other, by its index. Two processes that write at once
+        may give one number to two types.
+
+        Raises:
+            OSError: The folder cannot be written to, or has no locks.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{self.loop}lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def prove(self) -> None:
         """Remove the files unless each has the bytes that numba wrote."""

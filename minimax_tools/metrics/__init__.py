@@ -4,5 +4,7 @@
 - `pair_metrics`: figures of a pair of tensors
 - `pair_sums`: the sums behind them; `distance_counts`: the median distance
 - `noise_floor`: statistics of the golden's noise floor
+- `blocks`: tensors widened a part at a time, on every core
+- `error_sums`: sums of errors by token and by channel
 - `error_structure`: averages of an error in which rounding cancels
 """

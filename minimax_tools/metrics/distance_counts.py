@@ -42,15 +42,19 @@ class DistanceCounts:
         return float(np.int32(middle_bin << _DROPPED_BITS).view(np.float32))
 
 
-@compiled("(float64[::1], float64[::1], int64[::1])")
+@compiled(
+    "(float32[::1], float32[::1], int64[::1])",
+    "(float64[::1], float64[::1], int64[::1])",
+)
 def _count_block(reference: Values, target: Values, counts: Counts) -> int:
     """Count the distances of a block into `counts`, and return their number."""
     num_counted = 0
     for i in range(reference.size):
-        r, t = reference[i], target[i]
+        r, t = np.float64(reference[i]), np.float64(target[i])
         if np.isfinite(r) and np.isfinite(t):
             num_counted += 1
-            counts[np.float32(abs(t - r)).view(np.int32) >> _DROPPED_BITS] += 1
+            # Unsigned: an index that may be negative costs a comparison.
+            counts[np.float32(abs(t - r)).view(np.uint32) >> np.uint32(_DROPPED_BITS)] += 1
     return num_counted
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from minimax_tools.metrics.error_sums import ErrorSums, sum_errors
+
 # Least divisor: keeps a channel of zeros from dividing by zero.
 _TINY = 1e-30
-# Tokens that are averaged at a time; bounds the float32 copies.
-_BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,6 @@ class Structure:
         return self.token_gain, self.channel_gain, self.channel_offset, self.channel_worst
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Averages:
-    """Averages of one side's error, float64."""
-
-    token_gains: torch.Tensor  # [T]
-    channel_gains: torch.Tensor  # [F]
-    channel_offsets: torch.Tensor  # [F], sum of the errors over all tokens
-    channel_squares: torch.Tensor  # [F], sum of the squared errors over all tokens
-
-
 def measure_structure(
     twin: torch.Tensor, reference: torch.Tensor, target: torch.Tensor, *, massive: torch.Tensor
 ) -> Structure | None:
@@ -68,8 +58,11 @@ def measure_structure(
         target: Port's values, any float dtype, [T,F].
         massive: bool [F], true on massive channels; in a token's gain they would hide the others.
     """
-    golden = _average_error(reference, twin, massive)
-    port = _average_error(target, twin, massive)
+    return compare_sums(*sum_errors(reference, target, exact=twin, massive=massive))
+
+
+def compare_sums(golden: ErrorSums, port: ErrorSums) -> Structure | None:
+    """Return the structure of a port's error from the sums of both sides' errors; None if the golden has no error."""
     golden_squares = golden.channel_squares
     # Not `<= 0`: the sum may be NaN.
     if not float(golden_squares.sum()) > 0.0:
@@ -79,38 +72,20 @@ def measure_structure(
     ratios = port.channel_squares / golden_squares.clamp(min=least_squares)
     worst = int(ratios.argmax())
     return Structure(
-        token_gain=_ratio(port.token_gains, golden.token_gains),
-        channel_gain=_ratio(port.channel_gains, golden.channel_gains),
+        token_gain=_ratio(_token_gains(port), _token_gains(golden)),
+        channel_gain=_ratio(_channel_gains(port), _channel_gains(golden)),
         channel_offset=_ratio(port.channel_offsets, golden.channel_offsets),
         channel_worst=math.sqrt(float(ratios[worst])),
         worst_channel=worst,
     )
 
 
-def _average_error(values: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor) -> _Averages:
-    """Average the error of one side's values [T,F].
+def _token_gains(sums: ErrorSums) -> torch.Tensor:
+    return sums.products / sums.exact_squares.clamp(min=_TINY)
 
-    Blocks are computed in float32, enough for errors of few digits, and summed in float64.
-    """
-    num_tokens, num_channels = values.shape
-    ordinary = (~massive).to(torch.float32)
-    gains = []
-    products, exact_squares, sums, squares = torch.zeros(4, num_channels, dtype=torch.float64)
-    for start in range(0, num_tokens, _BLOCK_TOKENS):
-        exact = twin[start : start + _BLOCK_TOKENS].to(torch.float32)
-        error = values[start : start + _BLOCK_TOKENS].to(torch.float32) - exact
-        product, exact_square = error * exact, exact.square()
-        gains.append((product @ ordinary) / (exact_square @ ordinary).clamp(min=_TINY))
-        products += product.sum(dim=0)
-        exact_squares += exact_square.sum(dim=0)
-        sums += error.sum(dim=0)
-        squares += error.square_().sum(dim=0)
-    return _Averages(
-        token_gains=torch.cat(gains).double(),
-        channel_gains=products / exact_squares.clamp(min=_TINY),
-        channel_offsets=sums,
-        channel_squares=squares,
-    )
+
+def _channel_gains(sums: ErrorSums) -> torch.Tensor:
+    return sums.channel_products / sums.channel_exact_squares.clamp(min=_TINY)
 
 
 def _ratio(port: torch.Tensor, golden: torch.Tensor) -> float:

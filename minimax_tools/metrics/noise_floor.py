@@ -23,6 +23,7 @@ from collections.abc import Mapping
 import torch
 
 from minimax_tools.metrics.error_structure import measure_structure
+from minimax_tools.metrics.error_sums import square_by_channel
 from minimax_tools.model.sites import ModelSite, Site
 
 # A channel is massive if its RMS over the tokens is more than this many times the median channel's.
@@ -67,7 +68,7 @@ def token_rows(tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
 
 def massive_channels(rows: torch.Tensor) -> torch.Tensor:
     """Find the massive channels of rows [T,F]: bool [F]."""
-    rms = rows.to(torch.float32).square().mean(dim=0).sqrt()
+    rms = square_by_channel(rows).div(rows.shape[0]).sqrt().float()
     return rms > MASSIVE_RATIO * rms.median()
 
 

@@ -1,6 +1,6 @@
 """Metrics of a pair of tensors, in float64.
 
-Tensors are read in blocks, so no float64 copy exceeds one block. Values that are not finite are counted, and left out
+Tensors are read in blocks, so no copy exceeds one block. Values that are not finite are counted, and left out
 of every other metric.
 """
 
@@ -14,15 +14,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.metrics.blocks import read_blocks, sum_on_cores
 from minimax_tools.metrics.distance_counts import DistanceCounts
 from minimax_tools.metrics.pair_sums import Centres, PairSums, Tolerance, Values
 
-# Elements of a block of one side. Two float64 blocks stay in the processor's cache; with smaller blocks the calls take
-# longer than the loops.
-_BLOCK_ELEMENTS = 1 << 16
-# With fewer blocks, threads cost more time than they save.
-_FEWEST_BLOCKS_FOR_THREADS = 4
 # Elements of the sample from which the centres are taken.
 _SAMPLE_ELEMENTS = 1 << 11
 
@@ -75,7 +70,7 @@ class Summing(Protocol):
     """Sums over a pair of tensors that is given block by block."""
 
     def add(self, offset: int, reference: Values, target: Values) -> None:
-        """Add one block of both sides, float64 [n]; `offset` is the flat index of its first element."""
+        """Add one block of both sides, [n]; `offset` is the flat index of its first element."""
 
     def merge(self: S, other: S) -> None:
         """Add sums over other blocks of the same pair."""
@@ -84,26 +79,13 @@ class Summing(Protocol):
 def sum_pair(reference: torch.Tensor, target: torch.Tensor, *, begin: Callable[[], S]) -> S:
     """Sum over two flat tensors, one part of them on each core; `begin` makes the empty sums of a part."""
 
-    def sum_part(offsets: range) -> S:
+    def sum_part(elements: range) -> S:
         sums = begin()
-        buffers = torch.empty(2, min(_BLOCK_ELEMENTS, reference.numel()), dtype=torch.float64)
-        for offset in offsets:
-            window = slice(offset, min(offset + _BLOCK_ELEMENTS, reference.numel()))
-            reference_block, target_block = buffers[:, : window.stop - offset]
-            reference_block.copy_(reference[window])
-            target_block.copy_(target[window])
-            sums.add(offset, reference_block.numpy(), target_block.numpy())
+        for window, (reference_block, target_block) in read_blocks((reference, target), elements):
+            sums.add(window.start, reference_block, target_block)
         return sums
 
-    offsets = range(0, reference.numel(), _BLOCK_ELEMENTS)
-    num_parts = torch.get_num_threads() if len(offsets) >= _FEWEST_BLOCKS_FOR_THREADS else 1
-    # Blocks of a part, rounded up.
-    share = -(-len(offsets) // num_parts)
-    parts = [offsets[start : start + share] for start in range(0, len(offsets), share)]
-    if num_parts == 1:
-        return sum_part(parts[0])
-    with CorePool("metrics") as pool:
-        total, *others = pool.map(sum_part, parts)
+    total, *others = sum_on_cores(sum_part, reference)
     for sums in others:
         total.merge(sums)
     return total

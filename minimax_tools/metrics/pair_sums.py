@@ -15,7 +15,7 @@ import torch
 
 from minimax_tools.machine.compiled import compiled
 
-Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+Values = np.ndarray[tuple[int], np.dtype[np.float32]]  # or float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,11 @@ def _centre(sample: torch.Tensor) -> float:
 
 
 # The loop has no branches, so the compiler vectorises it. Elements that do not count add 0.
-@compiled("(float64[::1], float64[::1], float64, float64, float64, float64, float64)", sums_in_any_order=True)
+@compiled(
+    "(float32[::1], float32[::1], float64, float64, float64, float64, float64)",
+    "(float64[::1], float64[::1], float64, float64, float64, float64, float64)",
+    sums_in_any_order=True,
+)
 def _add_up(
     reference: Values,
     target: Values,
@@ -182,7 +186,7 @@ def _add_up(
     # Distances are compared as integers: the bits of non-negative floats are in the order of their values.
     worst_bits = np.int64(-1)
     for i in range(reference.size):
-        r, t = reference[i], target[i]
+        r, t = np.float64(reference[i]), np.float64(target[i])
         is_finite = np.isfinite(r) & np.isfinite(t)
         nonfinite_reference += not np.isfinite(r)
         nonfinite_target += not np.isfinite(t)
@@ -202,7 +206,7 @@ def _add_up(
     worst = np.int64(worst_bits).view(np.float64) if worst_bits >= 0 else -1.0
     index = 0
     if worst > known_worst:
-        while abs(target[index] - reference[index]) != worst:
+        while abs(np.float64(target[index]) - np.float64(reference[index])) != worst:
             index += 1
     totals = Totals(
         nonfinite_reference,

@@ -8,6 +8,7 @@
 - `transformers_layer`: transformers' layer by itself
 - `twin`: transformers' layer in float32, for the noise floor
 - `upcast`: experts in float32 from weights of fewer bits
+- `upcast_product`: products of states with such a weight
 - `rounding`: rounding of a batch's copies
 - `rounded_layer`: copies of a layer that round in their own ways
 - `plausible_flips`: the experts that copies of a model choose, some with the flips that noise may cause

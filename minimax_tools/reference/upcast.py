@@ -1,12 +1,10 @@
 """Experts computed in float32 from weights of fewer bits, without a float32 copy of a whole expert.
 
-A weight is upcast a block of rows at a time.
-T tokens, t those of one expert, k experts per token, H hidden, R rows and C columns of a weight.
+T tokens, t those of one expert, k experts per token, H hidden.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +14,8 @@ import torch
 from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.reference.rounding import Rounding
+from minimax_tools.reference.upcast_product import Scratch, multiply_upcast
 
-# Values of a block, half a megabyte in float32: the block is still in a core's cache when the product reads it.
-_BLOCK_VALUES = 2**17
-# Number of tokens from which weight × statesᵀ is faster than states × weightᵀ.
-_MANY_TOKENS = 16
 # Numbers of the roundings of one expert, below `_DRAWS_PER_EXPERT`, so that no two roundings share random steps.
 _GATE, _UP, _SILU, _ACTIVATED, _FIRST_HALF, _SECOND_HALF, _DOWN, _WEIGHTED, _SUM = range(9)
 _DRAWS_PER_EXPERT = 16
@@ -63,7 +58,7 @@ def upcast_experts(
     numbers = experts.unique().tolist()
     # For each expert its tokens [t], and the column of `experts` [t] in which each token names it.
     routed = [torch.where(experts == number) for number in numbers]
-    scratch = _Scratch()
+    scratch = Scratch()
 
     def run(number: int, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # Threads begin with gradients on.
@@ -86,13 +81,6 @@ def upcast_experts(
     return output
 
 
-class _Scratch(threading.local):
-    """A block of float32 values for each thread."""
-
-    def __init__(self) -> None:
-        self.values = torch.empty(_BLOCK_VALUES)
-
-
 @contextmanager
 def _side_by_side(device: torch.device) -> Iterator[Callable[..., Iterable[torch.Tensor]]]:
     """Yield a `map` that runs calls in as many threads as torch computes with, and keeps their order."""
@@ -105,14 +93,15 @@ def _side_by_side(device: torch.device) -> Iterator[Callable[..., Iterable[torch
 
 
 def _run_exact(
-    weights: Mapping[str, torch.Tensor], number: int, states: torch.Tensor, scratch: _Scratch
+    weights: Mapping[str, torch.Tensor], number: int, states: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
     """Run one expert without rounding, [t,H] to [t,H]."""
     gate, up = (
-        _product(weights[expert_weight(number, name)], states, scratch) for name in (EXPERT_GATE, EXPERT_UP)
+        multiply_upcast(weights[expert_weight(number, name)], states, scratch)
+        for name in (EXPERT_GATE, EXPERT_UP)
     )
     activated = torch.nn.functional.silu(gate).mul_(up)
-    return _product(weights[expert_weight(number, EXPERT_DOWN)], activated, scratch)
+    return multiply_upcast(weights[expert_weight(number, EXPERT_DOWN)], activated, scratch)
 
 
 def _run_rounded(
@@ -120,7 +109,7 @@ def _run_rounded(
     number: int,
     states: torch.Tensor,
     tokens: torch.Tensor,
-    scratch: _Scratch,
+    scratch: Scratch,
     rounding: ExpertRounding,
 ) -> torch.Tensor:
     """Run one expert with roundings, [t,H] to [t,H]; the two halves of w2 are summed apart, as by two ranks."""
@@ -128,31 +117,11 @@ def _run_rounded(
     def rounded(values: torch.Tensor, step: int) -> torch.Tensor:
         return rounding.apply(values.contiguous(), tokens, expert=number, step=step)
 
-    gate = rounded(_product(weights[expert_weight(number, EXPERT_GATE)], states, scratch), _GATE)
-    up = rounded(_product(weights[expert_weight(number, EXPERT_UP)], states, scratch), _UP)
+    gate = rounded(multiply_upcast(weights[expert_weight(number, EXPERT_GATE)], states, scratch), _GATE)
+    up = rounded(multiply_upcast(weights[expert_weight(number, EXPERT_UP)], states, scratch), _UP)
     activated = rounded(rounded(torch.nn.functional.silu(gate), _SILU).mul_(up), _ACTIVATED)
-    first_columns, second_columns = weights[expert_weight(number, EXPERT_DOWN)].chunk(2, dim=-1)
-    first_part, second_part = activated.chunk(2, dim=-1)
-    first = rounded(_product(first_columns, first_part, scratch), _FIRST_HALF)
-    second = rounded(_product(second_columns, second_part, scratch), _SECOND_HALF)
+    down, (first_part, second_part) = weights[expert_weight(number, EXPERT_DOWN)], activated.chunk(2, dim=-1)
+    first = rounded(multiply_upcast(down, first_part, scratch), _FIRST_HALF)
+    second_half = multiply_upcast(down, second_part, scratch, first_column=first_part.shape[-1])
+    second = rounded(second_half, _SECOND_HALF)
     return rounded(first.add_(second), _DOWN)
-
-
-def _product(weight: torch.Tensor, states: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
-    """Multiply `states` [t,C] by the transposed `weight` [R,C], upcast in blocks of rows: float32 [t,R]."""
-    if states.device.type != "cpu":
-        return states @ weight.to(states.device, torch.float32).T
-    num_rows, num_columns = weight.shape
-    block_rows = _BLOCK_VALUES // num_columns
-    blocks = scratch.values[: block_rows * num_columns].view(block_rows, num_columns)
-    is_weight_left = len(states) >= _MANY_TOKENS
-    states_ct = states.T.contiguous()
-    product = states.new_empty((num_rows, len(states)) if is_weight_left else (len(states), num_rows))
-    for start in range(0, num_rows, block_rows):
-        rows = slice(start, min(start + block_rows, num_rows))
-        block = blocks[: rows.stop - start].copy_(weight[rows])
-        if is_weight_left:
-            torch.mm(block, states_ct, out=product[rows])
-        else:
-            torch.mm(states, block.T, out=product[:, rows])
-    return product.T if is_weight_left else product

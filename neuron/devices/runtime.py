@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -153,6 +153,19 @@ def cut_graph(device: torch.device) -> None:
         import torch_xla
 
         torch_xla.sync()
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors on the CPU, in their order; those that are there already are not copied."""
+    if not any(tensor.device.type == "xla" for tensor in tensors):
+        return [tensor.to("cpu") for tensor in tensors]
+    import torch_xla
+
+    # One transfer for all: with one for each, the host waits for the device as often. torch_xla saves its own
+    # checkpoints by this function, and gives it no public name.
+    library = torch_xla._XLAC  # type: ignore[attr-defined]
+    on_host: list[torch.Tensor] = library._xla_get_cpu_tensors(list(tensors))
+    return on_host
 
 
 def _native_fallbacks() -> Counter[str]:

@@ -15,7 +15,7 @@ from minimax_tools.capture.recorder import Recorder
 from minimax_tools.errors import TargetError
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site
-from neuron.devices.runtime import Runtime
+from neuron.devices.runtime import Runtime, to_host
 from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.model_exposure import ModelExposure
 from neuron.ports.model_returned import ModelResult, read_cache
@@ -60,17 +60,19 @@ class RankJoin:
             assembly = RankAssembly(
                 runtime=self._runtime, exposure=exposure, batch_shape=padded_shape, what=what
             )
+            recorded = recorder.tensors
+            shown = [site for site in self._setup.sites if site in recorded]
+            pieces = dict(zip(shown, to_host([recorded[site] for site in shown]), strict=True))
             for site in self._setup.sites:
-                piece = recorder.tensors.get(site)
-                tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
+                tensor = assembly.join(site, pieces.get(site))
                 if tensor is not None and exposure.accepts(site, tensor, spec, padded_shape):
                     layers.setdefault(index, {})[site] = _first_columns(tensor, num_columns, site)
         model: dict[ModelSite, torch.Tensor] = {}
         for model_site in self._exposure.taps:
-            recorded = self._model_recorder.tensors.get(model_site)
-            pieces = self._runtime.messages.gather(None if recorded is None else recorded.to("cpu"))
-            if pieces and pieces[0] is not None:
-                whole = _unflattened(pieces[0], batch_size)
+            piece = self._model_recorder.tensors.get(model_site)
+            of_ranks = self._runtime.messages.gather(None if piece is None else piece.to("cpu"))
+            if of_ranks and of_ranks[0] is not None:
+                whole = _unflattened(of_ranks[0], batch_size)
                 model[model_site] = _first_columns(whole, num_columns, model_site)
         for name, tensor in result.sites.items():
             _add_returned(name, tensor.to("cpu"), layers, model, sites=self._setup.sites)

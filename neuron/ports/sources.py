@@ -169,7 +169,10 @@ def _module_files(names: Iterable[str]) -> dict[str, Path]:
 def _loaded_files_beneath(folder: Path) -> set[Path]:
     """Return the source files of loaded modules in a folder, without libraries installed there."""
     files = set()
-    for name in tuple(sys.modules):
+    for name, module in tuple(sys.modules.items()):
+        # Thousands of modules lie elsewhere: their paths are not parsed.
+        if folder.name not in str(getattr(module, "__file__", "")):
+            continue
         file = _source_file(name)
         is_standard = name.partition(".")[0] in sys.stdlib_module_names
         if file is None or is_standard or not file.is_relative_to(folder):

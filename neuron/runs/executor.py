@@ -19,7 +19,7 @@ from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.devices.device_memory import device_memory_errors
-from neuron.devices.runtime import Runtime
+from neuron.devices.runtime import Runtime, to_host
 from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
 from neuron.ports.port_errors import port_errors
 from neuron.ports.recorded_layer import RecordedLayer
@@ -148,9 +148,11 @@ class LayerExecutor:
         self.runtime.synchronise()
         stopwatch.mark_computed()
         _require_reached(border, shown, what=what)
+        shown = {site: shown[site] for site in sites if site in shown}
+        rank_output, *on_host = to_host([rank_output, *shown.values()])
         # All ranks join, in this order.
-        tensors = self._join_sites(shown, assembly, sites)
-        output = assembly.join(Site.OUTPUT, rank_output.to("cpu"))
+        tensors = self._join_sites(dict(zip(shown, on_host, strict=True)), assembly, sites)
+        output = assembly.join(Site.OUTPUT, rank_output)
         key_values = None if rank_key_values is None else assembly.join_past(rank_key_values)
         joined_further = assembly.join_further(request.further, further)
         if output is None:
@@ -210,13 +212,12 @@ class LayerExecutor:
             return result, tensors, further
 
     def _join_sites(
-        self, shown: Mapping[Site, torch.Tensor], assembly: RankAssembly, sites: tuple[Site, ...]
+        self, pieces: Mapping[Site, torch.Tensor], assembly: RankAssembly, sites: tuple[Site, ...]
     ) -> dict[Site, torch.Tensor]:
-        """Return the recorded tensors that fit their sites, joined over all ranks, on the CPU, in execution order."""
+        """Join recorded tensors, on the CPU, over all ranks; return those that fit their sites, in execution order."""
         tensors, spec = {}, self.setup.spec
         for site in sites:
-            piece = shown.get(site)
-            tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
+            tensor = assembly.join(site, pieces.get(site))
             if tensor is not None and assembly.exposure.accepts(site, tensor, spec, assembly.batch_shape):
                 tensors[site] = tensor
         return tensors

@@ -71,6 +71,18 @@ class GeneratedTensors(LayerTensors):
         """Return the shape in which an access gives the tensor."""
         return self._shapes[name] if self.is_stored(name) else super().given_shape(name)
 
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = super().__getitem__(name)
+        # The port may change in place what it gets.
+        return value.contiguous() if self.is_stored(name) else value
+
     def _value_in_memory(self, name: str) -> torch.Tensor | None:
         value = super()._value_in_memory(name)
-        return self._make(name).to(self._stored[name]) if value is None else value
+        return _cast(self._make(name), self._stored[name]) if value is None else value
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor in a dtype; if a single number is expanded to it, so is the result."""
+    if any(tensor.stride()):
+        return tensor.to(dtype)
+    return tensor[(0,) * tensor.dim()].to(dtype).expand(tensor.shape)

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
+from minimax_tools.machine.compiled import compiled
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, Snapshot, TensorPart
 from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
 from neuron.weight_trace.tensor_origin import COMPUTED, CONSTANT, NOT_SAMPLED, TensorOrigin
 
+Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
+
 # Numbers are written in digits of 0 to 15: with 1 added, all are exact even in FP8, and survive a scale in BF16.
-BASE = 16
+DIGIT_BITS = 4
+BASE = 1 << DIGIT_BITS
+# The low 32 bits of an integer: a mask, as a remainder takes many times as long.
+_LOW_BITS = (1 << 32) - 1
 # Largest error of a digit, a whole number, after a scale and a rounding to BF16.
 _DIGIT_SLACK = 0.3
 # Largest relative error of a probe that was rounded, to four bits or more. A larger error means another element.
@@ -34,8 +43,8 @@ def probe_values(source: SourceTensor, numbers: torch.Tensor) -> torch.Tensor:
 
 def _float32_probe(numbers: torch.Tensor) -> torch.Tensor:
     # A multiplicative hash: neighbours must not have similar values.
-    mixed = (numbers * 2654435761 + 40503) % (1 << 32)
-    mixed = ((mixed >> 15) ^ mixed) * 2246822519 % (1 << 32)
+    mixed = (numbers * 2654435761 + 40503) & _LOW_BITS
+    mixed = (((mixed >> 15) ^ mixed) * 2246822519) & _LOW_BITS
     return ((1 << 23) + (mixed >> 9)).float() / (1 << 23)
 
 
@@ -94,15 +103,16 @@ class OriginRecorder:
         """Record the pass of the next digit, the highest first."""
         for chunk, values in self._split(tensor):
             self._mark_late_changes(chunk, values)
-            gain, offset = self._gain_and_offset(chunk)
-            # The pass loads digits plus 1.
-            exact_digit = (values - offset) / gain - 1
-            digit = exact_digit.round()
-            is_digit = ((exact_digit - digit).abs() < _DIGIT_SLACK) & (digit >= 0) & (digit < BASE)
-            self._is_computed[chunk] |= ~is_digit & ~self._is_constant[chunk]
-            self._numbers[chunk] = self._numbers[chunk] * BASE + torch.where(is_digit, digit, 0).long()
+            _append_digits(
+                values.numpy(),
+                self._first[chunk].double().numpy(),
+                self._second[chunk].double().numpy(),
+                self._is_constant[chunk].numpy(),
+                self._is_computed[chunk].numpy(),
+                self._numbers[chunk].numpy(),
+            )
 
-    def verify(self, tensor: torch.Tensor, sources: SourceTensors) -> None:
+    def verify(self, tensor: torch.Tensor, *, sources: SourceTensors) -> None:
         """Check the numbers by the pass of probes: each element must hold the probe of its number."""
         source_is_float32 = torch.tensor([source.is_float32 for source in sources.all])
         rounding = rounding_float32 = 0.0
@@ -139,7 +149,7 @@ class OriginRecorder:
         self._last_signs = signed_sum / gain
         self._num_sign_passes += 1
 
-    def take_kind(self, kind: str, tensor: torch.Tensor) -> None:
+    def take_kind(self, tensor: torch.Tensor, *, kind: str) -> None:
         """Record a pass of ones in which only tensors of one kind differ."""
         for chunk, values in self._split(tensor):
             if bool((values != self._first[chunk].double())[self._is_computed[chunk]].any()):
@@ -198,7 +208,7 @@ class OriginRecorder:
     def _split(self, tensor: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         flat = self._part.of(tensor).reshape(-1)
         for chunk in self._chunks():
-            yield chunk, flat[chunk].double()
+            yield chunk, flat[chunk].double().contiguous()
 
     def _common_value(self, values_of: Callable[[slice], torch.Tensor]) -> float | None:
         """Return the one value that all elements have; None where they differ or there are none."""
@@ -211,6 +221,21 @@ class OriginRecorder:
             if not bool((values == found).all()):
                 return None
         return found
+
+
+@compiled("(float64[::1], float64[::1], float64[::1], boolean[::1], boolean[::1], int64[::1])")
+def _append_digits(
+    values: Values, first: Values, second: Values, is_constant: Flags, is_computed: Flags, numbers: Numbers
+) -> None:
+    """Append to each number the digit that its element's value tells; where it tells none, mark it as computed."""
+    for i in range(values.size):
+        gain = second[i] - first[i]
+        # The pass loads digits plus 1; an offset is added to both.
+        exact_digit = (values[i] - first[i]) / gain
+        digit = np.rint(exact_digit)
+        is_digit = abs(exact_digit - digit) < _DIGIT_SLACK and 0 <= digit < BASE
+        is_computed[i] |= not is_digit and not is_constant[i]
+        numbers[i] = numbers[i] * BASE + (np.int64(digit) if is_digit else 0)
 
 
 def _largest(values: torch.Tensor) -> float:

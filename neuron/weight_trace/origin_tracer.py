@@ -17,21 +17,26 @@ The last two run only where a port computes values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
+from minimax_tools.checkpoint.filling import ReadingPool
 from neuron.weight_trace.generated_tensors import MakeTensor
-from neuron.weight_trace.origin_recorder import BASE, OriginRecorder, probe_values
-from neuron.weight_trace.port_tensors import Snapshot, TensorPart
+from neuron.weight_trace.origin_recorder import BASE, DIGIT_BITS, OriginRecorder, probe_values
+from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, Snapshot, TensorPart
 from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
 from neuron.weight_trace.tensor_origin import TensorOrigin
 
 # Loads generated tensors into the port, and returns every tensor that it then holds, by name; the next load overwrites
 # them.
 LoadGenerated = Callable[[MakeTensor], Mapping[str, torch.Tensor]]
-# Returns the values of a source tensor in one pass, from the numbers of its elements; a single value stands for all.
+# Returns values of a source tensor in one pass, from the numbers [n] of some of its elements. A value without dims
+# stands for all of them.
 PassValues = Callable[[SourceTensor, torch.Tensor], torch.Tensor]
+# Lets a recorder take its port tensor after a pass.
+TakePass = Callable[[OriginRecorder, torch.Tensor], None]
 
 # More sign passes give a better estimate of how many elements are mixed: its error is about 1/√16 of one pass's.
 _NUM_SIGN_PASSES = 16
@@ -46,14 +51,21 @@ class OriginTracer:
         sources: The traced tensors: all tensors of a layer, or those of a sample.
         shapes: Shapes of all tensors of the layer, by name.
         load: Loads generated tensors into the port.
+        pool: Threads that record what a pass shows, one port tensor each.
     """
 
     def __init__(
-        self, sources: SourceTensors, shapes: Mapping[str, tuple[int, ...]], load: LoadGenerated
+        self,
+        sources: SourceTensors,
+        shapes: Mapping[str, tuple[int, ...]],
+        load: LoadGenerated,
+        *,
+        pool: ReadingPool,
     ) -> None:
         self._sources = sources
         self._shapes = shapes
         self._load = load
+        self._pool = pool
         self._recorders: dict[str, OriginRecorder] = {}
 
     def trace(self) -> list[TensorOrigin]:
@@ -70,10 +82,8 @@ class OriginTracer:
             num_digits += 1
         # A recorder takes the highest digit first.
         for power in reversed(range(num_digits)):
-            for recorder, tensor in self._pass(_digit(power)):
-                recorder.take_digit(tensor)
-        for recorder, tensor in self._pass(probe_values):
-            recorder.verify(tensor, self._sources)
+            self._pass(_digit(power), OriginRecorder.take_digit)
+        self._pass(probe_values, partial(OriginRecorder.verify, sources=self._sources))
         if any(recorder.has_computed for recorder in self._recorders.values()):
             self._trace_computed()
         # Each recorder is freed before the next origin is made.
@@ -119,18 +129,18 @@ class OriginTracer:
     def _trace_computed(self) -> None:
         """Run the passes of signs and of kinds."""
         for seed in range(_NUM_SIGN_PASSES):
-            for recorder, tensor in self._pass(_signs(seed)):
-                recorder.take_signs(tensor)
+            self._pass(_signs(seed), OriginRecorder.take_signs)
         for kind in dict.fromkeys(source.kind for source in self._sources.all):
-            for recorder, tensor in self._pass(_ones_except(kind)):
-                recorder.take_kind(kind, tensor)
+            self._pass(_ones_except(kind), partial(OriginRecorder.take_kind, kind=kind))
 
-    def _pass(self, values_of: PassValues) -> Iterator[tuple[OriginRecorder, torch.Tensor]]:
-        """Run one pass, and yield every traced port tensor with its recorder."""
+    def _pass(self, values_of: PassValues, take: TakePass) -> None:
+        """Run one pass, and let every recorder take its port tensor, each in a thread."""
         tensors = self._run(values_of)
-        for name, recorder in self._recorders.items():
-            if name in tensors:
-                yield recorder, tensors[name]
+        self._pool.start(
+            partial(take, recorder, tensors[name])
+            for name, recorder in self._recorders.items()
+            if name in tensors
+        ).finish()
 
     def _run(self, values_of: PassValues, *, unsampled: float = 1.0) -> Mapping[str, torch.Tensor]:
         """Return every port tensor after one pass; elements of experts that are not traced are `unsampled`."""
@@ -139,30 +149,40 @@ class OriginTracer:
             source = self._sources.get(name)
             if source is None:
                 return torch.tensor(unsampled).expand(self._shapes[name])
-            numbers = torch.arange(source.start, source.start + source.size)
-            return values_of(source, numbers).expand(source.size).reshape(source.shape)
+            return _make_values(source, values_of)
 
         return self._load(make)
 
 
+def _make_values(source: SourceTensor, values_of: PassValues) -> torch.Tensor:
+    """Make a source tensor's values, float32; a single value that stands for all is expanded."""
+    stop = source.start + source.size
+    made = torch.empty(source.size)
+    for start in range(source.start, stop, ELEMENTS_AT_ONCE):
+        values = values_of(source, torch.arange(start, min(start + ELEMENTS_AT_ONCE, stop)))
+        if values.dim() == 0:
+            return values.expand(source.shape)
+        made[start - source.start :][: len(values)] = values
+    return made.reshape(source.shape)
+
+
 def _constant(value: int) -> PassValues:
-    return lambda source, numbers: torch.tensor([float(value)])
+    return lambda source, numbers: torch.tensor(float(value))
 
 
 def _ones_except(kind: str) -> PassValues:
     """Return ones everywhere, and probes for tensors of one kind."""
-    return lambda source, numbers: (
-        probe_values(source, numbers) if source.kind == kind else torch.tensor([1.0])
-    )
+    return lambda source, numbers: probe_values(source, numbers) if source.kind == kind else torch.tensor(1.0)
 
 
 def _digit(power: int) -> PassValues:
-    return lambda source, numbers: (numbers // BASE**power % BASE + 1).float()
+    # Shifts, as a division of integers takes many times as long.
+    return lambda source, numbers: ((numbers >> power * DIGIT_BITS) & (BASE - 1)).add(1).float()
 
 
 def _signs(seed: int) -> PassValues:
     def values(source: SourceTensor, numbers: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(source.start * _NUM_SIGN_PASSES + seed)
+        generator = torch.Generator().manual_seed(int(numbers[0]) * _NUM_SIGN_PASSES + seed)
         return torch.randint(2, numbers.shape, generator=generator).mul(2).sub(1).float()
 
     return values

@@ -62,7 +62,8 @@ class TracedPort:
             self._load_generated(module, make, self.dtype)
             return find_port_tensors(module)
 
-        return OriginTracer(sample.sources(self.spec), expected_layer_shapes(self.spec), load).trace()
+        sources, shapes = sample.sources(self.spec), expected_layer_shapes(self.spec)
+        return OriginTracer(sources, shapes, load, pool=self.pool).trace()
 
     def prepare_trial(self, dtype: torch.dtype) -> TrialPort:
         """Build the port in `dtype`, to run on generated weights.

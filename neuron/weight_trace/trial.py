@@ -240,8 +240,9 @@ def _make_tensors(spec: ModelSpec, layer: int) -> Tensors:
     shapes = expected_layer_shapes(spec)
 
     def make(name: str) -> torch.Tensor:
-        parts = weights.make(layer_prefix(layer) + name, shape=shapes[name], dtype=torch.float32)
-        return torch.cat(list(parts))
+        # Only embedding and head are made in several blocks.
+        (whole,) = weights.make(layer_prefix(layer) + name, shape=shapes[name], dtype=torch.float32)
+        return whole
 
     return LazyTensors(shapes, make)
 

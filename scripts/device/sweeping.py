@@ -4,6 +4,7 @@
   256, 32 experts, two rows). The sweep reads the golden and writes all sites. The loop compiles one resident layer,
   runs it 62 times on weights that are loaded already, and copies each output to the host.
 - `sweep_over_bare_loading`: the same, over a loop that loads the weights of each layer
+- `sweep_cpu_over_bare`: their processor time, of all threads
 - `graphs_for_62_layers`, `compiles_after_first_layer`: compiled graphs of the sweep, in all and after layer 0
 - `compile_share_of_bare`: the part of the bare loop's time that is compiling
 
@@ -43,13 +44,14 @@ def measure(scale: str) -> Iterator[Figure]:
         capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=_SEQ_LENS), noise_floor="off")
         ways = ("sweep", "bare", "bare-loading")
         rounds = [
-            {way: _run(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}
+            {way: run_way(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}
             for number in range(_ROUNDS[scale])
         ]
     sweep = rounds[0]["sweep"]
     yield Figure.at_most("graphs_for_62_layers", sweep["first_layer"] + sweep["later_layers"], 3)
     yield Figure.exactly("compiles_after_first_layer", sweep["later_layers"], 0)
     yield Figure.at_most("sweep_over_bare", _ratio(rounds, "bare"), 1.3)
+    yield Figure.plain("sweep_cpu_over_bare", _ratio(rounds, "bare", "cpu_s"))
     yield Figure.plain("sweep_over_bare_loading", _ratio(rounds, "bare-loading"))
     yield Figure.plain(
         "compile_share_of_bare",
@@ -57,14 +59,14 @@ def measure(scale: str) -> Iterator[Figure]:
     )
 
 
-def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str) -> float:
+def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str, time: str = "seconds") -> float:
     """Return the time of a sweep over that of another way: the median of the rounds."""
-    ratios: list[float] = [records["sweep"]["seconds"] / records[way]["seconds"] for records in rounds]
+    ratios: list[float] = [records["sweep"][time] / records[way][time] for records in rounds]
     return median(ratios)
 
 
-def _run(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:
-    """Run a process of `timed_sweep`, and return its JSON object: `seconds`, `compile_s`, and a sweep's compiles."""
+def run_way(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:
+    """Run a process of `timed_sweep`, and return its JSON object: three times, and a sweep's numbers of graphs."""
     command = [sys.executable, "-m", "device.timed_sweep", way, str(model), str(golden), str(output)]
     done = subprocess.run(command, cwd=_SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
     record: dict[str, Any] = json.loads(done.stdout)

@@ -102,7 +102,8 @@ def measure_stream(
     yield Figure.plain(f"stream_without_reads_s{suffix}", median(idle_s))
     yield Figure.plain(f"raw_cold_read_s{suffix}", median(read_s))
     read = max(run.values["bytes_read"] for run in runs) / stored_bytes
-    yield Figure.exactly(f"bytes_read_over_stored{suffix}", read, 1, tolerance=0.005)
+    # Less than 1: of the embedding only the rows of the tokens are read.
+    yield Figure.at_most(f"bytes_read_over_stored{suffix}", read, 1.005)
     yield Figure.exactly(f"extra_disk_bytes{suffix}", max(run.extra_disk_bytes for run in runs), 0)
     yield Figure.plain(f"rchar_over_stored{suffix}", max(run.rchar for run in runs) / stored_bytes)
 

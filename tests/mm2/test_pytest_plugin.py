@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,25 @@ import yaml
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = REPOSITORY / "scripts" / "examples" / "pytest_project"
 Pytest = Callable[..., subprocess.CompletedProcess[str]]
+
+# Runs pytest in a fork of itself for each line that it reads: the libraries are imported once.
+FORKING = """
+import json, os, sys
+import mm2, mm2.comparison, mm2.golden_layer, mm2.recording
+import pytest
+for line in sys.stdin:
+    folder, arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        exit_code = pytest.main(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +71,45 @@ def run_pytest(project: Path, installed: Path) -> Pytest:
     return run
 
 
+@pytest.fixture(scope="module")
+def forking(installed: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported mm2's libraries, and runs pytest in forks of itself."""
+    command = [sys.executable, "-c", FORKING]
+    environment = environment_with((installed, REPOSITORY))
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+def fork_pytest(project: Path, forking: subprocess.Popen[str]) -> Pytest:
+    """Runs pytest in the project, in a process that need not import mm2's libraries."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        words = ["-p", "no:cacheprovider", *map(str, arguments)]
+        assert forking.stdin is not None
+        assert forking.stdout is not None
+        forking.stdin.write(f"{json.dumps([str(project), words])}\n")
+        forking.stdin.flush()
+        exit_code = int(forking.stdout.readline())
+        told = [(project / name).read_text() for name in ("stdout.txt", "stderr.txt")]
+        return subprocess.CompletedProcess(["pytest", *words], exit_code, *told)
+
+    return run
+
+
 def run_in(folder: Path, command: list[str], *, path: tuple[Path, ...]) -> subprocess.CompletedProcess[str]:
+    environment = environment_with(path)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def environment_with(path: tuple[Path, ...]) -> dict[str, str]:
+    """Return this process's environment for another that finds modules on a path."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return environment
 
 
 def swap_gate_and_up(project: Path) -> None:
@@ -65,8 +119,8 @@ def swap_gate_and_up(project: Path) -> None:
     experts.write_text(experts.read_text().replace(right, wrong))
 
 
-def test_right_port_passes_in_every_layer(run_pytest: Pytest, golden: Path) -> None:
-    done = run_pytest("--mm2-golden", golden, "-vv")
+def test_right_port_passes_in_every_layer(fork_pytest: Pytest, golden: Path) -> None:
+    done = fork_pytest("--mm2-golden", golden, "-vv")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"mm2: GoldenLayers({golden}, layers 0-3" in done.stdout
     assert set(re.findall(r"(test_\w+)\[layer_(\d)\] PASSED", done.stdout)) == {
@@ -74,9 +128,9 @@ def test_right_port_passes_in_every_layer(run_pytest: Pytest, golden: Path) -> N
     }
 
 
-def test_wrong_port_fails_with_site_rho_and_limit(run_pytest: Pytest, project: Path, golden: Path) -> None:
+def test_wrong_port_fails_with_site_rho_and_limit(fork_pytest: Pytest, project: Path, golden: Path) -> None:
     swap_gate_and_up(project)
-    done = run_pytest("--mm2-golden", golden, "--mm2-layers", "2:3")
+    done = fork_pytest("--mm2-golden", golden, "--mm2-layers", "2:3")
     assert done.returncode == 1
     assert "2 failed" in done.stdout
     assert re.search(r"PortDiffersError: FAIL: layer 2, .*moe_delta", done.stdout)
@@ -101,9 +155,9 @@ def test_without_a_golden_tests_are_skipped_and_it_is_said(run_pytest: Pytest) -
     ],
 )
 def test_wrong_option_stops_before_any_test(
-    arguments: tuple[str, ...], message: str, run_pytest: Pytest, golden: Path
+    arguments: tuple[str, ...], message: str, fork_pytest: Pytest, golden: Path
 ) -> None:
-    done = run_pytest(*(str(golden) if argument == "GOLDEN" else argument for argument in arguments))
+    done = fork_pytest(*(str(golden) if argument == "GOLDEN" else argument for argument in arguments))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
     assert message in done.stderr
 

@@ -41,8 +41,19 @@ class Port(ReferenceLayer):
 """
 
 
-@pytest.mark.parametrize("target", ["builtin", "reference"])
-@pytest.mark.parametrize("name", list(PRESETS))
+# One of each kind, and all components of the device layer.
+EVERY_RUN = [(name, target) for name in PRESETS for target in ("builtin", "reference")]
+FAST_RUNS = {
+    *((name, "builtin") for name in PRESETS if name not in ("layers_0_to_1", "single_layer_2")),
+    ("single_layer_2", "reference"),
+    ("component_1_moe", "reference"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [pytest.param(*run, marks=() if run in FAST_RUNS else pytest.mark.slow) for run in EVERY_RUN],
+)
 def test_clean_target_passes_every_preset(
     run: Any, toy: Path, golden: Path, tmp_path: Path, name: str, target: str
 ) -> None:
@@ -56,14 +67,15 @@ def test_clean_target_passes_every_preset(
 @pytest.mark.parametrize(
     ("preset", "exit_code"),
     [
-        ("sweep_0_to_3", 1),
+        # TestSummary runs it fast.
+        pytest.param("sweep_0_to_3", 1, marks=pytest.mark.slow),
         ("full_model", 1),
-        ("layers_1_to_3", 1),
+        pytest.param("layers_1_to_3", 1, marks=pytest.mark.slow),
         ("component_1_attention", 1),
         ("single_layer_2", 0),
         ("component_1_moe", 0),
-        ("component_1_post_norm", 0),
-        ("component_1_input_norm", 0),
+        pytest.param("component_1_post_norm", 0, marks=pytest.mark.slow),
+        pytest.param("component_1_input_norm", 0, marks=pytest.mark.slow),
     ],
 )
 def test_wrong_attention_of_layer_1_fails_what_runs_it(
@@ -142,7 +154,15 @@ def test_fewer_sites_are_kept_and_judged(run: Any, toy: Path, golden: Path, leve
 class TestReport:
     NAMES = ("report.md", "report.txt", "junit.xml", "comparison_report.json", "comparison.csv")
 
-    @pytest.mark.parametrize("preset", ["sweep_0_to_3", "full_model", "single_layer_2", "component_1_moe"])
+    @pytest.mark.parametrize(
+        "preset",
+        [
+            "sweep_0_to_3",
+            pytest.param("full_model", marks=pytest.mark.slow),
+            pytest.param("single_layer_2", marks=pytest.mark.slow),
+            "component_1_moe",
+        ],
+    )
     def test_judged_run_writes_the_same_report_as_a_comparison(
         self, run: Any, command: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path, preset: str
     ) -> None:

@@ -1,4 +1,4 @@
-"""The device layer on XLA: every preset, in float32, in chunks; all of them in one process that compiles them."""
+"""Runs on XLA, all in one process that compiles them: the device layer, decoding, profiles, weights prepared ahead."""
 
 from __future__ import annotations
 
@@ -9,64 +9,153 @@ from typing import Any
 
 import pytest
 
-Records = dict[str, dict[str, Any]]
+from minimax_tools.capture.manifest import Manifest
+from neuron.runs.run_profile import RunProfile
+
+Results = dict[str, dict[str, Any]]
+Serve = Callable[..., list[dict[str, Any]]]
+
+PRESETS: dict[str, tuple[object, ...]] = {
+    "sweep": ("sweep",),
+    "full": ("full",),
+    "multi-layer": ("multi-layer", "--layers", "1:4"),
+    "single-layer": ("single-layer", "--layer", 2),
+    "component": ("component", "--layer", 1, "--component", "experts"),
+}
+
+FAILS_AT_LAYER_2 = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx == 2:
+            raise ValueError("no such layer")
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all captures, each under the name of its run."""
+    return tmp_path_factory.mktemp("on_xla")
 
 
 @pytest.fixture(scope="module")
 def on_xla(
     needs_xla: None,
-    serve: Callable[..., list[dict[str, Any]]],
+    serve: Serve,
     write_chunked_port: Callable[..., str],
+    small: Path,
     toy: Path,
     golden: Path,
-    float32_golden: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Records:
-    """The JSON of runs on XLA, one after the other in one process: presets of builtin, and the two below."""
-    folder = tmp_path_factory.mktemp("on_xla")
-    target = write_chunked_port(8, num_chunks=4)
-    chunked = ("--golden", golden, "--target", target, "--output-dir", folder / "chunked")
-    float32 = ("--golden", float32_golden, "--dtype", "float32", "--output-dir", folder / "float32")
-    runs = {
-        "sweep": ("sweep", "--golden", golden),
-        "full": ("full", "--golden", golden),
-        "multi-layer": ("multi-layer", "--layers", "1:4", "--golden", golden),
-        "single-layer": ("single-layer", "--layer", 2, "--golden", golden),
-        "component": ("component", "--layer", 1, "--component", "experts", "--golden", golden),
-        "chunked": ("sweep", *chunked),
-        "float32": ("full", *float32),
-    }
-    common = ("--model", toy, "--backend", "xla-cpu", "--captures", folder, "--json")
-    results = serve([(*arguments, *common) for arguments in runs.values()])
-    return {
-        name: {"exit_code": result["exit_code"], **json.loads(result["stdout"])}
-        for name, result in zip(runs, results, strict=True)
-    }
+    folder: Path,
+) -> Results:
+    """Runs that are fast, one after the other in one process: on the small model, then on the toy with its golden."""
+    (folder / "port.py").write_text(FAILS_AT_LAYER_2)
+    failing = ("--target", f"{folder / 'port.py'}:Port")
+    layers = ("multi-layer", "--model", small, "--layers")
+    judged = ("sweep", "--model", toy, "--golden", golden, "--json")
+    return serve_on_xla(
+        serve,
+        folder,
+        {
+            # The first of its shapes: it compiles.
+            "profiled": (*layers, "0:2", "--seq-len", "12,7", "--profile"),
+            "decoded": (*layers, "0:3", "--seq-len", "9,5", "--json", "--decode", 3),
+            "prepared": (*layers, "0:4", "--seq-len", "12,7", "--debug", "--prefetch"),
+            "plain": (*layers, "0:4", "--seq-len", "12,7", "--debug", "--no-prefetch"),
+            "failing": (*layers, "0:4", "--seq-len", "12,7", "--debug", "--prefetch", *failing),
+            "sweep": judged,
+            "chunked": (*judged, "--target", write_chunked_port(8, num_chunks=4)),
+        },
+        # Neither the time of compiling nor that of a graph is judged: the compiler need not try.
+        XLA_FLAGS="--xla_backend_optimization_level=0",
+    )
 
 
-@pytest.mark.parametrize("name", ["sweep", "full", "multi-layer", "single-layer", "component"])
-def test_builtin_passes(on_xla: Records, name: str) -> None:
-    record = on_xla[name]
-    assert (record["exit_code"], record["verdict"]) == (0, "pass")
+@pytest.fixture(scope="module")
+def every_preset(
+    needs_xla: None, serve: Serve, toy: Path, golden: Path, float32_golden: Path, folder: Path
+) -> Results:
+    """The presets and a run in float32, compiled as a user's are."""
+    common = ("--model", toy, "--json", "--golden")
+    runs = {name: (*preset, *common, golden) for name, preset in PRESETS.items()}
+    runs["float32"] = ("full", *common, float32_golden, "--dtype", "float32")
+    return serve_on_xla(serve, folder / "presets", runs)
+
+
+def serve_on_xla(
+    serve: Serve, folder: Path, runs: dict[str, tuple[object, ...]], **environment: str
+) -> Results:
+    places = {name: ("--backend", "xla-cpu", "--output-dir", folder / name) for name in runs}
+    results = serve([(*runs[name], *places[name]) for name in runs], **environment)
+    return dict(zip(runs, results, strict=True))
+
+
+def assert_passes(result: dict[str, Any]) -> None:
+    record = json.loads(result["stdout"])
+    assert (result["exit_code"], record["verdict"]) == (0, "pass")
     assert record["compared"] == record["of"] > 0
     assert record["description"]["provenance"]["backend"] == "xla-cpu"
 
 
-def test_xla_on_the_cpu_is_never_called_neuron(on_xla: Records) -> None:
-    for record in on_xla.values():
-        provenance = record["description"]["provenance"]
+def test_builtin_passes(on_xla: Results) -> None:
+    assert_passes(on_xla["sweep"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_builtin_passes_every_preset(every_preset: Results, name: str) -> None:
+    assert_passes(every_preset[name])
+
+
+def test_xla_on_the_cpu_is_never_called_neuron(on_xla: Results) -> None:
+    for name in ("decoded", "sweep", "chunked"):
+        provenance = json.loads(on_xla[name]["stdout"])["description"]["provenance"]
         assert "neuron" not in f"{provenance['backend']} {provenance['device']}".lower()
 
 
-def test_float32_agrees_with_transformers(on_xla: Records) -> None:
-    record = on_xla["float32"]
+@pytest.mark.slow
+def test_float32_agrees_with_transformers(every_preset: Results) -> None:
+    record = json.loads(every_preset["float32"]["stdout"])
     assert record["verdict"] == "pass"
     # As near as on the CPU.
     assert max(site["metrics"]["relative_l2"] for site in record["sites"] if site["routing"] is None) <= 1e-5
 
 
-def test_chunks_share_their_graphs(on_xla: Records) -> None:
-    assert on_xla["chunked"]["verdict"] == "pass"
+def test_chunks_share_their_graphs(on_xla: Results) -> None:
+    chunked, whole = (json.loads(on_xla[name]["stdout"]) for name in ("chunked", "sweep"))
+    assert chunked["verdict"] == "pass"
     # The expert chunk's graph has other shapes than that of one chunk; the others were compiled before.
-    assert 0 < on_xla["chunked"]["graphs"]["first_layer"] <= on_xla["sweep"]["graphs"]["first_layer"]
-    assert on_xla["chunked"]["graphs"]["later_layers"] == 0
+    assert 0 < chunked["graphs"]["first_layer"] <= whole["graphs"]["first_layer"]
+    assert chunked["graphs"]["later_layers"] == 0
+
+
+def test_a_step_compiles_as_much_as_the_whole_pass_and_nothing_later(on_xla: Results) -> None:
+    result = on_xla["decoded"]
+    assert result["exit_code"] == 0, result["stderr"]
+    graphs = json.loads(result["stdout"])["graphs"]
+    assert (graphs["first_layer"], graphs["later_layers"], graphs["fallbacks"]) == (6, 0, [])
+
+
+def test_compiling_and_sending_are_told_apart(on_xla: Results, folder: Path) -> None:
+    assert on_xla["profiled"]["exit_code"] == 0, on_xla["profiled"]["stderr"]
+    first, second = RunProfile.read(folder / "profiled").layers
+    assert first.times.compile_s > 0.0
+    assert second.times.compile_s == 0.0
+    assert min(first.times.transfer_s, second.times.transfer_s) > 0.0
+
+
+def test_weights_of_the_next_layer_are_prepared_while_a_device_computes(
+    on_xla: Results, folder: Path
+) -> None:
+    told = [line for line in on_xla["prepared"]["stderr"].splitlines() if line.startswith("Preparing")]
+    assert told == [f"Preparing layer {layer}" for layer in (1, 2, 3)]
+    assert "Preparing" not in on_xla["plain"]["stderr"]
+    # What is wrong with the weights of a layer ends the run at that layer, and not at the one before.
+    failing = on_xla["failing"]
+    assert failing["exit_code"] == 3
+    assert "layer 2: convert_state_dict failed" in failing["stderr"]
+    # A port's own conversion may write to the module, which is still to run: it waits for its layer.
+    assert "Preparing" not in failing["stderr"]
+    assert Manifest.read(folder / "failing").complete_layers == (0, 1)

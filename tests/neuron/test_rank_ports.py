@@ -108,6 +108,8 @@ def test_a_port_of_ones_own_passes(judge: Judged, write_port: Any, tmp_path: Pat
     assert Capture.open(tmp_path / "capture").further(1) == ("lead.rank0",)
 
 
+# The same mistake in a port of one process is named and proved by fast tests: NormPerRank of ports/planted.py.
+@pytest.mark.slow
 def test_a_norm_over_a_ranks_own_heads_is_to_blame(judge: Judged, write_port: Any) -> None:
     found = judge(write_port(PER_RANK_NORM))
     assert (found["exit_code"], found["verdict"]) == (1, "fail")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +142,21 @@ def test_all_tokens_are_computed_with_padding() -> None:
     assert whole[CONTEXT].shape == (6, 2)
     assert whole[Q_NORM] is base[Q_NORM]
     assert base.everywhere() is whole
+
+
+def test_values_of_a_layer_are_freed_with_it_and_not_by_a_collection_of_garbage() -> None:
+    base = Layer().base()
+    base[DELTA]
+    changed = base.changed(scaled(DELTA, 2.0))
+    kept = weakref.ref(base)
+    gc.disable()
+    try:
+        del base
+        assert kept() is not None, "a change reads its base"
+        del changed
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 class TestRecipe:

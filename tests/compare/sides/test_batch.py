@@ -40,6 +40,11 @@ class TestRows:
         assert torch.equal(batch.rows(flat, Site.OUTPUT), flat)
         assert batch.places(flat, Site.OUTPUT).tolist() == [[0, token] for token in range(6)]
 
+    def test_nothing_is_copied_if_all_tokens_are_real(self) -> None:
+        rows = Batch(torch.ones(2, 3)).rows(self.VALUES, Site.OUTPUT)
+        assert torch.equal(rows, self.VALUES.flatten(0, 1))
+        assert rows.data_ptr() == self.VALUES.data_ptr()
+
     def test_heads_lie_side_by_side(self) -> None:
         heads = torch.arange(24.0).reshape(2, 2, 3, 2)
         rows = Batch(MASK).rows(heads, Site.Q_ROPE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from compare.noise.squared_errors import Squares
 from compare.sides.batch import Batch
 from compare.sides.layer_floor import LayerFloor, read_squares
 from minimax_tools.errors import CaptureError
@@ -146,28 +147,28 @@ class TestVariants:
         assert floor_of(golden).variant_averages(SITE) == (1.0, 2.0, 3.0)
 
 
-class TestMeasuring:
-    TWIN = torch.zeros(2, 3)
-    GOLDEN = torch.tensor([[3.0, 4.0, 0.0], [6.0, 0.0, 8.0]])
-    MASSIVE = torch.tensor([False, False, True])
+class TestProof:
+    # Squares of 5 and of 10, in ordinary and massive channels.
+    MEASURED = Squares(
+        ordinary=torch.tensor([25.0, 36.0], dtype=torch.float64),
+        massive=torch.tensor([0.0, 64.0], dtype=torch.float64),
+    )
 
-    def test_distances_that_agree_are_taken_and_measured_once(self) -> None:
-        floor = floor_of(Golden(PARTS))
-        measured = floor.measure(SITE, self.GOLDEN, self.TWIN, massive=self.MASSIVE)
-        assert (measured.ordinary.tolist(), measured.massive.tolist()) == ([25.0, 36.0], [0.0, 64.0])
-        assert floor.measure(SITE, self.GOLDEN + 9.0, self.TWIN, massive=self.MASSIVE) is measured
+    def test_distances_that_agree_pass(self) -> None:
+        floor_of(Golden(PARTS)).prove(SITE, self.MEASURED)
 
     def test_other_distances_and_none_are_refused(self) -> None:
         off = PARTS | {"q_proj.error": torch.tensor([[5.0, 10.1, 99.0]])}
         with pytest.raises(CaptureError, match="not as far apart as"):
-            floor_of(Golden(off)).measure(SITE, self.GOLDEN, self.TWIN, massive=self.MASSIVE)
+            floor_of(Golden(off)).prove(SITE, self.MEASURED)
         with pytest.raises(CaptureError, match=r"layer_7\.floor\.safetensors holds no q_proj\.error"):
-            floor_of(Golden({})).measure(SITE, self.GOLDEN, self.TWIN, massive=self.MASSIVE)
+            floor_of(Golden({})).prove(SITE, self.MEASURED)
 
     def test_token_of_nan_is_left_out(self) -> None:
-        golden = self.GOLDEN.clone()
-        golden[0, 0] = torch.nan
-        assert floor_of(Golden(PARTS)).measure(SITE, golden, self.TWIN, massive=self.MASSIVE) is not None
+        ordinary = torch.tensor([torch.nan, 36.0], dtype=torch.float64)
+        floor_of(Golden(PARTS)).prove(SITE, replace(self.MEASURED, ordinary=ordinary))
+        with pytest.raises(CaptureError, match="not as far apart as"):
+            floor_of(Golden(PARTS)).prove(SITE, replace(self.MEASURED, ordinary=ordinary + 1.0))
 
 
 class TestRouter:

@@ -9,8 +9,11 @@ from minimax_tools.capture.store import (
     DEVICE_SIDE,
     GOLDEN_SIDE,
     capture_directory,
+    files_of_layers,
+    layer_files,
     list_captures,
     newest_capture,
+    stored_layers,
 )
 from minimax_tools.errors import CaptureError
 
@@ -50,3 +53,29 @@ def test_captures_of_several_folders_are_listed_once_newest_first(tmp_path: Path
 def test_side_without_a_capture_says_how_to_make_one(tmp_path: Path, side: str, make_one: str) -> None:
     with pytest.raises(CaptureError, match=f"no capture under .*{side}. Make one first: {make_one}"):
         newest_capture(tmp_path, side)
+
+
+def test_files_of_layers_are_named_in_their_order(tmp_path: Path) -> None:
+    for layer in (10, 2, 9):
+        (tmp_path / f"layer_{layer}.safetensors").write_bytes(bytes(100))
+        (tmp_path / f"layer_{layer}.floor.safetensors").write_bytes(bytes(10))
+    (tmp_path / "layer_x.safetensors").write_bytes(bytes(1))
+    layers = stored_layers(tmp_path)
+    assert layers == (2, 9, 10)
+    assert stored_layers(tmp_path / "none") == ()
+    of_two = [
+        "layer_2.safetensors",
+        "layer_2.floor.safetensors",
+        "layer_9.safetensors",
+        "layer_9.floor.safetensors",
+    ]
+    # The layer that exceeds the bytes is the last.
+    for most_bytes, names in ((109, of_two[:2]), (219, of_two), (110, of_two)):
+        found = files_of_layers(tmp_path, layers, most_bytes=most_bytes)
+        assert [path.name for path in found] == names
+    assert files_of_layers(tmp_path, (3,), most_bytes=9) == ()
+
+
+def test_files_of_a_layer_are_sites_twins_and_floor() -> None:
+    names = [path.name for path in layer_files(Path("golden"), 7)]
+    assert names == ["layer_7.safetensors", "layer_7.fp32.safetensors", "layer_7.floor.safetensors"]

@@ -59,6 +59,27 @@ def test_tensor_that_lies_transposed_is_written_in_row_major_order(
     assert torch.equal(Capture.open(tmp_path).read(0, Site.OUTPUT), tensor)
 
 
+def test_entries_are_in_the_order_of_sites_and_the_same_for_any_number_of_threads(
+    describe: Any, inputs: Inputs, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Long enough for torch to share its sums among its threads.
+    sites = (Site.INPUT, Site.ATTN_DELTA, Site.MOE_DELTA, Site.OUTPUT)
+    tensors = {site: torch.randn(2, 1000, 160, generator=generator) for site in sites}
+    num_threads, entries = torch.get_num_threads(), {}
+    try:
+        for number in (1, 4):
+            torch.set_num_threads(number)
+            with open_capture(tmp_path / str(number), describe(), inputs=inputs) as writer:
+                writer.write_layer(0, tensors)
+                entries[number] = writer.manifest.entries
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(num_threads)
+    assert [entry.site for entry in entries[1]] == [str(site) for site in sites]
+    assert entries[1] == entries[4]
+
+
 def test_model_sites_are_written_with_their_floor(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
     logits = torch.ones(2, 3, 5)
     with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,10 @@ def add_up(values):
     for i in range(values.size):
         total += values[i]
     return total
+
+@compiled("(float32[::1],)", "(float64[::1],)")
+def double(values):
+    return values.itemsize * 2
 
 @compiled("(float64[::1],)")
 def name_nothing(values):
@@ -41,6 +47,31 @@ def load_loops(load_module: Callable[[Path], ModuleType], tmp_path: Path) -> Cal
 def test_machine_code_is_kept_beside_the_source(load_loops: Callable[[], ModuleType], tmp_path: Path) -> None:
     assert load_loops().add_up(np.arange(5.0)) == 10.0
     assert list(tmp_path.rglob("loops.add_up*.nbc"))
+
+
+def test_a_loop_takes_each_of_its_types_and_no_other(load_loops: Callable[[], ModuleType]) -> None:
+    double = load_loops().double
+    assert (double(np.zeros(1, np.float32)), double(np.zeros(1))) == (8, 16)
+    with pytest.raises(TypeError):
+        double(np.zeros(1, np.int32))
+
+
+def test_only_one_process_at_a_time_makes_the_machine_code_of_a_loop(
+    load_loops: Callable[[], ModuleType], tmp_path: Path
+) -> None:
+    load_loops().double(np.zeros(1))
+    (lock,) = tmp_path.rglob("loops.double-lock")
+    widths: list[int] = []
+    double = load_loops().double
+    other = threading.Thread(target=lambda: widths.append(double(np.zeros(1))))
+    with lock.open("a") as file:
+        # As another process holds it: the lock belongs to the opened file.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        other.start()
+        other.join(timeout=1.0)
+        assert other.is_alive()
+    other.join()
+    assert widths == [16]
 
 
 def test_it_works_where_nothing_can_be_written(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.provenance import numeric_environment
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -327,24 +327,29 @@ def test_interrupted_bisection_goes_on_where_it_stopped(
 
 
 def test_killed_bisection_goes_on_where_it_stopped(
-    process: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
+    process: Any,
+    bisect: Any,
+    write_port: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    deep: Path,
+    deep_golden: Path,
+    tmp_path: Path,
 ) -> None:
-    ran = tmp_path / "ran"
-    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", write_port(STUMBLING))
-
-    # Both are processes: what this one was left with (a variable that changes numbers) must not tell them apart.
-    def search(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        place = ("--captures", tmp_path / "captures")
-        return process("bisect", *common, *place, *arguments, RAN=str(ran), **environment)
-
-    killed = search(DIE_AT="8")
+    ran, target = tmp_path / "ran", write_port(STUMBLING)
+    # What earlier tests left in this process must not tell it from the one that is killed.
+    for name in numeric_environment():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RAN", str(ran))
+    sides = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", target)
+    killed = process("bisect", *sides, "--captures", tmp_path / "captures", DIE_AT="8")
     assert killed.returncode == 3
     assert "the process was ended by SIGKILL" in killed.stderr
     assert "while converting the weights of layer 8 of port" in killed.stderr
     ran.unlink()
-    resumed = search("--json")
+    resumed = bisect(target, "--json")
     record = json.loads(resumed.stdout)
-    assert (resumed.returncode, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
+    assert (resumed.exit_code, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
     assert ran.read_text().split() == ["6", "7", "8", "9", "10"]
 
 

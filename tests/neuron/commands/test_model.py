@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click.testing
 import pytest
 import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
+from neuron.cli import main as mm2_test
 
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
+
+COMMON = ("--backend", "cpu", "--json", "--quiet")
 
 IMPORTS = f"""
 import sys
@@ -143,20 +150,62 @@ class Model(Closed):
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A run of a whole port: its exit code, JSON and capture, and its report."""
+
+    exit_code: int
+    record: dict[str, Any]
+    capture: Path
+    report: Path
+
+
 @pytest.fixture
-def run_model(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
+def run_model(command: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
     """Runs a whole port on the toy: the result, and its JSON."""
 
     def run_source(source: str, *options: object) -> tuple[Any, dict[str, Any]]:
-        path = tmp_path / "whole_port.py"
-        path.write_text(IMPORTS + source)
-        arguments = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
-        arguments += ("--target", f"{path}:Model", "--captures", tmp_path)
-        arguments += ("--output-dir", tmp_path / "run", "--overwrite")
-        result = run(*arguments, *options)
+        words = ("model", "--model", toy, "--golden", golden, "--target", write_whole(tmp_path, source))
+        result = command(mm2_test, *words, *COMMON, "--output-dir", tmp_path / "run", "--overwrite", *options)
         return result, json.loads(result.stdout) if result.stdout else {}
 
     return run_source
+
+
+@pytest.fixture(scope="module")
+def judged(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Judged]:
+    """Runs a whole port on the toy with a report; the same port only once for all tests, which change nothing."""
+
+    @functools.cache
+    def judge(source: str) -> Judged:
+        folder = tmp_path_factory.mktemp("judged")
+        words = (
+            "model",
+            "--model",
+            toy,
+            "--golden",
+            golden,
+            "--target",
+            write_whole(folder, source),
+            *COMMON,
+        )
+        places = ("--output-dir", folder / "run", "--report-path", folder / "report")
+        result = click.testing.CliRunner().invoke(mm2_test, [str(word) for word in (*words, *places)])
+        return Judged(
+            exit_code=result.exit_code,
+            record=json.loads(result.stdout),
+            capture=folder / "run",
+            report=folder / "report",
+        )
+
+    return judge
+
+
+def write_whole(folder: Path, source: str) -> str:
+    """Write a whole port's file, and return its `--target`."""
+    path = folder / "whole_port.py"
+    path.write_text(IMPORTS + source)
+    return f"{path}:Model"
 
 
 RIGHT_PORTS = {
@@ -172,30 +221,36 @@ RIGHT_PORTS = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT_PORTS)
-def test_right_ports_pass_whole(run_model: Any, name: str) -> None:
-    result, record = run_model(RIGHT_PORTS[name])
-    assert (result.exit_code, record["verdict"]) == (0, "pass")
-    assert (record["compared"], record["of"]) == (71, 71)
-    assert "findings" not in record
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Seconds of it are torch.compile's.
+        pytest.param(name, marks=pytest.mark.slow if name == "compiled" else ())
+        for name in RIGHT_PORTS
+    ],
+)
+def test_right_ports_pass_whole(judged: Callable[[str], Judged], name: str) -> None:
+    run = judged(RIGHT_PORTS[name])
+    assert (run.exit_code, run.record["verdict"]) == (0, "pass")
+    assert (run.record["compared"], run.record["of"]) == (71, 71)
+    assert "findings" not in run.record
 
 
-def test_an_input_is_stored_only_where_another_layer_did_not_make_it(run_model: Any, tmp_path: Path) -> None:
+def test_an_input_is_stored_only_where_another_layer_did_not_make_it(judged: Callable[[str], Judged]) -> None:
     # Layers 1 to 3 each get the output of another layer than the one before.
-    run_model(ORDERED.format(order="(0, 2, 1, 3)"))
-    capture = Capture.open(tmp_path / "run")
+    capture = Capture.open(judged(ORDERED.format(order="(0, 2, 1, 3)")).capture)
     stored = [entry.layer for entry in capture.manifest.entries if entry.site == "input"]
     assert stored == [0, 1, 2, 3]
-    run_model(RIGHT_PORTS["eager"])
-    capture = Capture.open(tmp_path / "run")
+    capture = Capture.open(judged(RIGHT_PORTS["eager"]).capture)
     stored = [entry.layer for entry in capture.manifest.entries if entry.site == "input"]
     assert stored == [0]
     assert torch.equal(capture.read(2, Site.INPUT), capture.read(1, Site.OUTPUT))
 
 
-def test_the_suspect_layer_runs_alone_and_its_mistake_is_named(run_model: Any) -> None:
-    result, record = run_model(SWAPPED)
-    assert (result.exit_code, record["verdict"]) == (1, "fail")
+def test_the_suspect_layer_runs_alone_and_its_mistake_is_named(judged: Callable[[str], Judged]) -> None:
+    run = judged(SWAPPED)
+    record = run.record
+    assert (run.exit_code, record["verdict"]) == (1, "fail")
     first = record["findings"][0]
     assert (first["number"], first["layer"], first["sites"]) == (0, 2, ["moe_delta"])
     assert first["mistake"] == "gate_up_swapped"
@@ -214,13 +269,13 @@ def test_the_suspect_layer_runs_alone_and_its_mistake_is_named(run_model: Any) -
     ],
 )
 def test_report_can_be_written_of_every_kind_of_run(
-    run_model: Any, tmp_path: Path, source: str, told: str
+    judged: Callable[[str], Judged], source: str, told: str
 ) -> None:
-    _, record = run_model(source, "--report-path", tmp_path / "report")
-    markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    run = judged(source)
+    markdown = (run.report / "report.md").read_text(encoding="utf-8")
     assert told in markdown
-    report = json.loads((tmp_path / "report" / "comparison_report.json").read_text(encoding="utf-8"))
-    assert (report["verdict"], report.get("findings")) == (record["verdict"], record.get("findings"))
+    report = json.loads((run.report / "comparison_report.json").read_text(encoding="utf-8"))
+    assert (report["verdict"], report.get("findings")) == (run.record["verdict"], run.record.get("findings"))
 
 
 @pytest.mark.parametrize(
@@ -231,26 +286,28 @@ def test_report_can_be_written_of_every_kind_of_run(
         ("(0, 2, 1, 3)", 1, "layers_out_of_order"),
     ],
 )
-def test_the_order_of_layers_is_judged(run_model: Any, order: str, layer: int, mistake: str) -> None:
-    result, record = run_model(ORDERED.format(order=order))
-    assert result.exit_code == 1
-    first = record["findings"][0]
+def test_the_order_of_layers_is_judged(
+    judged: Callable[[str], Judged], order: str, layer: int, mistake: str
+) -> None:
+    run = judged(ORDERED.format(order=order))
+    assert run.exit_code == 1
+    first = run.record["findings"][0]
     assert (first["number"], first["layer"], first["mistake"]) == (0, layer, mistake)
 
 
-def test_a_mistake_of_decoding_is_placed_at_its_first_step(run_model: Any) -> None:
-    result, record = run_model(RESTARTED)
-    assert result.exit_code == 1
-    first = record["findings"][0]
+def test_a_mistake_of_decoding_is_placed_at_its_first_step(judged: Callable[[str], Judged]) -> None:
+    run = judged(RESTARTED)
+    assert run.exit_code == 1
+    first = run.record["findings"][0]
     assert (first["number"], first["layer"]) == (1, 0)
     assert first["sites"] in (["q_rope"], ["k_rope"])
-    assert not any(finding["number"] == 0 for finding in record["findings"])
+    assert not any(finding["number"] == 0 for finding in run.record["findings"])
 
 
-def test_a_token_chosen_at_padding_is_named(run_model: Any) -> None:
-    result, record = run_model(WRONG_ROW)
-    assert result.exit_code == 1
-    (finding,) = record["findings"]
+def test_a_token_chosen_at_padding_is_named(judged: Callable[[str], Judged]) -> None:
+    run = judged(WRONG_ROW)
+    assert run.exit_code == 1
+    (finding,) = run.record["findings"]
     assert (finding["number"], finding["mistake"]) == (0, "padding_sampled")
 
 
@@ -318,10 +375,12 @@ class Model(nn.Module):
     assert record["isolated"] is None
 
 
-def test_a_port_that_shows_no_layer_is_judged_by_its_logits(run_model: Any) -> None:
-    result, record = run_model(CLOSED_RIGHT)
-    assert (result.exit_code, record["verdict"]) == (0, "pass")
-    assert (record["compared"], record["of"]) == (1, 71)
+def test_a_port_that_shows_no_layer_is_judged_by_its_logits(
+    run_model: Any, judged: Callable[[str], Judged]
+) -> None:
+    right = judged(CLOSED_RIGHT)
+    assert (right.exit_code, right.record["verdict"]) == (0, "pass")
+    assert (right.record["compared"], right.record["of"]) == (1, 71)
     result, record = run_model(CLOSED_WRONG)
     assert (result.exit_code, record["verdict"]) == (1, "fail")
     (finding,) = record["findings"]

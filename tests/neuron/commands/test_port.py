@@ -10,7 +10,11 @@ from pathlib import Path
 import click.testing
 import jsonschema
 import pytest
+import torch
 
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
 Judge = Callable[..., click.testing.Result]
@@ -43,12 +47,32 @@ class DecoderLayer(port.DecoderLayer):
 """
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy with two layers: each wrong layer is proved in a process of its own."""
+    folder = tmp_path_factory.mktemp("shallow") / "shallow"
+    model = SyntheticModel(num_hidden_layers=2)
+    synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shallow_golden(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden of the toy with two layers."""
+    directory = tmp_path_factory.mktemp("shallow") / "golden"
+    words = ["extract-all", "--model", str(shallow), "--seq-len", "48,33", "--output-dir", str(directory)]
+    made = click.testing.CliRunner().invoke(mm2_gpu, [*words, "--quiet"])
+    assert made.exit_code == 0, made.output
+    return directory
+
+
 @pytest.fixture
-def judge(toy: Path, golden: Path, tmp_path: Path) -> Judge:
-    """Judges a port of the toy on its golden: `judge(TARGET, *options)`."""
+def judge(shallow: Path, shallow_golden: Path, tmp_path: Path) -> Judge:
+    """Judges a port of two layers on their golden: `judge(TARGET, *options)`."""
 
     def judge_port(target: str, *options: str) -> click.testing.Result:
-        words = ["port", "--model", str(toy), "--golden", str(golden), "--target", target, "--backend", "cpu"]
+        words = ["port", "--model", str(shallow), "--golden", str(shallow_golden), "--backend", "cpu"]
+        words += ["--target", target]
         words += ["--output-dir", str(tmp_path / "out"), "--quiet", *options]
         return click.testing.CliRunner().invoke(mm2_test, words)
 
@@ -73,7 +97,7 @@ def test_mistake_is_found_named_and_proved(judge: Judge, tmp_path: Path) -> None
     assert again.startswith("mm2-test port --model ")
     assert again.endswith(f" --output-dir {tmp_path / 'out'}")
     markdown = (tmp_path / "out" / "report" / "report.md").read_text()
-    assert "- layers 0-3: match gate\\_up\\_swapped: leaves ρ" in markdown
+    assert "- layers 0-1: match gate\\_up\\_swapped: leaves ρ" in markdown
 
 
 @pytest.mark.slow
@@ -122,7 +146,7 @@ def test_golden_is_made_once_and_again_when_it_is_gone(toy: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_summary_tells_what_each_stage_found_and_how_to_go_on(
-    judge: Judge, tmp_path: Path, toy: Path, golden: Path
+    judge: Judge, tmp_path: Path, shallow: Path, shallow_golden: Path
 ) -> None:
     source = tmp_path / "wrong.py"
     source.write_text(WRONG.format(examples=str(EXAMPLES)))
@@ -137,7 +161,7 @@ def test_summary_tells_what_each_stage_found_and_how_to_go_on(
     assert diagnosis.startswith("  diagnosis  wrong: layers 0-")
     assert diagnosis.endswith(", gate_up_swapped")
     assert title == "Next"
-    options = f"--model {toy} --golden {golden} --target {target} --backend cpu"
+    options = f"--model {shallow} --golden {shallow_golden} --target {target} --backend cpu"
     assert command.startswith(f"  mm2-test port {options} ")
     assert command.endswith(f" --output-dir {tmp_path / 'out'}")
 
@@ -154,9 +178,9 @@ if "sweep" in sys.argv:
 
 
 def test_wrong_port_is_wrong_though_its_diagnosis_cannot_be_carried_out(
-    judge: Judge, golden: Path, tmp_path: Path
+    judge: Judge, shallow_golden: Path, tmp_path: Path
 ) -> None:
-    own = shutil.copytree(golden, tmp_path / "golden")
+    own = shutil.copytree(shallow_golden, tmp_path / "golden")
     source = tmp_path / "wrong.py"
     text = DESTRUCTIVE.format(examples=str(EXAMPLES), layer=str(own / "layer_1.safetensors"))
     source.write_text("from pathlib import Path\n" + text)

@@ -19,7 +19,7 @@ from neuron.devices.backend_choice import choose_backend
 from neuron.devices.compile_counts import CompileCounts
 from neuron.devices.distributed import probe_group, process_group
 from neuron.devices.ranks import Ranks
-from neuron.devices.runtime import open_runtime
+from neuron.devices.runtime import open_runtime, to_host
 
 MOST_GRAPHS = 3
 
@@ -251,6 +251,31 @@ class TestBackends:
     def test_xla_on_the_cpu_opens_as_itself(self, counted: dict[str, dict[str, Any]]) -> None:
         provenance = json.loads(counted["two"]["stdout"])["description"]["provenance"]
         assert (provenance["backend"], provenance["environment"]["PJRT_DEVICE"]) == ("xla-cpu", "CPU")
+
+
+class TestToHost:
+    def test_what_is_there_is_not_copied(self) -> None:
+        tensors = [torch.ones(2), torch.zeros(3)]
+        assert [tensor.data_ptr() for tensor in to_host(tensors)] == [one.data_ptr() for one in tensors]
+
+    def test_all_come_in_their_order_with_their_dtypes_from_xla(
+        self, needs_xla: None, run_python: Any
+    ) -> None:
+        code = """
+import torch
+from neuron.devices.runtime import open_runtime, to_host
+
+tensors = [torch.arange(6).view(2, 3), torch.ones(4, dtype=torch.bfloat16), torch.full((), 0.5), torch.empty(0, 3)]
+with open_runtime("xla-cpu") as runtime:
+    sent = [tensor.to(runtime.device) for tensor in tensors]
+    # One that is not computed yet, one that comes twice, and one that never left the host.
+    found = to_host([*sent, sent[1] + 1, sent[1], tensors[0]])
+wanted = [*tensors, tensors[1] + 1, tensors[1], tensors[0]]
+print(all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(found, wanted, strict=True)))
+print({str(tensor.device) for tensor in found})
+"""
+        done = run_python(code)
+        assert done.stdout.splitlines() == ["True", "{'cpu'}"], done.stderr
 
 
 @pytest.mark.neuron

@@ -62,7 +62,10 @@ def Made(config: Config, layer_idx):
 
 @pytest.fixture(scope="module")
 def results(
-    serve: Callable[..., list[dict[str, Any]]], toy: Path, golden: Path, tmp_path_factory: Any
+    serve: Callable[..., list[dict[str, Any]]],
+    small_fp8: Path,
+    small_golden: Path,
+    tmp_path_factory: Any,
 ) -> dict[str, dict[str, Any]]:
     """Exit code, stdout and stderr of each command, by command and target."""
     folder = tmp_path_factory.mktemp("application")
@@ -70,8 +73,8 @@ def results(
     commands: dict[str, tuple[object, ...]] = {}
 
     def sweep(name: str, target: str, command: tuple[object, ...] = ("sweep", "--layers", "1:2")) -> None:
-        judged = ("--golden", golden, "--backend", "cpu", "--captures", folder / name.replace(" ", "_"))
-        commands[name] = (*command, "--model", toy, *judged, "--target", f"nxdi:{target}", "--json")
+        judged = ("--golden", small_golden, "--backend", "cpu", "--captures", folder / name.replace(" ", "_"))
+        commands[name] = (*command, "--model", small_fp8, *judged, "--target", f"nxdi:{target}", "--json")
 
     for name in (*SWEPT, *OTHER):
         sweep(f"sweep {name}", f"{PORT}:{name}")
@@ -84,7 +87,7 @@ def results(
         commands[f"weights {name}"] = (
             "weights",
             "--model",
-            toy,
+            small_fp8,
             "--layer",
             1,
             "--target",
@@ -92,11 +95,22 @@ def results(
         )
     traced = folder / "layer_1.pt2"
     commands["trace AsDeclared"] = (
-        *("trace", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu"),
+        *("trace", "--layer", 1, "--model", small_fp8, "--golden", small_golden, "--backend", "cpu"),
         *("--target", f"nxdi:{PORT}:AsDeclared", "--output", traced),
     )
     commands["sweep traced"] = (
-        *("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu", "--json"),
+        *(
+            "single-layer",
+            "--layer",
+            1,
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--backend",
+            "cpu",
+            "--json",
+        ),
         *("--target", f"traced:{traced}", "--captures", folder / "traced"),
     )
     done = serve(list(commands.values()), **ENVIRONMENT)
@@ -195,7 +209,7 @@ class TestSweep:
         result = results["sweep Misfit"]
         assert result["exit_code"] == 3
         assert "UntransposingForCausalLM.convert_hf_to_neuron_state_dict gives weights" in result["stderr"]
-        assert "down_proj.weight (expected [32, 128, 256], found [32, 256, 128])" in result["stderr"]
+        assert "down_proj.weight (expected [8, 32, 64], found [8, 64, 32])" in result["stderr"]
         assert "mm2_causal_lm = None" in result["stderr"]
 
     def test_print_of_a_port_does_not_reach_standard_output(self, results: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ class Swapped(Application):
     @classmethod
     def reorder(cls, tensors, index):
         if index == 2:
-            for expert in range(32):
+            for expert in range(8):
                 gate, up = (f"block_sparse_moe.experts.{{expert}}.{{name}}.weight" for name in ("w1", "w3"))
                 tensors[gate], tensors[up] = tensors[up], tensors[gate]
         return tensors
@@ -65,10 +65,10 @@ neuron_config.tensor_replacement_config = TensorReplacementConfig(
     ref_dir=f"{folder}/reference", neuron_dir=f"{folder}/shapes",
     tf_map=map_steps(None, num_layers=4, num_steps=17), neuron_config=copy.deepcopy(neuron_config),
 )
-values = vars(target_config(ModelSpec.from_folder(Path(toy)), ranks=None))
+values = vars(target_config(ModelSpec.from_folder(Path(model)), ranks=None))
 values.pop("ranks", None)
-config = ByHand.get_config_cls()(neuron_config, **{**values, "_name_or_path": toy, "pad_token_id": 0})
-application = ByHand(toy, config)
+config = ByHand.get_config_cls()(neuron_config, **{**values, "_name_or_path": model, "pad_token_id": 0})
+application = ByHand(model, config)
 application.compile("nowhere")
 application.load("nowhere")
 for point in points:
@@ -95,7 +95,7 @@ from neuron.ports.targets import find_model_target
 from neuron.replacement.stream import cut_stream
 
 capture = Capture.open(Path(golden))
-inputs, spec = capture.read_inputs(), ModelSpec.from_folder(Path(toy))
+inputs, spec = capture.read_inputs(), ModelSpec.from_folder(Path(model))
 passes = plan_passes(inputs, 2)
 stream = capture.read(3, Site.INPUT)
 
@@ -104,7 +104,7 @@ def run(device, point):
     batch = replace(ModelBatch.of(inputs, num_decoded=2, max_new_tokens=0), replaces_stream=True)
     module = target.build(spec, dtype=torch.bfloat16, batch=batch)
     loader = WeightLoader(torch.device(device), wait=lambda: None, pool=ReadingPool(1))
-    with CheckpointReader(Path(toy)) as reader:
+    with CheckpointReader(Path(model)) as reader:
         target.load(module, reader, spec, dtype=torch.bfloat16, loader=loader)
     logits = []
     for one in passes:
@@ -133,14 +133,16 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_mm2_replaces_the_stream_of_applications(serve: Any, port: Path, toy: Path, golden: Path) -> None:
+def test_mm2_replaces_the_stream_of_applications(
+    serve: Any, port: Path, small_fp8: Path, small_golden: Path
+) -> None:
     common = (
         "bisect",
         "--whole",
         "--model",
-        toy,
+        small_fp8,
         "--golden",
-        golden,
+        small_golden,
         "--backend",
         "cpu",
         "--json",
@@ -160,20 +162,20 @@ def test_mm2_replaces_the_stream_of_applications(serve: Any, port: Path, toy: Pa
 
 
 def test_compiled_graph_takes_the_stream_that_the_cpu_takes(
-    run_python: Any, port: Path, toy: Path, golden: Path
+    forked_python: Any, port: Path, small_fp8: Path, small_golden: Path
 ) -> None:
-    places = f"port, toy, golden = {str(port)!r}, {str(toy)!r}, {str(golden)!r}\n"
-    done = run_python(places + COMPILED, **STAND_IN)
+    places = f"port, model, golden = {str(port)!r}, {str(small_fp8)!r}, {str(small_golden)!r}\n"
+    done = forked_python(places + COMPILED, **STAND_IN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "same"
 
 
 class TestByHand:
-    def command(self, toy: Path, golden: Path, folder: Path) -> tuple[object, ...]:
+    def command(self, model: Path, golden: Path, folder: Path) -> tuple[object, ...]:
         arguments = (
             "replacement",
             "--model",
-            toy,
+            model,
             "--golden",
             golden,
             "--format",
@@ -184,21 +186,27 @@ class TestByHand:
         return (*arguments, "--output-dir", folder)
 
     def by_hand(
-        self, run_python: Any, port: Path, toy: Path, folder: Path, points: object, **other: Any
+        self, forked_python: Any, port: Path, model: Path, folder: Path, points: object, **other: Any
     ) -> list[str]:
-        values = {"port": str(port), "toy": str(toy), "folder": str(folder), "points": points, "other": other}
+        values = {
+            "port": str(port),
+            "model": str(model),
+            "folder": str(folder),
+            "points": points,
+            "other": other,
+        }
         code = "\n".join(f"{name} = {value!r}" for name, value in values.items()) + BY_HAND
-        done = run_python(code, **STAND_IN)
+        done = forked_python(code, **STAND_IN)
         assert done.returncode == 0, done.stderr
         return list(done.stdout.splitlines())
 
     def test_runs_asked_for_name_the_wrong_layer(
-        self, run: Any, run_python: Any, port: Path, toy: Path, golden: Path, tmp_path: Path
+        self, run: Any, forked_python: Any, port: Path, small_fp8: Path, small_golden: Path, tmp_path: Path
     ) -> None:
         folder = tmp_path / "replaced"
         points = []
         for _ in range(4):
-            result = run(*self.command(toy, golden, folder))
+            result = run(*self.command(small_fp8, small_golden, folder))
             record = json.loads(result.stdout)
             if record["is_finished"]:
                 break
@@ -206,18 +214,18 @@ class TestByHand:
             point = record["waits_for"]["point"]
             assert f"point={point})" in "\n".join(record["lines"])
             points.append(point)
-            self.by_hand(run_python, port, toy, folder, [point])
+            self.by_hand(forked_python, port, small_fp8, folder, [point])
         assert points == [2, 4, 3]
         assert (result.exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [2])
         assert [command.split()[-1] for command in record["next"]] == ["--anew"]
 
     def test_application_of_other_sizes_is_refused(
-        self, run: Any, run_python: Any, port: Path, toy: Path, golden: Path, tmp_path: Path
+        self, run: Any, forked_python: Any, port: Path, small_fp8: Path, small_golden: Path, tmp_path: Path
     ) -> None:
         folder = tmp_path / "replaced"
-        run(*self.command(toy, golden, folder))
+        run(*self.command(small_fp8, small_golden, folder))
         (printed,) = self.by_hand(
-            run_python, port, toy, folder, [2], max_context_length=64, enable_bucketing=True
+            forked_python, port, small_fp8, folder, [2], max_context_length=64, enable_bucketing=True
         )
         assert "expected max_context_length=128, enable_bucketing=False" in printed
         assert "found max_context_length=64, enable_bucketing=True" in printed

@@ -171,10 +171,10 @@ class Port(ReferenceLayer):
 
     @pytest.mark.parametrize(("reuse", "built"), [(True, [0]), (False, [0, 1, 2, 3])])
     def test_reused_port_is_built_once_and_another_per_layer(
-        self, process: Any, write_port: Any, toy: Path, reuse: bool, built: list[int]
+        self, forked: Any, write_port: Any, small: Path, reuse: bool, built: list[int]
     ) -> None:
         target = write_port(self.COUNTING.format(reuse=reuse))
-        done = process("multi-layer", "--layers", "0:4", "--model", toy, "--target", target, "--seq-len", 4)
+        done = forked("multi-layer", "--layers", "0:4", "--model", small, "--target", target, "--seq-len", 4)
         assert [line for line in done.stderr.splitlines() if line.startswith("built")][
             -1
         ] == f"built: {built}"
@@ -205,10 +205,10 @@ class Port(ReferenceLayer):
 
     @pytest.mark.parametrize(("reuse", "calls"), [(False, [1, 1, 1]), (True, [1, 2, 3])])
     def test_state_lasts_as_long_as_the_module(
-        self, process: Any, write_port: Any, toy: Path, reuse: bool, calls: list[int]
+        self, forked: Any, write_port: Any, small: Path, reuse: bool, calls: list[int]
     ) -> None:
         target = write_port(self.COUNTING.format(reuse=reuse))
-        done = process("multi-layer", "--layers", "0:3", "--model", toy, "--target", target, "--seq-len", 4)
+        done = forked("multi-layer", "--layers", "0:3", "--model", small, "--target", target, "--seq-len", 4)
         found = [line for line in done.stderr.splitlines() if line.startswith("calls")]
         assert found == [f"calls: {count}" for count in calls], done.stderr
 
@@ -221,14 +221,24 @@ class Port(ReferenceLayer):
         assert "1 missing: calls" in result.stderr
 
     def test_factory_may_be_a_function_that_says_reuse(
-        self, process: Any, write_port: Any, toy: Path
+        self, forked: Any, write_port: Any, small: Path
     ) -> None:
         port = self.COUNTING.format(reuse=False).replace("class Port", "class Counting")
         port += (
             "\ndef Port(config, layer_idx):\n    return Counting(config, layer_idx)\n\nPort.reuse = True\n"
         )
-        done = process(
-            *("multi-layer", "--layers", "0:2", "--model", toy, "--target", write_port(port), "--seq-len", 4)
+        done = forked(
+            *(
+                "multi-layer",
+                "--layers",
+                "0:2",
+                "--model",
+                small,
+                "--target",
+                write_port(port),
+                "--seq-len",
+                4,
+            )
         )
         assert "calls: 2" in done.stderr, done.stderr
 
@@ -435,9 +445,9 @@ class Port(ReferenceLayer):
 """
 
 
-def test_what_a_port_prints_is_no_result(process: Any, small: Path, write_port: Any) -> None:
+def test_what_a_port_prints_is_no_result(forked: Any, small: Path, write_port: Any) -> None:
     common = ("single-layer", "--layer", 0, "--model", small, "--seq-len", 5, "--backend", "cpu", "--json")
-    done = process(*common, "--target", write_port(PRINTS))
+    done = forked(*common, "--target", write_port(PRINTS))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["complete"]
     assert all(text in done.stderr for text in ("imported", "running", "from a process of its own"))

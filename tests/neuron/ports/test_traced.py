@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click.testing
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from minimax_tools.capture.reader import Capture
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.cli import main as mm2_test
 from neuron.ports.targets import find_target
 
 EXAMPLE = Path(__file__).parents[3] / "scripts" / "examples" / "port.py"
@@ -24,33 +26,33 @@ Trace = Callable[..., Any]
 
 
 @pytest.fixture
-def trace(run: Any, tmp_path: Path, command: Any) -> Trace:
+def trace(tmp_path: Path, command: Any) -> Trace:
     """Traces a layer of a model, of the small one and the example port by default; the command's result."""
-    from neuron.cli import main
 
     def run_trace(model: Path, *arguments: object, layer: int = 0, file: str = "traced.pt2") -> Any:
-        given = (
-            "trace",
-            "--model",
-            model,
-            "--layer",
-            layer,
-            "--output",
-            tmp_path / file,
-            "--json",
-            "--quiet",
-        )
-        return command(main, *given, *arguments)
+        place = ("--model", model, "--layer", layer, "--output", tmp_path / file)
+        return command(mm2_test, "trace", *place, "--json", "--quiet", *arguments)
 
     return run_trace
 
 
-@pytest.fixture
-def traced(trace: Trace, small: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def traced_once(small: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Layer 1 of the small model through the example port, for rows of 12 and 7 tokens."""
-    result = trace(small, "--target", f"{EXAMPLE}:DecoderLayer", *ROWS, layer=1)
-    assert result.exit_code == 0, result.stderr
-    return tmp_path / "traced.pt2"
+    file = tmp_path_factory.mktemp("traced") / "traced.pt2"
+    port = ("--target", f"{EXAMPLE}:DecoderLayer")
+    given = ("trace", "--model", small, "--layer", 1, *port, *ROWS, "--output", file, "--quiet")
+    result = click.testing.CliRunner().invoke(mm2_test, [str(argument) for argument in given])
+    assert result.exit_code == 0, result.output
+    return file.read_bytes()
+
+
+@pytest.fixture
+def traced(traced_once: bytes, tmp_path: Path) -> Path:
+    """A file of this test's own: layer 1 of the small model through the example port."""
+    file = tmp_path / "traced.pt2"
+    file.write_bytes(traced_once)
+    return file
 
 
 @pytest.fixture
@@ -76,14 +78,14 @@ def test_gives_bit_for_bit_what_the_port_gives_at_every_site(run_traced: Any, tr
 
 
 def test_is_judged_by_a_golden_with_a_file_for_each_layer(
-    trace: Trace, run: Any, toy: Path, golden: Path, tmp_path: Path
+    trace: Trace, run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
 ) -> None:
     for layer in (1, 2):
-        arguments = ("--golden", golden, "--target", f"{EXAMPLE}:DecoderLayer")
-        result = trace(toy, *arguments, layer=layer, file=f"layer_{layer}.pt2")
+        arguments = ("--golden", small_golden, "--target", f"{EXAMPLE}:DecoderLayer")
+        result = trace(small_fp8, *arguments, layer=layer, file=f"layer_{layer}.pt2")
         assert result.exit_code == 0, result.stderr
     target = f"traced:{tmp_path}/layer_{{layer}}.pt2"
-    sweep = ("sweep", "--model", toy, "--golden", golden, "--target", target, "--json")
+    sweep = ("sweep", "--model", small_fp8, "--golden", small_golden, "--target", target, "--json")
     record = json.loads(run(*sweep, "--layers", "1:3").stdout)
     assert (record["verdict"], record["compared"], record["of"]) == ("pass", 34, 34)
     beyond = run(*sweep, "--layers", "1:4")
@@ -122,7 +124,7 @@ def test_file_of_another_layer_counts_for_the_digest(traced: Path, tmp_path: Pat
 
 
 def test_mistake_is_blamed_on_its_site(
-    trace: Trace, run: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path
+    trace: Trace, run: Any, write_port: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
 ) -> None:
     port = """
 class Port(ReferenceLayer):
@@ -130,9 +132,9 @@ class Port(ReferenceLayer):
         tensors["self_attn.k_norm.weight"] = tensors["self_attn.k_norm.weight"] * 0.5
         return tensors
 """
-    assert trace(toy, "--golden", golden, "--target", write_port(port)).exit_code == 0
+    assert trace(small_fp8, "--golden", small_golden, "--target", write_port(port)).exit_code == 0
     target = f"traced:{tmp_path}/traced.pt2"
-    arguments = ("--model", toy, "--golden", golden, "--target", target, "--json")
+    arguments = ("--model", small_fp8, "--golden", small_golden, "--target", target, "--json")
     result = run("single-layer", "--layer", 0, *arguments)
     assert result.exit_code == 1
     assert [blame["sites"] for blame in json.loads(result.stdout)["blame"]] == [["k_norm"]]
@@ -200,10 +202,12 @@ def test_weights_of_another_model_are_refused(run_traced: Any, traced: Path, tmp
     assert "layer 1 has other norms, router gate or bias" in result.stderr
 
 
-def test_component_cannot_be_fed(run: Any, trace: Trace, toy: Path, golden: Path, tmp_path: Path) -> None:
-    assert trace(toy, "--golden", golden, "--target", "reference", layer=1).exit_code == 0
+def test_component_cannot_be_fed(
+    run: Any, trace: Trace, small_fp8: Path, small_golden: Path, tmp_path: Path
+) -> None:
+    assert trace(small_fp8, "--golden", small_golden, "--target", "reference", layer=1).exit_code == 0
     target = f"traced:{tmp_path}/traced.pt2"
-    arguments = ("--model", toy, "--golden", golden, "--target", target)
+    arguments = ("--model", small_fp8, "--golden", small_golden, "--target", target)
     result = run("component", "--layer", 1, "--component", "experts", *arguments)
     assert result.exit_code == 3
     assert "cannot be fed at" in result.stderr

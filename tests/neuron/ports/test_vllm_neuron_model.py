@@ -33,11 +33,21 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def run_port(run: Any, tmp_path: Path, toy: Path, golden: Path, stand_in: None) -> Any:
-    """Runs one of the test's models on the toy: the result, and its JSON."""
+def run_port(run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_in: None) -> Any:
+    """Runs one of the test's models on the small model: the result, and its JSON."""
 
     def run_model(name: str, *options: object, file: Path = PORT) -> tuple[Any, dict[str, Any]]:
-        arguments = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
+        arguments = (
+            "model",
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--backend",
+            "cpu",
+            "--json",
+            "--quiet",
+        )
         target = f"vllm-neuron:{file}:{name}"
         result = run(*arguments, "--target", target, "--output-dir", tmp_path / "run", *options)
         return result, json.loads(result.stdout) if result.stdout else {}
@@ -102,7 +112,7 @@ def test_weights_that_the_model_did_not_load_are_named(run_port: Any) -> None:
 
 
 def test_a_model_that_takes_fp8_gets_the_checkpoint_as_it_is(
-    run_port: Any, tmp_path: Path, toy: Path
+    run_port: Any, tmp_path: Path, small_fp8: Path
 ) -> None:
     file = tmp_path / "fp8_port.py"
     file.write_text(
@@ -113,16 +123,27 @@ def test_a_model_that_takes_fp8_gets_the_checkpoint_as_it_is(
     )
     result, _ = run_port("Model", file=file)
     assert result.exit_code == 3
-    assert f"loaded from {toy}" in " ".join(result.stderr.split())
+    assert f"loaded from {small_fp8}" in " ".join(result.stderr.split())
 
 
 @pytest.fixture
-def run_ranks(process: Any, toy: Path, golden: Path) -> Any:
+def run_ranks(forked: Any, small_fp8: Path, small_golden: Path) -> Any:
     """Runs one of the test's models on two ranks of the CPU: the process, and its JSON."""
 
     def run_model(name: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-        given = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--tp-degree", 2, "--json")
-        done: subprocess.CompletedProcess[str] = process(
+        given = (
+            "model",
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--backend",
+            "cpu",
+            "--tp-degree",
+            2,
+            "--json",
+        )
+        done: subprocess.CompletedProcess[str] = forked(
             *given,
             "--target",
             f"vllm-neuron:{PORT}:{name}",
@@ -141,6 +162,7 @@ def test_a_right_model_passes_on_two_ranks_that_divide_the_tokens(run_ranks: Any
     assert (record["compared"], record["of"]) == (31, 71)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_named_on_two_ranks_too(run_ranks: Any) -> None:
     done, record = run_ranks("Swapped")
     assert (done.returncode, record["verdict"]) == (1, "fail"), done.stderr
@@ -148,6 +170,7 @@ def test_a_mistake_is_named_on_two_ranks_too(run_ranks: Any) -> None:
     assert (first["number"], first["layer"], first["mistake"]) == (0, 2, "gate_up_swapped")
 
 
+@pytest.mark.slow
 def test_a_norm_for_each_rank_is_placed(run_ranks: Any) -> None:
     done, record = run_ranks("NormPerRank")
     assert (done.returncode, record["verdict"]) == (1, "fail"), done.stderr
@@ -172,18 +195,20 @@ def test_a_class_that_the_runner_cannot_call_is_refused(run_port: Any) -> None:
     assert "from_configs(hf_config, neuron_config)" in result.stderr
 
 
-def test_what_names_no_class_is_a_usage_error(run: Any, toy: Path, golden: Path, stand_in: None) -> None:
-    result = run("model", "--model", toy, "--golden", golden, "--target", "vllm-neuron:port")
+def test_what_names_no_class_is_a_usage_error(
+    run: Any, small_fp8: Path, small_golden: Path, stand_in: None
+) -> None:
+    result = run("model", "--model", small_fp8, "--golden", small_golden, "--target", "vllm-neuron:port")
     assert result.exit_code == 2
     assert "vllm-neuron:PATH.py:NAME or vllm-neuron:package.module:NAME" in " ".join(result.stderr.split())
 
 
 def test_without_the_plugin_it_says_what_to_install(
-    run_python: Any, run: Any, toy: Path, golden: Path
+    forked_python: Any, run: Any, small_fp8: Path, small_golden: Path
 ) -> None:
-    if run_python("import vllm_neuron.model.neuron_config").returncode == 0:
+    if forked_python("import vllm_neuron.model.neuron_config").returncode == 0:
         pytest.skip("the vLLM Neuron plugin is installed")
-    arguments = ("model", "--model", toy, "--golden", golden, "--backend", "cpu")
+    arguments = ("model", "--model", small_fp8, "--golden", small_golden, "--backend", "cpu")
     result = run(*arguments, "--target", "vllm-neuron:some.module:Model")
     assert result.exit_code == 3
     assert "needs the packages vllm and vllm_neuron" in result.stderr
@@ -191,13 +216,13 @@ def test_without_the_plugin_it_says_what_to_install(
 
 
 def test_the_model_passes_on_the_plugin_itself(
-    run_python: Any, process: Any, toy: Path, golden: Path
+    forked_python: Any, process: Any, small_fp8: Path, small_golden: Path
 ) -> None:
-    done = run_python("import vllm_neuron.nn, vllm_neuron.utils.checkpoints")
+    done = forked_python("import vllm_neuron.nn, vllm_neuron.utils.checkpoints")
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["it is not installed"])[-1]
         pytest.skip(f"the vLLM Neuron plugin cannot be imported: {reason}")
-    given = ("model", "--model", toy, "--golden", golden, "--backend", "cpu", "--json")
+    given = ("model", "--model", small_fp8, "--golden", small_golden, "--backend", "cpu", "--json")
     done = process(*given, "--target", f"vllm-neuron:{PORT}:MiniMaxM2ForCausalLM", VLLM_NEURON_CPU_MODE="1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "pass"

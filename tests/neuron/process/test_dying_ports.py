@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,16 +23,13 @@ REPOSITORY = Path(__file__).parents[3]
 # Processes import torch, on a machine that may have much else to do.
 DEADLINE_S = 300
 # A layer of the small model takes milliseconds.
-LAYER_TIMEOUT_S = 3
+LAYER_TIMEOUT_S = 2
 
-# Runs several commands, each supervised as from a shell, in a process that imports torch once for all.
+# Runs several commands, each supervised as from a shell, in a process that has torch imported.
 SUPERVISED = """
 import json, os, sys, tempfile
-from minimax_tools.command_line.work import work_of
 from neuron.cli import main
 from neuron.process.supervisor import supervise
-for command in main.commands.values():  # the work of all commands, and torch with it, before the forks
-    [work.load() for work in work_of(command)]
 kept, done = [os.dup(1), os.dup(2)], {}
 for name, arguments in json.loads(sys.stdin.read()).items():
     files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
@@ -88,8 +86,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(small: Path, toy: Path, golden: Path, folder: Path) -> dict[str, Ended]:
-    """The ends of all commands of this file, by name; torch is imported once for all."""
+def ended(
+    forked_python: Any, small: Path, small_fp8: Path, small_golden: Path, folder: Path
+) -> dict[str, Ended]:
+    """The ends of all commands of this file, by name."""
     commands: dict[str, tuple[object, ...]] = {}
     for death in DEATHS:
         command = layers_of(small, death.write(folder), folder / death.name)
@@ -103,10 +103,20 @@ def ended(small: Path, toy: Path, golden: Path, folder: Path) -> dict[str, Ended
         ("late 1", 1, {"imported": LATE.format(exit_code=1)}),
     ):
         port = ("--target", write_port(folder / f"{name}.py", places), "--output-dir", folder / name)
-        run = ("single-layer", "--layer", layer, "--model", toy, "--golden", golden, "--backend", "cpu")
+        run = (
+            "single-layer",
+            "--layer",
+            layer,
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--backend",
+            "cpu",
+        )
         commands[name] = (*run, *port, "--json")
     target = ("--target", write_port(folder / "port.py", {"run": "os._exit(0)"}))
-    on_golden = (*target, "--model", toy, "--golden", golden, "--backend", "cpu")
+    on_golden = (*target, "--model", small_fp8, "--golden", small_golden, "--backend", "cpu")
     on_tokens = (*target, "--model", small)
     moe = ("--layer", 2, "--component", "moe")
     commands |= {
@@ -123,25 +133,23 @@ def ended(small: Path, toy: Path, golden: Path, folder: Path) -> dict[str, Ended
     for place in PLACES:
         code = DISTURBING.format(folder=str(folder / "elsewhere"))
         write_port(folder / f"disturbing_{place}.py", {place: code})
-        model, of_golden = (Path(os.path.relpath(path, folder)) for path in (toy, golden))
+        model, of_golden = (Path(os.path.relpath(path, folder)) for path in (small_fp8, small_golden))
         # One report is enough, for the port that disturbs all that follows: its charts take long.
         report = ("--report-path", "report") if place == PLACES[0] else ()
         commands[f"disturbed {place}"] = (
             *("sweep", "--target", f"disturbing_{place}.py:Port", "--model", model, "--golden", of_golden),
+            # The port disturbs in layer 2; layer 3 runs after it.
+            *("--layers", "2:4"),
             *("--backend", "cpu", "--output-dir", f"run_{place}", *report, "--json"),
         )
     commands["disturbed trace"] = (
         *("trace", "--target", "disturbing_imported.py:Port", "--model", model, "--layer", 1),
         *("--output", "traced/layer.pt2", "--json"),
     )
-    done = subprocess.run(
-        [sys.executable, "-c", SUPERVISED],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        input=json.dumps({name: [str(word) for word in words] for name, words in commands.items()}),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = forked_python(
+        SUPERVISED,
+        folder=folder,
+        standard_input=json.dumps({name: [str(word) for word in words] for name, words in commands.items()}),
     )
     assert done.returncode == 0, done.stderr
     return {name: Ended(**how) for name, how in json.loads(done.stdout).items()}

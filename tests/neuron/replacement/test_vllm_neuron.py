@@ -77,14 +77,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Engine:
     """An engine whose runner replaces tensors: of each request it prefills the tokens, and returns one more."""
 
-    def __init__(self, name: str, *, toy: Path, options: dict[str, str]) -> None:
+    def __init__(self, name: str, *, model: Path, options: dict[str, str]) -> None:
         from vllm_neuron.accuracy.tensor_replacement import TensorReplacer
 
-        spec = ModelSpec.from_folder(toy)
+        spec = ModelSpec.from_folder(model)
         target = find_model_target(name)
         self.model: Any = target.build(spec, dtype=torch.bfloat16, ranks=Ranks())
         loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=ReadingPool(1))
-        with CheckpointReader(toy) as reader:
+        with CheckpointReader(model) as reader:
             target.load(self.model, reader, spec, dtype=torch.bfloat16, loader=loader)
         self.replacer = TensorReplacer(
             torch.load(options["tensors_path"], weights_only=False),
@@ -112,7 +112,7 @@ class Engine:
 
 
 @pytest.fixture
-def search(run: Any, tmp_path: Path, toy: Path, golden: Path, stand_in: None) -> Any:
+def search(run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_in: None) -> Any:
     """Makes all runs that the command asks for: its last record, and the points."""
     file, folder = tmp_path / "replacing_port.py", tmp_path / "replaced"
     file.write_text(SOURCE)
@@ -120,8 +120,16 @@ def search(run: Any, tmp_path: Path, toy: Path, golden: Path, stand_in: None) ->
     def make_runs(name: str) -> tuple[Any, list[int | None]]:
         points = []
         while True:
-            arguments = ("replacement", "--model", toy, "--golden", golden, "--format", "vllm-neuron")
-            result = run(*arguments, "--output-dir", folder, "--decode", 10, "--json", "--quiet")
+            arguments = (
+                "replacement",
+                "--model",
+                small_fp8,
+                "--golden",
+                small_golden,
+                "--format",
+                "vllm-neuron",
+            )
+            result = run(*arguments, "--output-dir", folder, "--decode", 3, "--json", "--quiet")
             record = json.loads(result.stdout)
             if record["is_finished"]:
                 return record, points
@@ -131,7 +139,7 @@ def search(run: Any, tmp_path: Path, toy: Path, golden: Path, stand_in: None) ->
             (line,) = [line for line in record["lines"] if "additional_config" in line]
             options = json.loads(line.partition("=")[2].rstrip(","))["neuron_config"]["tensor_replacement"]
             with open_runtime("cpu", ranks=Ranks()):
-                engine = Engine(f"vllm-neuron:{file}:{name}", toy=toy, options=options)
+                engine = Engine(f"vllm-neuron:{file}:{name}", model=small_fp8, options=options)
                 run_replaced(engine, folder, point=point)
 
     return make_runs
@@ -152,16 +160,16 @@ def test_wrong_layer_is_named(search: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Swapped", "SwappedSummands"])
 def test_mm2_runs_a_model_itself(
-    run: Any, tmp_path: Path, toy: Path, golden: Path, stand_in: None, name: str
+    run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_in: None, name: str
 ) -> None:
     target = f"vllm-neuron:{PORTS / 'vllm_neuron_port.py'}:{name}"
     arguments = (
         "bisect",
         "--whole",
         "--model",
-        toy,
+        small_fp8,
         "--golden",
-        golden,
+        small_golden,
         "--target",
         target,
         "--backend",
@@ -209,7 +217,7 @@ class TestReplaceStream:
 
 
 def test_engine_without_the_whole_vocabulary_is_refused(
-    run: Any, tmp_path: Path, toy: Path, golden: Path, stand_in: None
+    run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_in: None
 ) -> None:
     class Engine:
         def generate(self, requests: list[Any], parameters: Any) -> list[Any]:
@@ -217,7 +225,16 @@ def test_engine_without_the_whole_vocabulary_is_refused(
             return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=logprobs)])] * len(requests)
 
     folder = tmp_path / "replaced"
-    arguments = ("replacement", "--model", toy, "--golden", golden, "--format", "vllm-neuron", "--quiet")
+    arguments = (
+        "replacement",
+        "--model",
+        small_fp8,
+        "--golden",
+        small_golden,
+        "--format",
+        "vllm-neuron",
+        "--quiet",
+    )
     run(*arguments, "--output-dir", folder)
     with pytest.raises(TargetError, match=r"lack 511 tokens of the vocabulary.*max_logprobs=-1"):
         run_replaced(Engine(), folder, point=2)

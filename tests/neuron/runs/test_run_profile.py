@@ -64,20 +64,6 @@ def test_nothing_is_profiled_unasked(run: Any, small: Path, tmp_path: Path) -> N
     assert not (tmp_path / "plain" / "profile.json").exists()
 
 
-def test_compiling_and_sending_are_told_apart_on_xla(
-    needs_xla: None, serve: Any, small: Path, tmp_path: Path
-) -> None:
-    common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", "12,7", "--backend", "xla-cpu")
-    # What compiling takes is not judged: the compiler need not try.
-    fast = "--xla_backend_optimization_level=0"
-    (result,) = serve([(*common, "--profile", "--output-dir", tmp_path / "xla")], XLA_FLAGS=fast)
-    assert result["exit_code"] == 0, result["stderr"]
-    first, second = RunProfile.read(tmp_path / "xla").layers
-    assert first.times.compile_s > 0.0
-    assert second.times.compile_s == 0.0
-    assert min(first.times.transfer_s, second.times.transfer_s) > 0.0
-
-
 @pytest.mark.parametrize(
     ("damage", "found"),
     [

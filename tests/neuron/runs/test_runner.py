@@ -60,7 +60,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     "preset",
     [
         ("sweep",),
-        ("multi-layer", "--start-layer", 1, "--end-layer", 3),
+        pytest.param(("multi-layer", "--start-layer", 1, "--end-layer", 3), marks=pytest.mark.slow),
         ("full",),
     ],
 )
@@ -180,7 +180,8 @@ class TestBegunAnew:
     def left(self, run: Any, write_port: Any, fail_at: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:
         """Leaves a sweep that failed at layer 2; goes on with it, with other arguments if given."""
         target = write_port(STUMBLING)
-        common = ("--model", toy, "--output-dir", tmp_path / "left")
+        # What is kept is decided for whole layers: their inputs and outputs are enough.
+        common = ("--model", toy, "--output-dir", tmp_path / "left", "--sites", "layer")
         fail_at(2)
         assert run("sweep", *common, "--golden", golden, "--target", target).exit_code == 3
         fail_at(None)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.capture.manifest import Manifest
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.read_ahead import stored_layer_bytes
@@ -144,34 +143,25 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of 157 MB in BF16, stored as FP8."""
+    """Two layers of 107 MB in BF16, stored as FP8."""
     folder = tmp_path_factory.mktemp("large") / "large"
     model = SyntheticModel(
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         hidden_size=1024,
         num_attention_heads=8,
         head_dim=128,
-        num_local_experts=48,
+        num_local_experts=32,
         intermediate_size=512,
-        vocab_size=40_000,
+        vocab_size=30_000,
     )
     synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
     return folder
 
 
-FAILS_AT_LAYER_2 = """
-from neuron.builtin.layer import DeviceLayer
-
-class Port(DeviceLayer):
-    def convert_state_dict(self, tensors, config, layer_idx):
-        if layer_idx == 2:
-            raise ValueError("no such layer")
-        return super().convert_state_dict(tensors, config, layer_idx)
-"""
-
-
 class TestReadingAhead:
-    @pytest.mark.parametrize("target", TARGETS)
+    @pytest.mark.parametrize(
+        "target", ["builtin", pytest.param("reference", marks=pytest.mark.slow), "converting"]
+    )
     def test_changes_no_bit_on_the_cpu(self, run: Any, small: Path, tmp_path: Path, target: str) -> None:
         common = ("full", "--model", small, "--seq-len", "12,7", "--target", TARGETS[target])
         for option in ("--prefetch", "--no-prefetch"):
@@ -227,37 +217,6 @@ class TestReadingAhead:
             assert (counted["later_layers"], counted["fallbacks"]) == (0, [])
         for prefetched, plain in zip(directories[::2], directories[1::2], strict=True):
             assert contents(prefetched) == contents(plain)
-
-    def test_weights_of_the_next_layer_are_prepared_while_a_device_computes(
-        self, needs_xla: None, serve: Any, small: Path, tmp_path: Path
-    ) -> None:
-        (tmp_path / "port.py").write_text(FAILS_AT_LAYER_2)
-        common = ("multi-layer", "--layers", "0:4", "--model", small, "--seq-len", "12,7", "--debug")
-        xla = (*common, "--backend", "xla-cpu", "--output-dir")
-        prepared, plain, failing = serve(
-            [
-                (*xla, tmp_path / "prepared", "--prefetch"),
-                (*xla, tmp_path / "plain", "--no-prefetch"),
-                (
-                    *common[:-1],
-                    *xla[len(common) :],
-                    tmp_path / "failing",
-                    "--prefetch",
-                    "--target",
-                    f"{tmp_path}/port.py:Port",
-                ),
-            ],
-            XLA_FLAGS="--xla_backend_optimization_level=0",
-        )
-        told = [line for line in prepared["stderr"].splitlines() if line.startswith("Preparing")]
-        assert told == [f"Preparing layer {layer}" for layer in (1, 2, 3)]
-        assert "Preparing" not in plain["stderr"]
-        # What is wrong with the weights of a layer ends the run at that layer, and not at the one before.
-        assert failing["exit_code"] == 3
-        assert "layer 2: convert_state_dict failed" in failing["stderr"]
-        # A port's own conversion may write to the module, which is still to run: it waits for its layer.
-        assert "Preparing" not in failing["stderr"]
-        assert Manifest.read(tmp_path / "failing").complete_layers == (0, 1)
 
     def test_where_the_cpu_computes_nothing_is_prepared(self, run: Any, small: Path) -> None:
         common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", 9, "--debug", "--prefetch")
@@ -472,93 +431,117 @@ class TestBudget:
         assert "'much': expected a size" in result.stderr
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers of few experts: with many tokens, what a layer computes is larger than its weights."""
+    folder = tmp_path_factory.mktemp("deep") / "deep"
+    model = SyntheticModel(num_hidden_layers=8, num_local_experts=4, num_experts_per_tok=2)
+    synthesize(folder, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def needed(large: Path) -> DeviceFootprint:
+    """What two layers of the large model need."""
+    spec = ModelSpec.from_folder(large)
+    return DeviceFootprint(
+        spec=spec,
+        dtype=torch.bfloat16,
+        inputs=build_inputs(InputRequest(seq_lens=(128, 128)), folder=large, spec=spec),
+        backend=Backend.CPU,
+        num_experts_at_once=find_target("builtin").num_experts_at_once(
+            spec, dtype=torch.bfloat16, is_lazy=False
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def allowed(needed: DeviceFootprint) -> int:
+    """The bytes of a budget that lets the large model through."""
+    return needed.loaded_layer_bytes + needed.activation_bytes + 10 * MB
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all captures, each under the name of its run."""
+    return tmp_path_factory.mktemp("measured")
+
+
+@pytest.fixture(scope="module")
+def measured(
+    run_python: Any,
+    toy: Path,
+    large: Path,
+    deep: Path,
+    needed: DeviceFootprint,
+    allowed: int,
+    folder: Path,
+) -> dict[str, dict[str, Any]]:
+    """Runs by name, one after the other in one process: the exit code, and what each took at the most."""
+
+    def full(target: str, option: str, model: Path = large) -> list[str]:
+        return ["full", "--model", str(model), "--seq-len", "8,5", "--target", TARGETS[target], option]
+
+    def layers(span: str) -> list[str]:
+        batch = ("--seq-len", "128", "--batch-size", "8")
+        return ["multi-layer", "--model", str(deep), "--layers", span, *batch]
+
+    def budgeted(model: Path) -> list[str]:
+        lengths = ("--random-input", "--seq-len", "128,128")
+        return ["multi-layer", "--model", str(model), "--layers", "0:2", *lengths]
+
+    commands: dict[str, tuple[list[str], int | None]] = {
+        # The first of each kind import what the others use.
+        "import builtin": (full("builtin", "--prefetch", toy), None),
+        "import reference": (full("reference", "--prefetch", toy), None),
+        "builtin ahead": (full("builtin", "--prefetch"), None),
+        "builtin": (full("builtin", "--no-prefetch"), None),
+        "reference ahead": (full("reference", "--prefetch"), None),
+        "converting ahead": (full("converting", "--prefetch"), None),
+        "import layers": (layers("0:1"), None),
+        "one": (layers("0:1"), None),
+        "eight": (layers("0:8"), None),
+        "import random": (budgeted(toy), None),
+        "let through": (budgeted(large), allowed),
+        "stopped": (budgeted(large), needed.activation_bytes),
+    }
+    words = [
+        ([*command, "--quiet", "--output-dir", str(folder / name)], budget)
+        for name, (command, budget) in commands.items()
+    ]
+    done = run_python(MEASURED.replace("sys.argv[1]", repr(json.dumps(words))))
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, json.loads(done.stdout), strict=True))
+
+
 class TestMemory:
-    """Measured in processes of their own, on layers of 150 MB."""
-
-    @pytest.fixture
-    def measure(self, run_python: Any) -> Callable[..., list[dict[str, Any]]]:
-        """Runs commands with their budgets; for each its exit code and what it took at the most."""
-
-        def run_all(*commands: tuple[list[str], int | None]) -> list[dict[str, Any]]:
-            done = run_python(MEASURED.replace("sys.argv[1]", repr(json.dumps(commands))))
-            assert done.returncode == 0, done.stderr
-            results: list[dict[str, Any]] = json.loads(done.stdout)
-            return results
-
-        return run_all
+    """Measured in a process of its own, on layers of 100 MB."""
 
     def test_at_most_one_layer_is_held_with_and_without_reading_ahead(
-        self, measure: Any, toy: Path, large: Path, tmp_path: Path
+        self, measured: dict[str, dict[str, Any]], large: Path
     ) -> None:
-        def command(target: str, option: str, folder: Path = large) -> tuple[list[str], None]:
-            common = ["full", "--model", str(folder), "--seq-len", "8,5", "--quiet", option]
-            directory = tmp_path / f"{folder.name}{target}{option}"
-            return [*common, "--target", TARGETS[target], "--output-dir", str(directory)], None
-
-        # The first two import what the others use.
-        _, _, *own, converting = measure(
-            *(command(target, "--prefetch", toy) for target in ("builtin", "reference")),
-            *(command("builtin", option) for option in ("--prefetch", "--no-prefetch")),
-            command("reference", "--prefetch"),
-            command("converting", "--prefetch"),
-        )
         layer = layer_bytes(ModelSpec.from_folder(large), torch.bfloat16)
         assert vocabulary_bytes(ModelSpec.from_folder(large), torch.bfloat16) > 0.5 * layer
-        for result in own:
-            assert result["exit_code"] == 0, result["stderr"]
-            assert 0.9 * layer < result["taken"] < 1.25 * layer
+        for name in ("builtin ahead", "builtin", "reference ahead"):
+            assert measured[name]["exit_code"] == 0, measured[name]["stderr"]
+            assert 0.9 * layer < measured[name]["taken"] < 1.25 * layer
         # A second layer would be seen: a port that converts holds it.
-        assert converting["taken"] > 1.9 * layer
+        assert measured["converting ahead"]["taken"] > 1.9 * layer
 
-    def test_layers_that_were_written_are_held_no_more(self, measure: Any, tmp_path: Path) -> None:
-        model = SyntheticModel(num_hidden_layers=12, num_local_experts=4, num_experts_per_tok=2)
-        synthesize(tmp_path / "deep", model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-
-        def command(layers: str, name: str) -> tuple[list[str], None]:
-            common = [
-                "multi-layer",
-                "--model",
-                str(tmp_path / "deep"),
-                "--seq-len",
-                "128",
-                "--batch-size",
-                "8",
-            ]
-            directory = str(tmp_path / name)
-            return [*common, "--layers", layers, "--quiet", "--output-dir", directory], None
-
-        _, one, twelve = measure(command("0:1", "first"), command("0:1", "one"), command("0:12", "twelve"))
-        sites_bytes = (tmp_path / "one" / "layer_0.safetensors").stat().st_size
+    def test_layers_that_were_written_are_held_no_more(
+        self, measured: dict[str, dict[str, Any]], folder: Path
+    ) -> None:
+        one, eight = measured["one"], measured["eight"]
+        sites_bytes = (folder / "one" / "layer_0.safetensors").stat().st_size
         assert sites_bytes > 8 * MB
-        assert twelve["exit_code"] == 0, twelve["stderr"]
+        assert eight["exit_code"] == 0, eight["stderr"]
         # What the allocator keeps for itself differs by less than a few layers' sites.
-        assert twelve["taken"] < one["taken"] + 5 * sites_bytes
+        assert eight["taken"] < one["taken"] + 5 * sites_bytes
 
     def test_stays_within_a_budget_that_lets_the_run_through(
-        self, measure: Any, toy: Path, large: Path, tmp_path: Path
+        self, measured: dict[str, dict[str, Any]], needed: DeviceFootprint, allowed: int
     ) -> None:
-        spec = ModelSpec.from_folder(large)
-        needed = DeviceFootprint(
-            spec=spec,
-            dtype=torch.bfloat16,
-            inputs=build_inputs(InputRequest(seq_lens=(128, 128)), folder=large, spec=spec),
-            backend=Backend.CPU,
-            num_experts_at_once=find_target("builtin").num_experts_at_once(
-                spec, dtype=torch.bfloat16, is_lazy=False
-            ),
-        )
-
-        def command(folder: Path, name: str) -> list[str]:
-            common = ["multi-layer", "--layers", "0:2", "--random-input", "--model", str(folder)]
-            return [*common, "--seq-len", "128,128", "--output-dir", str(tmp_path / name)]
-
-        allowed = needed.loaded_layer_bytes + needed.activation_bytes + 10 * MB
-        # The first one imports what the others use.
-        _, let_through, stopped = measure(
-            (command(toy, "0"), None),
-            (command(large, "1"), allowed),
-            (command(large, "2"), needed.activation_bytes),
-        )
+        let_through, stopped = measured["let through"], measured["stopped"]
         assert let_through["exit_code"] == 0, let_through["stderr"]
         assert needed.loaded_layer_bytes < let_through["taken"] <= allowed
         assert stopped["exit_code"] == 3

@@ -129,8 +129,17 @@ def bisect(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
     return bisect_port
 
 
-@pytest.mark.parametrize("options", [(), ("--exhaustive",), ("--decode", 0)])
-@pytest.mark.parametrize("name", ["Right", "ClosedRight"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Right", ()),
+        ("ClosedRight", ("--exhaustive",)),
+        pytest.param("Right", ("--exhaustive",), marks=pytest.mark.slow),
+        pytest.param("Right", ("--decode", 0), marks=pytest.mark.slow),
+        pytest.param("ClosedRight", (), marks=pytest.mark.slow),
+        ("ClosedRight", ("--decode", 0)),
+    ],
+)
 def test_right_port_is_not_blamed(bisect: Any, name: str, options: tuple[object, ...]) -> None:
     result, record = bisect(name, *options)
     assert (result.exit_code, record["verdict"]) == (0, "pass")

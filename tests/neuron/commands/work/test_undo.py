@@ -44,10 +44,15 @@ def rho(proof: dict[str, Any], site: str) -> tuple[float, float]:
     ("port", "mistake", "site"),
     [
         ("SwappedGateUp", "gate_up_swapped", "moe_delta"),
-        ("SwappedKeyValue", "k_v_swapped", "v_proj"),
+        pytest.param("SwappedKeyValue", "k_v_swapped", "v_proj", marks=pytest.mark.slow),
         ("KeyNormDivisor", "k_norm_scaled,factor=0.353553", "k_norm"),
-        ("QueryWithoutScale", "projection_scaled,tensor=q_proj,factor=64.0", "q_proj"),
-        ("InterleavedRotary", "rope_interleaved", "output"),
+        pytest.param(
+            "QueryWithoutScale",
+            "projection_scaled,tensor=q_proj,factor=64.0",
+            "q_proj",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("InterleavedRotary", "rope_interleaved", "output", marks=pytest.mark.slow),
     ],
 )
 def test_mistake_is_proved_in_the_weights(undo: Undo, port: str, mistake: str, site: str) -> None:
@@ -64,10 +69,14 @@ def test_mistake_is_proved_in_the_weights(undo: Undo, port: str, mistake: str, s
     ("port", "mistake", "replaced"),
     [
         ("SoftmaxRouter", "router_softmax", ["router_experts", "router_weights"]),
-        ("GeluExperts", "gelu_activation,approximate=none", ["moe_delta"]),
+        pytest.param(
+            "GeluExperts", "gelu_activation,approximate=none", ["moe_delta"], marks=pytest.mark.slow
+        ),
         ("NormPerRank", "qk_norm_per_rank,tp_degree=2", ["q_norm", "k_norm"]),
-        ("TiledKeyValueHeads", "kv_repeat_tiled", ["attn_context"]),
-        ("DefaultTheta", "rope_theta,theta=10000.0", ["q_rope", "k_rope"]),
+        pytest.param("TiledKeyValueHeads", "kv_repeat_tiled", ["attn_context"], marks=pytest.mark.slow),
+        pytest.param(
+            "DefaultTheta", "rope_theta,theta=10000.0", ["q_rope", "k_rope"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_mistake_is_proved_at_its_stage(undo: Undo, port: str, mistake: str, replaced: list[str]) -> None:
@@ -106,14 +115,14 @@ def test_sum_that_the_port_shows_elsewhere_is_replaced_with_what_follows(undo: U
     [
         # In the weights.
         ("SwappedGateUp", "k_v_swapped"),
-        ("SwappedGateUp", "moe_delta_scaled,factor=2.0"),
-        ("SwappedGateUp", "expert_ids_shifted,offset=1"),
+        pytest.param("SwappedGateUp", "moe_delta_scaled,factor=2.0", marks=pytest.mark.slow),
+        pytest.param("SwappedGateUp", "expert_ids_shifted,offset=1", marks=pytest.mark.slow),
         # At the stage that is wrong, and at another.
         ("SwappedGateUp", "gelu_activation,approximate=none"),
-        ("SoftmaxRouter", "router_weights_uniform"),
+        pytest.param("SoftmaxRouter", "router_weights_uniform", marks=pytest.mark.slow),
         ("SoftmaxRouter", "router_bias_missing"),
-        ("NormPerRank", "qk_norm_missing"),
-        ("NormPerRank", "attention_residual_missing"),
+        pytest.param("NormPerRank", "qk_norm_missing", marks=pytest.mark.slow),
+        pytest.param("NormPerRank", "attention_residual_missing", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_name_is_not_proved(undo: Undo, port: str, mistake: str) -> None:

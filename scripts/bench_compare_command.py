@@ -1,0 +1,179 @@
+"""Time and memory of the whole command `mm2-compare`, cold and warm, in units of reading its two captures once.
+
+A golden of few layers of true width, with all sites and the full noise floor, is judged against mm2's own layer on the
+CPU. In each round all ways run one after the other; a figure is the median over the rounds.
+
+- `cold_over_reading`: the command over a plain read of all files of both captures, none of them in the page cache
+- `warm_over_reading`: the same with all of them in the page cache
+- `share_of_memory_bandwidth`: the rate at which the command compares warm files, over the rate of a copy of 1 GiB
+- `warm_cpu_s`: processor time of the command, warm
+- `peak_gb`: its anonymous memory
+
+The time that Python takes to import torch is left out of the command's.
+
+    python scripts/bench_compare_command.py --scratch /mnt/disk
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from bench_compare import time_copy
+from cpu_golden import write_model
+from figures import Figure, benchmark_parser, print_figures
+from page_cache import drop_cache, warm_cache
+from peaks import Watched, watch
+
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+# Experts are few and narrow, for their values have the layer's width whatever they are.
+_WIDE = SyntheticModel(
+    num_hidden_layers=3,
+    hidden_size=3072,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    head_dim=128,
+    rotary_dim=64,
+    num_local_experts=8,
+    intermediate_size=256,
+    vocab_size=2048,
+)
+# Model, lengths of the token rows, number of rounds.
+SCALES = {
+    "full": (_WIDE, "2048", 5),
+    "padded": (_WIDE, "1200,848", 5),
+    "toy": (SyntheticModel(num_hidden_layers=2), "48,33", 1),
+}
+MOST_COLD_OVER_READING, LEAST_SHARE_OF_BANDWIDTH, MOST_PEAK_GB = 1.3, 0.3, 2.0
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument(
+        "--scale", choices=list(SCALES), default="full", help="size of the captures (default: %(default)s)"
+    )
+    parser.add_argument("--scratch", type=Path, help="folder for the captures (default: a temporary one)")
+    arguments = parser.parse_args()
+    model, lengths, num_rounds = SCALES[arguments.scale]
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        golden, run = make_captures(Path(folder), model, lengths)
+        return print_figures(
+            "compare_command", list(measure(golden, run, num_rounds)), as_json=arguments.json
+        )
+
+
+def make_captures(folder: Path, model: SyntheticModel, lengths: str) -> tuple[Path, Path]:
+    """Make a golden with its full floor, and a run of mm2's own layer over its inputs; the model is removed."""
+    checkpoint, golden, run = folder / "model", folder / "golden", folder / "run"
+    write_model(checkpoint, model, dtype=torch.bfloat16)
+    of_model = ("--model", str(checkpoint), "--quiet")
+    subprocess.run(
+        python("gpu_reference", "extract-all", *of_model, "--seq-len", lengths, "--output-dir", str(golden)),
+        env=environment(),
+        check=True,
+    )
+    against = ("--golden", str(golden), "--backend", "cpu", "--output-dir", str(run))
+    subprocess.run(
+        python("neuron", "sweep", *of_model, *against),
+        env=environment(),
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return golden, run
+
+
+def measure(golden: Path, run: Path, num_rounds: int) -> Iterator[Figure]:
+    """Yield the figures of the command on two captures."""
+    files = tuple(path for folder in (golden, run) for path in sorted(folder.iterdir()) if path.is_file())
+    num_bytes = sum(path.stat().st_size for path in files)
+    # Loops are compiled, and libraries read from the disk, before anything is measured.
+    compare(golden, run)
+    rounds = [measure_round(golden, run, files) for _ in range(num_rounds)]
+
+    def of(name: str) -> float:
+        return median(figures[name] for figures in rounds)
+
+    yield Figure.at_most("cold_over_reading", of("cold_over_reading"), MOST_COLD_OVER_READING)
+    yield Figure.plain("warm_over_reading", of("warm_over_reading"))
+    # The copy moves 2 GiB: it reads one and writes one.
+    share = num_bytes / 2**31 * of("copy_over_warm")
+    yield Figure.at_least("share_of_memory_bandwidth", share, LEAST_SHARE_OF_BANDWIDTH)
+    for name in (
+        "cold_s",
+        "cold_reading_s",
+        "warm_s",
+        "warm_reading_s",
+        "import_s",
+        "cold_cpu_s",
+        "warm_cpu_s",
+    ):
+        yield Figure.plain(name, of(name))
+    yield Figure.plain("import_cpu_s", of("import_cpu_s"))
+    yield Figure.at_most("peak_gb", of("peak_gb"), MOST_PEAK_GB)
+    yield Figure.plain("gb_compared", num_bytes / 1e9)
+
+
+def measure_round(golden: Path, run: Path, files: tuple[Path, ...]) -> dict[str, float]:
+    """Measure each way once."""
+    imported = watch([sys.executable, "-c", "import torch"])
+    drop_cache(files)
+    cold_reading_s = time_reading(files)
+    drop_cache(files)
+    cold = compare(golden, run)
+    warm_cache(files)
+    warm_reading_s = time_reading(files)
+    warm = compare(golden, run)
+    cold_s, warm_s = (watched.wall_s - imported.wall_s for watched in (cold, warm))
+    return {
+        "cold_over_reading": cold_s / cold_reading_s,
+        "warm_over_reading": warm_s / warm_reading_s,
+        "copy_over_warm": time_copy() / warm_s,
+        "cold_s": cold.wall_s,
+        "cold_reading_s": cold_reading_s,
+        "warm_s": warm.wall_s,
+        "warm_reading_s": warm_reading_s,
+        "import_s": imported.wall_s,
+        "import_cpu_s": imported.cpu_s,
+        "cold_cpu_s": cold.cpu_s,
+        "warm_cpu_s": warm.cpu_s,
+        "peak_gb": max(cold.peak_anonymous_bytes, warm.peak_anonymous_bytes) / 1e9,
+    }
+
+
+def compare(golden: Path, run: Path) -> Watched:
+    """Run the command, whose verdict must be a pass."""
+    words = python("compare", "--golden", str(golden), "--run", str(run), "--json", "--quiet")
+    watched = watch(words, environment=environment())
+    assert watched.exit_code == 0, f"mm2's own layer differs from the golden: exit code {watched.exit_code}"
+    return watched
+
+
+def time_reading(files: tuple[Path, ...]) -> float:
+    """Measure the seconds that it takes to read files, one after the other."""
+    began = time.perf_counter()
+    warm_cache(files)
+    return time.perf_counter() - began
+
+
+def python(module: str, *words: str) -> Sequence[str]:
+    """Return the command line of one of mm2's packages."""
+    return (sys.executable, "-m", module, *words)
+
+
+def environment() -> dict[str, str]:
+    """Return an environment in which processes find mm2's packages."""
+    return {**os.environ, "PYTHONPATH": str(_REPOSITORY)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Sums of errors, by token and by channel, are those of the plain formulas, whatever the dtypes and the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from minimax_tools.metrics.error_sums import ErrorSums, square_by_channel, square_by_token, sum_errors
+
+CHANNELS = 700  # more than the channels that are summed at once, and no multiple of them
+# One block, several blocks on one core, and enough for threads.
+NUM_TOKENS = (0, 1, 40, 300, 900)
+
+
+def sides(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Golden and port in a dtype, and the exact values."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    exact = torch.randn(num_tokens, CHANNELS, generator=generator)
+    noise = torch.randn(2, num_tokens, CHANNELS, generator=generator)
+    golden, port = (exact * (1.0 + 4e-3 * noise)).to(dtype)
+    return golden, port, exact
+
+
+def massive(*channels: int) -> torch.Tensor:
+    return torch.isin(torch.arange(CHANNELS), torch.tensor(channels, dtype=torch.int64))
+
+
+def plain(values: torch.Tensor, exact: torch.Tensor, is_massive: torch.Tensor) -> dict[str, torch.Tensor]:
+    values, exact = values.double(), exact.double()
+    error = values - exact
+    ordinary = ~is_massive
+    return {
+        "squares": error.square()[:, ordinary].sum(1),
+        "massive_squares": error.square()[:, is_massive].sum(1),
+        "value_squares": values.square()[:, ordinary].sum(1),
+        "massive_value_squares": values.square()[:, is_massive].sum(1),
+        "products": (error * exact)[:, ordinary].sum(1),
+        "exact_squares": exact.square()[:, ordinary].sum(1),
+        "channel_offsets": error.sum(0),
+        "channel_squares": error.square().sum(0),
+        "channel_products": (error * exact).sum(0),
+        "channel_exact_squares": exact.square().sum(0),
+    }
+
+
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("channels", [(), (3, 699)])
+def test_sums_are_those_of_the_plain_formulas(
+    num_tokens: int, dtype: torch.dtype, channels: tuple[int, ...]
+) -> None:
+    golden, port, exact = sides(num_tokens, dtype)
+    found = sum_errors(golden, port, exact=exact, massive=massive(*channels))
+    for sums, values in zip(found, (golden, port), strict=True):
+        expected = plain(values, exact, massive(*channels))
+        assert expected.keys() == {field.name for field in fields(ErrorSums)}
+        for name, value in expected.items():
+            of_channel = name.startswith("channel")
+            # By channel, float32 within a block.
+            tolerance = 1e-12 if dtype == torch.float64 or not of_channel else 1e-4
+            torch.testing.assert_close(getattr(sums, name), value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_squares_alone_are_the_same(num_tokens: int) -> None:
+    golden, _, exact = sides(num_tokens, torch.bfloat16)
+    (sums,) = sum_errors(golden, exact=exact, massive=massive(9))
+    for found, expected in zip(
+        (
+            *square_by_token(golden, exact, massive=massive(9)),
+            *square_by_token(golden, None, massive=massive(9)),
+        ),
+        (sums.squares, sums.massive_squares, sums.value_squares, sums.massive_value_squares),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(
+        square_by_channel(golden), golden.double().square().sum(0), rtol=1e-5, atol=0.0
+    )
+
+
+def test_values_are_not_changed_and_may_lie_anywhere() -> None:
+    golden, port, exact = sides(50, torch.float32)
+    kept = golden.clone()
+    rows = golden.t().contiguous().t()
+    of_rows, of_golden = (
+        sum_errors(values, port, exact=exact, massive=massive())[0] for values in (rows, golden)
+    )
+    assert torch.equal(of_rows.squares, of_golden.squares)
+    assert torch.equal(golden, kept)
+
+
+def test_nan_of_a_massive_channel_leaves_the_ordinary_sums_alone() -> None:
+    golden, _, exact = sides(5, torch.float32)
+    golden[2, 7] = torch.nan
+    (sums,) = sum_errors(golden, exact=exact, massive=massive(7))
+    assert bool(sums.squares.isfinite().all())
+    assert sums.massive_squares.isnan().tolist() == [False, False, True, False, False]

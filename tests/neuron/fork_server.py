@@ -1,0 +1,133 @@
+"""ForkServer: runs Python programs in forks of one process, which has imported torch and the work of `mm2-test`.
+
+Such a program starts in milliseconds. It has its own standard streams, folder, variables and paths of modules.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import site
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class ForkServer:
+    """Starts the process with its first program, and ends it by `close`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._variables: dict[str, str] = {}
+
+    def run(
+        self, arguments: Sequence[str], *, folder: Path, environment: dict[str, str], standard_input: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python ARGUMENTS`, which begin with `-c` or `-m`."""
+        process = self._start(environment)
+        with tempfile.TemporaryDirectory() as streams:
+            files = [Path(streams, name) for name in ("stdin", "stdout", "stderr")]
+            for file, text in zip(files, (standard_input, "", ""), strict=True):
+                file.write_text(text)
+            program = {
+                "arguments": list(arguments),
+                "folder": str(folder),
+                "environment": environment,
+                "files": [str(file) for file in files],
+            }
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(json.dumps(program), file=process.stdin, flush=True)
+            exit_code = int(process.stdout.readline())
+            return subprocess.CompletedProcess(
+                list(arguments), exit_code, files[1].read_text(), files[2].read_text()
+            )
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate()
+
+    def _start(self, environment: dict[str, str]) -> subprocess.Popen[str]:
+        # torch reads the number of threads once, when it is imported.
+        variables = {"OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]}
+        if self._process is None:
+            self._variables = variables
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert variables == self._variables
+        return self._process
+
+
+def _import_work() -> None:
+    """Import what the commands need, except what they import where they use it."""
+    import numba  # noqa: F401  # the compiled loops
+    import torch._dynamo  # noqa: F401  # layers that are compiled or traced
+
+    from minimax_tools.command_line.work import work_of
+    from neuron.cli import main
+
+    for command in main.commands.values():
+        for work in work_of(command):
+            work.load()
+    gc.collect()
+    gc.freeze()
+
+
+def _next_program() -> dict[str, Any]:
+    """Fork for each program that is asked for. The forks return it; the server returns never."""
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            program: dict[str, Any] = json.loads(line)
+            return program
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+    sys.exit()
+
+
+def _take_place(program: dict[str, Any], own_path: str) -> None:
+    """Take a program's folder, variables, streams and paths of modules, as a new Python would."""
+    os.chdir(program["folder"])
+    os.environ.clear()
+    os.environ.update(program["environment"])
+    for number, file in enumerate(program["files"]):
+        descriptor = os.open(file, os.O_RDWR)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # Without what the server has read ahead.
+    sys.stdin = os.fdopen(0, closefd=False)
+    path = os.environ["PYTHONPATH"]
+    # The folder of this file, and the server's own paths.
+    sys.path[: 1 + len(own_path.split(os.pathsep))] = ["", *path.split(os.pathsep)]
+    if path != own_path:
+        sys.modules.pop("sitecustomize", None)
+        site.execsitecustomize()
+
+
+def _serve() -> None:
+    own_path = os.environ["PYTHONPATH"]
+    _import_work()
+    program = _next_program()
+    _take_place(program, own_path)
+    kind, given, *rest = program["arguments"]
+    sys.argv = [kind, *rest]
+    if kind == "-m":
+        runpy.run_module(given, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(given, "<string>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    _serve()
