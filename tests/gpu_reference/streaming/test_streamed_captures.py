@@ -98,7 +98,9 @@ def test_bfloat16_checkpoint_streams_to_the_same_bytes(ask: Any, toy_bf16: Path,
     assert capture(replace(request, streaming=STREAMS["alone"]), tmp_path / "streamed") == whole
 
 
-def test_stream_reads_every_layer_once_and_the_embeddings_rows_of_its_tokens(ask: Any, tmp_path: Path) -> None:
+def test_stream_reads_every_layer_once_and_the_embeddings_rows_of_its_tokens(
+    ask: Any, tmp_path: Path
+) -> None:
     request = ask(noise_floor="full", streaming=STREAMS["prefetching"])
     with CheckpointReader(request.model.folder) as reader:
         embedding = reader.index["model.embed_tokens.weight"]
@@ -124,7 +126,9 @@ def test_few_tokens_read_only_the_experts_they_are_routed_to(ask: Any, tmp_path:
     request = ask(inputs=FEW, streaming=STREAMS["alone"])
     num_bytes = count_bytes(request, tmp_path / "few")
     with CheckpointReader(request.model.folder) as reader:
-        sizes = {name: entry.size_bytes for name, entry in reader.index.entries.items() if "embed" not in name}
+        sizes = {
+            name: entry.size_bytes for name, entry in reader.index.entries.items() if "embed" not in name
+        }
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     others = sum(sizes.values()) - experts
     # Six positions of four experts each are 24 of 32 at most.
