@@ -16,37 +16,24 @@ The time that Python takes to import torch is left out of the command's.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 from bench_compare import time_copy
-from cpu_golden import write_model
+from cpu_golden import WIDE, write_model
 from figures import Figure, benchmark_parser, print_figures
 from page_cache import drop_cache, warm_cache
-from peaks import Watched, watch
+from peaks import Watched, watch, watch_package
 
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
-_REPOSITORY = Path(__file__).resolve().parents[1]
-# Experts are few and narrow, for their values have the layer's width whatever they are.
-_WIDE = SyntheticModel(
-    num_hidden_layers=3,
-    hidden_size=3072,
-    num_attention_heads=48,
-    num_key_value_heads=8,
-    head_dim=128,
-    rotary_dim=64,
-    num_local_experts=8,
-    intermediate_size=256,
-    vocab_size=2048,
-)
+_WIDE = replace(WIDE, num_hidden_layers=3)
 # Model, lengths of the token rows, number of rounds.
 SCALES = {
     "full": (_WIDE, "2048", 5),
@@ -77,18 +64,10 @@ def make_captures(folder: Path, model: SyntheticModel, lengths: str) -> tuple[Pa
     checkpoint, golden, run = folder / "model", folder / "golden", folder / "run"
     write_model(checkpoint, model, dtype=torch.bfloat16)
     of_model = ("--model", str(checkpoint), "--quiet")
-    subprocess.run(
-        python("gpu_reference", "extract-all", *of_model, "--seq-len", lengths, "--output-dir", str(golden)),
-        env=environment(),
-        check=True,
-    )
+    seq_lens = ("--seq-len", lengths)
+    run_package("gpu_reference", "extract-all", *of_model, *seq_lens, "--output-dir", str(golden))
     against = ("--golden", str(golden), "--backend", "cpu", "--output-dir", str(run))
-    subprocess.run(
-        python("neuron", "sweep", *of_model, *against),
-        env=environment(),
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    run_package("neuron", "sweep", *of_model, *against)
     return golden, run
 
 
@@ -108,17 +87,9 @@ def measure(golden: Path, run: Path, num_rounds: int) -> Iterator[Figure]:
     # The copy moves 2 GiB: it reads one and writes one.
     share = num_bytes / 2**31 * of("copy_over_warm")
     yield Figure.at_least("share_of_memory_bandwidth", share, LEAST_SHARE_OF_BANDWIDTH)
-    for name in (
-        "cold_s",
-        "cold_reading_s",
-        "warm_s",
-        "warm_reading_s",
-        "import_s",
-        "cold_cpu_s",
-        "warm_cpu_s",
-    ):
+    seconds = ("cold_s", "cold_reading_s", "warm_s", "warm_reading_s", "import_s")
+    for name in (*seconds, "cold_cpu_s", "warm_cpu_s", "import_cpu_s"):
         yield Figure.plain(name, of(name))
-    yield Figure.plain("import_cpu_s", of("import_cpu_s"))
     yield Figure.at_most("peak_gb", of("peak_gb"), MOST_PEAK_GB)
     yield Figure.plain("gb_compared", num_bytes / 1e9)
 
@@ -152,9 +123,13 @@ def measure_round(golden: Path, run: Path, files: tuple[Path, ...]) -> dict[str,
 
 def compare(golden: Path, run: Path) -> Watched:
     """Run the command, whose verdict must be a pass."""
-    words = python("compare", "--golden", str(golden), "--run", str(run), "--json", "--quiet")
-    watched = watch(words, environment=environment())
-    assert watched.exit_code == 0, f"mm2's own layer differs from the golden: exit code {watched.exit_code}"
+    return run_package("compare", "--golden", str(golden), "--run", str(run), "--json", "--quiet")
+
+
+def run_package(package: str, *words: str) -> Watched:
+    """Run the program of a package, which must end with 0."""
+    watched = watch_package(package, *words)
+    assert watched.exit_code == 0, f"{package} {' '.join(words)} ended with {watched.exit_code}"
     return watched
 
 
@@ -163,16 +138,6 @@ def time_reading(files: tuple[Path, ...]) -> float:
     began = time.perf_counter()
     warm_cache(files)
     return time.perf_counter() - began
-
-
-def python(module: str, *words: str) -> Sequence[str]:
-    """Return the command line of one of mm2's packages."""
-    return (sys.executable, "-m", module, *words)
-
-
-def environment() -> dict[str, str]:
-    """Return an environment in which processes find mm2's packages."""
-    return {**os.environ, "PYTHONPATH": str(_REPOSITORY)}
 
 
 if __name__ == "__main__":

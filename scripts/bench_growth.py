@@ -24,7 +24,7 @@ from pathlib import Path
 
 from cpu_golden import write_model
 from figures import Figure, benchmark_parser, names_among, print_figures
-from peaks import Watched, watch
+from peaks import Watched, watch_package
 from port_runs import EXAMPLES
 
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, capture_directory
@@ -120,10 +120,8 @@ def measure(words: Sequence[str], folder: Path, round_: int) -> Watched:
     written = {"extract-all": folder / "golden", "sweep": folder / "run"}.get(words[1])
     if written is not None and round_:
         shutil.rmtree(written)
-    repository = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(repository)}
     quiet = [] if words[1] == "show" else ["--quiet"]
-    watched = watch([sys.executable, "-m", *words, *quiet], environment=environment)
+    watched = watch_package(*words, *quiet)
     # A sweep, a comparison and a diagnosis of a wrong port end with 1.
     if watched.exit_code not in (0, 1):
         sys.exit(f"{' '.join(words)} ended with {watched.exit_code}")

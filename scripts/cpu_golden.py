@@ -47,6 +47,19 @@ NARROW = SyntheticModel(
     intermediate_size=64,
 )
 
+# One layer of true width; its experts are few and narrow, for their values have the layer's width whatever they are.
+WIDE = SyntheticModel(
+    num_hidden_layers=1,
+    hidden_size=3072,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    head_dim=128,
+    rotary_dim=64,
+    num_local_experts=8,
+    intermediate_size=256,
+    vocab_size=2048,
+)
+
 
 def write_model(folder: Path, model: SyntheticModel, *, dtype: torch.dtype = FP8, seed: int = 0) -> ModelSpec:
     """Write a synthetic checkpoint in one shard."""

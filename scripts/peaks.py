@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +75,13 @@ def watch(
         peak_resident_bytes=usage.ru_maxrss * 1024,
         peaks=MappingProxyType(peaks),
     )
+
+
+def watch_package(package: str, *words: str) -> Watched:
+    """Run the program of one of this repository's packages, as `python -m PACKAGE WORDS`, and watch it."""
+    repository = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    return watch([sys.executable, "-m", package, *words], environment=environment)
 
 
 def memory_bytes(status: str, kind: str = ANONYMOUS) -> int:

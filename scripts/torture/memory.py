@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cpu_golden import capture_cpu_golden, write_model
-from peaks import Watched, watch
+from cpu_golden import WIDE, capture_cpu_golden, write_model
+from peaks import watch_package
 
 from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.store import MANIFEST_NAME, list_captures
@@ -27,18 +25,6 @@ _NUM_LAYERS, _NUM_TOKENS = 62, 4096
 _MOST_COMPARED_BYTES = 2e9
 _NUM_CAPTURES, _MOST_LISTED_S = 2000, 2.0
 _NUM_TENSORS, _MOST_INDEXED_BYTES = 1_000_000, 2e9
-# One layer of true width; its experts are few and narrow, for their values have the layer's width whatever they are.
-_WIDE = SyntheticModel(
-    num_hidden_layers=1,
-    hidden_size=3072,
-    num_attention_heads=48,
-    num_key_value_heads=8,
-    head_dim=128,
-    rotary_dim=64,
-    num_local_experts=8,
-    intermediate_size=256,
-    vocab_size=2048,
-)
 
 
 def run_memory(scratch: Path, _: int) -> Tally:
@@ -52,12 +38,12 @@ def run_memory(scratch: Path, _: int) -> Tally:
 
 def _compare_wide(tally: Tally, scratch: Path) -> None:
     model, golden = scratch / "model", scratch / "golden"
-    write_model(model, _WIDE, dtype=torch.bfloat16)
+    write_model(model, WIDE, dtype=torch.bfloat16)
     words = ("--model", str(model), "--output-dir", str(golden), "--seq-len", str(_NUM_TOKENS))
-    made = _watch("gpu_reference", "extract-all", *words, "--sites", "component", "--quiet")
+    made = watch_package("gpu_reference", "extract-all", *words, "--sites", "component", "--quiet")
     tally.check(made.exit_code == 0, f"the golden of one wide layer was not made: {made.exit_code}")
     num_bytes = _repeat_layer(golden)
-    watched = _watch("compare", "--golden", str(golden), "--run", str(golden), "--quiet")
+    watched = watch_package("compare", "--golden", str(golden), "--run", str(golden), "--quiet")
     tally.check(watched.exit_code == 0, f"{_NUM_LAYERS} layers against themselves: {watched.exit_code}")
     peak = watched.peak_anonymous_bytes
     tally.check(peak <= _MOST_COMPARED_BYTES, f"comparing {num_bytes / 1e9:.0f} GB took {peak / 1e9:.2f} GB")
@@ -126,17 +112,11 @@ def _index_many(tally: Tally, scratch: Path) -> None:
         for number in range(_NUM_TENSORS)
     }
     index_path.write_text(json.dumps(index), encoding="utf-8")
-    watched = _watch("minimax_tools", "memory", "--model", str(model), "--quiet")
+    watched = watch_package("minimax_tools", "memory", "--model", str(model), "--quiet")
     tally.check(watched.exit_code in (0, 3), f"an index of {_NUM_TENSORS} tensors: {watched.exit_code}")
     peak = watched.peak_anonymous_bytes
     tally.check(peak <= _MOST_INDEXED_BYTES, f"an index of {_NUM_TENSORS} tensors took {peak / 1e9:.2f} GB")
     tally.figures |= {"indexed_s": watched.wall_s, "indexed_peak_gb": peak / 1e9}
-
-
-def _watch(module: str, *words: str) -> Watched:
-    repository = Path(__file__).resolve().parents[2]
-    environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(repository)}
-    return watch([sys.executable, "-m", module, *words], environment=environment)
 
 
 def _renamed(file: str, layer: int) -> str:
