@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ WritePort = Callable[..., str]
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT = ("--seq-len", "12,7", "--json")
+# A model smaller than the toy: 4 layers.
+SMALL = SyntheticModel(
+    hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, vocab_size=512
+)
 
 _PORT_IMPORTS = """
 import os
@@ -209,10 +214,7 @@ def serve(forked_python: Process) -> Callable[..., list[dict[str, Any]]]:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model smaller than the toy, in BF16, for what needs no golden: 4 layers, hidden 64, 8 experts."""
     folder = tmp_path_factory.mktemp("small") / "small"
-    model = SyntheticModel(
-        hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, vocab_size=512
-    )
-    synthesize(folder, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    synthesize(folder, model=SMALL, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
     return folder
 
 
@@ -220,9 +222,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in FP8 as small as `small`, whose experts are not square."""
     folder = tmp_path_factory.mktemp("small") / "fp8"
-    model = SyntheticModel(
-        hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=32, vocab_size=512
-    )
+    model = replace(SMALL, intermediate_size=32)
     synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
     return folder
 
@@ -235,6 +235,12 @@ def small_golden(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     result = click.testing.CliRunner().invoke(mm2_gpu, [*map(str, arguments), "--quiet"])
     assert result.exit_code == 0, result.output
     return directory
+
+
+@pytest.fixture(scope="session")
+def on_small(small_fp8: Path, small_golden: Path) -> tuple[object, ...]:
+    """Options of a command that judges the small model in FP8 by its golden."""
+    return ("--model", small_fp8, "--golden", small_golden)
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,7 @@ def results(
     serve: Callable[..., list[dict[str, Any]]],
     small_fp8: Path,
     small_golden: Path,
+    on_small: Any,
     tmp_path_factory: Any,
 ) -> dict[str, dict[str, Any]]:
     """Exit code, stdout and stderr of each command, by command and target."""
@@ -95,22 +96,11 @@ def results(
         )
     traced = folder / "layer_1.pt2"
     commands["trace AsDeclared"] = (
-        *("trace", "--layer", 1, "--model", small_fp8, "--golden", small_golden, "--backend", "cpu"),
+        *("trace", "--layer", 1, *on_small, "--backend", "cpu"),
         *("--target", f"nxdi:{PORT}:AsDeclared", "--output", traced),
     )
     commands["sweep traced"] = (
-        *(
-            "single-layer",
-            "--layer",
-            1,
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--backend",
-            "cpu",
-            "--json",
-        ),
+        *("single-layer", "--layer", 1, *on_small, "--backend", "cpu", "--json"),
         *("--target", f"traced:{traced}", "--captures", folder / "traced"),
     )
     done = serve(list(commands.values()), **ENVIRONMENT)

@@ -159,21 +159,9 @@ RUNS = (
 
 
 @pytest.fixture(scope="module")
-def runs(serve: Any, port: Path, small_fp8: Path, small_golden: Path) -> dict[str, dict[str, Any]]:
+def runs(on_small: Any, serve: Any, port: Path) -> dict[str, dict[str, Any]]:
     """The runs of the ports, in one process: exit code, output, and where the capture lies."""
-    common = (
-        "model",
-        "--model",
-        small_fp8,
-        "--golden",
-        small_golden,
-        "--backend",
-        "cpu",
-        "--json",
-        "--quiet",
-        "--decode",
-        2,
-    )
+    common = ("model", *on_small, "--backend", "cpu", "--json", "--quiet", "--decode", 2)
     commands = [
         (*common, "--target", f"nxdi:{port}:{name}", "--output-dir", port.parent / name) for name in RUNS
     ]

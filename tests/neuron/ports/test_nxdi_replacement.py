@@ -133,21 +133,8 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_mm2_replaces_the_stream_of_applications(
-    serve: Any, port: Path, small_fp8: Path, small_golden: Path
-) -> None:
-    common = (
-        "bisect",
-        "--whole",
-        "--model",
-        small_fp8,
-        "--golden",
-        small_golden,
-        "--backend",
-        "cpu",
-        "--json",
-        "--quiet",
-    )
+def test_mm2_replaces_the_stream_of_applications(on_small: Any, serve: Any, port: Path) -> None:
+    common = ("bisect", "--whole", *on_small, "--backend", "cpu", "--json", "--quiet")
     names = ("Application", "Swapped", "Divided")
     commands = [
         (*common, "--target", f"nxdi:{port}:{name}", "--output-dir", port.parent / name) for name in names

@@ -33,21 +33,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def run_port(run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_in: None) -> Any:
+def run_port(run: Any, tmp_path: Path, on_small: Any, stand_in: None) -> Any:
     """Runs one of the test's models on the small model: the result, and its JSON."""
 
     def run_model(name: str, *options: object, file: Path = PORT) -> tuple[Any, dict[str, Any]]:
-        arguments = (
-            "model",
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--backend",
-            "cpu",
-            "--json",
-            "--quiet",
-        )
+        arguments = ("model", *on_small, "--backend", "cpu", "--json", "--quiet")
         target = f"vllm-neuron:{file}:{name}"
         result = run(*arguments, "--target", target, "--output-dir", tmp_path / "run", *options)
         return result, json.loads(result.stdout) if result.stdout else {}
@@ -127,22 +117,11 @@ def test_a_model_that_takes_fp8_gets_the_checkpoint_as_it_is(
 
 
 @pytest.fixture
-def run_ranks(forked: Any, small_fp8: Path, small_golden: Path) -> Any:
+def run_ranks(forked: Any, on_small: Any) -> Any:
     """Runs one of the test's models on two ranks of the CPU: the process, and its JSON."""
 
     def run_model(name: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-        given = (
-            "model",
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--backend",
-            "cpu",
-            "--tp-degree",
-            2,
-            "--json",
-        )
+        given = ("model", *on_small, "--backend", "cpu", "--tp-degree", 2, "--json")
         done: subprocess.CompletedProcess[str] = forked(
             *given,
             "--target",
@@ -195,34 +174,28 @@ def test_a_class_that_the_runner_cannot_call_is_refused(run_port: Any) -> None:
     assert "from_configs(hf_config, neuron_config)" in result.stderr
 
 
-def test_what_names_no_class_is_a_usage_error(
-    run: Any, small_fp8: Path, small_golden: Path, stand_in: None
-) -> None:
-    result = run("model", "--model", small_fp8, "--golden", small_golden, "--target", "vllm-neuron:port")
+def test_what_names_no_class_is_a_usage_error(on_small: Any, run: Any, stand_in: None) -> None:
+    result = run("model", *on_small, "--target", "vllm-neuron:port")
     assert result.exit_code == 2
     assert "vllm-neuron:PATH.py:NAME or vllm-neuron:package.module:NAME" in " ".join(result.stderr.split())
 
 
-def test_without_the_plugin_it_says_what_to_install(
-    forked_python: Any, run: Any, small_fp8: Path, small_golden: Path
-) -> None:
+def test_without_the_plugin_it_says_what_to_install(on_small: Any, forked_python: Any, run: Any) -> None:
     if forked_python("import vllm_neuron.model.neuron_config").returncode == 0:
         pytest.skip("the vLLM Neuron plugin is installed")
-    arguments = ("model", "--model", small_fp8, "--golden", small_golden, "--backend", "cpu")
+    arguments = ("model", *on_small, "--backend", "cpu")
     result = run(*arguments, "--target", "vllm-neuron:some.module:Model")
     assert result.exit_code == 3
     assert "needs the packages vllm and vllm_neuron" in result.stderr
     assert "pip.repos.neuron.amazonaws.com" in result.stderr
 
 
-def test_the_model_passes_on_the_plugin_itself(
-    forked_python: Any, process: Any, small_fp8: Path, small_golden: Path
-) -> None:
+def test_the_model_passes_on_the_plugin_itself(on_small: Any, forked_python: Any, process: Any) -> None:
     done = forked_python("import vllm_neuron.nn, vllm_neuron.utils.checkpoints")
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["it is not installed"])[-1]
         pytest.skip(f"the vLLM Neuron plugin cannot be imported: {reason}")
-    given = ("model", "--model", small_fp8, "--golden", small_golden, "--backend", "cpu", "--json")
+    given = ("model", *on_small, "--backend", "cpu", "--json")
     done = process(*given, "--target", f"vllm-neuron:{PORT}:MiniMaxM2ForCausalLM", VLLM_NEURON_CPU_MODE="1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "pass"

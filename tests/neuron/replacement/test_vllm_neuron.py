@@ -112,7 +112,7 @@ class Engine:
 
 
 @pytest.fixture
-def search(run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_in: None) -> Any:
+def search(run: Any, tmp_path: Path, small_fp8: Path, on_small: Any, stand_in: None) -> Any:
     """Makes all runs that the command asks for: its last record, and the points."""
     file, folder = tmp_path / "replacing_port.py", tmp_path / "replaced"
     file.write_text(SOURCE)
@@ -120,15 +120,7 @@ def search(run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_
     def make_runs(name: str) -> tuple[Any, list[int | None]]:
         points = []
         while True:
-            arguments = (
-                "replacement",
-                "--model",
-                small_fp8,
-                "--golden",
-                small_golden,
-                "--format",
-                "vllm-neuron",
-            )
+            arguments = ("replacement", *on_small, "--format", "vllm-neuron")
             result = run(*arguments, "--output-dir", folder, "--decode", 3, "--json", "--quiet")
             record = json.loads(result.stdout)
             if record["is_finished"]:
@@ -159,22 +151,9 @@ def test_wrong_layer_is_named(search: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Swapped", "SwappedSummands"])
-def test_mm2_runs_a_model_itself(
-    run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_in: None, name: str
-) -> None:
+def test_mm2_runs_a_model_itself(on_small: Any, run: Any, tmp_path: Path, stand_in: None, name: str) -> None:
     target = f"vllm-neuron:{PORTS / 'vllm_neuron_port.py'}:{name}"
-    arguments = (
-        "bisect",
-        "--whole",
-        "--model",
-        small_fp8,
-        "--golden",
-        small_golden,
-        "--target",
-        target,
-        "--backend",
-        "cpu",
-    )
+    arguments = ("bisect", "--whole", *on_small, "--target", target, "--backend", "cpu")
     result = run(*arguments, "--output-dir", tmp_path / "search", "--decode", 3, "--json", "--quiet")
     assert result.exit_code == 1, result.stderr
     assert [blame["layer"] for blame in json.loads(result.stdout)["blame"]] == [2]
@@ -217,7 +196,7 @@ class TestReplaceStream:
 
 
 def test_engine_without_the_whole_vocabulary_is_refused(
-    run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path, stand_in: None
+    run: Any, tmp_path: Path, on_small: Any, stand_in: None
 ) -> None:
     class Engine:
         def generate(self, requests: list[Any], parameters: Any) -> list[Any]:
@@ -225,16 +204,7 @@ def test_engine_without_the_whole_vocabulary_is_refused(
             return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=logprobs)])] * len(requests)
 
     folder = tmp_path / "replaced"
-    arguments = (
-        "replacement",
-        "--model",
-        small_fp8,
-        "--golden",
-        small_golden,
-        "--format",
-        "vllm-neuron",
-        "--quiet",
-    )
+    arguments = ("replacement", *on_small, "--format", "vllm-neuron", "--quiet")
     run(*arguments, "--output-dir", folder)
     with pytest.raises(TargetError, match=r"lack 511 tokens of the vocabulary.*max_logprobs=-1"):
         run_replaced(Engine(), folder, point=2)
