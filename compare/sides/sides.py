@@ -70,9 +70,8 @@ class Sides:
         A golden that did not keep it has it as output − sum. `is_exact` prefers float32 twins to the golden's values.
         """
         read = self.read_exact if is_exact else self.read_golden
-        residual, output, added = (
-            read(layer, site) for site in (Site.ATTN_RESIDUAL, Site.OUTPUT, Site.MOE_DELTA)
-        )
-        if residual is not None or output is None or added is None:
+        residual = read(layer, Site.ATTN_RESIDUAL)
+        if residual is not None:
             return residual
-        return output - added
+        output, added = read(layer, Site.OUTPUT), read(layer, Site.MOE_DELTA)
+        return None if output is None or added is None else output - added
