@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from minimax_tools.machine.core_pool import on_cores
+from minimax_tools.machine.core_pool import CorePool
 
 # Elements of a block of one tensor: two blocks of float32 stay in the processor's cache. With smaller blocks, the calls
 # take longer than the loops.
@@ -25,8 +25,16 @@ R = TypeVar("R")
 
 def sum_on_cores(sum_part: Callable[[range], R], tensor: torch.Tensor) -> list[R]:
     """Call a function with the numbers of some of a tensor's items on each core; return what it gives, in order."""
-    fewest = _FEWEST_FOR_THREADS * _block_items(tensor)
-    return on_cores("metrics", sum_part, tensor.shape[0], fewest=fewest)
+    num_items = tensor.shape[0]
+    is_large = num_items >= _FEWEST_FOR_THREADS * _block_items(tensor)
+    num_parts = torch.get_num_threads() if is_large else 1
+    # Items of a part, rounded up.
+    share = max(-(-num_items // num_parts), 1)
+    parts = [range(start, min(start + share, num_items)) for start in range(0, max(num_items, 1), share)]
+    if len(parts) == 1:
+        return [sum_part(parts[0])]
+    with CorePool("metrics") as pool:
+        return list(pool.map(sum_part, parts))
 
 
 def read_blocks(tensors: tuple[torch.Tensor, ...], items: range) -> Iterator[tuple[slice, tuple[Block, ...]]]:
