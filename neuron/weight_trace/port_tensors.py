@@ -17,7 +17,7 @@ from torch import nn
 # Elements that are handled at once: in float64 they stay in a core's second-level cache, and torch takes one thread.
 ELEMENTS_AT_ONCE = 1 << 15
 # The integer dtype of an element's size in bytes.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A number that is a whole part of a name, as in `experts.3.w1` or `experts[3]`: the 3, not the 1.
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
@@ -150,7 +150,7 @@ def _bits(tensor: torch.Tensor) -> Bits:
 
     numpy compares these many times faster than torch compares BF16, and torch compares no FP8. A NaN equals itself.
     """
-    integers = _INTEGERS.get(tensor.itemsize)
+    integers = INTEGERS.get(tensor.itemsize)
     if integers is None:
         # A complex number of 16 bytes.
         return _bits(tensor.real)

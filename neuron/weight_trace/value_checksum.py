@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from minimax_tools.machine.compiled import compiled
+from neuron.weight_trace.port_tensors import INTEGERS
 
 Codes = np.ndarray[tuple[int], np.dtype[np.uint16]]
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -21,8 +22,6 @@ Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
 _ELEMENTS_AT_ONCE = 1 << 15
 # The largest prime below 2¹⁶: bits are squared modulo it, so that a sum of squares cannot overflow.
 _PRIME = 65_521
-# The integer dtype of an element's size in bytes.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class ValueChecksum:
     def _of_counted(cls, values: torch.Tensor, counts: torch.Tensor) -> ValueChecksum:
         """Return the checksum of values [n] of which each occurs `counts` times, int64 [n], or [1] for all of them."""
         numbers = values.double()
-        bits = torch.where(numbers == 0, 0, values.view(_INTEGERS[values.itemsize]).long())
+        bits = torch.where(numbers == 0, 0, values.view(INTEGERS[values.itemsize]).long())
         return cls(
             count=int(counts.expand(len(values)).sum()),
             bits=int((bits * counts).sum()),
