@@ -78,6 +78,11 @@ def _endless(name: str, code: str, *words: str) -> Death:
     return Death(name=name, place="run", code=code, words=words, is_endless=True)
 
 
+# Closes all files but what gloo's thread waits on: without that the thread aborts, at times before the exit.
+_CLOSES_FILES = (
+    "[os.closerange(n, n + 1) for n in range(3, 99) if 'poll' not in os.path.realpath(f'/proc/self/fd/{n}')]"
+)
+
 DEATHS = (
     _death("import_exit_0", "imported", "os._exit(0)", "exit code 0", "while importing port"),
     _death("import_raises_exit", "imported", "sys.exit(0)", "SystemExit", "cannot be imported"),
@@ -89,7 +94,7 @@ DEATHS = (
     _death("forward_exit_1", "run", "os._exit(1)", "exit code 1", "while running"),
     _death("exec", "run", "os.execv('/bin/true', ['true'])", "exit code 0", "while running"),
     _death("thread", "run", "threading.Timer(0.1, os._exit, [0]).start(); time.sleep(60)", "exit code 0"),
-    _death("files_closed", "run", "os.closerange(3, 256); os._exit(0)", "exit code 0", "while running"),
+    _death("files_closed", "run", f"{_CLOSES_FILES}; os._exit(0)", "exit code 0", "while running"),
     _death("abort", "run", "os.abort()", "SIGABRT", "while running", "in forward ("),
     _death("segfault", "run", "ctypes.string_at(0)", "SIGSEGV", "while running", "called by forward ("),
     _death("killed", "run", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", "memory ran out"),
