@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ _NUMERIC_VARIABLES = (
 
 def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed libraries that compute, by name."""
+    return dict(_find_versions())
+
+
+@cache
+def _find_versions() -> dict[str, str]:
+    """Find the versions, once: each search goes through the folders of all libraries."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

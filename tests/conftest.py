@@ -48,6 +48,12 @@ def pytest_collection_finish() -> None:
     keep_for_good()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def modules_kept() -> None:
+    """What the tests before imported and made is there for good."""
+    keep_for_good()
+
+
 def keep_for_good() -> None:
     """Spare what lives now (modules, above all) the collections of garbage: each run of a command makes a full one."""
     gc.collect()
@@ -71,12 +77,17 @@ def untold() -> Iterator[None]:
     loggers = [logging.getLogger(package) for package in _PACKAGES]
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.NOTSET)
-        logger.propagate, logger.handlers[:] = True, []
+        _set_up(logger, level=logging.NOTSET, propagate=True, handlers=[])
     yield
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        _set_up(logger, level=level, propagate=propagate, handlers=handlers)
+
+
+def _set_up(logger: logging.Logger, *, level: int, propagate: bool, handlers: list[logging.Handler]) -> None:
+    # Setting a level empties the caches of all loggers.
+    if logger.level != level:
         logger.setLevel(level)
-        logger.propagate, logger.handlers[:] = propagate, handlers
+    logger.propagate, logger.handlers[:] = propagate, handlers
 
 
 @pytest.fixture(scope="session")

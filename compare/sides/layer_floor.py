@@ -48,11 +48,14 @@ class LayerFloor:
         self._layer = layer
         description = reference.known_description
         self._variants = () if description is None else description.floor_variants
+        self._read: dict[str, torch.Tensor | None] = {}  # statistics of the real tokens, by name
 
     def statistic(self, name: str) -> torch.Tensor | None:
         """Read one of the golden's own statistics, [T]; None if it kept none of that name."""
-        statistic = self._reference.read_floor(self._layer, name)
-        return None if statistic is None else self._batch.tokens(statistic)
+        if name not in self._read:
+            statistic = self._reference.read_floor(self._layer, name)
+            self._read[name] = None if statistic is None else self._batch.tokens(statistic)
+        return self._read[name]
 
     def largest(self, name: str) -> torch.Tensor | None:
         """Return the largest of a statistic over the golden and its variants, token by token, [T].

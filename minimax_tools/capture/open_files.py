@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ def file_state(path: Path) -> tuple[int, int, int]:
     Raises:
         OSError: There is no such file.
     """
-    status = path.stat()
+    status = os.stat(path)  # noqa: PTH116 - twice as fast, and asked before each tensor
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 

@@ -13,8 +13,11 @@ Its work imports torch, which takes seconds.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +65,28 @@ def load_work(ctx: click.Context) -> None:
 
     So a process knows when its libraries are loaded, and an exception comes out of the middle of none of them.
     """
-    for work in work_of(ctx.command):
-        work.load()
+    with _only_imports():
+        for work in work_of(ctx.command):
+            work.load()
     if callable(ctx.obj):
         ctx.obj()
+
+
+@contextmanager
+def _only_imports() -> Iterator[None]:
+    """Collect no garbage in a block that imports: modules stay, and looking through them takes 0.2 s.
+
+    Nor do later collections look through modules that the block imported.
+    """
+    num_modules, is_on = len(sys.modules), gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if len(sys.modules) > num_modules:
+            gc.freeze()
+        if is_on:
+            gc.enable()
 
 
 def work_of(command: click.Command) -> tuple[Work, ...]:
