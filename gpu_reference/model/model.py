@@ -16,6 +16,7 @@ from gpu_reference.model.offload import hold_weight
 from gpu_reference.model.placement import Placement, describe_placement, verify_device_map, watched_memory
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, MissingExtraError, UsageError
+from minimax_tools.machine.importing import importing
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
@@ -145,7 +146,8 @@ def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def _golden_class() -> Any:
     try:
-        from transformers import MiniMaxM2ForCausalLM
+        with importing():
+            from transformers import MiniMaxM2ForCausalLM
     except ImportError:
         raise MissingExtraError("transformers>=5.23", extra="golden", needed_for="a golden capture") from None
     return MiniMaxM2ForCausalLM

@@ -13,15 +13,14 @@ Its work imports torch, which takes seconds.
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import click
+
+from minimax_tools.machine.importing import importing
 
 # Attribute of a command's function; functools.wraps hands it on.
 _WORK = "__mm2_work__"
@@ -65,28 +64,11 @@ def load_work(ctx: click.Context) -> None:
 
     So a process knows when its libraries are loaded, and an exception comes out of the middle of none of them.
     """
-    with _only_imports():
+    with importing():
         for work in work_of(ctx.command):
             work.load()
     if callable(ctx.obj):
         ctx.obj()
-
-
-@contextmanager
-def _only_imports() -> Iterator[None]:
-    """Collect no garbage in a block that imports: modules stay, and looking through them takes 0.2 s.
-
-    Nor do later collections look through modules that the block imported.
-    """
-    num_modules, is_on = len(sys.modules), gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if len(sys.modules) > num_modules:
-            gc.freeze()
-        if is_on:
-            gc.enable()
 
 
 def work_of(command: click.Command) -> tuple[Work, ...]:

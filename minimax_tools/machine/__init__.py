@@ -8,6 +8,7 @@
 - `core_pool`: one thread for each core
 - `compiled`: loops that numba compiles
 - `compiled_cache`: their machine code in files, proved before it is used
+- `importing`: imports of libraries without collections of garbage
 - `finding`: findings about a machine, and their levels
 - `file_digest`: the sha256 of a file
 - `plain_name`: names of files that a hostile file gives

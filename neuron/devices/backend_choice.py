@@ -12,6 +12,7 @@ import os
 import torch
 
 from minimax_tools.errors import BackendError, MissingExtraError
+from minimax_tools.machine.importing import importing
 from neuron.devices.backend import Backend
 
 # The variable that says which device torch_xla drives, through XLA's device plug-ins (PJRT).
@@ -69,8 +70,9 @@ def open_device(backend: Backend) -> torch.device:
 
 def _open_xla_device(backend: Backend, *, expected: str) -> torch.device:
     try:
-        import torch_xla
-        from torch_xla.core import xla_model
+        with importing():
+            import torch_xla
+            from torch_xla.core import xla_model
 
         device = torch.device(torch_xla.device())
         found = xla_model.xla_device_hw(device)
