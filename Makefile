@@ -6,6 +6,8 @@ STAMP := .venv/installed
 EXTRAS := golden,xla,remote,report,pytest,dev
 # Number of processes that share the test files.
 WORKERS ?= 2
+# Byte code is kept: without it each of the tests' processes compiles mm2 anew, and each run all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-lowest test-wheel slow torture mutants models check fix clean
