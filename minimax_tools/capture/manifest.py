@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ class Entry:
 
     def __post_init__(self) -> None:
         require_plain_name(self.file)
+
+    def __hash__(self) -> int:
+        # Few of the fields: the texts of all entries are looked up again after each layer.
+        return hash((self.layer, self.site, self.sha256))
 
     @classmethod
     def of(cls, layer: int | None, site: str, *, file: str, tensor: torch.Tensor) -> Entry:
@@ -296,9 +300,14 @@ def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         if entry.layer is None:
             # Sites outside the layers go by name.
             return True, 0, 0, entry.site
-        return False, entry.layer, parse_site(entry.site).order, entry.site
+        return False, entry.layer, _order_of(entry.site), entry.site
 
     return tuple(sorted(entries, key=key))
+
+
+@cache
+def _order_of(site: str) -> int:
+    return parse_site(site).order
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
