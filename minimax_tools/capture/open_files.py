@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -17,7 +17,10 @@ _MOST_OPEN = 8
 _SMALL_BYTES = 2**20
 
 
-def file_state(path: Path) -> tuple[int, int, int]:
+FileState: TypeAlias = "tuple[int, int, int]"
+
+
+def file_state(path: Path) -> FileState:
     """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes.
 
     Raises:
@@ -62,6 +65,15 @@ class OpenFiles:
         large: torch.Tensor = mapping.get_tensor(name)
         return large
 
+    def state(self, file: str) -> FileState:
+        """Return the state in which a file was read last; the present one if it is not open.
+
+        Raises:
+            OSError: There is no such file.
+        """
+        opened = self._opened.get(file)
+        return file_state(self._directory / file) if opened is None else opened.state
+
     def _open(self, path: Path, file: str) -> _OpenFile:
         """Return the file as it is now, and close the one that was read longest ago if there are too many."""
         state = file_state(path)
@@ -76,6 +88,6 @@ class OpenFiles:
 
 
 class _OpenFile(NamedTuple):
-    state: tuple[int, int, int]
+    state: FileState
     tensors: Any  # a `safe_open`, which has no public type
     names: frozenset[str]

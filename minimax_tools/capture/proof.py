@@ -22,7 +22,7 @@ from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.check_runner import CheckRunner
 from minimax_tools.capture.digests import TensorDigest, describe_tensor, dtype_name
 from minimax_tools.capture.manifest import Entry, Manifest
-from minimax_tools.capture.open_files import file_state
+from minimax_tools.capture.open_files import FileState, OpenFiles
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.file_digest import digest_file
@@ -42,11 +42,12 @@ _SMALL_BYTES = 1 << 14
 
 
 class Proof:
-    """Checks of the tensors read from one capture."""
+    """Checks of the tensors read from one capture, through `files`."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, files: OpenFiles) -> None:
         self._directory = directory
         self._manifest = manifest
+        self._files = files
         self._is_golden = manifest.description.side == GOLDEN_SIDE
         self._digests = {
             (file.file, name): digest
@@ -238,10 +239,10 @@ class Proof:
         # No name: the key of the whole file.
         self._checks.run(self._key(file, ""), check)
 
-    def _key(self, file: str, name: str) -> tuple[str, str, tuple[int, int, int]]:
-        """Return the key of a tensor in the file as it is now: a replaced file is checked again."""
+    def _key(self, file: str, name: str) -> tuple[str, str, FileState]:
+        """Return the key of a tensor in the file as it was read: a replaced file is checked again."""
         try:
-            return file, name, file_state(self._directory / file)
+            return file, name, self._files.state(file)
         except OSError as error:
             raise self.refuse(f"is damaged: {file} cannot be read", found=str(error)) from error
 

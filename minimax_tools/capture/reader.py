@@ -42,9 +42,9 @@ class Capture(CaptureSource):
         self.digest_note = _word_missing_digests(manifest)
         self._manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
-        self._proof = Proof(directory, manifest)
         mirror = CaptureMirror.find(directory, manifest)
         self._files = OpenFiles(directory, hold=None if mirror is None else mirror.hold)
+        self._proof = Proof(directory, manifest, self._files)
 
     @classmethod
     def open(cls, directory: Path | str) -> Capture:
