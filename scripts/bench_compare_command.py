@@ -1,7 +1,8 @@
 """Time and memory of the whole command `mm2-compare`, cold and warm, in units of reading its two captures once.
 
-A golden of few layers of true width, with all sites and the full noise floor, is judged against mm2's own layer on the
-CPU. In each round all ways run one after the other; a figure is the median over the rounds.
+A golden of layers of true width, with the full noise floor, is judged against mm2's own layer on the CPU: three layers
+with all sites (`--scale full`), or 62 layers at the components' outputs (`component`, which takes 30 GB). In each
+round all ways run one after the other; a figure is the median over the rounds.
 
 - `cold_over_reading`: the command over a plain read of all files of both captures, none of them in the page cache
 - `warm_over_reading`: the same with all of them in the page cache
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -34,11 +35,29 @@ from peaks import Watched, watch, watch_package
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 _WIDE = replace(WIDE, num_hidden_layers=3)
-# Model, lengths of the token rows, number of rounds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """A size of the captures."""
+
+    model: SyntheticModel
+    lengths: str  # of the token rows
+    sites: str = "all"
+    num_rounds: int = 5
+
+
 SCALES = {
-    "full": (_WIDE, "2048", 5),
-    "padded": (_WIDE, "1200,848", 5),
-    "toy": (SyntheticModel(num_hidden_layers=2), "48,33", 1),
+    "full": Scale(model=_WIDE, lengths="2048"),
+    "padded": Scale(model=_WIDE, lengths="1200,848"),
+    # Values inside attention are not captured: few heads do.
+    "component": Scale(
+        model=replace(WIDE, num_hidden_layers=62, num_attention_heads=4, num_key_value_heads=2),
+        lengths="4096",
+        sites="component",
+        num_rounds=2,
+    ),
+    "toy": Scale(model=SyntheticModel(num_hidden_layers=2), lengths="48,33", num_rounds=1),
 }
 MOST_COLD_OVER_READING, LEAST_SHARE_OF_BANDWIDTH, MOST_PEAK_GB = 1.3, 0.3, 2.0
 
@@ -51,20 +70,19 @@ def main() -> int:
     )
     parser.add_argument("--scratch", type=Path, help="folder for the captures (default: a temporary one)")
     arguments = parser.parse_args()
-    model, lengths, num_rounds = SCALES[arguments.scale]
+    scale = SCALES[arguments.scale]
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-        golden, run = make_captures(Path(folder), model, lengths)
-        return print_figures(
-            "compare_command", list(measure(golden, run, num_rounds)), as_json=arguments.json
-        )
+        golden, run = make_captures(Path(folder), scale)
+        figures = list(measure(golden, run, scale.num_rounds))
+        return print_figures("compare_command", figures, as_json=arguments.json)
 
 
-def make_captures(folder: Path, model: SyntheticModel, lengths: str) -> tuple[Path, Path]:
+def make_captures(folder: Path, scale: Scale) -> tuple[Path, Path]:
     """Make a golden with its full floor, and a run of mm2's own layer over its inputs; the model is removed."""
     checkpoint, golden, run = folder / "model", folder / "golden", folder / "run"
-    write_model(checkpoint, model, dtype=torch.bfloat16)
-    of_model = ("--model", str(checkpoint), "--quiet")
-    seq_lens = ("--seq-len", lengths)
+    write_model(checkpoint, scale.model, dtype=torch.bfloat16)
+    of_model = ("--model", str(checkpoint), "--sites", scale.sites, "--quiet")
+    seq_lens = ("--seq-len", scale.lengths)
     run_package("gpu_reference", "extract-all", *of_model, *seq_lens, "--output-dir", str(golden))
     against = ("--golden", str(golden), "--backend", "cpu", "--output-dir", str(run))
     run_package("neuron", "sweep", *of_model, *against)
