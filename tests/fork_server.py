@@ -60,7 +60,7 @@ class ForkServer:
             self._variables = variables
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
-                env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+                env={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
