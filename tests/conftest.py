@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -182,23 +182,49 @@ def fork_server() -> Iterator[Any]:
     server.close()
 
 
+@pytest.fixture
+def forked(fork_server: Any, tmp_path: Path, environment_of: Callable[..., dict[str, str]]) -> Process:
+    """Runs `mm2-test` in the test's folder, in a fork of a process that has torch imported."""
+
+    def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        given = ["-m", "neuron", *map(str, arguments)]
+        done: subprocess.CompletedProcess[str] = fork_server.run(
+            given, folder=tmp_path, environment=environment_of(**environment), standard_input=""
+        )
+        return done
+
+    return run_there
+
+
 @pytest.fixture(scope="session")
 def forked_python(
     fork_server: Any,
     tmp_path_factory: pytest.TempPathFactory,
     environment_of: Callable[..., dict[str, str]],
 ) -> Process:
-    """Runs Python code in a fork of a process that has torch imported: seconds less than a new process."""
+    """Runs Python code with arguments in a fork of a process that has torch imported: seconds less than a new one.
+
+    What the code imports besides may be named in `modules`: it is imported once, for this program and all later ones.
+    `terminal` is the path of one that takes the place of standard error.
+    """
 
     def run_code(
-        code: str, *, folder: Path | None = None, standard_input: str = "", **environment: str
+        code: str,
+        *arguments: object,
+        folder: Path | None = None,
+        standard_input: str = "",
+        modules: Sequence[str] = (),
+        terminal: str | None = None,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("python") if folder is None else folder
         done: subprocess.CompletedProcess[str] = fork_server.run(
-            ["-c", code],
+            ["-c", code, *map(str, arguments)],
             folder=folder,
             environment=environment_of(**environment),
             standard_input=standard_input,
+            modules=modules,
+            terminal=terminal,
         )
         return done
 

@@ -6,6 +6,7 @@ Such a program starts in milliseconds. It has its own standard streams, folder, 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -26,9 +27,19 @@ class ForkServer:
         self._variables: dict[str, str] = {}
 
     def run(
-        self, arguments: Sequence[str], *, folder: Path, environment: dict[str, str], standard_input: str
+        self,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        environment: dict[str, str],
+        standard_input: str,
+        modules: Sequence[str] = (),
+        terminal: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python ARGUMENTS`, which begin with `-c` or `-m`."""
+        """Run `python ARGUMENTS`, which begin with `-c` or `-m`; the server imports `modules` before, once.
+
+        The path of a terminal takes the place of standard error.
+        """
         process = self._start(environment)
         with tempfile.TemporaryDirectory() as streams:
             files = [Path(streams, name) for name in ("stdin", "stdout", "stderr")]
@@ -38,7 +49,8 @@ class ForkServer:
                 "arguments": list(arguments),
                 "folder": str(folder),
                 "environment": environment,
-                "files": [str(file) for file in files],
+                "files": [str(files[0]), str(files[1]), terminal or str(files[2])],
+                "modules": list(modules),
             }
             assert process.stdin is not None
             assert process.stdout is not None
@@ -80,6 +92,11 @@ def _import_work() -> None:
     for command in main.commands.values():
         for work in work_of(command):
             work.load()
+    _keep_for_good()
+
+
+def _keep_for_good() -> None:
+    """Spare what lives now the collections of garbage, which would copy its memory in each fork."""
     gc.collect()
     gc.freeze()
 
@@ -87,9 +104,15 @@ def _import_work() -> None:
 def _next_program() -> dict[str, Any]:
     """Fork for each program that is asked for. The forks return it; the server returns never."""
     for line in sys.stdin:
+        program: dict[str, Any] = json.loads(line)
+        if not sys.modules.keys() >= {*program["modules"]}:
+            # As mm2 imports transformers.
+            os.environ["USE_TORCH_XLA"] = "0"
+            for name in program["modules"]:
+                importlib.import_module(name)
+            _keep_for_good()
         child = os.fork()
         if child == 0:
-            program: dict[str, Any] = json.loads(line)
             return program
         _, status = os.waitpid(child, 0)
         sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
@@ -103,7 +126,7 @@ def _take_place(program: dict[str, Any], own_path: str) -> None:
     os.environ.clear()
     os.environ.update(program["environment"])
     for number, file in enumerate(program["files"]):
-        descriptor = os.open(file, os.O_RDWR)
+        descriptor = os.open(file, os.O_RDWR | os.O_NOCTTY)
         os.dup2(descriptor, number)
         os.close(descriptor)
     # Without what the server has read ahead.

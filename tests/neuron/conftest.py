@@ -104,20 +104,6 @@ def run_python(
     return run_code
 
 
-@pytest.fixture
-def forked(fork_server: Any, tmp_path: Path, environment_of: Callable[..., dict[str, str]]) -> Process:
-    """Runs `mm2-test` as `process` does, in a fork that has torch imported: seconds less."""
-
-    def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        given = ["-m", "neuron", *map(str, arguments)]
-        done: subprocess.CompletedProcess[str] = fork_server.run(
-            given, folder=tmp_path, environment=environment_of(**environment), standard_input=""
-        )
-        return done
-
-    return run_there
-
-
 @pytest.fixture(scope="session")
 def write_chunked_port(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Writes the device layer with so many of the toy's experts in a chunk, and gives its `--target`."""
