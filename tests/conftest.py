@@ -8,9 +8,9 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import click
@@ -204,8 +204,8 @@ def forked_python(
 ) -> Process:
     """Runs Python code with arguments in a fork of a process that has torch imported: seconds less than a new one.
 
-    What the code imports besides may be named in `modules`: it is imported once, for this program and all later ones.
-    `terminal` is the path of one that takes the place of standard error.
+    What the code imports besides may be named in `modules`: it is imported once for all programs that name the same.
+    `streams` has the path of a terminal or a FIFO that takes the place of a standard stream, by its number.
     """
 
     def run_code(
@@ -214,7 +214,7 @@ def forked_python(
         folder: Path | None = None,
         standard_input: str = "",
         modules: Sequence[str] = (),
-        terminal: str | None = None,
+        streams: Mapping[int, str] = MappingProxyType({}),
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("python") if folder is None else folder
@@ -224,11 +224,21 @@ def forked_python(
             environment=environment_of(**environment),
             standard_input=standard_input,
             modules=modules,
-            terminal=terminal,
+            streams=streams,
         )
         return done
 
     return run_code
+
+
+@pytest.fixture(scope="session")
+def golden_modules() -> tuple[str, ...]:
+    """What a program that makes goldens or splits models needs besides, and takes seconds to import."""
+    return (
+        "transformers.models.minimax_m2.modeling_minimax_m2",
+        "gpu_reference.golden.golden",
+        "minimax_tools.split.factory",
+    )
 
 
 def _load_module(file: Path) -> ModuleType:

@@ -14,9 +14,10 @@ import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TextIO
 
 
 class ForkServer:
@@ -34,22 +35,23 @@ class ForkServer:
         environment: dict[str, str],
         standard_input: str,
         modules: Sequence[str] = (),
-        terminal: str | None = None,
+        streams: Mapping[int, str] = MappingProxyType({}),
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python ARGUMENTS`, which begin with `-c` or `-m`; the server imports `modules` before, once.
+        """Run `python ARGUMENTS`, which begin with `-c` or `-m`.
 
-        The path of a terminal takes the place of standard error.
+        Programs with the same `modules` are forks of a process that has them imported besides. The path of a terminal
+        or a FIFO may take the place of a standard stream, whose number is its key.
         """
         process = self._start(environment)
-        with tempfile.TemporaryDirectory() as streams:
-            files = [Path(streams, name) for name in ("stdin", "stdout", "stderr")]
+        with tempfile.TemporaryDirectory() as place:
+            files = [Path(place, name) for name in ("stdin", "stdout", "stderr")]
             for file, text in zip(files, (standard_input, "", ""), strict=True):
                 file.write_text(text)
             program = {
                 "arguments": list(arguments),
                 "folder": str(folder),
                 "environment": environment,
-                "files": [str(files[0]), str(files[1]), terminal or str(files[2])],
+                "files": [streams.get(number, str(file)) for number, file in enumerate(files)],
                 "modules": list(modules),
             }
             assert process.stdin is not None
@@ -101,23 +103,46 @@ def _keep_for_good() -> None:
     gc.freeze()
 
 
-def _next_program() -> dict[str, Any]:
-    """Fork for each program that is asked for. The forks return it; the server returns never."""
-    for line in sys.stdin:
+def _next_program(given: TextIO, told: TextIO, held: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fork for each program that is asked for. The forks return it; the server returns never.
+
+    For programs that want other modules than those `held`, a fork that imports them becomes a server of its own.
+    """
+    servers: dict[tuple[str, ...], tuple[TextIO, TextIO]] = {}
+    for line in given:
         program: dict[str, Any] = json.loads(line)
-        if not sys.modules.keys() >= {*program["modules"]}:
-            # As mm2 imports transformers.
-            os.environ["USE_TORCH_XLA"] = "0"
-            for name in program["modules"]:
-                importlib.import_module(name)
-            _keep_for_good()
-        child = os.fork()
-        if child == 0:
-            return program
-        _, status = os.waitpid(child, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
+        modules = tuple(program["modules"])
+        if modules == held:
+            child = os.fork()
+            if child == 0:
+                return program
+            _, status = os.waitpid(child, 0)
+            answer = f"{os.waitstatus_to_exitcode(status)}\n"
+        else:
+            if modules not in servers:
+                (asked, ask), (answered, reply) = os.pipe(), os.pipe()
+                if os.fork() == 0:
+                    os.close(ask)
+                    _import_besides(modules)
+                    return _next_program(os.fdopen(asked), os.fdopen(reply, "w"), modules)
+                os.close(asked)
+                os.close(reply)
+                servers[modules] = (os.fdopen(ask, "w"), os.fdopen(answered))
+            requests, answers = servers[modules]
+            requests.write(line)
+            requests.flush()
+            answer = answers.readline()
+        told.write(answer)
+        told.flush()
     sys.exit()
+
+
+def _import_besides(modules: Sequence[str]) -> None:
+    # As mm2 imports transformers.
+    os.environ["USE_TORCH_XLA"] = "0"
+    for name in modules:
+        importlib.import_module(name)
+    _keep_for_good()
 
 
 def _take_place(program: dict[str, Any], own_path: str) -> None:
@@ -142,7 +167,7 @@ def _take_place(program: dict[str, Any], own_path: str) -> None:
 def _serve() -> None:
     own_path = os.environ["PYTHONPATH"]
     _import_work()
-    program = _next_program()
+    program = _next_program(sys.stdin, sys.stdout)
     _take_place(program, own_path)
     kind, given, *rest = program["arguments"]
     sys.argv = [kind, *rest]

@@ -77,12 +77,6 @@ def ask(toy: Path) -> Ask:
 
 
 @pytest.fixture(scope="session")
-def golden_modules() -> tuple[str, ...]:
-    """What a program of `forked_python` that makes goldens needs, and takes seconds to import."""
-    return ("transformers.models.minimax_m2.modeling_minimax_m2", "gpu_reference.golden.golden")
-
-
-@pytest.fixture(scope="session")
 def measure(toy: Path) -> Measure:
     """Makes goldens one by one in another process, as `measured_golden.py` says, and tells what memory each took."""
 

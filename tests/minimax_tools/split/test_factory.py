@@ -9,10 +9,12 @@ import os
 import re
 import shutil
 import struct
+import subprocess
 import termios
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -377,11 +379,17 @@ class TestTelling:
 
     @pytest.mark.parametrize("verbose", [True, False])
     def test_bar_shows_in_a_terminal_while_components_load(
-        self, make: Any, forked_python: Any, monkeypatch: pytest.MonkeyPatch, verbose: bool
+        self,
+        make: Any,
+        forked_python: Any,
+        golden_modules: tuple[str, ...],
+        monkeypatch: pytest.MonkeyPatch,
+        verbose: bool,
     ) -> None:
         for name in ("COLUMNS", "NO_COLOR"):
             monkeypatch.delenv(name, raising=False)
-        shown = run_in_terminal(forked_python, _SPLIT, make("minimax_m2").folder, str(verbose))
+        run = partial(forked_python, _SPLIT, make("minimax_m2").folder, verbose, modules=golden_modules)
+        shown = run_in_terminal(run)
         for role in ("bottom", "trunk", "top"):
             # The last state of each bar: all tensors of the component.
             bars = re.findall(rf"{role}\b[^\n]*? (\d+)/(\d+) · tensor", shown)
@@ -404,20 +412,14 @@ ModelFactory.create_split_models("minimax_m2", folder, 1, 3, low_memory=True, ve
 """
 
 
-def run_in_terminal(forked_python: Any, program: str, *arguments: object) -> str:
-    """Run a program, and return what it writes to a real pseudo-terminal as its stderr."""
+def run_in_terminal(run: Callable[..., subprocess.CompletedProcess[str]]) -> str:
+    """Run a program by `forked_python`, and return what it writes to a real pseudo-terminal as its stderr."""
     own, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read_terminal, own)
         try:
-            done = forked_python(
-                program,
-                *arguments,
-                modules=("transformers.models.minimax_m2.modeling_minimax_m2",),
-                terminal=os.ttyname(its),
-                TERM="xterm-256color",
-            )
+            done = run(streams={2: os.ttyname(its)}, TERM="xterm-256color")
         finally:
             os.close(its)
         written = reading.result()
