@@ -233,7 +233,7 @@ def forked_python(
 
 @pytest.fixture(scope="session")
 def golden_modules() -> tuple[str, ...]:
-    """What a program that makes goldens or splits models needs besides, and takes seconds to import."""
+    """The modules that a program imports which makes goldens or splits models: they take seconds."""
     return (
         "transformers.models.minimax_m2.modeling_minimax_m2",
         "gpu_reference.golden.golden",
